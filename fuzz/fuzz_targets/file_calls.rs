@@ -5,12 +5,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill_testbed::Testbed;
-use pagemill_core::arena::Layout;
 use pagemill_cache::mapping::policy::{Ask, Choice};
-use pagemill_cache::mapping::{PageCache, Mapping, Policy};
+use pagemill_cache::mapping::{Mapping, PageCache, Policy};
+use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_testbed::Testbed;
 use std::sync::OnceLock;
 
 /// Maximum length of the file.

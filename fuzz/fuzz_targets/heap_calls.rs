@@ -6,11 +6,11 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use pagemill_core::Error;
 use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_testbed::Testbed;
-use pagemill_core::Error;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 

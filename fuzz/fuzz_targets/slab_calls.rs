@@ -7,16 +7,15 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use pagemill_core::Error;
 use pagemill_core::arena::Layout;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_slab as slab;
-use pagemill_slab::{HandleMap, OwnerSlab, Candidates, Done, FixedSlab, Handle, Migrate, Movable, Moving, Pinned, Progress};
-use pagemill_slab::{Settings, SlabInfo, Slabs, Slot, Target};
+use pagemill_slab::{Candidates, Done, FixedSlab, Handle, HandleMap, Migrate, Movable, Moving, OwnerSlab, Pinned};
+use pagemill_slab::{Settings, SlabCache, Slabs, Slot, Target};
 use pagemill_testbed::Testbed;
-use pagemill_xarray;
-use pagemill_core::{Error, Result};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -66,52 +65,24 @@ impl<const WORDS: usize> Drop for Value<WORDS> {
     }
 }
 
-/// The calls that all caches with movable objects have.
-trait MovableCache {
-    fn shrink(&self) -> Result<u64>;
-    fn defrag_step(&self, budget: Duration) -> Result<Progress>;
-    fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress>;
-    fn balance(&self) -> Result<Progress>;
-    fn set_defrag_used_ratio(&self, percent: u32) -> Result<()>;
-    fn info(&self) -> SlabInfo;
-}
-
-macro_rules! compacted {
-    ($cache:ty, $($bound:tt)*) => {
-        impl<$($bound)*> MovableCache for $cache {
-            fn shrink(&self) -> Result<u64> { <$cache>::shrink(self) }
-            fn defrag_step(&self, budget: Duration) -> Result<Progress> { <$cache>::defrag_step(self, budget) }
-            fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
-                <$cache>::move_objects(self, from, to, most)
-            }
-            fn balance(&self) -> Result<Progress> { <$cache>::balance(self) }
-            fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> { <$cache>::set_defrag_used_ratio(self, percent) }
-            fn info(&self) -> SlabInfo { <$cache>::info(self).unwrap() }
-        }
-    };
-}
-
-compacted!(HandleMap<T>, T: Movable);
-compacted!(OwnerSlab<M>, M: Migrate);
-
 /// Makes a call that moves objects or returns memory. With `is_guarded`, makes only calls that do not wait for
 /// readers.
-fn compact(slabs: &Slabs, cache: &dyn MovableCache, [call, one, other]: [u8; 3], is_guarded: bool) {
+fn compact(slabs: &Slabs, cache: &impl SlabCache, [call, one, other]: [u8; 3], is_guarded: bool) {
     let (from, to) = (usize::from(one) % (NODES + 1), usize::from(other) % (NODES + 1));
     match call % 8 {
         0 if !is_guarded => {
             cache.shrink().unwrap();
-            let info = cache.info();
+            let info = cache.info().unwrap();
             let stayed = info.busy + info.refused + info.failed;
             assert!(stayed > 0 || info.nodes.iter().all(|node| node.partial <= 1), "{info:?}");
         }
         1 if !is_guarded => {
-            let before = cache.info();
+            let before = cache.info().unwrap();
             match cache.move_objects(from, to, u64::from(other)) {
                 Ok(progress) => assert!(from < NODES && to < NODES && progress.moved <= u64::from(other)),
                 Err(error) => assert!(matches!(error, Error::BadNode { .. }) && (from == NODES || to == NODES)),
             }
-            assert!(cache.info().active <= before.active);
+            assert!(cache.info().unwrap().active <= before.active);
         }
         2 if !is_guarded => _ = cache.balance().unwrap(),
         3 => match cache.set_defrag_used_ratio(u32::from(one)) {
@@ -157,8 +128,8 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
         let is_pinned = self.pins.iter().any(|(_, pinned, _)| *pinned == handle);
         match self.cache.remove(handle) {
             Err(error) => assert!(is_pinned && matches!(error, Error::Busy { .. })),
-            Ok(was_there) => {
-                assert!(was_there && !is_pinned);
+            Ok(removed) => {
+                assert!(removed.is_some() && !is_pinned);
                 self.live.swap_remove(at);
                 self.gone.push(handle);
             }
@@ -183,7 +154,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
 
     fn use_stale(&self, one: u8, other: u8) {
         if let Some(handle) = self.gone.get(index_of(one, other, self.gone.len())) {
-            assert!(self.cache.get(*handle, &slab::enter()).is_none() && !self.cache.remove(*handle).unwrap());
+            assert!(self.cache.get(*handle, &slab::enter()).is_none() && self.cache.remove(*handle).unwrap().is_none());
             assert!(self.cache.pin(*handle).unwrap().is_none());
             assert!(!self.cache.update(*handle, |_| unreachable!()).unwrap());
         }
@@ -519,7 +490,7 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
             }
             19 => {
                 // Under an epoch guard, moved items can still be read at their old place.
-                let _guard = xarray::pin();
+                let _guard = pagemill_xarray::pin();
                 let seen = found.map(|number| (owner.items.lock().unwrap()[&number], number));
                 compact(slabs, &cache, [one, other, what], true);
                 // SAFETY: the items were found under the guard, and could only be moved since.
@@ -544,7 +515,10 @@ fuzz_target!(|data: &[u8]| {
     let [first, second, calls @ ..] = data else { return };
     let calls = calls.chunks_exact(3);
     let slab_bytes = [None, Some(16 << 10), Some(128 << 10), Some(2 << 20)][usize::from(second & 3)];
-    let settings = Settings::new("fuzz").slab_bytes(slab_bytes).debug(first & 64 == 64).remote_node_defrag_ratio(u32::from(second >> 2));
+    let settings = Settings::new("fuzz")
+        .slab_bytes(slab_bytes)
+        .debug(first & 64 == 64)
+        .remote_node_defrag_ratio(u32::from(second >> 2));
     let slabs = slabs(first & 128 == 128);
     match first & 15 {
         0 | 1 | 2 => by_handle::<5>(slabs, settings, calls),

@@ -7,14 +7,14 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill_core::arena::Layout;
 use pagemill_cache::mapping::policy::{Ask, Choice};
-use pagemill_cache::mapping::{PageCache, Mapping, Pin, Policy, Queue};
+use pagemill_cache::mapping::{Mapping, PageCache, Pin, Policy, Queue};
+use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
-use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
-use pagemill_testbed::Testbed;
 use pagemill_core::{Error, Result};
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;

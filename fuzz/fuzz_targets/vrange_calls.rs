@@ -6,13 +6,13 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill_testbed::Testbed;
 use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::units::os_page_bytes;
-use pagemill_volatile::vrange::{How, Mode};
 use pagemill_sys::fault;
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::{How, Mode};
 use std::sync::OnceLock;
 
 const PAGES: usize = 256;

@@ -7,13 +7,15 @@ use std::io;
 /// Why an operation failed.
 ///
 /// ```
-/// use pagemill::{Error, Pagemill, volatile::Behaviour};
+/// use pagemill_core::Error;
+/// use pagemill_testbed::Testbed;
+/// use pagemill_volatile::Behaviour;
 ///
-/// let ranges = Pagemill::of_process()?.ranges;
+/// let ranges = Testbed::of_process()?.ranges;
 /// let error = ranges.allocate(0, Behaviour::Full).unwrap_err();
 /// assert!(matches!(error, Error::BadLength { len_bytes: 0 }));
 /// assert_eq!((error.errno(), error.to_string().as_str()), (22, "0 B is not a valid length"));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Debug)]
 #[non_exhaustive]

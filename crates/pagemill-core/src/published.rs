@@ -254,15 +254,16 @@ fn sweep_requests(folder: &str) {
 /// A process and the figures that it published.
 ///
 /// ```
-/// use pagemill::{Pagemill, published};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::published;
 ///
-/// Pagemill::of_process()?;
+/// Testbed::of_process()?;
 /// let folder = published::user_folder().unwrap();
 /// let processes = published::list(folder.as_str(), false).unwrap();
 /// for process in processes.iter().filter(|process| process.is_alive) {
 ///     println!("{} {}", process.identity.pid, process.snapshot.name());
 /// }
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Published {
     pub path: Path,
@@ -344,13 +345,15 @@ fn own_folders() -> Vec<String> {
 /// A running process with the figures of each Pagemill in it. Those of the preload library are the first.
 ///
 /// ```
-/// use pagemill::{Pagemill, published, stats::Counter};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::published;
+/// use pagemill_core::stats::Counter;
 ///
-/// Pagemill::of_process()?;
+/// Testbed::of_process()?;
 /// let process = published::read(std::process::id()).expect("this process publishes");
 /// let (_file, figures) = &process.found[0];
 /// assert!(process.is_own() && figures.get(Counter::Resident) < 1 << 40);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Process {
     pub identity: Identity,

@@ -42,7 +42,7 @@ use std::sync::atomic::AtomicU32 as Word;
 /// thread holds during `fork` must be released in both processes.
 ///
 /// ```
-/// use pagemill::sync::Lock;
+/// use pagemill_core::sync::Lock;
 ///
 /// static LOCK: Lock = Lock::new();
 /// let guard = LOCK.lock();

@@ -175,15 +175,16 @@ impl EventSlot {
 /// An event as read from a page.
 ///
 /// ```
-/// use pagemill::trace::{self, Event};
-/// use pagemill::{Pagemill, published};
+/// use pagemill_core::trace::{self, Event};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::published;
 ///
-/// Pagemill::of_process()?;
+/// Testbed::of_process()?;
 /// trace::event(Event::Forked, 1 << 30, 1);
 /// let (file, _) = published::find(std::process::id()).expect("a folder for this user's figures");
 /// let events = trace::read(file.as_c_str(), None).unwrap();
 /// assert!(events.iter().any(|recorded| recorded.numbers[0].1 == 1 << 30));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Recorded {

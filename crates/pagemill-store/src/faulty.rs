@@ -79,7 +79,7 @@ impl Calls {
 /// through another.
 ///
 /// ```
-/// use pagemill::store::{Faults, FaultyStore, MemoryStore, Store};
+/// use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
 ///
 /// let store = FaultyStore::new(MemoryStore::new(vec![0; 512], 512));
 /// store.set_faults(Faults { fails_after: Some(1), ..Faults::default() });

@@ -52,7 +52,7 @@ use std::io;
 /// panic (`behind_panics`); the file then has no background writeback until a sync succeeds.
 ///
 /// ```
-/// use pagemill::store::{MemoryStore, Store};
+/// use pagemill_store::{MemoryStore, Store};
 /// use std::io;
 ///
 /// /// A read-only store that computes its bytes.
@@ -83,12 +83,12 @@ use std::io;
 ///     }
 /// }
 ///
-/// # use pagemill::{Pagemill, mapping::Settings};
-/// let cache = Pagemill::of_process()?.PageCache::builder("computed").limit(64 << 20).build_in(caches)?;
+/// # use pagemill_cache::PageCache;
+/// let cache = PageCache::builder("computed").limit(64 << 20).build()?;
 /// let file = cache.open(std::sync::Arc::new(Sevens))?;
 /// let mut bytes = [0; 3];
 /// assert_eq!((file.read_at(&mut bytes, 99)?, bytes), (3, [7; 3]));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Store: Any + Send + Sync {
     /// Returns the current length of the file in bytes. Callers do not cache it, because other processes may change it.

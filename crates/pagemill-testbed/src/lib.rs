@@ -6,6 +6,9 @@
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
 
+#[cfg(doctest)]
+mod refused;
+
 use pagemill_cache::IndexNodes;
 use pagemill_cache::mapping::Caches;
 use pagemill_core::arena::{Arena, Layout, place};

@@ -35,8 +35,6 @@
 #![cfg(not(loom))]
 
 mod pagemill;
-#[cfg(doctest)]
-mod refused;
 
 pub use pagemill::Pagemill;
 pub use pagemill_cache::PageCache;

@@ -11,7 +11,10 @@ use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_slab as slab;
-use pagemill_slab::{InsertError, SlabCache, Candidates, Done, Guard, Handle, HandleMap, Migrate, Moving, OwnerSlab, Settings, Slabs, Target};
+use pagemill_slab::{
+    Candidates, Done, Guard, Handle, HandleMap, InsertError, Migrate, Moving, OwnerSlab, Settings, SlabCache, Slabs,
+    Target,
+};
 use pagemill_sys::process;
 use pagemill_testbed::Testbed;
 use std::fs::File;

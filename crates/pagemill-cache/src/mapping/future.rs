@@ -19,18 +19,20 @@ impl Mapping {
     /// stay in memory until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
     ///
     /// ```
-    /// # use pagemill::{Pagemill, Result, mapping::{Mapping, Settings}, store::MemoryStore};
+    /// # use pagemill_core::Result;
+    /// # use pagemill_cache::{Mapping, PageCache};
+    /// # use pagemill_store::MemoryStore;
     /// /// Runs in any executor.
     /// async fn first_of_page(file: &Mapping, page: u64) -> Result<u64> {
     ///     let pin = file.pin_async(page * 4096).await?;
     ///     Ok(pin.read_u64(0))
     /// }
-    /// # let cache = Pagemill::of_process()?.PageCache::builder("doc").limit(8 << 20).build_in(caches)?;
+    /// # let cache = PageCache::builder("doc").limit(8 << 20).build()?;
     /// # let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![1; 8192], 512)))?;
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let first = std::pin::pin!(first_of_page(&file, 1)).poll(&mut context);
     /// # assert!(matches!(first, std::task::Poll::Ready(Ok(0x0101_0101_0101_0101))));
-    /// # Ok::<(), pagemill::Error>(())
+    /// # Ok::<(), pagemill_core::Error>(())
     /// ```
     ///
     /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) the future blocks the
@@ -62,19 +64,21 @@ impl Mapping {
     /// As [`Mapping::read_at`], but other tasks can run while it waits for a store.
     ///
     /// ```
-    /// # use pagemill::{Pagemill, Result, mapping::{Mapping, Settings}, store::MemoryStore};
+    /// # use pagemill_core::Result;
+    /// # use pagemill_cache::{Mapping, PageCache};
+    /// # use pagemill_store::MemoryStore;
     /// async fn header(file: &Mapping) -> Result<Vec<u8>> {
     ///     let mut bytes = vec![0; 4096];
     ///     let len = file.read_async(&mut bytes, 0).await?;
     ///     bytes.truncate(len);
     ///     Ok(bytes)
     /// }
-    /// # let cache = Pagemill::of_process()?.PageCache::builder("doc").limit(8 << 20).build_in(caches)?;
+    /// # let cache = PageCache::builder("doc").limit(8 << 20).build()?;
     /// # let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![1; 100], 512)))?;
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let header = std::pin::pin!(header(&file)).poll(&mut context);
     /// # assert!(matches!(header, std::task::Poll::Ready(Ok(bytes)) if bytes == [1; 100]));
-    /// # Ok::<(), pagemill::Error>(())
+    /// # Ok::<(), pagemill_core::Error>(())
     /// ```
     ///
     /// Missing pages of the range are read together, some hundred KiB at a time. If the future is dropped before it

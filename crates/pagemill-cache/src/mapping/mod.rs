@@ -73,15 +73,15 @@ mod zero;
 /// Hints for the readahead and eviction of a file.
 ///
 /// ```
-/// use pagemill::mapping::{Advice, Reuse, Settings};
-/// # use pagemill::{Pagemill, store::MemoryStore};
+/// use pagemill_cache::{Advice, PageCache, Reuse};
+/// # use pagemill_store::MemoryStore;
 ///
-/// # let cache = Pagemill::of_process()?.PageCache::builder("scans").limit(64 << 20).build_in(caches)?;
+/// # let cache = PageCache::builder("scans").limit(64 << 20).build()?;
 /// let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
 /// file.advise(Advice::Random); // no readahead
 /// file.advise_reuse(Reuse::Usual); // no early eviction
 /// assert_eq!(file.read_at(&mut [0; 100], 5000)?, 100);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub use ahead::Advice;
 /// Example: [`Advice`].
@@ -93,13 +93,13 @@ pub use policy::Policy;
 /// Reads many pages of files for one thread, without blocking in between.
 ///
 /// ```
-/// use pagemill::mapping::{Fetch, Settings};
-/// # use pagemill::{Pagemill, store::FileStore};
+/// use pagemill_cache::{Fetch, PageCache};
+/// # use pagemill_store::FileStore;
 /// use std::time::Duration;
 ///
 /// # let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
 /// # std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-/// # let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
+/// # let cache = PageCache::builder("records").limit(64 << 20).build()?;
 /// let file = cache.open(std::sync::Arc::new(FileStore::open_read_only(&path)?))?;
 /// let mut queue = cache.queue(32)?;
 /// for page in 0..4 {
@@ -113,7 +113,7 @@ pub use policy::Policy;
 ///     }
 /// }
 /// # std::fs::remove_file(&path).unwrap();
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub use queue::Queue;
 /// Example: [`Queue`].
@@ -200,11 +200,12 @@ pub(crate) struct File {
 /// The second field is the number of the file's writeback failures that this handle has reported so far.
 ///
 /// ```
-/// use pagemill::{Pagemill, mapping::Settings, store::MemoryStore};
+/// use pagemill_cache::PageCache;
+/// use pagemill_store::MemoryStore;
 /// use std::sync::Arc;
 ///
 /// let store = Arc::new(MemoryStore::new(vec![7; 10_000], 512));
-/// let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
+/// let cache = PageCache::builder("records").limit(64 << 20).build()?;
 /// let file = cache.open(store.clone())?;
 /// file.write_at(b"new", 5000)?;
 /// let mut bytes = [0; 4];
@@ -212,7 +213,7 @@ pub(crate) struct File {
 /// file.sync()?; // the store has the change from here on
 /// file.close().map_err(|(_file, error)| error)?;
 /// assert_eq!(&store.bytes()[5000..5003], b"new");
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Mapping(Arc<File>, AtomicU32);
 

@@ -22,9 +22,9 @@ use std::ops::{Deref, DerefMut};
 /// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
 ///
 /// ```
-/// use pagemill::{Pagemill, mapping::Settings};
+/// use pagemill_cache::PageCache;
 ///
-/// let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
+/// let cache = PageCache::builder("records").limit(64 << 20).build()?;
 /// let file = cache.create()?;
 /// file.write_at(&7_u64.to_ne_bytes(), 8)?;
 /// let pin = file.pin(0)?; // the folio with offset 0
@@ -32,7 +32,7 @@ use std::ops::{Deref, DerefMut};
 /// drop(pin);
 /// let pins = file.pin_range(0, 16)?;
 /// assert_eq!((pins.len(), file.pin(0)?.as_ptr()), (1, pins.first().unwrap().as_ptr()));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[must_use = "the pin ends when this is dropped"]
 pub struct Pin<'file> {
@@ -392,9 +392,9 @@ impl Drop for Pin<'_> {
 /// second at most, so it should not be held long.
 ///
 /// ```
-/// use pagemill::{Pagemill, mapping::Settings};
+/// use pagemill_cache::PageCache;
 ///
-/// let file = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?.create()?;
+/// let file = PageCache::builder("records").limit(64 << 20).build()?.create()?;
 /// file.write_at(&[1; 100], 0)?;
 /// let mut folio = file.hold(0)?;
 /// folio[..100].reverse(); // a slice of the cached bytes
@@ -402,7 +402,7 @@ impl Drop for Pin<'_> {
 /// drop(folio);
 /// let mut first = [0];
 /// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {

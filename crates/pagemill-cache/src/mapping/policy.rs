@@ -51,7 +51,7 @@ pub enum Choice {
 /// it is.
 ///
 /// ```
-/// use pagemill::{Pagemill, mapping::{Settings, policy::{Ask, Cause, Choice, Policy}}};
+/// use pagemill_cache::{Ask, Cause, Choice, PageCache, Policy};
 ///
 /// /// Huge folios for large writes only.
 /// struct LargeWrites;
@@ -64,9 +64,9 @@ pub enum Choice {
 /// }
 ///
 /// let settings = PageCache::builder("blobs").limit(64 << 20).policy(LargeWrites);
-/// let file = Pagemill::of_process()?.settings.build_in(caches)?.create()?;
+/// let file = settings.build()?.create()?;
 /// assert_eq!(file.write_at(&[1; 1 << 20], 0)?, 1 << 20);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Policy: Send + Sync {
     /// Chooses the folio size for a range. [`Ask`] describes the range and why a folio is needed.

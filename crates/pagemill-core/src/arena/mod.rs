@@ -52,12 +52,13 @@ pub enum Context {
 /// Decides how much memory may become resident. The account in `reclaim` implements this.
 ///
 /// ```
-/// use pagemill::{Pagemill, arena::{Budget, Context}};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::arena::{Budget, Context};
 ///
-/// let account = Pagemill::of_process()?.account;
+/// let account = Testbed::of_process()?.account;
 /// account.admit(1 << 20, Context::Outside)?; // before a MiB becomes resident
 /// account.discharge(1 << 20); // after it was returned
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Budget: Sync {
     /// Charges `bytes`. If there is not enough room, reclaims first.
@@ -115,13 +116,14 @@ impl Generation {
 /// Sizes and policies of an arena that are fixed when it is created.
 ///
 /// ```
-/// use pagemill::arena::{Layout, nodes::Nodes};
-/// use pagemill::{Pagemill, reclaim::tree::UNLIMITED};
+/// use pagemill_core::arena::{Layout, nodes::Nodes};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::reclaim::tree::UNLIMITED;
 ///
 /// let layout = Layout { nodes: Nodes::logical(2), use_huge: false, ..Layout::for_test() };
-/// let pagemill = Pagemill::new(layout, UNLIMITED)?;
+/// let pagemill = Testbed::new(layout, UNLIMITED)?;
 /// assert!(pagemill.arena.contains(pagemill.heap.base()));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {

@@ -37,16 +37,18 @@ pub enum Action {
 /// A command to a process.
 ///
 /// ```
-/// use pagemill::{Pagemill, listing::{self, ControlCommand}, published};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::listing::{self, ControlCommand};
+/// use pagemill_core::published;
 ///
-/// Pagemill::of_process()?;
+/// Testbed::of_process()?;
 /// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
 /// let command = ControlCommand::Trim { want_bytes: 1 << 20 };
 /// match listing::command(&file, figures.identity, command, || false) {
 ///     Ok(outcome) => assert_eq!((outcome.of, outcome.errno), (1 << 20, 0)),
 ///     Err(reason) => println!("no answer: {reason}"),
 /// }
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlCommand {

@@ -68,10 +68,10 @@ const MAX_FREE_DIVISOR: u64 = 3;
 /// The account of one process: its charge, its limits, and the shrinkers that can give memory back.
 ///
 /// ```
-/// use pagemill::arena::Context;
-/// use pagemill::reclaim::{Reason, Urgency};
+/// use pagemill_core::arena::Context;
+/// use pagemill_core::reclaim::{Reason, Urgency};
 ///
-/// let pagemill = pagemill::Pagemill::of_process()?;
+/// let pagemill = pagemill_testbed::Testbed::of_process()?;
 /// let block = pagemill.heap.allocate(2 << 20, 64)?;
 /// // SAFETY: the block is written while it is allocated, and not used after it was freed.
 /// unsafe {
@@ -81,7 +81,7 @@ const MAX_FREE_DIVISOR: u64 = 3;
 /// let freed = pagemill.account.give_back(1 << 20, Context::Outside, Urgency::Request, Reason::Program);
 /// println!("{freed} bytes returned");
 /// assert!(pagemill.account.giveable() < 2 << 20);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Account {
     /// Bytes charged to this process.

@@ -17,7 +17,7 @@ const STORED_PARTS: usize = PARTS as usize + 1;
 /// The minimum of an amount over an age. One thread updates it; others may read it.
 ///
 /// ```
-/// use pagemill::reclaim::aging::LeastOver;
+/// use pagemill_core::reclaim::aging::LeastOver;
 /// use std::time::Duration;
 ///
 /// let (free, second) = (LeastOver::default(), 1_000_000_000);

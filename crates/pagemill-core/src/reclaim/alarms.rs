@@ -56,7 +56,7 @@ pub struct Covered {
 /// The alarms that are set, and the kernel event set that reports them.
 ///
 /// ```
-/// let alarms = pagemill::reclaim::alarms::Alarms::new()?;
+/// let alarms = pagemill_core::reclaim::alarms::Alarms::new()?;
 /// assert!(alarms.set_for().is_none() && !alarms.covered.has_limits); // none is set yet
 /// # Ok::<(), std::io::Error>(())
 /// ```

@@ -136,10 +136,11 @@ pub struct Signs {
 /// The state that the governor keeps between steps.
 ///
 /// ```
-/// use pagemill::reclaim::governor::{Governor, Signs, SystemClock};
-/// use pagemill::{Pagemill, reclaim::Return};
+/// use pagemill_core::reclaim::governor::{Governor, Signs, SystemClock};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::reclaim::Return;
 ///
-/// let pagemill = Pagemill::for_test(); // without a helper of its own
+/// let pagemill = Testbed::for_test(); // without a helper of its own
 /// let next = Governor::new(SystemClock).step(pagemill.account, Signs::default(), Return::BALANCED);
 /// println!("next step: {next:?}");
 /// ```

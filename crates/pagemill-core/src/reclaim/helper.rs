@@ -50,10 +50,10 @@ pub trait Answer: Sync {
 /// The state of the helper thread. Other threads use it to wake the helper.
 ///
 /// ```
-/// let pagemill = pagemill::Pagemill::of_process()?; // starts the helper
+/// let pagemill = pagemill_testbed::Testbed::of_process()?; // starts the helper
 /// assert!(pagemill.helper.is_running());
 /// assert!(!pagemill.helper.claim()); // one thread per process
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Helper {
     account: &'static Account,

@@ -19,7 +19,7 @@ use std::sync::Mutex;
 /// is missing.
 ///
 /// ```
-/// use pagemill::reclaim::{kernel::Kernel, limits::Limits};
+/// use pagemill_core::reclaim::{kernel::Kernel, limits::Limits};
 ///
 /// static KERNEL: Kernel = Kernel::new(""); // a prefix of /proc and /sys, for tests
 /// assert!(KERNEL.sample().limit_bytes > 0);

@@ -71,7 +71,7 @@ impl Kill {
 /// How much memory may still become resident below the nearest limit.
 ///
 /// ```
-/// use pagemill::reclaim::limits::{Bound, Kill, Room};
+/// use pagemill_core::reclaim::limits::{Bound, Kill, Room};
 ///
 /// let room = Room::of_machine(16 << 30, 3 << 30); // 3 of 16 GiB are available
 /// assert_eq!((room.bound, room.kill), (Bound::Machine, Kill::NONE));
@@ -183,7 +183,7 @@ const MACHINE_MARGIN_DIVISOR: u64 = 16;
 /// A source of limits: the kernel, or a fake in tests.
 ///
 /// ```
-/// use pagemill::reclaim::limits::{Headroom, Limits, Room};
+/// use pagemill_core::reclaim::limits::{Headroom, Limits, Room};
 ///
 /// /// A fixed limit instead of the kernel's.
 /// struct Fixed;

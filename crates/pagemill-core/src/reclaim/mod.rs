@@ -114,8 +114,8 @@ pub enum Cost {
 /// An owner of memory that can give some of it back on request.
 ///
 /// ```
-/// use pagemill::Pagemill;
-/// use pagemill::reclaim::{Shrinker, Urgency};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::reclaim::{Shrinker, Urgency};
 /// use std::sync::Mutex;
 ///
 /// /// A cache of a program that a limit or pressure may empty.
@@ -138,11 +138,11 @@ pub enum Cost {
 /// }
 ///
 /// *SPARE.lock().unwrap() = vec![0; 1 << 20];
-/// let account = Pagemill::of_process()?.account;
+/// let account = Testbed::of_process()?.account;
 /// account.register(&Spare);
 /// account.give_all_back();
 /// assert_eq!(SPARE.lock().unwrap().capacity(), 0);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Shrinker: Sync {
     /// A short name for reports.

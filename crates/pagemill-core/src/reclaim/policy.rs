@@ -10,13 +10,14 @@ use std::time::Duration;
 /// `balanced=SECONDS`.
 ///
 /// ```
-/// use pagemill::{Pagemill, reclaim::Return};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::reclaim::Return;
 ///
 /// let policy: Return = "balanced=30".parse().unwrap();
 /// assert_eq!(policy, Return::after_seconds(30).unwrap());
 /// assert!("soon".parse::<Return>().is_err());
-/// Pagemill::of_process()?.set_return(policy);
-/// # Ok::<(), pagemill::Error>(())
+/// Testbed::of_process()?.set_return(policy);
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Return {

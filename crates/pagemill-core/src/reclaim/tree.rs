@@ -71,17 +71,18 @@ impl Member {
 /// All bit patterns are valid: the page may be mapped from any file.
 ///
 /// ```
-/// use pagemill::{Pagemill, reclaim::tree::TreePage};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::reclaim::tree::TreePage;
 ///
 /// # let path = std::env::temp_dir().join(format!("pagemill-doc-tree-{}", std::process::id()));
 /// let file = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
 /// let tree = TreePage::create(&file, 512 << 20)?; // as `pagemill run --limit 512M` does
-/// let place = tree.enter(Pagemill::of_process()?.figures().identity).unwrap();
+/// let place = tree.enter(Testbed::of_process()?.figures().identity).unwrap();
 /// place.publish(30 << 20, 0, 10 << 20); // resident, untouched, giveable
 /// assert_eq!((tree.totals().resident, tree.totals().members), (30 << 20, 1));
 /// place.leave();
 /// # std::fs::remove_file(&path).unwrap();
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[repr(C)]
 pub struct TreePage {

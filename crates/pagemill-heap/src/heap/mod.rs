@@ -95,13 +95,13 @@ struct LocatedSlot {
 /// freed, or to *Purging*, until the claim ends. All slots lie in the heap zone, and no two overlap.
 ///
 /// ```
-/// let heap = pagemill::Pagemill::of_process()?.heap;
+/// let heap = pagemill_testbed::Testbed::of_process()?.heap;
 /// let block = heap.allocate(3 << 20, 4096)?;
 /// let addr = block.addr.as_ptr() as usize;
 /// assert!(addr % 4096 == 0 && heap.usable_bytes(addr)? >= 3 << 20);
 /// // SAFETY: the block is not used any more. Its slot keeps its memory until reclaim needs it.
 /// unsafe { heap.free(addr)? };
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Heap {
     arena: &'static Arena,

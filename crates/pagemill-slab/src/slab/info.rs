@@ -11,15 +11,15 @@ use std::sync::Arc;
 /// Statistics of a cache. If other threads use the cache meanwhile, the values may be from slightly different times.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::Settings};
+/// use pagemill_slab::{FixedSlab, SlabCache};
 ///
-/// let cache = Pagemill::of_process()?.slabs.fixed::<[u64; 8]>(Settings::new("lines"))?;
+/// let cache = FixedSlab::<[u64; 8]>::new("lines")?;
 /// let kept = cache.insert([1; 8])?;
 /// let info = cache.info()?;
 /// assert_eq!((info.object_bytes, info.active), (64, 1));
 /// assert!(info.total.slabs == 1 && info.total.objects >= info.total.used);
 /// # drop(kept);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {

@@ -130,7 +130,7 @@ pub trait SlabCache: Inner {
     }
 }
 
-impl<C: Inner + ?Sized> SlabCache for C {}
+impl<C: Inner> SlabCache for C {}
 
 /// An insertion that failed. It returns the value.
 ///

@@ -208,13 +208,13 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
 /// Progress of a defragmentation.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::Settings};
+/// use pagemill_slab::{HandleMap, SlabCache};
 /// use std::time::Duration;
 ///
-/// let cache = Pagemill::of_process()?.slabs.by_handle::<u64>(Settings::new("numbers"))?;
+/// let cache = HandleMap::<u64>::new("numbers")?;
 /// let progress = cache.defrag_step(Duration::from_millis(1))?;
 /// assert_eq!((progress.moved, progress.emptied), (0, 0)); // the cache is empty
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {

@@ -342,14 +342,14 @@ pub enum SlabKind {
 /// All slab caches of a process.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::{SlabKind, Settings}};
+/// use pagemill_slab::{Settings, SlabKind, Slabs};
 ///
-/// let slabs = Pagemill::of_process()?.slabs;
+/// let slabs = Slabs::of_process()?;
 /// let cache = slabs.fixed::<u64>(Settings::new("numbers"))?;
 /// let info = slabs.list().into_iter().find(|info| &*info.name == "numbers").unwrap();
 /// assert_eq!(info.kind, SlabKind::Fixed);
 /// # drop(cache);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Slabs {
     arena: &'static Arena,

@@ -34,7 +34,7 @@ use std::time::Duration;
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
-/// # use pagemill::{Pagemill, slab::{Candidates, Done, Migrate, Moving, Settings, Target}};
+/// # use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Target};
 /// # use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// /// Objects are numbers, 0 while free. The owner has the only references: none, so it moves nothing.
 /// struct Numbers;
@@ -54,7 +54,7 @@ use std::time::Duration;
 ///     }
 /// }
 ///
-/// let cache = Pagemill::of_process()?.slabs.by_owner(Settings::new("numbers"), Numbers)?;
+/// let cache = OwnerSlab::new("numbers", Numbers)?;
 /// let object = cache.allocate()?;
 /// // SAFETY: a constructed object, used and freed by this thread only.
 /// unsafe {
@@ -62,7 +62,7 @@ use std::time::Duration;
 ///     object.as_ref().store(0, Relaxed);
 ///     cache.free(object);
 /// }
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;

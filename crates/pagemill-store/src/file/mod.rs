@@ -143,7 +143,7 @@ impl Handle {
 /// the kernel copies nothing.
 ///
 /// ```
-/// use pagemill::store::{FileStore, Store};
+/// use pagemill_store::{FileStore, Store};
 ///
 /// # let path = std::env::temp_dir().join(format!("pagemill-doc-file-{}", std::process::id()));
 /// let store = FileStore::create(&path)?;

@@ -132,8 +132,8 @@ struct RequestSlot<B> {
 /// 2. Every entry of the kernel's memory table refers to memory of a region in `regions`, which keeps the memory alive.
 ///
 /// ```
-/// use pagemill::store::ring::{Engine, Event, Ring, Settings};
-/// use pagemill::store::{Aligned, FileStore};
+/// use pagemill_store::ring::{Engine, Event, Ring, Settings};
+/// use pagemill_store::{Aligned, FileStore};
 /// use std::time::Duration;
 ///
 /// # let path = std::env::temp_dir().join(format!("pagemill-doc-ring-{}", std::process::id()));

@@ -34,16 +34,16 @@ pub enum RangeState {
 /// A description of one volatile range, as it was when it was listed.
 ///
 /// ```
-/// use pagemill::volatile::listed::{RangeKind, RangeState};
-/// use pagemill::{Pagemill, volatile::{Behaviour, Listed}};
+/// use pagemill_volatile::listed::{RangeKind, RangeState};
+/// use pagemill_volatile::{Base, Behaviour, Listed};
 ///
-/// let ranges = Pagemill::of_process()?.ranges;
+/// let ranges = Base::of_process()?.ranges;
 /// let range = ranges.allocate(1 << 20, Behaviour::Full)?;
 /// let mut listed = [Listed::NONE; 16];
 /// let part = ranges.list(0, &mut listed); // 16 ranges at most; `part.next` is where to continue
 /// assert!(listed[..part.count].iter().any(|listed| listed.addr == range.addr()
 ///     && listed.kind == RangeKind::Handle && listed.state == RangeState::Held));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {

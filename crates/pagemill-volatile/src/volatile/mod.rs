@@ -7,17 +7,16 @@
 //! pressure purges ranges, the least recently marked first (`purge`).
 //!
 //! ```
-//! use pagemill::Pagemill;
-//! use pagemill::volatile::{Behaviour, Contents};
+//! use pagemill_volatile::{Contents, VolatileBuf};
 //!
-//! let mut tile = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+//! let mut tile = VolatileBuf::new(1 << 20)?;
 //! tile.bytes_mut()?.fill(7);
 //! tile.mark()?; // from here on its bytes may be purged
 //! match tile.unmark()? {
 //!     Contents::Kept => assert_eq!(tile.pin()?[0], 7),
 //!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // recreate the contents
 //! }
-//! # Ok::<(), pagemill::Error>(())
+//! # Ok::<(), pagemill_core::Error>(())
 //! ```
 //!
 //! ```text

@@ -229,9 +229,9 @@ impl fmt::Debug for VolatileBuf {
 /// A pin: while it exists, no byte of its range is purged. A pin dereferences to the bytes that were kept.
 ///
 /// ```
-/// use pagemill::{Pagemill, volatile::Behaviour};
+/// use pagemill_volatile::VolatileBuf;
 ///
-/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// let mut range = VolatileBuf::new(1 << 20)?;
 /// range.bytes_mut()?[0] = 7;
 /// range.mark()?;
 /// let pin = range.pin()?; // the range is still volatile, but is not purged while it is pinned

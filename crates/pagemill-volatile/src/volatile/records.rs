@@ -51,15 +51,16 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
 /// The volatile ranges that a process listed.
 ///
 /// ```
-/// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
+/// use pagemill_core::published;
+/// use pagemill_volatile::VolatileBuf;
 ///
-/// let range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// let range = VolatileBuf::new(1 << 20)?;
 /// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
-/// match listing::ask(&file, figures.identity, || false) { // of any process of this user
+/// match pagemill_volatile::ask(&file, figures.identity, || false) { // of any process of this user
 ///     Ok(list) => assert!(list.ranges.iter().any(|listed| listed.addr == range.addr())),
 ///     Err(reason) => println!("no answer: {reason}"),
 /// }
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {

@@ -84,10 +84,11 @@ enum MarkAttempt<T> {
 /// All volatile ranges that are given by address.
 ///
 /// ```
-/// use pagemill::volatile::vrange::{How, Mode};
-/// use pagemill::{Pagemill, store::Aligned};
+/// use pagemill_volatile::Base;
+/// use pagemill_volatile::vrange::{How, Mode};
+/// use pagemill_store::Aligned;
 ///
-/// let (vranges, memory) = (Pagemill::of_process()?.vranges, Aligned::new(1 << 20, 1 << 16));
+/// let (vranges, memory) = (Base::of_process()?.vranges, Aligned::new(1 << 20, 1 << 16));
 /// let addr = memory.as_ptr() as usize;
 /// // SAFETY: nothing needs or refers to the bytes while they are marked; the mark ends before they are freed.
 /// let marked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Volatile, How::Full)? };
@@ -95,7 +96,7 @@ enum MarkAttempt<T> {
 /// // SAFETY: as above.
 /// let unmarked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Nonvolatile, How::Full)? };
 /// println!("purged: {}", unmarked.purged);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Vranges {
     pub(super) arena: &'static Arena,

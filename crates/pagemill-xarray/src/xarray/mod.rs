@@ -123,9 +123,11 @@ use word::IndexWord;
 /// 4. A mark of a slot that contains a node is set exactly if any slot of that node has the mark.
 ///
 /// ```
-/// use pagemill::{Pagemill, epoch, xarray::{Mark, XArray}};
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::epoch;
+/// use pagemill_xarray::{Mark, XArray};
 ///
-/// let array = XArray::new(Pagemill::of_process()?.slabs.nodes()?.forest());
+/// let array = XArray::new(Testbed::of_process()?.nodes.cache()?.forest());
 /// let (mut writer, mut nodes) = array.lock_for(100, 100, 0)?;
 /// writer.store(100, 0, 7, &mut nodes); // value 7 at index 100, order 0: one index
 /// writer.set_mark(100, Mark::A);
@@ -136,7 +138,7 @@ use word::IndexWord;
 /// assert_eq!((found.value, found.first, found.last()), (7, 100, 100));
 /// assert_eq!(array.next_marked(0, 1000, Mark::A, &guard), Some(found));
 /// assert!(array.find(100, &guard).is_some_and(|hit| hit.is_still()));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct XArray<N: Nodes> {
     root: IndexSlot,

@@ -109,7 +109,7 @@ pub enum FolioState {
 /// implementations must not take locks.
 ///
 /// ```
-/// use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
+/// use pagemill_cache::mapping::order::{FolioState, Folios, GhostKey, Order};
 ///
 /// /// Single pages that are never used again.
 /// struct Idle;
@@ -132,7 +132,7 @@ pub enum FolioState {
 /// let key = GhostKey::of(1, 0, 0); // file 1, index 0, order 0
 /// order.enter(&Idle, 5, 0, order.recall(key));
 /// assert_eq!(order.pages().iter().sum::<u64>(), 1);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Folios {
     /// Returns whether the folio that begins at page `number` can be evicted.

@@ -3,27 +3,29 @@
 //! The rejected programs start like this one, which compiles:
 //!
 //! ```
-//! # use pagemill::{Pagemill, epoch, xarray::XArray};
-//! let pagemill = Pagemill::for_test();
-//! let array = XArray::new(pagemill.slabs.nodes()?.forest());
+//! # use pagemill_core::epoch;
+//! # use pagemill_testbed::Testbed;
+//! # use pagemill_xarray::XArray;
+//! let pagemill = Testbed::for_test();
+//! let array = XArray::new(pagemill.nodes.cache()?.forest());
 //! assert!(array.load(0, &epoch::pin()).is_none());
-//! # Ok::<(), pagemill::Error>(())
+//! # Ok::<(), pagemill_core::Error>(())
 //! ```
 //!
 //! These are rejected: freeing a node that an index uses, moving a node to a number that another index uses, and
 //! clearing a node.
 //!
 //! ```compile_fail,E0599
-//! # let pagemill = pagemill::Pagemill::for_test();
-//! pagemill.slabs.nodes().unwrap().forest().give(1);
+//! # let pagemill = pagemill_testbed::Testbed::for_test();
+//! pagemill.nodes.cache().unwrap().forest().give(1);
 //! ```
 //! ```compile_fail,E0599
-//! # let pagemill = pagemill::Pagemill::for_test();
-//! pagemill.slabs.nodes().unwrap().forest().retire(1);
+//! # let pagemill = pagemill_testbed::Testbed::for_test();
+//! pagemill.nodes.cache().unwrap().forest().retire(1);
 //! ```
 //! ```compile_fail,E0133
-//! # let pagemill = pagemill::Pagemill::for_test();
-//! pagemill.slabs.nodes().unwrap().forest().relocate(1, 2);
+//! # let pagemill = pagemill_testbed::Testbed::for_test();
+//! pagemill.nodes.cache().unwrap().forest().relocate(1, 2);
 //! ```
 //! ```compile_fail,E0133
 //! fn empty(node: &pagemill_xarray::Node) {
@@ -35,44 +37,45 @@
 //! deferred function of the program, which could run under a lock of this crate.
 //!
 //! ```compile_fail,E0308
-//! # use pagemill::{Pagemill, xarray::XArray};
-//! # let pagemill = Pagemill::for_test();
-//! let array = XArray::new(pagemill.slabs.nodes().unwrap().forest());
+//! # use pagemill_testbed::Testbed;
+//! # use pagemill_xarray::XArray;
+//! # let pagemill = Testbed::for_test();
+//! let array = XArray::new(pagemill.nodes.cache().unwrap().forest());
 //! array.load(0, &crossbeam_epoch::pin());
 //! ```
 //! ```compile_fail,E0599
-//! pagemill::epoch::pin().defer(|| println!("under a lock"));
+//! pagemill_core::epoch::pin().defer(|| println!("under a lock"));
 //! ```
 //!
 //! A guard must not be dropped on another thread:
 //!
 //! ```compile_fail,E0277
-//! let guard = pagemill::epoch::pin();
+//! let guard = pagemill_core::epoch::pin();
 //! std::thread::spawn(move || drop(guard));
 //! ```
 //!
 //! Fork handlers must not be called by safe code:
 //!
 //! ```compile_fail,E0133
-//! pagemill::Pagemill::for_test().before_fork();
+//! pagemill_testbed::Testbed::for_test().instance.before_fork();
 //! ```
 //! ```compile_fail,E0133
-//! pagemill::Pagemill::for_test().after_fork();
+//! pagemill_testbed::Testbed::for_test().instance.after_fork();
 //! ```
 //! ```compile_fail,E0133
-//! pagemill::Pagemill::for_test().begin_child();
+//! pagemill_testbed::Testbed::for_test().instance.begin_child();
 //! ```
 //! ```compile_fail,E0133
-//! pagemill::stats::detach_in_child();
+//! pagemill_core::stats::detach_in_child();
 //! ```
 //!
 //! Safe code must not commit or overcommit pages of a live allocation, which would zero them or charge them twice:
 //!
 //! ```compile_fail,E0133
-//! # let pagemill = pagemill::Pagemill::for_test();
+//! # let pagemill = pagemill_testbed::Testbed::for_test();
 //! pagemill.arena.commit(pagemill.heap.base(), 4096);
 //! ```
 //! ```compile_fail,E0133
-//! # let pagemill = pagemill::Pagemill::for_test();
+//! # let pagemill = pagemill_testbed::Testbed::for_test();
 //! pagemill.arena.overcommit_extent(pagemill.heap.base(), 4096);
 //! ```
