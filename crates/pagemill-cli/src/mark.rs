@@ -1,7 +1,7 @@
 //! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
 
 use crate::fail;
-use pagemill_mount::control_loop::say;
+use pagemill_mount::control_loop::print_message;
 use pagemill_mount::file_access::{self, FileAttributes};
 use pagemill_mount::mounting;
 use pagemill_mount::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
@@ -95,7 +95,7 @@ impl Mark {
         };
         writeln!(io::stdout(), "{line}").map_err(error_text)?;
         for bad in bad {
-            say(&format!("{}: {bad}: ignored", path.display()));
+            print_message(&format!("{}: {bad}: ignored", path.display()));
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use crate::fail;
 use pagemill::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
-use pagemill_mount::control_loop::{Settings, say};
+use pagemill_mount::control_loop::{Settings, print_message};
 use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
@@ -139,7 +139,7 @@ impl Mount {
             }
         };
         if has_no_huge {
-            say("this kernel has no huge pages for tmpfs: files stay in small ones");
+            print_message("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
         self.report_ready(&point, size_bytes, was_taken_over, device);
         let status = loop {

@@ -5,7 +5,7 @@
 
 use crate::mount::worker_program;
 use pagemill_mount::control::{ControlLoopThread, EndReason, Server, Until};
-use pagemill_mount::control_loop::{Settings, say};
+use pagemill_mount::control_loop::{Settings, print_message};
 use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::namespace;
 use rustix::mount::{UnmountFlags, unmount};
@@ -53,7 +53,7 @@ impl Ram {
         let request = MountRequest { point: dir.to_owned(), size_bytes: Some(size_bytes), mode: 0o700 };
         let Mounted { point, access, has_no_huge, .. } = request.mount().map_err(|refusal| refusal.to_string())?;
         if has_no_huge {
-            say("this kernel has no huge pages for tmpfs: files stay in small ones");
+            print_message("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
         // If the current folder is the mount point, the process is still in the folder that the mount covers, so it
         // enters the path again.
@@ -70,7 +70,7 @@ impl Ram {
         let (ends, end) = mpsc::channel();
         let server = Server::start(&control_loop, device, Until::Unmounted, ends);
         if let Err(error) = &server {
-            say(&format!("`pagemill status` will not reach the file system: {error}"));
+            print_message(&format!("`pagemill status` will not reach the file system: {error}"));
         }
         Ok(Self { _server: server.ok(), _control_loop: control_loop, _ends: end, point, device, created: None })
     }
@@ -91,11 +91,11 @@ impl Drop for Ram {
     fn drop(&mut self) {
         let users = mounting::users(self.device, 0);
         if !users.is_empty() {
-            say(&format!(
+            print_message(&format!(
                 "{} stays for the processes that still use it; nothing in it is purged any more:",
                 self.point.display()
             ));
-            users.iter().for_each(|user| say(&user.to_string()));
+            users.iter().for_each(|user| print_message(&user.to_string()));
         }
         // While other processes use the file system, the mount and the folder stay.
         let Some(created) = self.created.as_ref().filter(|_| users.is_empty()) else { return };
@@ -104,7 +104,7 @@ impl Drop for Ram {
         let flags = UnmountFlags::NOFOLLOW;
         let unmounted = unmount(created, flags).or_else(|_| unmount(created, flags | UnmountFlags::DETACH));
         if let Err(error) = unmounted.map_err(Into::into).and_then(|()| fs::remove_dir(created)) {
-            say(&format!("{} stays: it cannot be removed: {error}", created.display()));
+            print_message(&format!("{} stays: it cannot be removed: {error}", created.display()));
         }
     }
 }

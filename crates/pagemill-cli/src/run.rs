@@ -119,7 +119,7 @@ fn outer_limit() -> Option<u64> {
     TreePage::join(&path).ok().map(TreePage::limit)
 }
 
-fn say(message: &str) {
+fn print_message(message: &str) {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
 }
 
@@ -217,7 +217,7 @@ impl<'tree> RunningProgram<'tree> {
 /// at `--limit-kernel`. Called when there is no report to print.
 fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
-        say(&format!(
+        print_message(&format!(
             "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel bounds all memory)",
             Bytes(excess.limit_bytes),
             Bytes(excess.over_bytes()),
@@ -228,7 +228,10 @@ fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimit
         && let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0)
     {
         let processes = if kills == 1 { "process" } else { "processes" };
-        say(&format!("the kernel killed {kills} {processes} at --limit-kernel {}", Bytes(kernel.limit_bytes)));
+        print_message(&format!(
+            "the kernel killed {kills} {processes} at --limit-kernel {}",
+            Bytes(kernel.limit_bytes)
+        ));
     }
 }
 
@@ -282,7 +285,7 @@ impl Run {
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
         let code = ExitCode::from(ran.end.code as u8);
         if ran.end.signal == Some(libc::SIGSYS) {
-            say(&format!(
+            print_message(&format!(
                 "a system call filter (seccomp) ended {}: it may forbid a call of the allocator (docs/kernel.md)",
                 name.display()
             ));
@@ -296,7 +299,7 @@ impl Run {
                 let report = Report::new(ran, tree.page, &tree.folder, memory, collected, kernel);
                 // The program has run, so `run` returns its status even if the report fails.
                 if let Err(error) = report.write(self.json, output.as_mut()) {
-                    say(&format!("the report cannot be written: {error}"));
+                    print_message(&format!("the report cannot be written: {error}"));
                 }
             }
             _ => report_limit_effects(memory.as_ref(), kernel.as_ref()),
@@ -320,7 +323,7 @@ impl Run {
         if limits.own.is_some() && !is_bounded && !self.force {
             return Err(obstacle.refusal(path));
         }
-        say(&obstacle.warning(path));
+        print_message(&obstacle.warning(path));
         Ok(Some(obstacle))
     }
 
@@ -373,7 +376,11 @@ impl Run {
                 return Ok(None);
             }
             if limit > outer {
-                say(&format!("--limit {} is reduced to {}, the limit of the outer run", Bytes(limit), Bytes(outer)));
+                print_message(&format!(
+                    "--limit {} is reduced to {}, the limit of the outer run",
+                    Bytes(limit),
+                    Bytes(outer)
+                ));
             }
             limits.own = Some(limit.min(outer)).filter(|limit| *limit != UNLIMITED);
         }
@@ -381,7 +388,7 @@ impl Run {
             Ok(tree) => Ok(Some(tree)),
             Err(message) if limits.own.is_some() || self.wants_report() => Err(message),
             Err(message) => {
-                say(&format!("{message}; the processes do not share a budget"));
+                print_message(&format!("{message}; the processes do not share a budget"));
                 Ok(None)
             }
         }
