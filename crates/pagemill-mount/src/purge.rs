@@ -392,6 +392,6 @@ mod tests {
         assert_eq!(shortened_len(10 * page + 5, 1), 10 * page);
         assert_eq!(shortened_len(10 * page, 1), 9 * page);
         assert_eq!(shortened_len(5 * block + 7, block), 4 * block);
-        assert_eq!((shortened_len(page, block), cut(5, 0)), (0, 0));
+        assert_eq!((shortened_len(page, block), shortened_len(5, 0)), (0, 0));
     }
 }
