@@ -253,14 +253,14 @@ impl Groups {
     }
 
     /// Finds limited groups that write here before their processes close a file.
+    ///
     /// Must be called after the file system has grown. Selects the suspects with more memory in tmpfs files than
     /// before, and calls `charged` to examine the open files of their processes. The arguments of `charged` are cgroup
     /// folders and the index of the first process. Takes some 40 us per limited group of the machine, plus the time of
     /// `charged`.
-    /// process). Takes some 40 us per limited group of the machine, plus the time of `charged`.
+    ///
     /// Returns whether any suspect has grown without a known cause: its groups are not known to have written enough
     /// here for the suspect's limit to bound the size.
-    /// count.
     pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) -> bool {
         if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_TIME_DIVISOR) {
             self.list_suspects();
