@@ -1,5 +1,5 @@
-//! A program with slab caches of all kinds, whose callbacks can be controlled, and helpers for tests that
-//! observe it.
+//! A program with slab caches of all kinds, whose callbacks tests can control. Also helpers for tests that observe the
+//! program.
 #![allow(unsafe_code)] // implements the owner of slab objects
 
 use super::holder::ObservedProgram;
@@ -15,16 +15,17 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// If this variable is set, the test `program` of a test file is the program to observe. The value is a folder with
-/// files that control the program's callbacks.
+/// If this variable is set, the test `program` of a test file is the program that tests observe. The value is a folder.
+/// Files in it control the program's callbacks.
 const PROGRAM_VARIABLE: &str = "SLABINFO_TEST_PROGRAM";
 
 /// Number of objects that are inserted into a cache.
 pub const COUNT: u64 = 20_000;
 
-/// Number of objects that stay in each cache: one in ten.
+/// Number of objects that remain in each cache: one in ten.
 pub const KEPT: u64 = COUNT / 10;
 
+/// A cache name with control characters.
 pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
 /// `ODD_NAME` as it is displayed.
@@ -46,7 +47,7 @@ impl NodeOwner {
     }
 }
 
-/// An object: its words have its number plus one while it is in use, and the first is zero while it is free.
+/// An object. While it is in use, its first word is its number plus one. While it is free, the first word is zero.
 struct Object([AtomicU64; 24]);
 
 // SAFETY: except for helper threads, one thread makes all calls, and waits while they run. So objects in use
@@ -104,8 +105,7 @@ fn fill_nodes(cache: &ByOwner<NodeOwner>) {
     }
 }
 
-/// Prints the process id and, for each cache: objects in use, slabs, partial slabs, resident bytes, and both
-/// ratios.
+/// Prints the process id. Prints for each cache: objects in use, slabs, partial slabs, resident bytes, and both ratios.
 fn print_state(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
@@ -125,7 +125,7 @@ fn print_state(infos: &[SlabInfo]) {
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
-/// Runs the program, if the test `program` was started as the program.
+/// Runs the program if this process was started as the program.
 pub fn run() {
     let Some(folder) = std::env::var_os(PROGRAM_VARIABLE) else { return };
     // With a ratio of 0, objects are moved only by commands.
@@ -142,7 +142,7 @@ pub fn run() {
     }
     fill_nodes(&nodes);
     let kept: Vec<_> = (0..100).map(|number| boxes.insert(number).unwrap()).collect();
-    // A forked child has only the caches that it creates itself.
+    // In a forked child, the caches of its parent do not exist; the child has only those that it creates itself.
     let folder = &nodes.owner().folder;
     loop {
         if folder.join("forking").exists() {
@@ -166,7 +166,7 @@ pub fn run() {
     }
     assert_eq!(kept.iter().map(|number| **number).sum::<u64>(), 4950);
     drop(odd);
-    // The number 1 says that all contents are intact.
+    // The number 1 means that all contents are intact.
     std::io::stdout().write_all(b"1\n").unwrap();
 }
 
@@ -199,8 +199,8 @@ pub fn as_program(place: &TestFolder, mut command: Command) -> Command {
     command
 }
 
-/// Returns the numbers that the program printed for a cache: objects, slabs, partial slabs, resident bytes,
-/// ratios.
+/// Returns the numbers that the program printed for a cache: objects in use, slabs, partial slabs, resident bytes, and
+/// both ratios.
 pub fn printed_numbers<'holder>(holder: &'holder ObservedProgram, name: &str) -> &'holder [u64] {
     let at = NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()
