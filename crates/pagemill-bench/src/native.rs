@@ -408,14 +408,14 @@ impl Pages {
     /// Returns the address at offset `at`. Panics unless the `len_bytes` bytes from there lie in the mapping.
     pub fn address_at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
-        // SAFETY: inside the mapping, by the assertion above.
+        // SAFETY: the address is inside the mapping (assertion above).
         unsafe { self.addr.add(at) }
     }
 
     /// Writes a byte to each page of a range, which makes the range resident.
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
-            // SAFETY: inside the mapping, and `&mut self` excludes other access.
+            // SAFETY: the bytes are inside the mapping, and `&mut self` excludes other access.
             unsafe { self.address_at(at + page, 1).write_volatile(1) };
         }
     }

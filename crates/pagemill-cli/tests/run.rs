@@ -314,8 +314,8 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// Programs that end without exit handlers, by `_exit` or by a signal, are reported, too. (A slot of 2 MiB
-    /// or more is charged when it is measured, so a slot that is touched just before the end may be missing.)
+    /// Processes that end without exit handlers, by `_exit` or by a signal, must also be reported. (A slot of 2 MiB or
+    /// more is charged when it is measured. A slot that is touched just before the end may therefore be missing.)
     #[test]
     fn memory_is_reported_however_a_process_ends() {
         let place = TestFolder::new();

@@ -192,7 +192,7 @@ fn program() {
     let calm = make(1, Behaviour::Full);
     calm.mark().unwrap();
     let marked = make(2, Behaviour::Full);
-    // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
+    // SAFETY: there are no references to the bytes of the held range, which is unmarked before it is dropped.
     let mark = |mode| unsafe { pagemill.vranges.vrange(marked.addr(), marked.len_bytes(), mode, How::Full) };
     mark(Mode::Volatile).unwrap();
     let ranges = [&held, &lost, &part, &pinned, &calm, &marked];

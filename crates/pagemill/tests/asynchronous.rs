@@ -44,7 +44,7 @@ fn open(cache: &Cache, store: &Slow) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Waker of an executor with one task: wakes the thread that sleeps until the task can continue.
+/// Waker of an executor with one task. It wakes the thread that sleeps until the task can continue.
 struct Unpark(Thread);
 
 impl Wake for Unpark {
@@ -97,7 +97,7 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
     assert!(found == expected, "bytes from {offset} on");
 }
 
-/// Futures and pins can be sent between threads, as executors require.
+/// Futures and pins must be sendable between threads, as executors require.
 #[test]
 fn futures_can_be_sent_between_threads() {
     fn sent<F: Future + Send>(_: F) {}
@@ -109,8 +109,8 @@ fn futures_can_be_sent_between_threads() {
     kept::<Pin<'static>>();
 }
 
-/// Two threads poll one future with different wakers. When the bytes are in memory, only the latest waker must be
-/// called.
+/// Two threads poll one future with different wakers. When the bytes are in memory, only the waker of the last poll
+/// must be called.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -135,8 +135,8 @@ fn the_latest_waker_is_called() {
     assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
-/// Many tasks run in an executor of two threads, which creates a waker for each poll and moves tasks between its
-/// threads. Every task must complete.
+/// Many tasks run in an executor with two threads. The executor creates a waker for each poll and moves tasks between
+/// its threads. Every task must complete.
 #[test]
 fn many_tasks_run_on_two_threads() {
     const TASKS: usize = 200;
@@ -203,7 +203,8 @@ fn many_tasks_run_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread need one page. The store must be read once for all three. Other pages can be read meanwhile.
+/// Two tasks and a thread need one page. The store must be read only once for all three. Other pages must be readable
+/// at the same time.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -227,8 +228,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.calls().reads, 2);
 }
 
-/// A fetch must start reads of the whole range, as far as the cache's share allows. A pin of a range must need one
-/// transfer.
+/// A fetch must start reads of the whole range, with up to a sixteenth of the cache in flight. A pin of a range must
+/// need only one transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
     let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
@@ -268,8 +269,8 @@ fn reads_of_dropped_futures_continue() {
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
 
-/// A failed read must leave no page in the cache. Two tasks then wait for one read that fails: the task that started
-/// the read must get the error, and the other task must read the page itself.
+/// A failed read must leave no page in the cache. In the second part, two tasks wait for one read that fails. The task
+/// that started the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -282,7 +283,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
     let mut context = Context::from_waker(Waker::noop());
     let (mut starts, mut waits) = (Box::pin(file.fetch(0, 9)), Box::pin(file.fetch(0, 9)));
     assert!(starts.as_mut().poll(&mut context).is_pending() && waits.as_mut().poll(&mut context).is_pending());
-    // The outcome of the first read is decided already; from here on all reads succeed.
+    // The result of the first read is already decided. All later reads succeed.
     store.set_faults(Faults::default());
     store.release();
     assert!(block_on(starts).is_err() && block_on(waits).is_ok());
@@ -314,13 +315,14 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     let file = cache.open(shared.clone()).unwrap();
     store.hold();
     assert!(Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context).is_pending());
-    // Dropping cancels the read although the store still holds it.
+    // The drop must cancel the read, although the store still has it.
     drop(file);
     assert_eq!((Arc::strong_count(&shared), cache.charged_bytes()), (1, 0));
     store.release();
 }
 
-/// Without room the future fails and nothing is read. Futures also work with a blocking store, and without a store.
+/// Without room, the future must fail and nothing may be read. Futures must also work with a blocking store, and
+/// without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
     let (cache, store) = (cache(8 * PAGE), slow(MIB));
@@ -328,7 +330,7 @@ fn futures_work_with_every_kind_of_file() {
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
     drop(pins);
-    // After a failed eviction the next one is delayed, so this may fail for a while.
+    // After a failed eviction, the next eviction is delayed. So the fetch may fail for a while.
     wait_until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
     drop(file);
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
@@ -355,7 +357,7 @@ fn system_files_are_read_by_futures() {
         let mut to = vec![0; len + 1];
         assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
         assert!(to[..len] == bytes(len));
-        // As long as its last read is in flight the file is not released.
+        // While its last read is in flight, the file must not be released.
         let mut context = Context::from_waker(Waker::noop());
         _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
         drop(file);
@@ -364,7 +366,8 @@ fn system_files_are_read_by_futures() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// The store hangs. Calls must fail when their timeout ends. Their reads continue, and later calls must find the bytes.
+/// The store hangs. Calls must fail at the end of their timeout. Their reads must continue, and later calls must find
+/// the bytes.
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
@@ -383,14 +386,14 @@ fn calls_time_out_if_the_store_hangs() {
     is_late(file.read_at(&mut [0; 8], PAGE as u64));
     assert!(stats::get(Counter::ReadsLate) >= late + 5);
     assert_eq!(store.calls().reads, 2, "each page is asked for once");
-    // Cached data is available; a whole page needs no read from the store.
+    // Cached data must be available. A write of a whole page needs no read from the store.
     assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
     assert_read(&file, 5 * PAGE, &[9; PAGE]);
     store.release();
     wait_until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
     assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
     assert_eq!(store.calls().reads, 2);
-    // With the given timeout, a read that fails in time reports its cause.
+    // A read that fails within the timeout must report its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
 }

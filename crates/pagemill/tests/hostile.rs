@@ -1,5 +1,5 @@
-//! Tests stores, policies and callers that break their contract: other files, the process and waiting threads are not
-//! harmed.
+//! Tests of stores, policies and callers that break their contract. Other files, the process and waiting threads must
+//! not be harmed.
 
 #[path = "common/stores.rs"]
 mod stores;
@@ -83,8 +83,8 @@ fn assert_no_secret(file: &Mapping, access: &str) {
     assert!(len == bytes.len() && !bytes.contains(&SECRET), "{access}: bytes of a dropped file");
 }
 
-/// Opens a store that fills no bytes, in a cache whose free memory has the bytes of a dropped file. The store's file
-/// must read zeros, whichever call brings its pages into memory, huge or small.
+/// A store fills no bytes. The free memory of its cache has the bytes of a dropped file. The store's file must read as
+/// zeros, whichever call brings its pages into memory, in huge and small folios.
 #[test]
 fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();
@@ -124,8 +124,8 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
     }
 }
 
-/// A store panics in background writeback. The panic must be counted, and other files must be written back. The file of
-/// that store must be written back again once a sync has succeeded.
+/// A store panics in background writeback. The panic must be counted, and other files must be written back. Once a sync
+/// of that store's file has succeeded, the file must be written back again.
 #[test]
 fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
@@ -149,7 +149,7 @@ fn a_panic_of_a_store_in_the_background_is_counted() {
     wait_until(|| panics.inner.bytes() == [9; PAGE]);
 }
 
-/// Chooses small folios. Panics when it decides about a collapse while its flag is set.
+/// Chooses small folios. If its flag is set, panics at the decision about a collapse.
 struct PanickingPolicy(Arc<AtomicBool>);
 
 impl Policy for PanickingPolicy {
@@ -162,7 +162,8 @@ impl Policy for PanickingPolicy {
     }
 }
 
-/// A policy panics in the background. The panic is counted, the range stays small, and later ranges are collapsed.
+/// A policy panics in the background. The panic must be counted, the range must stay in small folios, and later ranges
+/// must be collapsed.
 #[test]
 fn a_panic_of_a_policy_in_the_background_is_counted() {
     let does_panic = Arc::new(AtomicBool::new(true));
@@ -182,7 +183,7 @@ fn a_panic_of_a_policy_in_the_background_is_counted() {
     assert!(bytes.iter().all(|byte| *byte == 3));
 }
 
-/// A completion callback panics on the store's thread. The next transfer completes nevertheless.
+/// A completion callback panics on the store's thread. The next transfer must still complete.
 #[test]
 fn transfers_continue_after_a_callback_panics() {
     let folder = tempfile::tempdir().unwrap();
@@ -197,7 +198,7 @@ fn transfers_continue_after_a_callback_panics() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store does not complete its writes. With a timeout, syncs must fail, and must succeed once the writes have
+/// A store does not complete its writes. With a timeout, syncs must fail. They must succeed once the writes have
 /// completed.
 #[test]
 fn a_sync_times_out_if_the_store_completes_nothing() {
@@ -219,7 +220,7 @@ fn a_sync_times_out_if_the_store_completes_nothing() {
     assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
-/// No offset and no length, however large, may make a call panic. The call must fail, or end at the end of the file.
+/// No offset and no length, however large, may make a call panic. The call must fail, or stop at the end of the file.
 #[test]
 fn extreme_offsets_and_lengths_do_not_panic() {
     let page = PAGE as u64;

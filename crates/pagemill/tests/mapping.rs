@@ -1,4 +1,5 @@
-//! Tests of files in a cache: a comparison with a vector of bytes, invalid input, limits, and the return of memory.
+//! Tests of files in a cache: their bytes equal those of a vector, invalid input fails, limits hold, and memory is
+//! returned.
 
 mod common;
 
@@ -21,7 +22,7 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
     Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
 }
 
-/// Returns a Pagemill without background threads, so that counters depend on the test only.
+/// Returns a Pagemill without background threads, so that its counters depend only on the test.
 fn pagemill_without_threads() -> &'static Pagemill {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
@@ -58,6 +59,7 @@ enum Step {
 #[derive(Clone, Debug)]
 struct Offset(Index, i8);
 
+/// The length of a range in a step.
 #[derive(Clone, Debug)]
 struct Length(Index, u8);
 
@@ -144,7 +146,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
                 let offset = held.offset() as usize;
                 held.fill(*byte);
                 drop(held);
-                // Bytes past the end are not kept.
+                // Bytes beyond the end of the file are not kept.
                 let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(end_of_folio(file, offset, page)));
                 model[offset..end].fill(*byte);
             }
@@ -205,7 +207,7 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Settings) -> Settings, step
         apply(&file, &mut model, page, step);
     }
     cache.collapse_waiting(usize::MAX);
-    // Recently written folios are checked in the second round.
+    // The first round skips folios that were written recently; the second round checks them.
     (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
     seeks_agree(&file, &model);
@@ -247,7 +249,7 @@ proptest! {
     }
 }
 
-/// Invalid requests fail with the numbers, and change nothing.
+/// Invalid requests must fail with the numbers in the error, and must change nothing.
 #[test]
 fn invalid_requests_fail() {
     let file = cache(4 * KIB, 4 * MIB).create().unwrap();
@@ -277,8 +279,8 @@ fn invalid_requests_fail() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// Writes until the limit is reached. The last write must be short, and the next one must fail with the numbers.
-/// Existing data must stay, and freed pages must be usable.
+/// Writes continue until the limit is reached. The last write must be short, and the next one must fail with the
+/// numbers in the error. Existing data must stay, and freed pages must be usable again.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -295,7 +297,7 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// If no huge folio fits, small folios must be used, and a counter must report that. The write must succeed.
+/// If no huge folio fits, the cache must use small folios and count that. The write must succeed.
 #[test]
 fn huge_folios_fall_back_to_small_ones() {
     let pagemill = pagemill_without_threads();
@@ -304,7 +306,7 @@ fn huge_folios_fall_back_to_small_ones() {
     let counted = || [Counter::HugeAllocated, Counter::HugeFallback].map(stats::get);
     let before = counted();
     assert_eq!(file.write_at(&vec![7; 3 * MIB], 0).unwrap(), 3 * MIB);
-    // Other tests count, too.
+    // Other tests increment the same counters, so they are only compared with the values before.
     assert!(counted().iter().zip(before).all(|(now, before)| *now > before), "{before:?}, {:?}", counted());
     let usage = cache.usage();
     assert_eq!((usage.huge, usage.small), (2 << 20, 1 << 20), "{usage:?}");
@@ -314,7 +316,7 @@ fn huge_folios_fall_back_to_small_ones() {
     assert_eq!(cache.usage().huge, 0, "switched off");
 }
 
-/// A cache is full of huge folios with unused parts. A write must free those parts before it can be refused.
+/// A cache is full of huge folios with unused parts. A write must free these parts before it is refused.
 #[test]
 fn unused_pages_of_huge_folios_make_room() {
     let pagemill = pagemill_without_threads();
@@ -329,7 +331,7 @@ fn unused_pages_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks are returned to the system on request, and can be used again.
+/// Free blocks must be returned to the system on request, and must then be usable again.
 #[test]
 fn free_blocks_are_returned() {
     let pagemill = pagemill_without_threads();
@@ -348,7 +350,7 @@ fn free_blocks_are_returned() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// At the limit of the process unused pages of huge folios are freed, so that many sparse huge folios fit.
+/// At the limit of the process, unused pages of huge folios must be freed, so that many sparse huge folios fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -363,7 +365,7 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
     }
 }
 
-/// The last possible pages of a file must be freed like all other pages.
+/// The last possible pages of a file must be freed like all others.
 #[test]
 fn the_last_possible_pages_are_freed() {
     let pagemill = pagemill_without_threads();
@@ -378,7 +380,7 @@ fn the_last_possible_pages_are_freed() {
     assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
 }
 
-/// Holes must read zero and use no memory, even if the policy prefers a folio for a hole.
+/// Holes must read as zeros and use no memory, even if the policy prefers a folio for a hole.
 #[test]
 fn holes_need_no_memory() {
     let pagemill = Pagemill::new(Layout::for_test(), MIB as u64).unwrap();
@@ -390,7 +392,7 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write through a pin fails if the page was removed from the file.
+/// A write through a pin must fail if the page was removed from the file.
 #[test]
 fn writes_to_a_removed_page_fail() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -401,8 +403,8 @@ fn writes_to_a_removed_page_fail() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// A cache far larger than the machine's memory can be created, because its addresses are opened only when they are
-/// used.
+/// It must be possible to create a cache that is far larger than the machine's memory, because its addresses are opened
+/// only when they are used.
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
@@ -413,7 +415,8 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A page is truncated while it is pinned. The pin's bytes must stay, and the memory must be freed with the pin.
+/// A page is truncated while it is pinned. Its bytes must stay readable through the pin, and its memory must be freed
+/// when the pin is dropped.
 #[test]
 fn pinned_bytes_survive_truncation() {
     let pagemill = pagemill_without_threads();
@@ -432,7 +435,8 @@ fn pinned_bytes_survive_truncation() {
         drop(pin);
         file.truncate(0).unwrap();
         assert_eq!(cache.charged_bytes(), 0);
-        // The new end lies in a pinned huge folio: it stays, its rest is zero.
+        // The new end of the file is inside a pinned huge folio. The folio must stay, and its bytes beyond the end must
+        // be zero.
         file.write_at(&vec![5; 2 * MIB], 0).unwrap();
         let pin = file.pin(0).unwrap();
         file.truncate(100).unwrap();
@@ -442,8 +446,8 @@ fn pinned_bytes_survive_truncation() {
     }
 }
 
-/// While a folio is held, other accesses fail after a second, and so does a truncation inside the folio. A truncation
-/// of the whole folio succeeds.
+/// While a folio is held, other accesses must fail after a second, and so must a truncation inside the folio. A
+/// truncation of the whole folio must succeed.
 #[test]
 fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);
@@ -464,7 +468,7 @@ fn held_folios_are_exclusive() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
-/// A pin of a range must have one pin for each folio, from the first byte of the range on.
+/// A pin of a range must have one pin for each folio, beginning at the first byte of the range.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
     let pagemill = pagemill_without_threads();
@@ -482,7 +486,7 @@ fn ranges_are_pinned_folio_by_folio() {
     assert_eq!(file.pin_range(100, 64 * KIB).unwrap().len(), 17);
 }
 
-/// Several buffers must be written by one call, and read by one call, like a single buffer.
+/// One call must write several buffers, and one call must read them, with the result of a single buffer.
 #[test]
 fn vectored_calls_are_as_plain_ones() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -494,7 +498,7 @@ fn vectored_calls_are_as_plain_ones() {
     assert_eq!((first[49], first[50], second[2949], second[2950]), (1, 2, 2, 9));
 }
 
-/// Small folios that were written in order must be collapsed into a huge one with the same bytes.
+/// Small folios that were written in order must be collapsed into a huge folio with the same bytes.
 #[test]
 fn dense_ranges_become_huge() {
     let pagemill = pagemill_without_threads();
@@ -522,7 +526,7 @@ fn has_a_cache_of_its_own() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// Collapses must not use up a writer's room. Each page of a file as long as the limit is written, with collapses in
+/// Collapses must leave room for a writer. Each page of a file as long as the limit is written, with collapses in
 /// between.
 #[test]
 fn collapsing_leaves_room_for_writers() {
@@ -546,7 +550,7 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
+/// In a fork child, calls on the parent's cache must fail. The child must be able to create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();

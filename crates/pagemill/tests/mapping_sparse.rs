@@ -1,5 +1,5 @@
-//! Tests that sparse huge folios are split in the background if they were not written for a while, and that other
-//! folios are not split.
+//! Tests of the background scan for sparse huge folios. Sparse huge folios that were not written for a while must be
+//! split, and other folios must not.
 
 mod common;
 
@@ -22,15 +22,15 @@ fn settings() -> Settings {
     Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
 }
 
-/// Creates a cache that uses huge folios wherever possible. The test does the cache's background work by calls.
+/// Creates a cache that uses huge folios wherever possible. There is no background thread, and the test calls its work.
 fn cache() -> Cache {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     caches.make(settings()).unwrap()
 }
 
-/// Creates a file with one huge folio for each item of `full_pages`, which is the number of pages at its start with
-/// data.
+/// Creates a file with one huge folio for each item of `full_pages`. The item is the number of pages with data at the
+/// start of the folio.
 fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {
@@ -49,12 +49,12 @@ fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// The second round over the chunks must split sparse folios, and no dense ones. Later rounds must not check the dense
+/// The second round over the chunks must split sparse folios and no dense ones. Later rounds must not check the dense
 /// folios again.
 #[test]
 fn sparse_folios_are_split_and_dense_ones_stay() {
     let cache = cache();
-    // A folio is split if at least a quarter of it is zero.
+    // A folio must be split if at least a quarter of it is zero.
     let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
     let file = file(&cache, &full);
     let split = stats::get(Counter::HugeSplitBehind);
@@ -68,7 +68,7 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     assert_contents(&file, &full);
 }
 
-/// A step must check no more folios than requested, and successive steps must check each folio once.
+/// A step must check no more folios than requested. Together, successive steps must check each folio once.
 #[test]
 fn a_step_checks_the_requested_number_of_folios() {
     let cache = cache();
@@ -81,7 +81,7 @@ fn a_step_checks_the_requested_number_of_folios() {
     assert_contents(&file, &full);
 }
 
-/// A folio that is written between two rounds must not be split, even if sparse, until a round without a write. A
+/// A folio that is written between two rounds must not be split, even if it is sparse, until a round without a write. A
 /// pinned folio must not be split either.
 #[test]
 fn folios_in_use_are_not_split() {
@@ -101,7 +101,7 @@ fn folios_in_use_are_not_split() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// Folios that were found dense are zeroed or truncated. Then they must be checked again.
+/// Folios that were found dense are zeroed or truncated. They must then be checked again.
 #[test]
 fn zeroed_folios_are_checked_again() {
     let cache = cache();
@@ -117,8 +117,8 @@ fn zeroed_folios_are_checked_again() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// The policy chooses huge folios wherever one fits. But no huge folio is allocated again where a sparse one was split,
-/// neither by reads of holes nor by writes to existing pages.
+/// The policy chooses huge folios wherever one fits. Where a sparse folio was split, no huge folio may be allocated
+/// again, neither by reads of holes nor by writes to existing pages.
 #[test]
 fn split_folios_are_not_allocated_as_huge_again() {
     let cache = cache();
@@ -132,7 +132,7 @@ fn split_folios_are_not_allocated_as_huge_again() {
     let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
     assert!(split.iter().sum::<u64>() > 0);
     let after = cache.usage();
-    // One page of the folio of zeros stays, which prevents a new huge folio there.
+    // One page of the folio of zeros remains, which prevents a new huge folio there.
     assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
     for round in 0..6 {
         assert_contents(&file, &full);
@@ -141,7 +141,7 @@ fn split_folios_are_not_allocated_as_huge_again() {
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
-    // Once the last page of the range is written, the policy is consulted again.
+    // Once the last page of the range is written, the policy must be consulted again.
     file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }
@@ -185,7 +185,7 @@ impl Store for VecStore {
     }
 }
 
-/// Folios of files with a store are not checked, and their data is written back as before.
+/// Folios of files with a store must not be checked, and their data must be written back as before.
 #[test]
 fn folios_of_files_with_a_store_are_not_split() {
     let (cache, store) = (cache(), Arc::new(VecStore::default()));
@@ -199,7 +199,7 @@ fn folios_of_files_with_a_store_are_not_split() {
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// Huge folios that may not be split, and folios of one large page, are not split even if sparse.
+/// Huge folios that may not be split, and folios that are one large page, must not be split even if they are sparse.
 #[test]
 fn unsplittable_folios_are_not_split() {
     let caches = Pagemill::for_test().caches;
@@ -216,8 +216,8 @@ fn thread_count() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The background thread splits sparse folios by itself, some seconds after the last write. A fork child has no
-/// background thread until one of its own caches needs it.
+/// The background thread must split sparse folios by itself, some seconds after the last write. A fork child must have
+/// no background thread until one of its own caches needs it.
 #[test]
 fn the_background_thread_splits_sparse_folios() {
     let cache = common::pagemill().caches.make(settings()).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
+//! Tests of files that many threads use at the same time. No thread may find bytes of another file, or stale bytes.
 
 use pagemill::mapping::policy::{Always, Auto};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
@@ -12,6 +12,7 @@ const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
 const LONG: Duration = Duration::from_secs(600);
+/// Duration of each test.
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
@@ -50,9 +51,9 @@ fn check(bytes: &[u8], number: u64, page: u64) {
     }
 }
 
-/// Removes, zeroes, splits or collapses folios at random.
+/// Removes, zeroes, splits or collapses a random folio.
 fn disturb(file: &Mapping, seed: &mut u64) {
-    // Offsets and lengths are whole words, so that each word is one stamp, or zero.
+    // Offsets and lengths are multiples of a word, so that each word is either a stamp or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
     let (offset, len) = (some(seed, PAGES), some(seed, 600));
     let done = match random(seed) % 8 {
@@ -69,8 +70,8 @@ fn disturb(file: &Mapping, seed: &mut u64) {
     }
 }
 
-/// Two files of one cache share its memory. Threads write, read and pin pages, while another thread truncates, punches
-/// holes, splits and collapses. All words found must be right.
+/// Two files share the memory of one cache. Threads write, read and pin pages, while another thread truncates, punches
+/// holes, splits and collapses. All words that are found must be right.
 fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
@@ -124,7 +125,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
 }
 
 fn all_comes_back(cache: &Cache) {
-    // Waits, because the background thread may be in the middle of a collapse.
+    // Waits, because the background thread may be making a collapse.
     let begun = Instant::now();
     while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(1));
@@ -147,7 +148,8 @@ fn threads_see_their_own_bytes_in_huge_folios() {
     all_comes_back(&cache);
 }
 
-/// As the test above, with too little memory: huge folios become small, writes are short, and unused pages are freed.
+/// Like the tests above, but with too little memory. Huge folios become small, writes are short, and unused pages are
+/// freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);

@@ -1,4 +1,4 @@
-//! Tests of caches with OS pages of 16 or 64 KiB, which child processes simulate on any kernel.
+//! Tests of caches with OS pages of 16 or 64 KiB. Child processes simulate these page sizes on any kernel.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Auto, Policy};
@@ -47,7 +47,7 @@ fn caches_here() {
     }
 }
 
-/// Random calls on a file have the same results as on a vector of bytes. Afterwards all memory is returned.
+/// Random calls on a file must have the same results as on a vector of bytes. Afterwards all memory must be returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
@@ -81,7 +81,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
     (*seed >> 8) as usize % end
 }
 
-/// Makes one random call on the file and on the model. Offsets lie near borders of pages and of OS pages.
+/// Makes one random call on the file and on the model. Offsets are near borders of pages and of OS pages.
 fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
     let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);

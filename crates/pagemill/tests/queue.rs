@@ -1,4 +1,4 @@
-//! Tests of queues: one thread fetches many pages at a time, from system files and from other stores.
+//! Tests of queues: one thread fetches many pages at the same time, from system files and from other stores.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
@@ -45,7 +45,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-/// Waits for all in-flight reads. Each request id must be reported once.
+/// Waits for all in-flight reads. Each request id must be reported only once.
 fn drain(queue: &mut Queue, reported: &mut BTreeSet<u64>) {
     while !queue.is_empty() {
         queue.wait(1, WAIT_LIMIT).unwrap();
@@ -66,8 +66,8 @@ fn assert_bytes(file: &Mapping, expected: &[u8]) {
     assert!(found[..expected.len()] == *expected);
 }
 
-/// Fetches every page of a file in a mixed order by a queue that is always full. Each page, and a partial last page, is
-/// reported once and cached.
+/// A queue that is always full fetches every page of a file in a mixed order. Each page, including a partial last page,
+/// must be reported once and be cached.
 #[test]
 fn every_page_is_reported_once() {
     let len = 4 * MIB + 100;
@@ -95,7 +95,8 @@ fn every_page_is_reported_once() {
     }
 }
 
-/// Fetches more pages than the cache can contain, so that others must be evicted. Huge folios must be read as a whole.
+/// More pages are fetched than the cache can contain, so that others must be evicted. Huge folios must be read as a
+/// whole.
 #[test]
 fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
@@ -121,7 +122,7 @@ fn fetches_beyond_the_limit_evict_pages() {
     }
 }
 
-/// A thread reads directly a page that a queue is reading. The thread must not wait for the queue, even if it owns the
+/// A thread directly reads a page that a queue is reading. The thread must not wait for the queue, even if it owns the
 /// queue. The queue must still report the page, and must not undo concurrent writes.
 #[test]
 fn reads_do_not_wait_for_a_queue() {
@@ -145,7 +146,7 @@ fn reads_do_not_wait_for_a_queue() {
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues fetch the same pages. Each page must be read once, and both queues must report it.
+/// Two queues fetch the same pages. Each page must be read only once, and both queues must report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;
@@ -166,8 +167,8 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page is requested again while the queue is reading it. The page must be read once, and reported once for each
-/// request.
+/// A page is requested again while the queue is reading it. The page must be read only once, and must be reported once
+/// for each request.
 #[test]
 fn repeated_requests_share_a_read() {
     let scratch = TempFile::new("twice", 8 * PAGE);
@@ -183,8 +184,8 @@ fn repeated_requests_share_a_read() {
     assert_eq!(reported, BTreeSet::from([0, 1, 2]));
 }
 
-/// A file is truncated or dropped, or its queue is dropped, while reads are in flight: no old bytes appear, and no
-/// memory leaks.
+/// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No old bytes may appear, and no
+/// memory may leak.
 #[test]
 fn dropping_files_and_queues_leaks_nothing() {
     let len = 64 * PAGE;
@@ -207,7 +208,7 @@ fn dropping_files_and_queues_leaks_nothing() {
     expected[..10].copy_from_slice(&bytes(len)[..10]);
     assert_bytes(&file, &expected);
     drop(file);
-    // The drop of the last handle wrote the bytes to the store.
+    // The drop of the last handle has written the bytes to the store.
     assert_bytes(&cache.open(scratch.store()).unwrap(), &expected);
 
     let scratch = TempFile::new("left", len);
@@ -223,7 +224,7 @@ fn dropping_files_and_queues_leaks_nothing() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Invalid requests fail without effect.
+/// Invalid requests must fail without effect.
 #[test]
 fn invalid_requests_fail() {
     let scratch = TempFile::new("bad", 4 * PAGE);

@@ -1,4 +1,4 @@
-//! Slab caches across `fork` and at process exit, which unit tests cannot test.
+//! Tests of slab caches across `fork` and at process exit, for which unit tests are not suitable.
 #![allow(unsafe_code)] // fork
 
 use pagemill::arena::Layout;
@@ -20,33 +20,33 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-/// Held by each test that forks, because a child inherits the pinned epoch of a reader on another thread.
+/// Locked by each test that forks. A child would inherit the pinned epoch of a reader on another thread.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` is the next call in both processes.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     if pid == 0 {
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.begin_child() };
         let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!is_done)) };
     }
     let mut status = -1;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     status == 0
 }
 
-/// A fork child can read the objects that it inherited. Operations on caches of its parent must fail, the child's own
-/// caches must work, and nothing of the parent may change.
+/// A fork child must be able to read the objects that it inherited. Operations on caches of its parent must fail,
+/// caches of the child must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = ALONE.lock();
@@ -80,8 +80,8 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A thread of the parent is reading during the fork. The child must not wait for that thread, but must wait for a
-/// guard that the child's own thread has kept.
+/// A thread of the parent reads during the fork. The child must not wait for that thread. It must wait for a guard that
+/// its own thread has kept since before the fork.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = ALONE.lock();
@@ -119,8 +119,8 @@ fn a_fork_child_waits_for_its_own_readers() {
     });
 }
 
-/// A fork child must not count free blocks of the parent as charged or as giveable. The child is charged for such a
-/// block when it uses the block, and can free the block afterwards.
+/// A fork child must count free blocks of the parent neither as charged nor as giveable. When the child uses such a
+/// block, the block must be charged to it, and the child must be able to free the block afterwards.
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
@@ -143,7 +143,7 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     let is_done = in_child(pagemill, || {
         assert_eq!(free(), (0, 0, 0));
         uses_some();
-        // The child's free blocks are likewise not charged in a child of the child.
+        // A child of the child must not be charged for the child's free blocks either.
         assert!(in_child(pagemill, uses_some));
         pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(free(), (0, 0, 0));
@@ -152,13 +152,14 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     assert!(is_done, "see the child's message above");
 }
 
+/// Signals between an owner's callback and the test.
 #[derive(Default)]
 struct Flags {
     is_inside: AtomicBool,
     may_go: AtomicBool,
 }
 
-/// An owner whose `isolate` waits, under the lock of a node, until the test releases it.
+/// An owner whose `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a node.
 #[derive(Default)]
 struct SlowOwner {
     flags: Arc<Flags>,
@@ -171,7 +172,7 @@ impl Drop for SlowOwner {
     }
 }
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for SlowOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -198,7 +199,7 @@ unsafe impl Migrate for SlowOwner {
     }
 }
 
-/// Waits until `is_so` returns true, which another thread causes.
+/// Waits until another thread makes `is_so` return true.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -207,23 +208,23 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Allocates objects and frees nine of ten.
+/// Allocates objects, and frees nine of ten.
 fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
-        // SAFETY: allocated above, and freed once.
+        // SAFETY: the object was allocated above and is freed once.
         unsafe { cache.free(object) };
         assert!(number > 0);
     }
 }
 
-/// Returns settings with ratio 0, at which the background thread moves nothing.
+/// Returns settings with the ratio 0, with which the background thread moves no objects.
 fn without_background(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }
 
-/// A cache is dropped while the background thread is in its callback. The drop waits at most a second. So the
-/// background thread drops the owner later, and the owner's destructor panics. The process and the thread must
+/// A cache is dropped while the background thread is in a callback of its owner. The drop waits at most a second, so
+/// the background thread drops the owner later. The owner's destructor then panics. The process and the thread must
 /// continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
@@ -242,8 +243,8 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     wait_for_memory(&fragmented(pagemill.slabs));
 }
 
-/// A process forks while another thread is inside of `isolate`. In the child, calls of that cache fail without waiting
-/// for a lock that is never released.
+/// A process forks while another thread is inside of `isolate`. In the child, calls of that cache must fail, and must
+/// not wait for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
@@ -256,7 +257,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
         scope.spawn(|| cache.shrink().unwrap());
         wait_until("isolate", || flags.is_inside.load(SeqCst));
         let is_done = in_child(pagemill, || {
-            // SAFETY: a timer that ends the child if it hangs.
+            // SAFETY: the timer ends the child if it hangs.
             unsafe { libc::alarm(600) };
             assert!(matches!(cache.set_defrag_used_ratio(50), Err(Error::WrongState { .. })));
             assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
@@ -275,7 +276,7 @@ struct WaitingOwner {
     is_inside: Arc<AtomicBool>,
 }
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for WaitingOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -298,8 +299,9 @@ unsafe impl Migrate for WaitingOwner {
     }
 }
 
-/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits only
-/// briefly. The child can use caches with a background thread of its own, and the parent's thread continues afterwards.
+/// A process forks while the background thread is in a callback that waits for the forking thread. The fork must wait
+/// only briefly. The child must be able to use caches with a background thread of its own. The parent's thread must
+/// continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
     let _alone = ALONE.lock();
@@ -313,15 +315,15 @@ fn fork_does_not_deadlock_with_a_callback() {
     wait_until("a callback", || is_inside.load(SeqCst));
     let waits = (0..5).map(|_| {
         let began = Instant::now();
-        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        // SAFETY: `after_fork` is the next call in both processes.
         unsafe { pagemill.before_fork() };
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
         began.elapsed()
     });
     assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
     let is_done = in_child(pagemill, || {
-        // SAFETY: a timer that ends the child if it hangs.
+        // SAFETY: the timer ends the child if it hangs.
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
         let own = pagemill.slabs.by_owner(Settings::new("own"), SlowOwner::default()).unwrap();
@@ -343,7 +345,7 @@ static CALLS: AtomicU32 = AtomicU32::new(0);
 /// An owner whose `isolate` keeps the background thread busy for some time.
 struct SleepingOwner;
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for SleepingOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -368,8 +370,8 @@ unsafe impl Migrate for SleepingOwner {
     }
 }
 
-/// An exit handler of the program, which might destroy what callbacks use. Ends the process with status 7 if a callback
-/// runs meanwhile.
+/// An exit handler of the program. Such a handler may destroy data that callbacks use. Ends the process with status 7
+/// if a callback runs during the handler.
 extern "C" fn fail_if_callbacks_run() {
     let before = CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
@@ -379,7 +381,8 @@ extern "C" fn fail_if_callbacks_run() {
     }
 }
 
-/// A program registers an exit handler last of all. No callback runs in the background once that handler is called.
+/// The exit handler that a program registers last is called first. From its call on, no callback may run in the
+/// background.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
     let _alone = ALONE.lock();
@@ -390,7 +393,7 @@ fn no_callback_runs_during_exit_handlers() {
         let is_ready = catch_unwind(|| {
             let slabs = Pagemill::of_process().unwrap().slabs;
             let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), SleepingOwner).unwrap());
-            // SAFETY: a function that is never unloaded.
+            // SAFETY: the function is never unloaded.
             assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
             remove_most(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
@@ -399,13 +402,13 @@ fn no_callback_runs_during_exit_handlers() {
         unsafe { libc::exit(i32::from(is_ready.is_err())) };
     }
     let mut status = -1;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// The fork handler of a second Pagemill runs on another thread of this process. That handler must not end guards of
-/// this process.
+/// The fork handler of a second Pagemill instance runs on another thread of this process. That handler must not end
+/// guards of this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = ALONE.lock();
@@ -417,7 +420,7 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
     let read = cache.get(handle, &guard).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // SAFETY: a new child, whose one thread this is.
+            // SAFETY: the process is a new child, and this is its only thread.
             unsafe { other.begin_child() };
             cache.remove(handle).unwrap();
             cache.shrink().unwrap();
@@ -426,11 +429,11 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
     assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
 }
 
-/// Environment variable that makes this process the program of a test below.
+/// Environment variable that makes this process the child process of one of the tests below.
 const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Another process requests a shrink, which drops a removed value with an open file. The file must be closed, which
-/// shows that the destructor ran on a thread that shares the program's files.
+/// Another process requests a shrink. The shrink drops a removed value with an open file. The file must be closed,
+/// which shows that the destructor ran on a thread that shares the program's files.
 #[test]
 fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
@@ -460,22 +463,23 @@ fn a_program_with_files() {
     let shrunk =
         listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
-    // Another thread that is reading delays the drop. Each request waits a second for it.
+    // Another thread that is reading delays the drop, and each request waits only a second for it. So the request is
+    // repeated.
     let began = Instant::now();
-    // SAFETY: queries a number only.
+    // SAFETY: the call only queries a number.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
         listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 
-/// Makes 32 threads use a cache by handle, so that each has a thread slot. Drops the cache. Returns the size of its
-/// handle table, and a function that ends the threads.
+/// Makes 32 threads use a cache by handle, so that each thread has a thread slot, and drops the cache. Returns the size
+/// of the handle table, and a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
-    // One thread at a time, because a thread does not open its magazine while another opens one.
+    // The threads run one at a time, because a thread does not open its magazine while another thread opens one.
     let one_at_a_time = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
@@ -501,8 +505,8 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// Threads of a fork child must reuse the thread slots and stocks of the parent's threads, which do not exist in the
-/// child. Runs in a process without threads of other tests.
+/// The threads of the parent do not exist in a fork child. Threads of the child must reuse their thread slots and
+/// stocks. The test runs in a process of its own, without threads of other tests.
 #[test]
 fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -530,7 +534,7 @@ fn a_program_with_threads() {
 
 const VALUES: u64 = 60_000;
 
-/// Creates a cache and removes nine tenths of its values. Returns the cache and the other handles.
+/// Creates a cache and removes nine tenths of its values. Returns the cache and the handles of the other values.
 fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
@@ -541,8 +545,8 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     (cache, handles)
 }
 
-/// Waits until three of six blocks are freed without a call. Of the remaining three blocks, two are used above the
-/// ratio and one is idle.
+/// Waits until three of six blocks are freed in the background. Of the other three blocks, two are used above the
+/// ratio, and one is idle.
 fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {
@@ -555,8 +559,8 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
 }
 
-/// A process with a background thread forks at any moment. The child has no such thread until it creates a cache, and
-/// the memory of both processes is freed.
+/// A process with a background thread forks at any moment. The child must have no such thread until it creates a cache.
+/// The memory of both processes must be freed.
 #[test]
 fn fork_child_has_its_own_background_thread() {
     let _alone = ALONE.lock();
@@ -574,13 +578,14 @@ fn fork_child_has_its_own_background_thread() {
     }
 }
 
-/// Reads a freed object of an owner, which may be read until its slab is freed, and then the memory of the freed slab.
+/// Reads a freed object of an owner, which is valid until its slab is freed. Then reads the memory of the freed slab,
+/// which is not valid.
 fn read_after_slab_is_freed(slabs: &'static Slabs) {
     let slow = SlowOwner { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
     let object = cache.allocate().unwrap();
     let at: *const u64 = object.as_ptr().cast();
-    // SAFETY: allocated above, and freed once.
+    // SAFETY: the object was allocated above and is freed once.
     unsafe { cache.free(object) };
     // SAFETY: freed objects of an owner can be read while their slab exists.
     println!("read {}", unsafe { at.read_volatile() });
@@ -589,7 +594,7 @@ fn read_after_slab_is_freed(slabs: &'static Slabs) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Reads a value after it was freed: fixed or by handle, and with its memory in a magazine or in a slab.
+/// Reads a value after it was freed. The value is fixed or by handle, and its memory is in a magazine or in a slab.
 fn read_after_free(case: &str) {
     let slabs = Pagemill::for_test().slabs;
     if case == "owner" {
@@ -614,7 +619,7 @@ fn read_after_free(case: &str) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Runs a child process that reads freed memory. AddressSanitizer must report the read.
+/// A child process reads freed memory. AddressSanitizer must report the read.
 #[test]
 fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";

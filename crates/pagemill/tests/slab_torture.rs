@@ -1,6 +1,6 @@
 //! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the number
-//! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their interleaving. `pagemill-bench __slab torture` runs
-//! the same workload.
+//! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their order across threads. `pagemill-bench __slab
+//! torture` runs the same workload.
 
 #[path = "../../pagemill-bench/src/workload/slab/torture/mod.rs"]
 mod torture;
@@ -12,9 +12,9 @@ fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Runs the calls with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds
-/// until enough objects have moved. The thread that moves objects is one of several, so on a small machine it may
-/// rarely run.
+/// Runs the calls with two successive seeds, of which one uses whole blocks and the other sparse blocks. Then continues
+/// with further seeds until enough objects have moved. The thread that moves objects is one of several, so on a small
+/// machine it may rarely run.
 fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);

@@ -1,4 +1,4 @@
-//! Files with a store: reads come from the store, writes go there at sync, clean pages are evicted.
+//! Tests of files with a store: reads come from the store, a sync writes to it, and clean pages are evicted.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
@@ -16,9 +16,9 @@ const MIB: usize = 1 << 20;
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
-    /// Number of calls until one fails; 0: no call fails.
+    /// Number of calls until one fails; with 0 no call fails.
     fails_in: AtomicU64,
-    /// A read at this offset waits, with old bytes, until the test releases it.
+    /// A read at this offset copies the old bytes, and then waits until the test releases it.
     stops_at: AtomicU64,
     is_stopped: AtomicBool,
 }
@@ -116,7 +116,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     let settings =
         Settings { policy, page: PageSize::new(4 * KIB).unwrap(), ..Settings::new("store", limit_bytes as u64) };
     let caches = Pagemill::for_test().caches;
-    // Nothing is written back in the background, however long a test takes.
+    // Nothing is written back in the background, however long the test takes.
     caches.collapse_by_hand();
     caches.make(settings).unwrap()
 }
@@ -127,7 +127,7 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes must be read from the store once. Changes must be visible at once, and be in the store after a sync.
+/// Bytes must be read from the store only once. Changes must be visible at once, and must be in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
     let store = Memory::new(5 * MIB + 100);
@@ -158,8 +158,8 @@ fn reads_fill_and_syncs_write_back() {
     assert!(read(&file) == expected);
 }
 
-/// A file six times as large as the cache is read completely, which evicts clean folios. Written data stays in memory
-/// until it is synced.
+/// A file six times as large as the cache is read completely, which evicts clean folios. Written data must stay in
+/// memory until it is synced.
 #[test]
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
@@ -184,8 +184,9 @@ fn clean_folios_make_room() {
     }
 }
 
-/// Reads one file, a quarter of the cache, repeatedly, and scans another, four times the cache, once in small reads.
-/// The first file must stay in memory, for small and huge folios. Dirty pages of the second file must stay, too.
+/// Reads one file repeatedly, which has a quarter of the cache's size. Also scans another file once in small reads,
+/// which has four times that size. The first file must stay in memory, in small and in huge folios. Dirty pages of the
+/// second file must also stay.
 #[test]
 fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
@@ -217,7 +218,7 @@ fn a_scan_does_not_evict_pages_in_use() {
     }
 }
 
-/// A page that was evicted and is soon read again must count as used: a scan must not evict it again.
+/// A page that was evicted and is soon read again must count as used, so that a scan does not evict it again.
 #[test]
 fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
@@ -272,7 +273,8 @@ fn errors_of_the_store_lose_no_data() {
     }
 }
 
-/// Collapses a range of which some pages are only in the store. The collapse must not replace those pages by zeros.
+/// Some pages of a range are only in the store when the range is collapsed. The collapse must not replace them by
+/// zeros.
 #[test]
 fn a_collapse_keeps_bytes_of_the_store() {
     let store = Memory::new(2 * MIB);
@@ -287,7 +289,7 @@ fn a_collapse_keeps_bytes_of_the_store() {
     assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
 }
 
-/// Bytes that were read from the store before a truncation do not appear in memory after it.
+/// Bytes that were read from the store before a truncation must not appear in memory after it.
 #[test]
 fn reads_from_before_a_truncation_are_discarded() {
     let store = Memory::new(8 * KIB);
@@ -297,8 +299,8 @@ fn reads_from_before_a_truncation_are_discarded() {
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// A thread reads or writes a page while another thread reads it from the store. The first thread must wait for that
-/// read. The store must be read once, even if other pages of the file are evicted meanwhile.
+/// A thread reads or writes a page while another thread reads the page from the store. The first thread must wait for
+/// that read. The store must be read only once, even if other pages of the file are evicted at the same time.
 #[test]
 fn a_page_is_read_once() {
     let store = Memory::new(64 * KIB);
@@ -321,8 +323,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
-/// Adjacent dirty folios are written by one transfer, others separately, and the last block in part. No data is lost if
-/// the store fails, shortens and reorders transfers.
+/// One transfer must write adjacent dirty folios. Separate folios need separate transfers, and the last block is
+/// written in part. No data may be lost if the store fails, shortens and reorders transfers.
 #[test]
 fn folios_are_written_back_together() {
     let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
@@ -337,7 +339,7 @@ fn folios_are_written_back_together() {
         write(&mut expected, page, count, 1);
     }
     file.sync().unwrap();
-    // A single write is bounded: 300 pages need somewhat more than one.
+    // The length of a single write is bounded, so 300 pages need somewhat more than one write.
     assert!((5..=12).contains(&store.calls().writes), "{:?}", store.calls());
     for seed in 0..200 {
         let faults =
@@ -352,8 +354,8 @@ fn folios_are_written_back_together() {
     }
 }
 
-/// Syncs run concurrently with appends and splits. After the last sync the store must have everything that was
-/// appended, or written before a split.
+/// Syncs run concurrently with appends and splits. After the last sync, the store must have everything that was
+/// appended, or was written before a split.
 #[test]
 fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {
@@ -385,8 +387,8 @@ fn syncs_during_appends_and_splits_lose_no_data() {
     }
 }
 
-/// A store that breaks its contract (an impossible size, blocks larger than a page, a panic, short reads) harms no
-/// other file.
+/// A store may break its contract: an impossible size, blocks larger than a page, a panic, short reads. This must not
+/// harm another file.
 #[test]
 fn a_store_that_breaks_its_contract_harms_no_other_file() {
     struct Odd {
@@ -432,7 +434,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Data written through a pin is written back.
+/// Data that was written through a pin must be written back.
 #[test]
 fn data_written_through_pins_is_written_back() {
     let store = Memory::new(8 * KIB);
@@ -450,7 +452,7 @@ fn data_written_through_pins_is_written_back() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads read in a full cache. Each evicts pages to get room for its read. No read may fail because another
+/// Many threads read in a full cache, and each evicts pages to get room for its read. No read may fail because another
 /// thread has used that room.
 #[test]
 fn threads_that_make_room_are_not_refused() {

@@ -32,7 +32,7 @@ fn cache() -> Cache {
     cache_of(Box::new(Never))
 }
 
-/// Returns a cache with small folios, and one with huge ones.
+/// Returns two caches: one with small folios, and one with huge folios.
 fn caches() -> [Cache; 2] {
     [cache(), cache_of(Box::new(Always))]
 }
@@ -41,7 +41,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Bytes that differ from page to page, none of them zero.
+/// Returns bytes that differ from page to page and are never zero.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| ((at / 100) as u8).wrapping_add(seed) | 1).collect()
 }
@@ -68,8 +68,8 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Another process truncates the file. Bytes in memory must stay, other bytes must read zero, and a sync without
-/// changes must not extend the file again. A refresh must adopt the new length.
+/// Another process truncates the file. Bytes in memory must stay, and other bytes must read as zeros. A sync without
+/// changes must not extend the file again. A refresh must use the new length.
 #[test]
 fn bytes_cut_off_by_another_process_read_zero() {
     for cache in caches() {
@@ -92,7 +92,7 @@ fn bytes_cut_off_by_another_process_read_zero() {
         file.refresh().unwrap();
         assert_eq!((file.size_bytes(), cache.charged_bytes()), (100, 0));
         assert!(read(&file, 0, PAGE) == bytes[..100]);
-        // Added bytes read zero, in memory and in the file.
+        // Added bytes must read as zeros, in memory and in the file.
         file.truncate(PAGE as u64).unwrap();
         file.sync().unwrap();
         let mut expected = bytes[..100].to_vec();
@@ -101,8 +101,8 @@ fn bytes_cut_off_by_another_process_read_zero() {
     }
 }
 
-/// Another process appends to the file. A sync must not cut the new bytes off. A refresh must show them, also in a page
-/// shared with earlier bytes.
+/// Another process appends to the file. A sync must not remove the new bytes. A refresh must show them, also in a page
+/// that contains earlier bytes.
 #[test]
 fn bytes_appended_by_another_process_stay() {
     for cache in caches() {
@@ -124,7 +124,7 @@ fn bytes_appended_by_another_process_stay() {
             assert_eq!(file.size_bytes() as usize, bytes.len());
             assert!(read(file, 0, bytes.len() + 1) == bytes);
         }
-        // The other process changes bytes in the middle, at the same length.
+        // The other process changes bytes in the middle of the file, and does not change its length.
         others.write_all_at(&[0xAA; 3], 1000).unwrap();
         reader.refresh().unwrap();
         assert_eq!(read(&reader, 999, 5), [bytes[999], 0xAA, 0xAA, 0xAA, bytes[1003]]);
@@ -162,7 +162,7 @@ fn a_refresh_keeps_local_changes() {
 }
 
 /// Readers run concurrently with truncations, appends and refreshes. Each read must find bytes that the file had at
-/// some time, or zeros, never those of another file.
+/// some time, or zeros. It must never find bytes of another file.
 #[test]
 fn reads_during_refreshes_find_the_files_bytes() {
     let (cache, folder) = (cache(), folder());
@@ -193,8 +193,8 @@ fn reads_during_refreshes_find_the_files_bytes() {
     });
 }
 
-/// Another file takes over the path, or the file is unlinked: the mapping continues to use the file that was opened,
-/// and the other file is not changed.
+/// Another file replaces the file at the path, or the file is unlinked. The mapping must continue to use the file that
+/// was opened, and the other file must not change.
 #[test]
 fn a_mapping_keeps_the_file_that_it_opened() {
     let (cache, folder) = (cache(), folder());
@@ -231,7 +231,7 @@ fn failing(errno: i32) -> Faults {
     Faults { fail_per_mille: 1000, errno, ..Faults::default() }
 }
 
-/// Fetches the first page by a queue, and returns the result.
+/// Fetches the first page by a queue, and returns the result of the read.
 fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
@@ -269,7 +269,8 @@ fn read_errors_are_reported_and_not_cached() {
     }
 }
 
-/// Each sync reports a write error. Written data can still be read, and reaches the store once writes succeed again.
+/// Each sync must report a write error. Written data must stay readable, and must reach the store once writes succeed
+/// again.
 #[test]
 fn write_errors_lose_no_data() {
     for cache in caches() {
@@ -297,8 +298,8 @@ fn write_errors_lose_no_data() {
     }
 }
 
-/// A store hangs. Only threads that need that store may wait. A write to a folio under writeback fails after a second.
-/// When the store continues, all bytes must be right.
+/// A store hangs. Only threads that need that store may wait. A write to a folio under writeback must fail after a
+/// second. When the store continues, all bytes must be right.
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
@@ -333,7 +334,7 @@ fn a_store_that_hangs_blocks_only_its_callers() {
     assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
 }
 
-/// A file with a read-only store can be read. Every change fails without effect.
+/// A file with a read-only store must be readable. Every change must fail without effect.
 #[test]
 fn read_only_files_reject_changes() {
     for cache in caches() {
@@ -356,7 +357,7 @@ fn read_only_files_reject_changes() {
         assert_eq!(errors[0].to_string(), "the file is read-only");
         pin.set_dirty();
         drop(pin);
-        // Nothing is dirty: it can be synced and evicted.
+        // Nothing is dirty, so the file can be synced and its pages can be evicted.
         file.sync().unwrap();
         file.sync_range(0, 1).unwrap();
         assert!(read(&file, 0, bytes.len()) == bytes && fs::read(&path).unwrap() == bytes);
@@ -365,8 +366,8 @@ fn read_only_files_reject_changes() {
     }
 }
 
-/// One cache writes a file, another reads it. A second writer must fail, and the reader must see synced data after a
-/// refresh.
+/// One cache writes a file, and another cache reads it. A second writer must fail. After a refresh, the reader must see
+/// synced data.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();
@@ -389,8 +390,8 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio that extends behind the end of a file is split. A sync must not write the pages behind the end, but
-/// must make them clean, so that they can be evicted.
+/// A huge folio that extends beyond the end of a file is split. A sync must not write the pages beyond the end. It must
+/// make them clean, so that they can be evicted.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();
@@ -410,7 +411,8 @@ fn pages_behind_the_end_become_clean() {
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
 }
 
-/// A store panics while its pages are written back to make room for another file. Later calls on both files succeed.
+/// A store panics while its pages are written back to make room for another file. Later calls on both files must
+/// succeed.
 #[test]
 fn a_panic_of_a_store_blocks_no_thread() {
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
@@ -418,7 +420,7 @@ fn a_panic_of_a_store_blocks_no_thread() {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     let settings = Settings::new("panics", MIB as u64);
-    // If a thread blocked nevertheless, it would get an error.
+    // With this timeout, a thread that blocks gets an error.
     let timeout = Some(Duration::from_millis(100));
     let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, timeout, ..settings }).unwrap();
     let store = Arc::new(BrokenStore::that_panics(PAGE));

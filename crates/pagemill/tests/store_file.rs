@@ -1,8 +1,8 @@
 //! Tests of files and devices as stores: partial blocks at the end of a file, fallbacks, changes by other processes,
 //! and errors of the system.
 //!
-//! Some tests run a part of themselves in a child process, which is this program again, under a limit or as another
-//! user.
+//! Some tests run a part of themselves in a child process, under a limit or as another user. The child runs this
+//! program again.
 
 use pagemill::stats::{self, Counter};
 use pagemill::store::ring::{Engine, Event, Settings};
@@ -45,7 +45,7 @@ fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// Returns the error of an open that must fail: the system's error number, or else the error itself.
+/// Returns the error of an open that must fail: the error number of the system, or the error itself if there is none.
 fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     match opened.expect_err("the store was opened") {
         Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
@@ -61,7 +61,7 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// A pseudo-random number generator with the same numbers in each run.
+/// A generator of pseudorandom numbers that are the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -71,8 +71,8 @@ impl Random {
     }
 }
 
-/// Writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file has
-/// exactly the written length, and bytes past its end read zero.
+/// Lengths around multiples of a block are written, with blocks of 4 and 64 KiB, direct and buffered. The file must
+/// have exactly the written length, and bytes beyond its end must read as zeros.
 #[test]
 fn partial_last_blocks_of_every_length_are_written() {
     let folder = folder();
@@ -92,7 +92,7 @@ fn partial_last_blocks_of_every_length_are_written() {
             assert!(fs::read(&path).unwrap() == bytes, "{len} of {block}");
             let back = read(&store, 0, 4 * block);
             assert!(back[..len] == bytes && back[len..].iter().all(|byte| *byte == 0), "{len} of {block}");
-            // Writes the last block again, completely and with more bytes: the file gets longer.
+            // Writes the last block again, as a whole and with more bytes, so that the file becomes longer.
             let (from, more) = (len / block * block, pattern(block + 9, 0x55));
             store.write(from as u64, &aligned(&more)).unwrap();
             assert!(fs::read(&path).unwrap()[from..] == more, "{len} of {block}");
@@ -100,7 +100,7 @@ fn partial_last_blocks_of_every_length_are_written() {
     }
 }
 
-/// Random transfers with unaligned memory and offsets have the same results as a copy in memory.
+/// Random transfers with unaligned memory and offsets must have the same result as a copy in memory.
 #[test]
 fn unaligned_addresses_and_offsets_work() {
     let folder = folder();
@@ -125,8 +125,8 @@ fn unaligned_addresses_and_offsets_work() {
     assert!(fs::read(folder.path().join("file")).unwrap() == model);
 }
 
-/// One thread rewrites the partial last block of a file continually, while another appends behind it. No data is lost,
-/// and padding is never visible.
+/// One thread continuously rewrites the partial last block of a file while another thread appends to the file. No data
+/// may be lost, and padding must never be visible.
 #[test]
 fn rewriting_the_last_block_keeps_appended_data() {
     let folder = folder();
@@ -145,7 +145,8 @@ fn rewriting_the_last_block_keeps_appended_data() {
     (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
 }
 
-/// Truncated data does not come back, and added bytes read zero, also if another process changes the file's length.
+/// Truncated data must not come back, and added bytes must read as zeros, also if another process changes the length of
+/// the file.
 #[test]
 fn files_can_grow_and_shrink() {
     let folder = folder();
@@ -166,13 +167,13 @@ fn files_can_grow_and_shrink() {
     others.set_len(MIB as u64).unwrap();
     assert_eq!(store.size_bytes().unwrap(), MIB as u64);
     assert!(read(&store, 0, 1000) == expected[..1000]);
-    // A hole reads zero, also once bytes behind it were written.
+    // A hole must read as zeros, also after bytes beyond the hole were written.
     store.write(2 * MIB as u64, &aligned(&[7; 512])).unwrap();
     assert!(read(&store, MIB, MIB).iter().all(|byte| *byte == 0));
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
 }
 
-/// If another file takes over the path, the store continues to use the file that it opened.
+/// Another file replaces the file at the path. The store must continue to use the file that it opened.
 #[test]
 fn a_store_keeps_the_file_that_it_opened() {
     let folder = folder();
@@ -186,8 +187,8 @@ fn a_store_keeps_the_file_that_it_opened() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// If direct transfers are refused, files must be read through the kernel's page cache. The store and a counter must
-/// report that.
+/// If direct transfers are refused, files must be read through the kernel's page cache. The store must report that, and
+/// a counter must count it.
 #[test]
 fn refused_direct_transfers_become_buffered() {
     let path = "/proc/version";
@@ -200,7 +201,7 @@ fn refused_direct_transfers_become_buffered() {
     let expected = fs::read(path).unwrap();
     assert_eq!(read(&store, 0, expected.len()), expected);
     assert_eq!(store.alignment().offset, 1);
-    // If buffered transfers are requested, that is no fallback, and the file has the same bytes.
+    // If buffered transfers are requested, they must not count as a fallback, and the file must have the same bytes.
     let folder = folder();
     let path = folder.path().join("file");
     fs::write(&path, pattern(9000, 1)).unwrap();
@@ -208,7 +209,7 @@ fn refused_direct_transfers_become_buffered() {
     assert!(!store.is_direct() && read(&store, 0, 9000) == pattern(9000, 1));
 }
 
-/// Files that cannot be stores are rejected with the reason.
+/// Files that cannot be stores must be rejected with the reason.
 #[test]
 fn files_that_cannot_be_stores_are_rejected() {
     let folder = folder();
@@ -236,7 +237,7 @@ fn files_that_cannot_be_stores_are_rejected() {
     assert!(text.starts_with("opening a file: No such file"), "{text}");
 }
 
-/// A read-only store rejects writes before anything is written.
+/// A read-only store must reject writes before anything is written.
 #[test]
 fn read_only_stores_reject_writes() {
     let folder = folder();
@@ -250,8 +251,8 @@ fn read_only_stores_reject_writes() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// Only one store may write to a file at a time, whatever path it was opened by. Any number may read. Once the writer
-/// is dropped, another may write.
+/// Only one store may write to a file at a time, whatever path was opened. Any number of stores may read. Once the
+/// writer is dropped, another store may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();
@@ -262,8 +263,8 @@ fn a_second_writer_is_refused() {
     for name in [&path, &link, &second] {
         assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
     }
-    // The refusals come from a list in this process, which alone refuses where files have no locks. Repeated checks do
-    // not change it.
+    // The refusals come from a list in this process. Where files have no locks, only this list refuses. Repeated checks
+    // must not change it.
     for _ in 0..3 {
         let Err(Error::Busy { what }) = open_error(FileStore::open(&path)) else { panic!("not refused") };
         assert_eq!(what, "another store of this process writes to the file");
@@ -294,7 +295,7 @@ fn assert_passes(mut command: Command) -> String {
     stdout
 }
 
-/// Two processes open a file. A second writer must be refused, a reader must not.
+/// Two processes open a file. A second writer must be refused, and a reader must not be refused.
 #[test]
 fn a_writer_of_another_process_is_refused() {
     if let Some(path) = child_argument() {
@@ -308,7 +309,8 @@ fn a_writer_of_another_process_is_refused() {
     assert_passes(child("a_writer_of_another_process_is_refused", &path));
 }
 
-/// In a child with `RLIMIT_FSIZE`, exceeding the limit is an error instead of a deadly signal, and writes nothing.
+/// In a child with `RLIMIT_FSIZE`, a write beyond the limit must be an error instead of a deadly signal, and must write
+/// nothing.
 #[test]
 fn exceeding_the_file_size_limit_is_an_error() {
     const TEST: &str = "exceeding_the_file_size_limit_is_an_error";
@@ -334,7 +336,7 @@ fn exceeding_the_file_size_limit_is_an_error() {
     assert_passes(limited);
 }
 
-/// Offsets beyond the maximum are errors, for reads, too.
+/// Offsets beyond the maximum must be errors, for writes and for reads.
 #[test]
 fn offsets_beyond_the_maximum_are_errors() {
     let folder = folder();
@@ -359,8 +361,8 @@ fn next_completion(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     }
 }
 
-/// The same random transfers by a ring and by threads produce the same file. Within a round the transfers do not
-/// overlap.
+/// A ring and threads make the same random transfers, which do not overlap within a round. Both must produce the same
+/// file.
 #[test]
 fn threads_and_rings_produce_the_same_file() {
     let folder = folder();
@@ -407,7 +409,7 @@ fn an_environment_variable_selects_threads() {
     assert_passes(command);
 }
 
-/// An unprivileged user without lockable memory cannot register memory, but transfers work.
+/// An unprivileged user without lockable memory cannot register memory. Transfers must work nevertheless.
 #[test]
 fn transfers_work_without_registered_memory() {
     const TEST: &str = "transfers_work_without_registered_memory";
@@ -443,8 +445,8 @@ fn transfers_work_without_registered_memory() {
     print!("{}", assert_passes(limited));
 }
 
-/// Of many transfers started together, each completes once, with the right bytes. Transfers that are cancelled before
-/// they begin complete as cancelled.
+/// Many transfers are started together. Each must complete once, with the right bytes. Transfers that are cancelled
+/// before they begin must complete as cancelled.
 #[test]
 fn each_started_transfer_completes_once() {
     let folder = folder();
@@ -479,7 +481,7 @@ fn each_started_transfer_completes_once() {
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
 
-/// Transfers that are cancelled at any time complete once: successfully, or as cancelled.
+/// Transfers that are cancelled at any time must complete once, either successfully or as cancelled.
 #[test]
 fn cancelled_transfers_complete_once() {
     let folder = folder();
@@ -509,8 +511,8 @@ fn cancelled_transfers_complete_once() {
     }
 }
 
-/// Rings are dropped with transfers in flight. The drop must wait for the transfers or cancel them before it frees
-/// their memory.
+/// Rings are dropped with transfers in flight. Before the drop frees the memory of the transfers, it must wait for them
+/// or cancel them.
 #[test]
 fn rings_are_dropped_with_transfers_in_flight() {
     let folder = folder();
@@ -530,8 +532,8 @@ fn rings_are_dropped_with_transfers_in_flight() {
     assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
 }
 
-/// Errors of a store reach the caller unchanged, from blocking and from queued calls. Data that was not written stays
-/// unchanged.
+/// Errors of a store must reach the caller unchanged, from blocking and from queued calls. Data that was not written
+/// must stay unchanged.
 #[test]
 fn errors_of_a_store_reach_the_caller() {
     let folder = folder();

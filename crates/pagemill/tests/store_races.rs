@@ -1,5 +1,5 @@
-//! Tests of races on files with a store: a file is truncated, collapsed, fetched or written while another thread uses
-//! it.
+//! Tests of races on files with a store: one thread truncates, collapses, fetches or writes a file while another thread
+//! uses it.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
 use pagemill::Pagemill;
@@ -65,7 +65,7 @@ impl Store for Hooked {
     }
 }
 
-/// Bytes that are truncated during their writeback do not come back when the file grows again.
+/// Bytes are truncated during their writeback. They must not come back when the file grows again.
 #[test]
 fn bytes_truncated_during_writeback_do_not_come_back() {
     let cache = cache(8 * MIB);
@@ -94,18 +94,19 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
     assert_eq!(bytes, [0; 8], "cut off, and back");
 }
 
-// A buffer whose first touch waits: a page that is closed until a signal handler opens it.
+// The tests below need a buffer whose first touch waits. It is a page without access rights, which a signal handler
+// makes accessible.
 static FAULTING: AtomicBool = AtomicBool::new(false);
 static OPEN_IT: AtomicBool = AtomicBool::new(false);
 static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
-/// Lets one test at a time use the signal handler.
+/// Locked by a test while it uses the signal handler.
 static ONE: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
     FAULTING.store(true, SeqCst);
     while !OPEN_IT.load(SeqCst) {
         std::hint::spin_loop();
-        // SAFETY: may be called in a handler.
+        // SAFETY: `usleep` may be called in a signal handler.
         unsafe { libc::usleep(1000) };
     }
     // SAFETY: the page of `closed_page`, which stays mapped.
@@ -113,7 +114,7 @@ extern "C" fn on_fault(_: i32) {
 }
 
 fn closed_page(byte: u8) -> &'static [u8] {
-    // SAFETY: a separate mapping, never unmapped; it is opened before any byte is read.
+    // SAFETY: the mapping is separate and is never unmapped. It is opened before any byte is read.
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
@@ -141,8 +142,8 @@ fn until(what: &AtomicBool) {
     }
 }
 
-/// A collapse fills missing pages while a write to one of them is in progress. The collapse must not overwrite data
-/// that is written, written back and evicted meanwhile.
+/// A collapse fills missing pages while a write to one of them is in progress. Data that is written, written back and
+/// evicted during the collapse must not be overwritten.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
     let _one = ONE.lock();
@@ -156,13 +157,13 @@ fn a_collapse_during_a_write_loses_no_data() {
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
         until(&FAULTING);
-        // The collapse may also fail.
+        // The collapse is allowed to fail.
         let is_huge = file.collapse(0).unwrap_or(false);
         if is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
             file.sync().unwrap();
             assert!(file.split(0).unwrap());
-            // Pages of other files evict all of it.
+            // Reading another file evicts all pages of this file.
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
@@ -177,8 +178,8 @@ fn a_collapse_during_a_write_loses_no_data() {
     assert_eq!(bytes, [9; 8], "written, synced, and lost");
 }
 
-/// A write copies from a buffer whose page fault is served by a read of the same page that is being written. The read
-/// must not wait for the writer.
+/// A write copies from a buffer of the caller, which causes a page fault. The fault handler reads the page that is
+/// being written. The read must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _one = ONE.lock();
@@ -206,7 +207,8 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     assert!(in_time, "the server of the fault waits for the faulting thread");
 }
 
-/// A store reads less than it reports. A queue must not expose another file's bytes in place of the missing ones.
+/// A store reads less than it reports. In the place of the missing bytes, a queue must not expose bytes of another
+/// file.
 #[test]
 fn a_queue_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -229,7 +231,8 @@ fn a_queue_exposes_no_bytes_of_other_files() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// A system file exposes no other file's bytes behind its end, in a partial page and in whole pages.
+/// Beyond the end of a system file, reads must not expose bytes of another file, neither in a partial page nor in whole
+/// pages.
 #[test]
 fn a_file_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -263,7 +266,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A queue that no thread polls has a read of a page in flight. The page must be delivered to another queue.
+/// A queue that no thread polls has a read of a page in flight. The page must still be delivered to another queue.
 #[test]
 fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
@@ -275,8 +278,8 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// A queue that no thread polls has a read of a dropped file in flight. A page of a file that reuses the dropped file's
-/// id must be delivered.
+/// A queue that no thread polls has a read of a dropped file in flight. Another file reuses the id of the dropped file.
+/// A page of that file must still be delivered.
 #[test]
 fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
@@ -290,8 +293,8 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// A queue reads a page, and the thread reads the same page directly meanwhile. The queue's descriptor must then become
-/// readable, and `wait` with 0 must deliver the page.
+/// A queue reads a page, and the thread directly reads the same page before the queue's read ends. The queue's
+/// descriptor must then become readable, and `wait` with 0 must deliver the page.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;
@@ -302,18 +305,19 @@ fn an_event_loop_is_notified_of_every_page() {
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
     let fd = queue.watch().unwrap().as_raw_fd();
     queue.wait(0, Duration::ZERO).unwrap();
-    // Another thread needs the page at once.
+    // The thread needs the page before the queue's read ends.
     file.read_at(&mut [0; 8], 0).unwrap();
     while queue.next().is_none() {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-        // SAFETY: one entry, which outlives the call.
+        // SAFETY: the array has one entry, which outlives the call.
         let is_heard = unsafe { libc::poll(&raw mut poll, 1, LONG.as_millis() as i32) } > 0;
         assert!(is_heard, "silent, with {} on its way", queue.len());
         queue.wait(0, Duration::ZERO).unwrap();
     }
 }
 
-/// Another thread reads the page that an event loop needs. The loop must get the page if it polls when due.
+/// Another thread reads the page that an event loop needs. The loop must get the page if it polls until the time that
+/// the queue reports as due.
 #[test]
 fn an_event_loop_is_notified_of_reads_by_other_threads() {
     use std::os::fd::AsRawFd;
@@ -338,7 +342,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
         while !told && begun.elapsed() < LONG {
             let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let due = queue.due().expect("another brings it").as_millis() as i32;
-            // SAFETY: one entry, which outlives the call.
+            // SAFETY: the array has one entry, which outlives the call.
             unsafe { libc::poll(&raw mut poll, 1, due) };
             queue.wait(0, Duration::ZERO).unwrap();
             told = queue.next().is_some();
@@ -347,7 +351,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
     });
 }
 
-/// A panic of the store in the middle of a batch leaks no memory.
+/// A store panics in the middle of a batch. No memory may leak.
 #[test]
 fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
@@ -361,18 +365,18 @@ fn a_panic_in_a_batch_leaks_no_memory() {
     }));
     assert!(result.is_err());
     assert_eq!(cache.charged_bytes(), 9 * PAGE as u64, "what was written before");
-    // No thread waits for a failed read.
+    // No thread waits for a read that failed.
     file.truncate(0).unwrap();
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write to a folio during a sync waits only for the writeback of that folio, not of all.
+/// A write to a folio during a sync must wait only for the writeback of that folio.
 #[test]
 fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);
     let [writing, may_end] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let (flag, end) = (writing.clone(), may_end.clone());
-    // Only the first folio is written at once.
+    // Only the write of the first folio completes at once.
     let hook: Hook = Box::new(move |offset| {
         if offset > 0 {
             flag.store(true, SeqCst);

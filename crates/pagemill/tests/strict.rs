@@ -1,5 +1,5 @@
-//! Tests of strict ranges: an access to a purged page raises `SIGBUS`, other accesses do not, and faults of the program
-//! reach its own handlers.
+//! Tests of strict ranges. An access to a purged page must raise `SIGBUS`, other accesses must not, and faults of the
+//! program must reach its own handlers.
 #![allow(unsafe_code)] // handlers, and a function that faults
 
 #[path = "common/area.rs"]
@@ -19,13 +19,14 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Results of a probe that got a signal instead of a byte.
+/// Results of a probe instead of a byte: the read raised `SIGBUS`, raised `SIGSEGV`, or raised a signal with wrong
+/// information.
 const BUS: i32 = -1;
 const SEGV: i32 = -2;
 const WRONG: i32 = -3;
 
-/// Reads a byte by one instruction that may fault, and returns it. A signal handler can skip the instruction and set
-/// the result.
+/// Reads a byte by a single instruction, and returns it. The instruction may fault. A signal handler can then skip the
+/// instruction and set the result.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn load(addr: usize) -> i32 {
@@ -38,8 +39,8 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
     core::arch::naked_asm!("ldrb w0, [x0]", "ret")
 }
 
-/// Skips the instruction of [`load`] and sets its result, if that instruction caused the fault. Returns the address
-/// that was read.
+/// If the instruction of [`load`] caused the fault, skips it and sets its result to `value`. Returns the address that
+/// was read; `None` for another instruction.
 fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
@@ -74,7 +75,7 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     }
 }
 
-/// Acts as the handler of a program that installed it after Pagemill's.
+/// Acts like the handler of a program that installs it after Pagemill's handler.
 extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the arguments of this handler.
     let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
@@ -97,10 +98,10 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// Sets the stack for signal handlers of this thread. The stack must exist as long as the thread uses it. Returns the
-/// previous stack.
+/// Sets the stack for signal handlers of this thread, and returns the previous stack. The stack must exist while the
+/// thread uses it.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
-    // SAFETY: plain data.
+    // SAFETY: the structures are plain data.
     unsafe {
         let mut before: libc::stack_t = std::mem::zeroed();
         assert_eq!(libc::sigaltstack(stack, &raw mut before), 0);
@@ -108,14 +109,15 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// Returns the byte at an address, or the signal that reading it raised. Installs the program's own handlers first.
+/// Installs the program's own handlers at the first call. Returns the byte at an address, or the signal that reading it
+/// raised.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
         install(libc::SIGBUS, on_signal);
         install(libc::SIGSEGV, on_signal);
     });
-    // SAFETY: a handler answers in any case.
+    // SAFETY: a signal handler handles a fault of this read.
     unsafe { load(addr) }
 }
 
@@ -127,7 +129,7 @@ fn pages(area: &Area) -> Vec<i32> {
     (0..area.pages()).map(|index| page(area, index)).collect()
 }
 
-/// Marks pages as strict volatile. Returns false if that is not supported here.
+/// Marks pages as strictly volatile. Returns false if strict marks are not supported here.
 fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     probe(area.addr);
     match area.vrange(first, count, Mode::VolatileStrict, how) {
@@ -139,8 +141,8 @@ fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     }
 }
 
-/// An access to a purged page raises `SIGBUS` with its address, and fails with `EFAULT` in system calls, until the page
-/// is unmarked. Then it reads zero and can be written. Other pages are not affected.
+/// An access to a purged page must raise `SIGBUS` with its address, and must fail with `EFAULT` in system calls. After
+/// the page is unmarked, it must read as zeros and be writable. Other pages must not be affected.
 #[test]
 fn purged_pages_raise_sigbus() {
     let _exclusive = exclusive_test();
@@ -173,8 +175,8 @@ fn purged_pages_raise_sigbus() {
     assert!(area.is_filled_with(2));
 }
 
-/// Purged pages are marked strictly again: their guard pages must stay. A plain mark must remove them, and so must
-/// `forget`.
+/// Purged pages are marked strictly again. Their guard pages must stay. A plain mark must remove the guard pages, and
+/// so must `forget`.
 #[test]
 fn guards_stay_until_a_plain_mark_or_unmark() {
     let _exclusive = exclusive_test();
@@ -194,7 +196,8 @@ fn guards_stay_until_a_plain_mark_or_unmark() {
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
 
-/// Marked memory in huge pages is purged, also in parts of a huge page. After unmarking it may get huge pages again.
+/// Marked memory in huge pages must be purged, also in parts of a huge page. After unmarking, the kernel must be able
+/// to give it huge pages again.
 #[test]
 fn unmarked_memory_gets_huge_pages_again() {
     let _exclusive = exclusive_test();
@@ -213,7 +216,7 @@ fn unmarked_memory_gets_huge_pages_again() {
     assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { BUS } else { 1 }));
     assert!(area.unmark(0, area.pages()).purged);
     let (major, minor) = pagemill_sys::process::kernel_release();
-    // Since that version the kernel frees empty page tables.
+    // Since Linux 6.14, the kernel frees empty page tables.
     if (major, minor) >= (6, 14) && is_huge(&other, 0) {
         other.mark(0, per_block);
         purge(usize::MAX);
@@ -240,7 +243,7 @@ fn locked_pages_raise_no_signal() {
         assert!(found[8..16].iter().all(|byte| *byte == 7));
         assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
         assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
-        // SAFETY: a mapping of this test; unlocked for the fill, and locked again.
+        // SAFETY: the mapping belongs to this test. It is unlocked for the fill, and locked again.
         unsafe { libc::munlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
         area.fill(7);
         // SAFETY: as above.
@@ -248,7 +251,8 @@ fn locked_pages_raise_no_signal() {
     }
 }
 
-/// Faults of the program reach its own handler with the kernel's information, near strict ranges and elsewhere.
+/// Faults of the program must reach its own handler with the information of the kernel, near strict ranges and
+/// elsewhere.
 #[test]
 fn faults_of_the_program_reach_its_handler() {
     let _exclusive = exclusive_test();
@@ -256,14 +260,14 @@ fn faults_of_the_program_reach_its_handler() {
     if !mark(&area, 0, 8, How::Full) {
         return;
     }
-    // SAFETY: a mapping of this test.
+    // SAFETY: the mapping belongs to this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // A handler installed later passes on faults that are not its own.
+    // A handler that was installed later must pass on faults that are not its own.
     let before = install(libc::SIGSEGV, on_late_signal);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // SAFETY: restores the previous handler; our own mapping.
+    // SAFETY: the call restores the previous handler; the mapping belongs to this test.
     unsafe {
         libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
         libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
@@ -271,7 +275,7 @@ fn faults_of_the_program_reach_its_handler() {
     assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
 }
 
-/// A fork child inherits guards and handler. Removing guards in the child changes nothing for the parent.
+/// A fork child inherits guard pages and handler. Removing guard pages in the child must change nothing for the parent.
 #[test]
 fn guards_of_a_fork_child_are_separate() {
     let _exclusive = exclusive_test();
@@ -287,14 +291,14 @@ fn guards_of_a_fork_child_are_separate() {
     assert!((0..16).all(|index| page(&area, index) == BUS));
 }
 
-/// A signal handler reads a purged page while its thread purges or unmarks memory. The handler does not deadlock with
-/// its own thread.
+/// A signal handler reads a purged page while its thread purges or unmarks memory. The handler must not deadlock with
+/// the thread that it interrupts.
 #[test]
 fn a_signal_handler_does_not_deadlock_with_its_thread() {
     static READ: AtomicUsize = AtomicUsize::new(0);
     static ADDR: AtomicUsize = AtomicUsize::new(0);
     extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
-        // SAFETY: a handler answers in any case.
+        // SAFETY: a signal handler handles a fault of this read.
         unsafe { load(ADDR.load(Relaxed)) };
         READ.fetch_add(1, Relaxed);
     }
@@ -303,20 +307,21 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
     }
-    // Three handlers may be nested. On processors with wide registers that needs more than the 8 KiB stack of a thread.
+    // Up to three handlers may be nested. On processors with wide registers, this needs more than a thread's usual 8
+    // KiB for signal handlers.
     let mut room = vec![0_u8; 128 << 10];
     let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
     let own_stack = change_signal_stack(&nested);
     ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
-    // Signals this thread again and again.
+    // Another thread sends signals to this thread all the time.
     // SAFETY: no arguments; the thread is alive, since it is joined later.
     let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: a signal that has a handler.
+                // SAFETY: the signal has a handler.
                 unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGPROF) };
                 std::thread::sleep(Duration::from_micros(20));
             }
@@ -332,12 +337,13 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
         }
         is_over.store(true, Relaxed);
     });
-    // SAFETY: restores the previous handler.
+    // SAFETY: the call restores the previous handler.
     unsafe { libc::sigaction(libc::SIGPROF, &raw const before, std::ptr::null_mut()) };
     change_signal_stack(&own_stack);
 }
 
-/// A child that is forked while another thread removes guards can access the pages that it unmarks.
+/// A child is forked while another thread removes guard pages. The child must be able to access the pages that it
+/// unmarks.
 #[test]
 fn a_child_forked_during_unmarking_can_access_its_pages() {
     let _exclusive = exclusive_test();
@@ -364,8 +370,8 @@ fn a_child_forked_during_unmarking_can_access_its_pages() {
     });
 }
 
-/// A child does not inherit memory with `MADV_DONTFORK` and maps new memory there. Inherited records of marks do not
-/// change the new memory.
+/// A child does not inherit memory with `MADV_DONTFORK`, and maps new memory at the same address. The marks that it
+/// inherited as records must not affect the new memory.
 #[test]
 fn memory_that_a_child_does_not_inherit_is_not_changed() {
     let _exclusive = exclusive_test();
@@ -374,11 +380,11 @@ fn memory_that_a_child_does_not_inherit_is_not_changed() {
         return;
     }
     purge(usize::MAX);
-    // SAFETY: affects children only.
+    // SAFETY: the call affects only children.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_DONTFORK) };
     assert_in_child(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: nothing is mapped there in this child.
+        // SAFETY: in this child, nothing is mapped at this address.
         let mapped = unsafe {
             libc::mmap(area.addr as *mut _, area.len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) as usize
         };
@@ -388,8 +394,8 @@ fn memory_that_a_child_does_not_inherit_is_not_changed() {
     });
 }
 
-/// A thread locks memory while another purges it: purged pages raise `SIGBUS`, others keep their bytes, and no page
-/// reads zero.
+/// A thread locks memory while another thread purges it. Purged pages must raise `SIGBUS`, the others must keep their
+/// bytes, and no page may read as zeros.
 #[test]
 fn purges_race_with_locking() {
     let _exclusive = exclusive_test();
@@ -401,7 +407,7 @@ fn purges_race_with_locking() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: a mapping of this test; contents stay.
+                // SAFETY: the mapping belongs to this test, and its contents do not change.
                 unsafe {
                     libc::mlock2(area.addr as *const _, area.len, libc::MLOCK_ONFAULT as _);
                     libc::munlock(area.addr as *const _, area.len);
@@ -419,13 +425,13 @@ fn purges_race_with_locking() {
     });
 }
 
-/// Slots of the heap are marked strictly like other memory. The account must stay correct.
+/// Slots of the heap are strictly marked like other memory. The account must stay correct.
 #[test]
 fn heap_slots_can_be_marked_strictly() {
     let _exclusive = exclusive_test();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
-        // SAFETY: a live slot of that length, owned by this test.
+        // SAFETY: the slot is live and of that length, and belongs to this test.
         unsafe { addr.write_bytes(6, len) };
         pagemill().account.reconcile();
         let before = pagemill().account.resident();
@@ -441,13 +447,13 @@ fn heap_slots_can_be_marked_strictly() {
             assert_eq!(pagemill().account.resident(), before);
         }
         std::mem::forget(area);
-        // SAFETY: allocated above; not marked any more.
+        // SAFETY: the slot was allocated above and is no longer marked.
         unsafe { pagemill().heap.free(addr as usize).unwrap() };
     }
 }
 
-/// Two threads read pages while a third purges. A page must have its byte, or raise `SIGBUS` from then on, and never
-/// read zero. Unmarked memory must not raise a signal. The test makes a million reads in total.
+/// Two threads make a million reads of pages while a third thread purges. A page must have its byte or, once it raised
+/// `SIGBUS`, raise `SIGBUS` from then on. It must never read as zero. Unmarked memory must not raise a signal.
 #[test]
 fn purges_race_with_reads() {
     const PROBES: usize = 1_000_000;
@@ -471,7 +477,7 @@ fn purges_race_with_reads() {
                     let mut random = 0x9E37_79B9 + seed;
                     let mut is_gone: Vec<Vec<bool>> = areas.iter().map(|area| vec![false; area.pages()]).collect();
                     let mut last = false;
-                    // Once more after the last purge.
+                    // Each thread makes one more round of reads after the last purge.
                     while !std::mem::replace(&mut last, is_over.load(Relaxed)) {
                         for _ in 0..500 {
                             random =
@@ -500,12 +506,12 @@ fn purges_race_with_reads() {
             area.fill(1);
         }
     }
-    // Each of the two threads probes 500 times after the last purge.
+    // Each of the two threads reads 500 purged pages after the last purge.
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// As the test above, but both readers also mark and unmark the same memory. A thread that faults while a guard page is
-/// removed must continue.
+/// Like the test above, but both readers also mark and unmark the same memory. A thread that faults while a guard page
+/// is removed must continue.
 #[test]
 fn marks_race_with_reads() {
     let _exclusive = exclusive_test();
@@ -523,7 +529,7 @@ fn marks_race_with_reads() {
         let probers = [0, 1].map(|seed| {
             let (area, signals) = (&area, &signals);
             scope.spawn(move || {
-                // Runs at least 3000 rounds, and more until the purging thread has caused enough signals.
+                // Runs at least 3000 rounds, and more until purges have caused enough signals.
                 for round in (0..).take_while(|round| *round < 3000 || signals.load(Relaxed) < 2000) {
                     let first = (round * 37 + seed * 11) % (area.pages() - 40);
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
@@ -545,7 +551,7 @@ fn marks_race_with_reads() {
     assert!(area.is_filled_with(1));
 }
 
-/// Invalid strict ranges are rejected like plain ones, before anything changes.
+/// Invalid strict ranges must be rejected like invalid plain ranges, before anything changes.
 #[test]
 fn invalid_ranges_are_rejected() {
     let _exclusive = exclusive_test();
@@ -558,7 +564,8 @@ fn invalid_ranges_are_rejected() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Random calls agree with a model: each call changes the results of reading exactly the pages that it may change.
+    /// Random calls must agree with a model. Each call may change the result of reading only for the pages that it
+    /// affects.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..8), 1..40)) {
         #[derive(Clone, Copy, PartialEq)]
@@ -593,7 +600,7 @@ proptest! {
             for at in 0..64 {
                 let (was, is) = (before[at], now[at]);
                 let allowed = match (part.contains(&at), act, model[at]) {
-                    // Plain marks and unmarks remove guards.
+                    // Plain marks and unmarks remove guard pages.
                     (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
                     (_, 6, PageState::Strict) => is == BUS,
                     (_, 6, PageState::Plain) => is == 0,
@@ -612,7 +619,7 @@ proptest! {
             if let Some(now) = new_state {
                 model[part.clone()].fill(now);
             }
-            // Rewrites the pages that are not marked.
+            // Writes again to the pages that are not marked.
             for at in (0..64).filter(|at| model[*at] == PageState::Nonvolatile) {
                 area.write(at, 1);
             }

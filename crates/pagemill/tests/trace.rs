@@ -1,4 +1,5 @@
-//! Tests trace events as another process reads them. Runs as a process of its own, because the ring of events is short.
+//! Tests of trace events as another process reads them. The test has a process of its own, because the ring of events
+//! is short and other tests would overwrite its events.
 
 use pagemill::mapping::Settings;
 use pagemill::mapping::policy::Always;
@@ -8,7 +9,8 @@ use pagemill::{Pagemill, stats};
 use pagemill_sys::process;
 use std::ffi::CString;
 
-/// The event of a new huge folio carries its page index, its file, its order and its cache, in the right fields.
+/// The event of a new huge folio must contain its page index, its file, its order and its cache, each in the right
+/// field.
 #[test]
 fn the_event_of_a_new_huge_folio_describes_it() {
     let folder = tempfile::tempdir().unwrap();

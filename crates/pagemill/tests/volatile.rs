@@ -1,4 +1,4 @@
-//! Tests of volatile ranges by handle: which bytes are kept, which are purged, in which order, and what is reported.
+//! Tests of volatile ranges with handles: which bytes are kept and purged, the order of purges, and what is reported.
 #![allow(unsafe_code)] // locks pages, counts faults, forks
 
 mod common;
@@ -39,7 +39,8 @@ fn purge_all() -> usize {
     purge(usize::MAX)
 }
 
-/// Returns this thread's page faults, as counted by the kernel. Allocates nothing, because an allocation could fault.
+/// Returns the page faults of this thread, as counted by the kernel. Makes no allocation, because an allocation could
+/// fault.
 fn faults() -> i64 {
     // SAFETY: plain data, filled by the call.
     unsafe {
@@ -54,7 +55,7 @@ fn resident_bytes(range: &Range) -> usize {
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
-/// Without memory pressure nothing may be purged: after marking and unmarking, all bytes must be there.
+/// Without memory pressure nothing may be purged. After a mark and an unmark, all bytes must be there.
 #[test]
 fn nothing_is_purged_without_pressure() {
     let _exclusive = exclusive_test();
@@ -70,7 +71,7 @@ fn nothing_is_purged_without_pressure() {
     }
 }
 
-/// Marking and unmarking touches no page of a range. (Sanitizers touch pages of their own.)
+/// Marking and unmarking must touch no page of a range. (Sanitizers touch pages of their own.)
 #[test]
 fn marking_touches_no_page() {
     let _exclusive = exclusive_test();
@@ -82,14 +83,14 @@ fn marking_touches_no_page() {
         }
         faults()
     };
-    // Code faults at its first use, and the kernel samples or migrates pages at times. So one round without a fault is
-    // enough.
+    // Code causes a fault at its first use, and the kernel sometimes samples or migrates pages. So a single round
+    // without a fault is enough.
     assert!((0..100).any(|_| faults() == round_trips()), "each round had page faults");
     assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
 
-/// A purge does not touch nonvolatile or pinned ranges. Volatile ranges are purged and reported as purged, and their
-/// memory returns to the kernel.
+/// A purge must not touch nonvolatile or pinned ranges. Volatile ranges must be purged and reported as purged, and
+/// their memory must return to the kernel.
 #[test]
 fn only_volatile_ranges_are_purged_and_reported() {
     let _exclusive = exclusive_test();
@@ -117,7 +118,7 @@ fn only_volatile_ranges_are_purged_and_reported() {
     }
 }
 
-/// A purged range can be used like a new one: written, marked, and kept.
+/// A purged range must be usable like a new one: it can be written, marked, and kept.
 #[test]
 fn a_purged_range_can_be_reused() {
     let _exclusive = exclusive_test();
@@ -134,8 +135,8 @@ fn a_purged_range_can_be_reused() {
     }
 }
 
-/// Ranges must be purged in the order in which they were marked, not allocated. A range that is refreshed counts as
-/// marked at that time.
+/// Ranges must be purged in the order in which they were marked, not in that of their allocation. A range that is
+/// refreshed must count as marked at that time.
 #[test]
 fn the_least_recently_marked_range_is_purged_first() {
     let _exclusive = exclusive_test();
@@ -155,8 +156,8 @@ fn the_least_recently_marked_range_is_purged_first() {
     assert_eq!(order, [2, 3, 1, 0]);
 }
 
-/// Partial ranges must lose chunks from their ends, one chunk of each range in turn, and keep the bytes before the
-/// purged chunks.
+/// Partial ranges must lose chunks from their ends, one chunk of each range in turn. The bytes before the purged chunks
+/// must stay.
 #[test]
 fn partial_ranges_lose_chunks_in_turn() {
     let _exclusive = exclusive_test();
@@ -167,7 +168,7 @@ fn partial_ranges_lose_chunks_in_turn() {
         range.mark().unwrap();
     }
     let kept = || ranges.each_ref().map(|range| range.pin().unwrap().len() / KIB);
-    // The last chunk of the 250 KiB has 58 KiB.
+    // The last chunk of the range of 250 KiB has 58 KiB.
     for expected in [[192, 3008, 192], [128, 2944, 128]] {
         sleep(EPOCH);
         assert_eq!(purge(3 * 50 * KIB).div_ceil(64 * KIB), 3);
@@ -181,7 +182,7 @@ fn partial_ranges_lose_chunks_in_turn() {
     assert_eq!(kept(), [250, 0, 0], "a nonvolatile range has its whole length, partly zero");
 }
 
-/// A purge of a 2 MiB chunk frees a whole huge page.
+/// A purge of a 2 MiB chunk must free a whole huge page.
 #[test]
 fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     let _exclusive = exclusive_test();
@@ -195,7 +196,7 @@ fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     }
 }
 
-/// Calls in a wrong order are errors, and change nothing.
+/// Calls in a wrong order must be errors, and must change nothing.
 #[test]
 fn calls_in_a_wrong_order_fail() {
     let _exclusive = exclusive_test();
@@ -217,7 +218,7 @@ fn calls_in_a_wrong_order_fail() {
     assert_eq!(range.bytes_mut().unwrap()[0], 5);
 }
 
-/// Dropped ranges leak nothing: their addresses are reused, and a forgotten pin does not prevent that.
+/// Dropped ranges must leak nothing. Their addresses must be reused, even if a pin of the range was forgotten.
 #[test]
 fn addresses_of_dropped_ranges_are_reused() {
     let _exclusive = exclusive_test();
@@ -233,14 +234,14 @@ fn addresses_of_dropped_ranges_are_reused() {
     let addr = range.addr();
     drop(range);
     assert_eq!(full(MIB, 1).addr(), addr);
-    // Memory that dropped small ranges left behind is returned, too. Some of it lies in resident blocks.
+    // A purge must also return the memory that dropped small ranges left behind. Some of it is in resident blocks.
     purge_all();
     drop((0..80).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
     assert!(purge_all() >= 15 * MIB);
 }
 
-/// Two threads use ranges while a third one purges continually. Bytes are complete or reported as purged, and unmarking
-/// does not wait for a whole purge.
+/// Two threads use ranges while a third thread purges continuously. The bytes of a range must be complete, or the range
+/// must be reported as purged. An unmark must not wait for a whole purge.
 #[test]
 fn purges_race_with_users_of_ranges() {
     let _exclusive = exclusive_test();
@@ -287,7 +288,8 @@ fn purges_race_with_users_of_ranges() {
     assert!(purged.load(Relaxed) > 10, "nothing was purged");
 }
 
-/// The kernel refuses to discard locked pages. Bytes that were lost are reported, and bytes reported as kept are there.
+/// The kernel refuses to discard locked pages. Lost bytes must be reported, and bytes that are reported as kept must be
+/// there.
 #[test]
 fn locked_pages_are_kept_and_reported() {
     let _exclusive = exclusive_test();
@@ -316,7 +318,7 @@ fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     let heap = pagemill().heap;
     let slots: Vec<_> = (0..4).map(|_| heap.allocate(4 * MIB, BLOCK_BYTES).unwrap().addr).collect();
     for slot in &slots {
-        // SAFETY: a live slot of that length, owned by this test; freed once.
+        // SAFETY: the slot is live and of that length, belongs to this test, and is freed once.
         unsafe {
             slot.as_ptr().write_bytes(9, 4 * MIB);
             heap.free(slot.as_ptr() as usize).unwrap();
@@ -333,7 +335,7 @@ fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     assert!(range.pin().unwrap().iter().eq(before.iter()));
 }
 
-/// A fork child keeps its parent's ranges, because purging shared pages would free nothing.
+/// A fork child must keep its parent's ranges, because purging shared pages would free no memory.
 #[test]
 fn a_fork_child_keeps_inherited_ranges() {
     let _exclusive = exclusive_test();
@@ -342,7 +344,7 @@ fn a_fork_child_keeps_inherited_ranges() {
     gone.mark().unwrap();
     sleep(EPOCH);
     range.mark().unwrap();
-    // Fills the parent's purge queue before the fork.
+    // This purge fills the parent's purge queue before the fork.
     assert_eq!(purge(1), 4 * MIB);
     assert_in_child(|| {
         let freed = purge_all();
@@ -351,8 +353,8 @@ fn a_fork_child_keeps_inherited_ranges() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
-/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could give
-/// back.
+/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could
+/// return.
 #[test]
 fn the_helper_thread_wakes_for_the_first_range() {
     let own = Pagemill::for_test();
@@ -383,7 +385,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
     }
     let kept = ranges.iter().filter(|range| range.pin().unwrap().contents() == Contents::Kept).count();
     assert!((8..=16).contains(&kept), "{kept} of 16 that fit");
-    // Nonvolatile ranges are not purged for other ranges, so the allocation fails.
+    // Nonvolatile ranges may not be purged for an allocation, so the allocation must fail.
     ranges.clear();
     let error = loop {
         match limited.ranges.allocate(4 * MIB, Behaviour::Full) {
@@ -396,7 +398,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
     assert!(matches!(error, Error::NoMemory { .. }), "{error}");
 }
 
-/// However many threads look up a value, it must be created once, and once again after a purge.
+/// Many threads look up a value at the same time. The value must be created once, and once again after a purge.
 #[test]
 fn a_volatile_cache_creates_each_value_once() {
     let _exclusive = exclusive_test();
@@ -422,8 +424,8 @@ fn a_volatile_cache_creates_each_value_once() {
     }
 }
 
-/// If creating a value fails or panics, no value may be stored, and the next lookup must create the value. Values may
-/// be empty.
+/// If the creation of a value fails or panics, no value may be stored, and the next lookup must create the value.
+/// Values may be empty.
 #[test]
 fn a_failed_creation_is_retried() {
     let _exclusive = exclusive_test();
@@ -479,7 +481,7 @@ fn random_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The expected state of a range: its byte, whether it is volatile, and how many bytes can be kept at most.
+/// The expected state of a range: its byte, whether it is volatile, and the maximum number of bytes that are kept.
 struct Model {
     range: Range,
     byte: u8,
@@ -490,7 +492,7 @@ struct Model {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// After any sequence of calls the contents match the reports, and nonvolatile ranges are unchanged.
+    /// For any sequence of calls, the contents must match the reports, and nonvolatile ranges must not change.
     #[test]
     fn contents_match_the_reports_for_any_calls(steps in prop::collection::vec(random_step(), 1..60)) {
         let _exclusive = exclusive_test();
@@ -506,7 +508,7 @@ proptest! {
                 Step::Drop(index) => drop(at(index, &models).map(|index| models.remove(index))),
                 Step::Mark(index) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
                     prop_assert_eq!(model.range.mark().is_ok(), !model.is_volatile);
-                    // After a rewrite all bytes are known again.
+                    // The range is written again, so all its bytes are known.
                     if !model.is_volatile && model.kept_bytes < model.range.len_bytes() {
                         model.range.unmark().unwrap();
                         model.range.bytes_mut().unwrap().fill(model.byte);

@@ -23,12 +23,14 @@ const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
 
-/// Returns settings with which pages are written back only above a share of dirty pages, never because of age.
+/// Returns settings with which pages are written back only if the share of dirty pages is too high, and never because
+/// of their age.
 fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
     Writeback { age: NEVER, background_percent, most_percent, timeout: WAIT_LIMIT }
 }
 
-/// Creates a cache with small folios. With `is_thread_disabled`, the test does the background work by calls.
+/// Creates a cache with small folios. With `is_thread_disabled`, there is no background thread, and the test calls its
+/// work.
 fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> Cache {
     let caches = Pagemill::for_test().caches;
     if is_thread_disabled {
@@ -57,8 +59,8 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
-/// Pages that are dirty for longer than the age must be written back in the background. One thread handles all files,
-/// and must continue after a time without dirty pages.
+/// Pages that are dirty for longer than the configured age must be written back in the background. One thread serves
+/// all files. It must continue after a time without dirty pages.
 #[test]
 fn old_pages_are_written_back() {
     let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..dirty_shares(100, 100) }, false);
@@ -78,8 +80,8 @@ fn old_pages_are_written_back() {
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
-/// With explicit calls, nothing is written before it is due. Then everything is written, adjacent pages in one
-/// transfer.
+/// With explicit calls, nothing may be written before it is due. Then everything must be written, with one transfer for
+/// adjacent pages.
 #[test]
 fn pages_are_written_back_only_when_due() {
     let fresh = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -96,7 +98,8 @@ fn pages_are_written_back_only_when_due() {
     assert_eq!(old.write_back_due(), 0);
 }
 
-/// Dirty pages above the background share are written back, by the thread or by a call, whatever file they belong to.
+/// Dirty pages above the background share must be written back, by the thread or by a call, whatever file they belong
+/// to.
 #[test]
 fn pages_above_the_background_share_are_written_back() {
     for is_thread_disabled in [false, true] {
@@ -115,8 +118,8 @@ fn pages_above_the_background_share_are_written_back() {
     }
 }
 
-/// The store hangs while dirty pages have reached the maximum share. A writer must wait until the store continues. The
-/// maximum may be exceeded by at most a page.
+/// The store hangs after dirty pages have reached the maximum share. A writer must wait until the store continues. At
+/// most one page more than the maximum may be dirty.
 #[test]
 fn writers_wait_for_a_store_that_hangs() {
     for is_thread_disabled in [false, true] {
@@ -135,7 +138,7 @@ fn writers_wait_for_a_store_that_hangs() {
             });
             wait_until("no thread waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
             assert!(!is_over.load(SeqCst));
-            // Rewriting a dirty page and reading never wait.
+            // Neither a rewrite of a dirty page nor a read may wait.
             let mut byte = [0];
             file.read_at(&mut byte, 0).unwrap();
             assert_eq!(byte, [1]);
@@ -147,7 +150,7 @@ fn writers_wait_for_a_store_that_hangs() {
     }
 }
 
-/// A store hangs for longer than the timeout of writers. These writers must get an error, no data may be lost, and
+/// A store hangs for longer than the timeout of writers. Its writers must get an error, no data may be lost, and
 /// writers of other files must continue.
 #[test]
 fn writers_time_out_if_the_store_hangs() {
@@ -169,7 +172,7 @@ fn writers_time_out_if_the_store_hangs() {
         page += end_page(&file);
         assert!(page >= MIB / PAGE - 1);
         for at in 0..100 {
-            // A writer of another file may time out as well, but succeeds when it tries again.
+            // A writer of another file may also time out. It must succeed when it tries again.
             wait_until("the writer of another file fails", || write_page(&other, at, 2).is_ok());
         }
         let mut bytes = vec![0; page * PAGE];
@@ -183,13 +186,13 @@ fn writers_time_out_if_the_store_hangs() {
     }
 }
 
-/// Returns the index of the page behind the end of the file.
+/// Returns the index of the first page beyond the end of the file.
 fn end_page(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
 
-/// A store fails. Writers above the share must get the store's error, their data must stay in memory, and each handle
-/// must report the error once. Once the store works, all data must be written back.
+/// A store fails. Writers above the maximum share must get the store's error, their data must stay in memory, and each
+/// handle must report the error once. Once the store works, all data must be written back.
 #[test]
 fn no_data_is_lost_if_the_store_fails() {
     let cache = cache(4 * MIB, dirty_shares(10, 25), false);
@@ -208,19 +211,19 @@ fn no_data_is_lost_if_the_store_fails() {
     assert!(file.read_at(&mut bytes, 0).is_ok() && bytes.iter().all(|byte| *byte == 1));
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);
     store.set_faults(Faults::default());
-    // Dirty pages below the share need not be written back.
+    // Dirty pages below the background share need not be written back.
     wait_until("writeback is not tried again", || cache.dirty_bytes() <= 4 * MIB as u64 / 10);
     for handle in &others {
         assert_eq!(handle.sync().unwrap_err().errno(), ENOSPC);
         handle.sync().unwrap();
     }
     assert!(store.inner().bytes() == bytes);
-    // The store may have failed once more between this handle's sync and the end of the faults.
+    // The store may have failed once more between this handle's sync and the call that ended the faults.
     let _ = file.sync();
     file.sync().unwrap();
 }
 
-/// One page cannot be written. Other pages must be written back nevertheless, and the page must be tried again.
+/// One page cannot be written. Other pages must still be written back, and the page must be tried again.
 #[test]
 fn a_page_that_fails_does_not_block_other_pages() {
     let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
@@ -239,7 +242,7 @@ fn a_page_that_fails_does_not_block_other_pages() {
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty. A thread that needs a page must write some back, and may fail only if the store
+/// All pages of a cache are dirty. A thread that needs a page must write some back. It may fail only if the store
 /// fails.
 #[test]
 fn dirty_pages_are_written_back_to_make_room() {
@@ -248,7 +251,7 @@ fn dirty_pages_are_written_back_to_make_room() {
         let (store, file) = open(&cache);
         let memory = cache.create().unwrap();
         file.truncate((200 * PAGE) as u64).unwrap();
-        // Writers are throttled at 100 % only. Writes through pins and holds are never throttled.
+        // Writers wait only at 100 % dirty pages. Writes through pins and holds never wait.
         for page in 0..64 {
             file.pin((page * PAGE) as u64).unwrap().write_at(&[1], 0).unwrap();
         }
@@ -279,8 +282,8 @@ fn dirty_pages_are_written_back_to_make_room() {
     }
 }
 
-/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page must get one: the
-/// next slice starts at that end, finds nothing, and continues at the begin of the file.
+/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page must get one. For
+/// that, the next slice begins at that end, finds no dirty page, and continues at the beginning of the file.
 #[test]
 fn room_is_made_wherever_the_last_slice_ended() {
     let cache = cache(8 * MIB, dirty_shares(100, 100), true);
@@ -292,7 +295,7 @@ fn room_is_made_wherever_the_last_slice_ended() {
     assert!(file.dirty_bytes() > 0, "only a part of the file was written");
     file.sync().unwrap();
     file.dont_need(0, 16 * MIB as u64).unwrap();
-    // From here on all dirty pages lie before that position, and the cache is full.
+    // From here on, all dirty pages are before that position, and the cache is full.
     let other = cache.create().unwrap();
     other.write_at(&vec![1; 7 * MIB], 0).unwrap();
     (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
@@ -300,8 +303,8 @@ fn room_is_made_wherever_the_last_slice_ended() {
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
 
-/// A truncation cannot split a pinned huge folio. The folio is split later, and a sync makes its pages behind the end
-/// of the file clean.
+/// A truncation cannot split a pinned huge folio, so the folio is split later. A sync must then make its pages beyond
+/// the end of the file clean.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let settings = Settings {
@@ -324,7 +327,7 @@ fn pages_behind_the_end_become_clean() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
-/// `write_back` writes a range to the store but does not sync it. A sync then has nothing to write.
+/// `write_back` must write a range to the store and not sync it. A later sync must then have nothing to write.
 #[test]
 fn write_back_does_not_sync() {
     let cache = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -345,7 +348,7 @@ fn write_back_does_not_sync() {
     cache.create().unwrap().write_back(0, 1).unwrap();
 }
 
-/// Shares that are out of order or above 100 % are rejected. 0 and 100 % are valid.
+/// Shares that are out of order or above 100 % must be rejected. 0 and 100 % must be valid.
 #[test]
 fn invalid_shares_are_rejected() {
     let caches = Pagemill::for_test().caches;
@@ -369,7 +372,7 @@ fn invalid_shares_are_rejected() {
     }
 }
 
-/// Writers, background writeback, syncs and truncations use one file concurrently. At the end the store must have the
+/// Writers, background writeback, syncs and truncations use one file concurrently. At the end, the store must have the
 /// contents that were written last.
 #[test]
 fn concurrent_writers_lose_no_data() {
@@ -393,7 +396,7 @@ fn concurrent_writers_lose_no_data() {
         scope.spawn(|| {
             while !is_over.load(SeqCst) {
                 file.sync().unwrap();
-                // These changes lie behind all pages that are checked.
+                // These changes are beyond all pages that are checked.
                 file.write_at(&[9; 100], (1600 * PAGE) as u64).unwrap();
                 file.truncate((1550 * PAGE) as u64).unwrap();
             }
@@ -408,8 +411,8 @@ fn concurrent_writers_lose_no_data() {
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
 
-/// Dropping the last handle must write dirty pages and the file's length to the store. If the store fails or hangs, the
-/// drop waits for a limited time and counts lost bytes. `close` returns the handle on failure.
+/// The drop of the last handle must write dirty pages and the file's length to the store. If the store fails or hangs,
+/// the drop must wait only for a limited time and count lost bytes. `close` must return the handle on failure.
 #[test]
 fn dropping_the_last_handle_writes_back() {
     let cache_with_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..dirty_shares(100, 100) }, true);
@@ -425,7 +428,7 @@ fn dropping_the_last_handle_writes_back() {
     drop(other);
     let bytes = store.inner().bytes();
     assert!(bytes.len() == 6 * PAGE + 10 && bytes[..PAGE] == [1; PAGE] && bytes[6 * PAGE..] == [1; 10]);
-    // Nothing has changed, so the store is not called.
+    // Nothing has changed, so the store must not be called.
     let calls = store.calls();
     drop(cache.open(Arc::new(store.clone())).unwrap());
     assert_eq!(store.calls(), calls);
@@ -454,8 +457,8 @@ fn dropping_the_last_handle_writes_back() {
     assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
 }
 
-/// A system file is written back by many concurrent transfers: all data arrives, and the file can be reopened
-/// immediately after it was closed.
+/// A system file is written back by many concurrent transfers. All data must arrive. It must be possible to reopen the
+/// file at once after it was closed.
 #[test]
 fn files_are_written_back_and_reopened() {
     let folder = std::env::temp_dir().join(format!("pagemill-writeback-{}", std::process::id()));
@@ -482,8 +485,8 @@ fn files_are_written_back_and_reopened() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Two pages are pinned. Other pages must be written back nevertheless. A sync must wait for one second in total, and
-/// report that not everything is durable.
+/// Two pages are pinned. Other pages must still be written back. A sync must wait for one second in total, and report
+/// that not everything is durable.
 #[test]
 fn pinned_pages_do_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(50, 90), true);
@@ -495,7 +498,7 @@ fn pinned_pages_do_not_block_other_pages() {
         assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
     }
     assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
-    // An error of the store takes precedence over the error for pinned pages.
+    // An error of the store must take precedence over the error for pinned pages.
     (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);

@@ -75,7 +75,7 @@ unsafe impl Migrate for NodeOwner {
         self.wait_while_exists("moving");
         assert!(!self.folder.join("panicking").exists(), "as it is told to");
         let Some(new) = to.take() else { return object.failed() };
-        // SAFETY: both are constructed objects of the cache.
+        // SAFETY: both objects are constructed objects of the cache.
         let (from, to) = unsafe { (object.object().as_ref(), new.object().as_ref()) };
         from.0.iter().zip(&to.0).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
         self.objects[from.0[0].load(Relaxed) as usize - 1].store(new.object().as_ptr(), Relaxed);
@@ -91,7 +91,7 @@ fn is_kept(number: u64) -> bool {
 fn fill_nodes(cache: &ByOwner<NodeOwner>) {
     for (number, at) in cache.owner().objects.iter().enumerate() {
         let object = cache.allocate().unwrap();
-        // SAFETY: a constructed object of the cache.
+        // SAFETY: the object is a constructed object of the cache.
         unsafe { object.as_ref() }.0[0].store(number as u64 + 1, Relaxed);
         at.store(object.as_ptr(), Relaxed);
     }

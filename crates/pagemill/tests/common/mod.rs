@@ -1,4 +1,4 @@
-//! Code that several tests share, mostly those of volatile memory.
+//! Code that several tests share, mostly tests of volatile memory.
 #![allow(dead_code)] // each test file uses a part of this module
 #![allow(unsafe_code)] // forks
 
@@ -6,7 +6,7 @@ use pagemill::Pagemill;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Ranges that are marked at least this far apart have different epochs.
+/// Ranges whose marks are at least this far apart in time have different epochs.
 pub const EPOCH: Duration = Duration::from_millis(12);
 
 /// Returns the Pagemill that all tests of a process share. It is never dropped.
@@ -15,11 +15,11 @@ pub fn pagemill() -> &'static Pagemill {
     PAGEMILL.get_or_init(Pagemill::for_test)
 }
 
-/// Forks as a program with this Pagemill does, and asserts that `is_right` returns true in the child. `is_right` must
+/// Forks like a program with this Pagemill, and asserts that `is_right` returns true in the child. `is_right` must
 /// neither allocate nor panic.
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
-    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
+    // SAFETY: `after_fork` is the next call in both processes.
     unsafe { pagemill().before_fork() };
     // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
     let child = unsafe { libc::fork() };
