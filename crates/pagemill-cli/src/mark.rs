@@ -126,8 +126,8 @@ impl Mark {
     }
 }
 
-/// Returns whether the controller ignores a volatile mark on this file, because other users may write to the
-/// file.
+/// Returns whether the controller ignores a volatile mark on this file. It ignores the mark if other users may write to
+/// the file.
 fn is_mark_ignored(seen: &FileAttributes) -> bool {
     seen.is_file() && seen.is_writable_by_others()
 }
