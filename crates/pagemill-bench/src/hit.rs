@@ -46,15 +46,15 @@ const GLIBC_HUGE_PAGES: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hug
 struct Subject {
     name: &'static str,
     /// The subject's name on the workload's command line.
-    word: &'static str,
+    argument: &'static str,
     mount: Option<FileSystem>,
     settings: &'static [(&'static str, &'static str)],
     metrics: &'static [&'static str],
 }
 
 impl Subject {
-    const fn new(name: &'static str, word: &'static str, metrics: &'static [&'static str]) -> Self {
-        Self { name, word, mount: None, settings: &[], metrics }
+    const fn new(name: &'static str, argument: &'static str, metrics: &'static [&'static str]) -> Self {
+        Self { name, argument, mount: None, settings: &[], metrics }
     }
 }
 
@@ -149,7 +149,7 @@ fn measure(
                 progress.step(subject.name);
                 let numbers =
                     [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
-                let line = ["__hit", "--subject", subject.word].map(str::to_owned);
+                let line = ["__hit", "--subject", subject.argument].map(str::to_owned);
                 let line: Vec<String> = line.into_iter().chain(child::numeric_options(&numbers)).collect();
                 let outcome = sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);

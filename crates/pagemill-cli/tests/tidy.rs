@@ -40,10 +40,10 @@ const LAYERS: &[(&str, usize)] = &[
 const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events is on the page of the counters")];
 
 /// Pronouns for people, which CONVENTIONS.md rejects: the thread, the caller or the function is named instead.
-const PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
+const PERSON_PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
 
-/// Maximum number of [`PRONOUNS`] in all comments and Markdown files. CONVENTIONS.md quotes some.
-const MAX_PRONOUNS: usize = 5;
+/// Maximum number of [`PERSON_PRONOUNS`] in all comments and Markdown files. CONVENTIONS.md quotes some.
+const MAX_PERSON_PRONOUNS: usize = 5;
 
 /// Files that may contain retired terms.
 const RETIRED_ALLOWED: &[&str] = &[
@@ -343,13 +343,13 @@ fn unsafe_is_allowed_with_a_reason() {
     assert_none(&problems);
 }
 
-/// Returns the number of [`PRONOUNS`] in a text, in upper or lower case.
+/// Returns the number of [`PERSON_PRONOUNS`] in a text, in upper or lower case.
 fn pronouns_in(text: &str) -> usize {
     let text = text.to_ascii_lowercase();
-    PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
+    PERSON_PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
 }
 
-/// Comments and Markdown files must name threads, callers and functions instead of [`PRONOUNS`]. If there are too many
+/// Comments and Markdown files must name threads, callers and functions instead of [`PERSON_PRONOUNS`]. If there are too many
 /// pronouns, the test prints the count of each file, the largest count first.
 #[test]
 fn sentences_name_their_subject() {
@@ -358,9 +358,13 @@ fn sentences_name_their_subject() {
     let mut counts: Vec<(usize, &String)> = counted.collect();
     counts.sort_by(|one, other| other.cmp(one));
     let total: usize = counts.iter().map(|(count, _)| count).sum();
-    println!("{total} pronouns for people; at most {MAX_PRONOUNS}");
+    println!("{total} pronouns for people; at most {MAX_PERSON_PRONOUNS}");
     let list: Vec<String> = counts.iter().map(|(count, path)| format!("{count:5} {path}")).collect();
-    assert!(total <= MAX_PRONOUNS, "{total} of {PRONOUNS:?}, at most {MAX_PRONOUNS}:\n{}", list.join("\n"));
+    assert!(
+        total <= MAX_PERSON_PRONOUNS,
+        "{total} of {PERSON_PRONOUNS:?}, at most {MAX_PERSON_PRONOUNS}:\n{}",
+        list.join("\n")
+    );
 }
 
 /// Returns line and name of the public types of a file of the core that have no example. A type has an example in two
@@ -413,7 +417,7 @@ fn public_types_have_examples() {
 
 /// Where a retired term of the glossary is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rejected {
+enum RejectedAs {
     /// In identifiers.
     Identifier,
     /// In identifiers, and as a word in comments and Markdown files.
@@ -422,15 +426,15 @@ enum Rejected {
 
 /// Returns the retired terms that the glossary rejects. Each row of its chapter "Retired terms" has the form `| term,
 /// term | replacement | identifier |`, or `word` in the last cell.
-fn retired_terms(glossary: &str) -> Vec<(String, Rejected)> {
+fn retired_terms(glossary: &str) -> Vec<(String, RejectedAs)> {
     let chapter = glossary.split_once("\n## Retired terms").map_or("", |(_, rest)| rest);
     let chapter = chapter.split("\n## ").next().unwrap_or("");
     let mut terms = Vec::new();
     for row in chapter.lines().filter(|line| line.starts_with('|')) {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
         let rejected = match cells[..] {
-            [_, _, "identifier"] => Rejected::Identifier,
-            [_, _, "word"] => Rejected::Word,
+            [_, _, "identifier"] => RejectedAs::Identifier,
+            [_, _, "word"] => RejectedAs::Word,
             _ => continue,
         };
         terms.extend(cells[0].split(", ").map(|term| (term.to_owned(), rejected)));
@@ -464,7 +468,7 @@ fn words_of(identifier: &str) -> Vec<String> {
 }
 
 /// Returns the retired terms in a file, each with its line.
-fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)> {
+fn retired_in(file: &File, terms: &[(String, RejectedAs)]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     if file.is_rust() {
         let code = file.code();
@@ -475,7 +479,7 @@ fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)>
         }
     }
     let prose = file.prose().to_lowercase();
-    for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == Rejected::Word) {
+    for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == RejectedAs::Word) {
         found.extend(words(&prose, term).map(|at| (line_of(&prose, at), term.clone())));
     }
     found
@@ -503,7 +507,7 @@ fn retired_terms_are_found() {
     let glossary = "## Terms\n| none | x | word |\n\n## Retired terms\n\n| retired | term | rejected as |\n|---|---|---|\n\
         | limbo, hall | list | word |\n| books | state | identifier |\n| turn | wait | - |\n\n## More\n| other | x | word |\n";
     let terms = retired_terms(glossary);
-    let expected = [("limbo", Rejected::Word), ("hall", Rejected::Word), ("books", Rejected::Identifier)];
+    let expected = [("limbo", RejectedAs::Word), ("hall", RejectedAs::Word), ("books", RejectedAs::Identifier)];
     assert_eq!(terms, expected.map(|(term, rejected)| (term.to_owned(), rejected)));
     let text = "/// The Limbo of a hallway; the books' turn.\nstruct MyLimbo(u8);\nfn check_books(turn: Hall) {}\n\
         const TEXT: &str = \"limbo\";\nlet limbos = bookshelf;\n";

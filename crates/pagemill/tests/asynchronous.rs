@@ -34,13 +34,13 @@ fn cache(limit_bytes: usize) -> Cache {
     cache_with(settings(limit_bytes))
 }
 
-type Slow = FaultyStore<MemoryStore>;
+type SlowStore = FaultyStore<MemoryStore>;
 
-fn slow(len: usize) -> Slow {
+fn slow_store(len: usize) -> SlowStore {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &Cache, store: &Slow) -> Mapping {
+fn open(cache: &Cache, store: &SlowStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
@@ -66,9 +66,9 @@ fn block_on<F: Future>(future: F) -> F::Output {
 
 /// A waker that counts its calls.
 #[derive(Default)]
-struct Count(AtomicUsize);
+struct CountingWaker(AtomicUsize);
 
-impl Count {
+impl CountingWaker {
     fn new() -> (Arc<Self>, Waker) {
         let count = Arc::new(Self::default());
         (count.clone(), Waker::from(count))
@@ -79,7 +79,7 @@ impl Count {
     }
 }
 
-impl Wake for Count {
+impl Wake for CountingWaker {
     fn wake(self: Arc<Self>) {
         self.0.fetch_add(1, SeqCst);
     }
@@ -113,10 +113,10 @@ fn futures_can_be_sent_between_threads() {
 /// must be called.
 #[test]
 fn the_latest_waker_is_called() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), slow_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
-    let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
+    let ((first, first_waker), (second, second_waker)) = (CountingWaker::new(), CountingWaker::new());
     let mut to = vec![0; 3 * PAGE];
     let mut reading = Box::pin(file.read_async(&mut to, 100));
     assert!(reading.as_mut().poll(&mut Context::from_waker(&first_waker)).is_pending());
@@ -154,7 +154,7 @@ fn many_tasks_run_on_two_threads() {
             self.0.is_ready.notify_one();
         }
     }
-    let (cache, store) = (cache(MIB), slow(4 * MIB));
+    let (cache, store) = (cache(MIB), slow_store(4 * MIB));
     let longest_delay = Duration::from_millis(3);
     store.set_faults(Faults { seed: 7, delay_per_mille: 500, longest_delay, is_reordered: true, ..Faults::default() });
     let (file, expected) = (Arc::new(open(&cache, &store)), Arc::new(bytes(4 * MIB)));
@@ -207,11 +207,11 @@ fn many_tasks_run_on_two_threads() {
 /// at the same time.
 #[test]
 fn a_page_is_read_once() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), slow_store(MIB / 2));
     let file = open(&cache, &store);
     assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
     store.hold();
-    let ((one, waker), mut context) = (Count::new(), Context::from_waker(Waker::noop()));
+    let ((one, waker), mut context) = (CountingWaker::new(), Context::from_waker(Waker::noop()));
     let (mut first, mut second) = (pin!(file.pin_async(0)), pin!(file.pin_async(5)));
     assert!(first.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     assert!(second.as_mut().poll(&mut context).is_pending());
@@ -232,7 +232,7 @@ fn a_page_is_read_once() {
 /// need only one transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
-    let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
+    let (cache, store) = (cache(16 * MIB), slow_store(8 * MIB));
     let file = open(&cache, &store);
     store.hold();
     let mut fetching = Box::pin(file.fetch(0, 8 * MIB as u64));
@@ -253,12 +253,12 @@ fn ranges_are_read_by_few_transfers() {
 /// A future is dropped after it started a read. The read must continue, and the next reader must find its bytes.
 #[test]
 fn reads_of_dropped_futures_continue() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), slow_store(MIB / 2));
     let file = open(&cache, &store);
     drop(file.pin_async(0));
     assert_eq!(store.calls().reads, 0, "it does nothing before it is polled");
     store.hold();
-    let (count, waker) = Count::new();
+    let (count, waker) = CountingWaker::new();
     let mut pinning = Box::pin(file.pin_async(0));
     assert!(pinning.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     drop(pinning);
@@ -273,7 +273,7 @@ fn reads_of_dropped_futures_continue() {
 /// that started the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), slow_store(MIB / 2));
     let file = open(&cache, &store);
     store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
     let error = block_on(file.pin_async(0)).map(drop).unwrap_err();
@@ -298,7 +298,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
 /// must be released.
 #[test]
 fn truncation_and_drop_during_a_read_leak_nothing() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), slow_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let mut context = Context::from_waker(Waker::noop());
@@ -325,7 +325,7 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
 /// without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
-    let (cache, store) = (cache(8 * PAGE), slow(MIB));
+    let (cache, store) = (cache(8 * PAGE), slow_store(MIB));
     let file = open(&cache, &store);
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
@@ -371,7 +371,7 @@ fn system_files_are_read_by_futures() {
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
-    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow(MIB / 2));
+    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let late = stats::get(Counter::ReadsLate);

@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Number of times that the program is killed.
-const KILLS: u64 = 200;
+const KILL_COUNT: u64 = 200;
 /// Maximum length of the file.
-const MOST_BYTES: usize = 300_000;
+const MAX_FILE_BYTES: usize = 300_000;
 const FILE: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED: &str = "PAGEMILL_TEST_CRASH_SEED";
 
@@ -45,13 +45,13 @@ impl Round {
     fn of(seed: u64, round: u64) -> Self {
         let ranges = (0..4).map(|at| {
             let word = random_number(seed, round, at);
-            let begin = (word % MOST_BYTES as u64) as usize;
+            let begin = (word % MAX_FILE_BYTES as u64) as usize;
             let len = [10, 4096, 30_000][(word >> 40) as usize % 3];
-            (begin..(begin + len).min(MOST_BYTES), (word >> 50) as u8)
+            (begin..(begin + len).min(MAX_FILE_BYTES), (word >> 50) as u8)
         });
         let word = random_number(seed, round, 10);
         Self {
-            size: word.is_multiple_of(3).then_some((word >> 8) as usize % MOST_BYTES),
+            size: word.is_multiple_of(3).then_some((word >> 8) as usize % MAX_FILE_BYTES),
             ranges: ranges.collect(),
             is_partial: random_number(seed, round, 9).is_multiple_of(4),
         }
@@ -102,7 +102,7 @@ struct Expected {
 impl Expected {
     fn new(bytes: Vec<u8>) -> Self {
         let size = bytes.len();
-        let padded = bytes.into_iter().chain(std::iter::repeat(0)).take(MOST_BYTES);
+        let padded = bytes.into_iter().chain(std::iter::repeat(0)).take(MAX_FILE_BYTES);
         Self { bytes: padded.map(|byte| vec![byte]).collect(), size, sizes: size..size }
     }
 
@@ -114,7 +114,7 @@ impl Expected {
     fn begin(&mut self, round: &Round) {
         if let Some(size) = round.size {
             self.set_size(size);
-            self.write(&(size..MOST_BYTES), 0);
+            self.write(&(size..MAX_FILE_BYTES), 0);
         }
         for (range, byte) in &round.ranges {
             self.set_size(self.size.max(range.end));
@@ -130,7 +130,7 @@ impl Expected {
         self.sizes = self.size..self.size;
         match round.ranges.last() {
             Some((range, _)) if round.is_partial => self.keep_latest_value(range.clone()),
-            _ => self.keep_latest_value(0..MOST_BYTES),
+            _ => self.keep_latest_value(0..MAX_FILE_BYTES),
         }
     }
 
@@ -185,8 +185,8 @@ fn synced_bytes_survive_kills() {
         run_rounds_until_killed(Path::new(&path), seed.parse().unwrap());
     }
     let path = env::temp_dir().join(format!("pagemill-crash-{}", std::process::id()));
-    fs::write(&path, vec![0; MOST_BYTES]).unwrap();
-    let rounds: Vec<u64> = (0..KILLS).map(|seed| kill_once(&path, seed)).collect();
+    fs::write(&path, vec![0; MAX_FILE_BYTES]).unwrap();
+    let rounds: Vec<u64> = (0..KILL_COUNT).map(|seed| kill_once(&path, seed)).collect();
     fs::remove_file(&path).unwrap();
     // Each child process must have synced at least one round, although the previous child was killed just before.
     assert!(rounds.iter().all(|rounds| *rounds > 0), "it was killed before it did anything: {rounds:?}");

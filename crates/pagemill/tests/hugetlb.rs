@@ -16,10 +16,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 const PAGE: usize = 4 << 10;
-const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+const RESERVED_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 fn number(name: &str) -> Result<u64, String> {
-    let path = format!("{RESERVED}/{name}");
+    let path = format!("{RESERVED_FOLDER}/{name}");
     let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
     text.trim().parse().map_err(|_| format!("{path} says {text:?}"))
 }
@@ -43,20 +43,20 @@ fn assert_becomes_free(pages: u64) {
 
 /// Returns the number of reserved pages before these tests. It is read once, so pages that a failed test still uses are
 /// included until the process ends.
-fn first_number() -> Result<u64, String> {
+fn initially_reserved() -> Result<u64, String> {
     static FIRST: OnceLock<Result<u64, String>> = OnceLock::new();
     FIRST.get_or_init(|| number("nr_hugepages")).clone()
 }
 
 /// Reserves additional huge pages. The field is the previous number, which is restored on drop.
-struct MoreReserved(u64);
+struct AdditionalPages(u64);
 
-impl MoreReserved {
+impl AdditionalPages {
     fn reserve(pages: u64) -> Result<Self, String> {
         // Without background threads, no cache exists longer than the test that created it.
         pagemill().caches.collapse_by_hand();
-        let path = format!("{RESERVED}/nr_hugepages");
-        let more = Self(first_number()?);
+        let path = format!("{RESERVED_FOLDER}/nr_hugepages");
+        let more = Self(initially_reserved()?);
         let wanted = more.0 + pages;
         fs::write(&path, wanted.to_string()).map_err(|error| format!("{path}: {error}"))?;
         match number("nr_hugepages")? {
@@ -66,9 +66,9 @@ impl MoreReserved {
     }
 }
 
-impl Drop for MoreReserved {
+impl Drop for AdditionalPages {
     fn drop(&mut self) {
-        let _ = fs::write(format!("{RESERVED}/nr_hugepages"), self.0.to_string());
+        let _ = fs::write(format!("{RESERVED_FOLDER}/nr_hugepages"), self.0.to_string());
     }
 }
 
@@ -106,7 +106,7 @@ fn own_bytes() -> u64 {
 #[test]
 fn caches_take_reserved_pages_and_return_them() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(4) {
+    let _more = match AdditionalPages::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -149,7 +149,7 @@ fn caches_take_reserved_pages_and_return_them() {
 #[test]
 fn reserved_pages_are_not_split() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(3) {
+    let _more = match AdditionalPages::reserve(3) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -169,7 +169,7 @@ fn reserved_pages_are_not_split() {
 #[test]
 fn too_few_reserved_pages_are_reported() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(2) {
+    let _more = match AdditionalPages::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -203,7 +203,7 @@ fn too_few_reserved_pages_are_reported() {
 #[test]
 fn children_have_no_reserved_pages() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(2) {
+    let _more = match AdditionalPages::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -245,7 +245,7 @@ fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
 #[test]
 fn registered_reserved_pages_are_returned() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(4) {
+    let _more = match AdditionalPages::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -288,7 +288,7 @@ impl Policy for EveryOtherHuge {
 #[test]
 fn threads_find_room_in_reserved_pages() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(5) {
+    let _more = match AdditionalPages::reserve(5) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };

@@ -64,13 +64,13 @@ struct Offset(Index, i8);
 struct Length(Index, u8);
 
 /// Maximum size of files in the model.
-const MOST_BYTES: usize = 11 * MIB;
+const MAX_FILE_BYTES: usize = 11 * MIB;
 
 impl Offset {
     fn bytes(&self, page: usize) -> usize {
         let unit = if self.1 & 1 == 0 { page } else { BLOCK_BYTES.max(page) };
-        let at = self.0.index(MOST_BYTES / unit + 1) * unit;
-        at.saturating_add_signed(isize::from(self.1) / 2).min(MOST_BYTES)
+        let at = self.0.index(MAX_FILE_BYTES / unit + 1) * unit;
+        at.saturating_add_signed(isize::from(self.1) / 2).min(MAX_FILE_BYTES)
     }
 }
 
@@ -198,9 +198,9 @@ fn seeks_agree(file: &Mapping, model: &[u8]) {
     }
 }
 
-fn assert_same_as_bytes(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
+fn assert_same_as_bytes(page: usize, configure: impl Fn(Settings) -> Settings, steps: &[Step]) {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(choose(settings(page, 64 * MIB))).unwrap();
+    let cache = pagemill.caches.make(configure(settings(page, 64 * MIB))).unwrap();
     let file = cache.create().unwrap();
     let mut model = Vec::new();
     for step in steps {
@@ -234,8 +234,8 @@ proptest! {
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        let choose = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
-        assert_same_as_bytes(64 * KIB, choose, &steps);
+        let configure = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
+        assert_same_as_bytes(64 * KIB, configure, &steps);
     }
 
     #[test]

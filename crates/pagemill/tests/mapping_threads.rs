@@ -11,9 +11,9 @@ const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 /// Duration of each test.
-const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
+const TEST_TIME: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
     let settings = Settings { policy, page: PageSize::new(PAGE).unwrap(), ..Settings::new("threads", limit_bytes) };
@@ -109,7 +109,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
             }
         });
         let begun = Instant::now();
-        while begun.elapsed() < LASTS || (reads.load(Relaxed) <= 100 && begun.elapsed() < LONG) {
+        while begun.elapsed() < TEST_TIME || (reads.load(Relaxed) <= 100 && begun.elapsed() < WAIT_LIMIT) {
             std::thread::sleep(Duration::from_millis(50));
             cache.usage();
         }
@@ -124,10 +124,10 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     }
 }
 
-fn all_comes_back(cache: &Cache) {
+fn assert_memory_returned(cache: &Cache) {
     // Waits, because the background thread may be making a collapse.
     let begun = Instant::now();
-    while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
+    while cache.charged_bytes() > 0 && begun.elapsed() < WAIT_LIMIT {
         std::thread::sleep(Duration::from_millis(1));
     }
     let usage = cache.usage();
@@ -138,14 +138,14 @@ fn all_comes_back(cache: &Cache) {
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_memory_returned(&cache);
 }
 
 #[test]
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_memory_returned(&cache);
 }
 
 /// Like the tests above, but with too little memory. Huge folios become small, writes are short, and unused pages are
@@ -154,5 +154,5 @@ fn threads_see_their_own_bytes_in_huge_folios() {
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_memory_returned(&cache);
 }

@@ -194,7 +194,7 @@ struct HeapModel {
     random: Random,
     live: BTreeMap<usize, LiveAllocation>,
     /// The end of the highest allocation so far.
-    top: usize,
+    highest_end: usize,
     /// The limit of the account in bytes.
     limit: u64,
     /// Number of requests that the heap refused.
@@ -206,8 +206,8 @@ impl HeapModel {
     fn new(what: &str, layout: Layout, limit: u64, max_bytes: usize) -> Self {
         let pagemill = Pagemill::new(layout, limit).unwrap();
         let random = Random::seeded(what, pagemill.heap.base() as u64);
-        let top = pagemill.heap.base();
-        Self { pagemill, random, live: BTreeMap::new(), top, limit, refusals: 0, max_bytes }
+        let highest_end = pagemill.heap.base();
+        Self { pagemill, random, live: BTreeMap::new(), highest_end, limit, refusals: 0, max_bytes }
     }
 
     fn run(&mut self, steps: usize) {
@@ -283,7 +283,7 @@ impl HeapModel {
         // SAFETY: the memory was allocated just now, and only this test uses it.
         unsafe { contents.write(addr) };
         let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
-        self.top = self.top.max(addr + usable);
+        self.highest_end = self.highest_end.max(addr + usable);
         let before = self.live.insert(addr, LiveAllocation { contents, align, usable });
         assert!(before.is_none(), "{addr:#x} was handed out twice");
     }
@@ -361,7 +361,7 @@ impl HeapModel {
         assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
         let there = resident_bytes(
             self.pagemill.heap.base(),
-            (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
+            (self.highest_end - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
         );
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
@@ -373,7 +373,7 @@ impl HeapModel {
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
         self.pagemill.account.reconcile();
-        let there = resident_in_memory(self.pagemill.heap.base(), self.top);
+        let there = resident_in_memory(self.pagemill.heap.base(), self.highest_end);
         let (charged, free) = (self.pagemill.account.resident(), self.pagemill.heap.free_bytes());
         assert_eq!((charged, free, there), (0, 0, 0), "charged, free, resident bytes at the end");
     }

@@ -31,12 +31,12 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// Token of the thread that must not allocate now; 0 if there is none.
-static FORBIDDEN: AtomicUsize = AtomicUsize::new(0);
+static FORBIDDEN_THREAD: AtomicUsize = AtomicUsize::new(0);
 
 struct CheckedAllocator;
 
 fn check(what: &str, bytes: usize) {
-    if FORBIDDEN.load(Relaxed) == mem::thread_token() {
+    if FORBIDDEN_THREAD.load(Relaxed) == mem::thread_token() {
         fatal(format_args!("invariant 3 is broken: {what} of {bytes} bytes through the global allocator"));
     }
 }
@@ -69,9 +69,9 @@ static CHECKED: CheckedAllocator = CheckedAllocator;
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    FORBIDDEN.store(mem::thread_token(), Relaxed);
+    FORBIDDEN_THREAD.store(mem::thread_token(), Relaxed);
     let result = act();
-    FORBIDDEN.store(0, Relaxed);
+    FORBIDDEN_THREAD.store(0, Relaxed);
     result
 }
 

@@ -12,7 +12,7 @@ const KIB: usize = 1 << 10;
 /// Environment variable with the OS page size that a child process simulates.
 const OS_PAGE: &str = "OS_PAGE_TEST_BYTES";
 
-const MOST: usize = 5 * BLOCK_BYTES / 2;
+const MAX_FILE_BYTES: usize = 5 * BLOCK_BYTES / 2;
 
 fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -84,7 +84,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
 /// Makes one random call on the file and on the model. Offsets are near borders of pages and of OS pages.
 fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
-    let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);
+    let at = (below(seed, MAX_FILE_BYTES / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MAX_FILE_BYTES);
     let len = [below(seed, 2 * page), page, below(seed, BLOCK_BYTES)][below(seed, 3)];
     let end = (at + len).min(model.len());
     match below(seed, 9) {

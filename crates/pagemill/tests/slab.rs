@@ -21,7 +21,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 /// Locked by each test that forks. A child would inherit the pinned epoch of a reader on another thread.
-static ALONE: Mutex<()> = Mutex::new(());
+static FORK_LOCK: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
@@ -49,7 +49,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 /// caches of the child must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(Settings::new("boxes")).unwrap();
@@ -84,11 +84,11 @@ fn a_fork_child_has_caches_of_its_own() {
 /// its own thread has kept since before the fork.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
-    let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
+    let (is_reading, may_return) = (Barrier::new(2), Barrier::new(2));
     let use_own = |guard: Option<Guard>| {
         let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
@@ -107,14 +107,14 @@ fn a_fork_child_waits_for_its_own_readers() {
             let guard = slab::pin();
             values.insert([0; 8]).unwrap();
             is_reading.wait();
-            may_go.wait();
+            may_return.wait();
             drop(guard);
         });
         is_reading.wait();
         let without = in_child(pagemill, || use_own(None));
         let guard = slab::pin();
         let with = in_child(pagemill, || use_own(Some(guard)));
-        may_go.wait();
+        may_return.wait();
         assert!(without && with, "see the child's message above");
     });
 }
@@ -124,7 +124,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
     drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
@@ -155,8 +155,8 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
 /// Signals between an owner's callback and the test.
 #[derive(Default)]
 struct Flags {
-    is_inside: AtomicBool,
-    may_go: AtomicBool,
+    is_in_callback: AtomicBool,
+    may_return: AtomicBool,
 }
 
 /// An owner whose `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a node.
@@ -182,8 +182,8 @@ unsafe impl Migrate for SlowOwner {
     }
 
     fn isolate(&self, objects: &mut Candidates<'_, [u64; 24]>) {
-        self.flags.is_inside.store(true, SeqCst);
-        while !self.flags.may_go.load(SeqCst) {
+        self.flags.is_in_callback.store(true, SeqCst);
+        while !self.flags.may_return.load(SeqCst) {
             std::thread::yield_now();
         }
         objects.retain(|_| false);
@@ -228,17 +228,17 @@ fn without_background(name: &str) -> Settings {
 /// continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
     let cache = pagemill.slabs.by_owner(without_background("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     cache.set_defrag_used_ratio(30).unwrap();
-    wait_until("isolate", || flags.is_inside.load(SeqCst));
+    wait_until("isolate", || flags.is_in_callback.load(SeqCst));
     drop(cache);
     assert_eq!(Arc::strong_count(&flags), 2, "the owner is in use");
-    flags.may_go.store(true, SeqCst);
+    flags.may_return.store(true, SeqCst);
     wait_until("the owner's end", || Arc::strong_count(&flags) == 1);
     wait_for_memory(&fragmented(pagemill.slabs));
 }
@@ -247,7 +247,7 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
 /// not wait for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
@@ -255,7 +255,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
     remove_most(&cache, 20_000);
     let is_done = std::thread::scope(|scope| {
         scope.spawn(|| cache.shrink().unwrap());
-        wait_until("isolate", || flags.is_inside.load(SeqCst));
+        wait_until("isolate", || flags.is_in_callback.load(SeqCst));
         let is_done = in_child(pagemill, || {
             // SAFETY: the timer ends the child if it hangs.
             unsafe { libc::alarm(600) };
@@ -264,7 +264,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
             assert!(matches!(cache.defrag_step(Duration::ZERO), Err(Error::WrongState { .. })));
             assert!(matches!(cache.move_objects(0, 0, 1), Err(Error::WrongState { .. })));
         });
-        flags.may_go.store(true, SeqCst);
+        flags.may_return.store(true, SeqCst);
         is_done
     });
     assert!(is_done, "see the child's message above");
@@ -273,7 +273,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
 /// An owner whose callback waits for a lock of the program.
 struct WaitingOwner {
     lock: Arc<Mutex<()>>,
-    is_inside: Arc<AtomicBool>,
+    is_in_callback: Arc<AtomicBool>,
 }
 
 // SAFETY: the objects are plain words, and none is ever moved.
@@ -293,7 +293,7 @@ unsafe impl Migrate for WaitingOwner {
         _: &mut Target<'_, [u64; 24]>,
         (): &mut (),
     ) -> Done<'object> {
-        self.is_inside.store(true, SeqCst);
+        self.is_in_callback.store(true, SeqCst);
         drop(self.lock.lock().unwrap());
         object.busy()
     }
@@ -304,15 +304,15 @@ unsafe impl Migrate for WaitingOwner {
 /// continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
-    let (lock, is_inside) = (Arc::default(), Arc::default());
-    let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
+    let (lock, is_in_callback) = (Arc::default(), Arc::default());
+    let owner = WaitingOwner { lock: Arc::clone(&lock), is_in_callback: Arc::clone(&is_in_callback) };
     let cache = pagemill.slabs.by_owner(without_background("waiting"), owner).unwrap();
     remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();
     cache.set_defrag_used_ratio(30).unwrap();
-    wait_until("a callback", || is_inside.load(SeqCst));
+    wait_until("a callback", || is_in_callback.load(SeqCst));
     let waits = (0..5).map(|_| {
         let began = Instant::now();
         // SAFETY: `after_fork` is the next call in both processes.
@@ -327,9 +327,9 @@ fn fork_does_not_deadlock_with_a_callback() {
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
         let own = pagemill.slabs.by_owner(Settings::new("own"), SlowOwner::default()).unwrap();
-        own.owner().flags.may_go.store(true, SeqCst);
+        own.owner().flags.may_return.store(true, SeqCst);
         remove_most(&own, 20_000);
-        wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
+        wait_until("a thread of its own", || own.owner().flags.is_in_callback.load(SeqCst));
         wait_for_memory(&fragmented(pagemill.slabs));
     });
     assert!(is_done, "see the child's message above");
@@ -385,7 +385,7 @@ extern "C" fn fail_if_callbacks_run() {
 /// background.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     // SAFETY: the child, whose first thread this is, ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
@@ -411,7 +411,7 @@ fn no_callback_runs_during_exit_handlers() {
 /// guards of this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let (other, pagemill) = (Pagemill::for_test(), Pagemill::for_test());
     let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
     let value = Arc::new(7);
@@ -430,7 +430,7 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
 }
 
 /// Environment variable that makes this process the child process of one of the tests below.
-const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
+const CHILD_TEST_ENV: &str = "PAGEMILL_TEST_ORDERS";
 
 /// Another process requests a shrink. The shrink drops a removed value with an open file. The file must be closed,
 /// which shows that the destructor ran on a thread that shares the program's files.
@@ -439,7 +439,7 @@ fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_program_with_files", "--ignored", "--nocapture"]);
-    command.env(BE_PROGRAM, "1").env("XDG_RUNTIME_DIR", folder.path());
+    command.env(CHILD_TEST_ENV, "1").env("XDG_RUNTIME_DIR", folder.path());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }
@@ -447,7 +447,7 @@ fn shrink_command_closes_files_of_removed_values() {
 #[test]
 #[ignore = "a program for another test"]
 fn a_program_with_files() {
-    if std::env::var_os(BE_PROGRAM).is_none() {
+    if std::env::var_os(CHILD_TEST_ENV).is_none() {
         return;
     }
     let pagemill = Pagemill::of_process().unwrap();
@@ -510,7 +510,7 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
 #[test]
 fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(BE_PROGRAM, "1");
+    command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(CHILD_TEST_ENV, "1");
     let output = command.output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }
@@ -518,7 +518,7 @@ fn fork_child_reuses_slots_of_its_parents_threads() {
 #[test]
 #[ignore = "a program for another test"]
 fn a_program_with_threads() {
-    if std::env::var_os(BE_PROGRAM).is_none() {
+    if std::env::var_os(CHILD_TEST_ENV).is_none() {
         return;
     }
     let pagemill = Pagemill::for_test();
@@ -563,7 +563,7 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
 /// The memory of both processes must be freed.
 #[test]
 fn fork_child_has_its_own_background_thread() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {

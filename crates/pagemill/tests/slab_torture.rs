@@ -6,7 +6,7 @@
 mod torture;
 
 use std::time::{Duration, Instant};
-use torture::{Found, Plan};
+use torture::{Plan, TortureResult};
 
 fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
@@ -15,7 +15,7 @@ fn named(name: &str) -> Option<u64> {
 /// Runs the calls with two successive seeds, of which one uses whole blocks and the other sparse blocks. Then continues
 /// with further seeds until enough objects have moved. The thread that moves objects is one of several, so on a small
 /// machine it may rarely run.
-fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
+fn torture(run: fn(Plan) -> pagemill::Result<TortureResult>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
     let operations = named("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;

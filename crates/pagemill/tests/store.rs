@@ -13,36 +13,36 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// A store in memory that fails on demand.
-struct Memory {
+struct TestStore {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
     /// Number of calls until one fails; with 0 no call fails.
-    fails_in: AtomicU64,
+    calls_until_failure: AtomicU64,
     /// A read at this offset copies the old bytes, and then waits until the test releases it.
-    stops_at: AtomicU64,
+    stop_offset: AtomicU64,
     is_stopped: AtomicBool,
 }
 
-impl Memory {
+impl TestStore {
     fn new(len: usize) -> Arc<Self> {
         let bytes = (0..len).map(|at| (at / 1000 % 255) as u8 + 1).collect();
         Arc::new(Self {
             bytes: Mutex::new(bytes),
             reads: AtomicU64::new(0),
-            fails_in: AtomicU64::new(0),
-            stops_at: AtomicU64::new(u64::MAX),
+            calls_until_failure: AtomicU64::new(0),
+            stop_offset: AtomicU64::new(u64::MAX),
             is_stopped: AtomicBool::new(false),
         })
     }
 
     fn may_fail(&self) -> io::Result<()> {
-        let left = self.fails_in.load(Relaxed);
-        self.fails_in.store(left.saturating_sub(1), Relaxed);
+        let left = self.calls_until_failure.load(Relaxed);
+        self.calls_until_failure.store(left.saturating_sub(1), Relaxed);
         if left == 1 { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
     }
 }
 
-impl Store for Memory {
+impl Store for TestStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(self.bytes.lock().unwrap().len() as u64)
     }
@@ -60,7 +60,7 @@ impl Store for Memory {
         to[..len].copy_from_slice(&from[..len]);
         to[len..].fill(0);
         drop(bytes);
-        if self.stops_at.compare_exchange(offset, u64::MAX, SeqCst, SeqCst).is_ok() {
+        if self.stop_offset.compare_exchange(offset, u64::MAX, SeqCst, SeqCst).is_ok() {
             self.is_stopped.store(true, SeqCst);
             while self.is_stopped.load(SeqCst) {
                 std::thread::yield_now();
@@ -91,10 +91,10 @@ impl Store for Memory {
     }
 }
 
-impl Memory {
+impl TestStore {
     /// Runs `act` while another thread reads the page at `offset` from the store.
     fn while_page_is_read(&self, file: &Mapping, offset: u64, act: impl FnOnce()) {
-        self.stops_at.store(offset, SeqCst);
+        self.stop_offset.store(offset, SeqCst);
         std::thread::scope(|scope| {
             scope.spawn(|| file.read_at(&mut [0], offset).unwrap());
             while !self.is_stopped.load(SeqCst) {
@@ -130,7 +130,7 @@ fn read(file: &Mapping) -> Vec<u8> {
 /// Bytes must be read from the store only once. Changes must be visible at once, and must be in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
-    let store = Memory::new(5 * MIB + 100);
+    let store = TestStore::new(5 * MIB + 100);
     let mut expected = store.bytes.lock().unwrap().clone();
     let cache = cache(Box::new(Always), 64 * MIB);
     let file = cache.open(store.clone()).unwrap();
@@ -164,7 +164,7 @@ fn reads_fill_and_syncs_write_back() {
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
         let policy: Box<dyn Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
-        let store = Memory::new(24 * MIB);
+        let store = TestStore::new(24 * MIB);
         let expected = store.bytes.lock().unwrap().clone();
         let cache = cache(policy, 4 * MIB);
         let file = cache.open(store.clone()).unwrap();
@@ -192,7 +192,7 @@ fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
         let policy = || -> Box<dyn Policy> { if is_huge { Box::new(Always) } else { Box::new(Never) } };
         let cache = cache(policy(), limit);
-        let (hot_store, scan_store) = (Memory::new(hot_bytes), Memory::new(4 * limit));
+        let (hot_store, scan_store) = (TestStore::new(hot_bytes), TestStore::new(4 * limit));
         let (hot, scanned) = (cache.open(hot_store.clone()).unwrap(), cache.open(scan_store).unwrap());
         let scan = |from: usize, to: usize| {
             let mut piece = vec![0; piece];
@@ -222,7 +222,7 @@ fn a_scan_does_not_evict_pages_in_use() {
 #[test]
 fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
-    let stores = [Memory::new(4 * MIB), Memory::new(32 * MIB)];
+    let stores = [TestStore::new(4 * MIB), TestStore::new(32 * MIB)];
     let [file, scanned] = stores.clone().map(|store| cache.open(store).unwrap());
     let page = 200 * 4 * KIB as u64;
     read(&file);
@@ -241,11 +241,11 @@ fn pages_that_return_soon_are_kept() {
 /// After errors of the store, the cache must have no wrong bytes, and no written bytes may be lost.
 #[test]
 fn errors_of_the_store_lose_no_data() {
-    let store = Memory::new(MIB);
+    let store = TestStore::new(MIB);
     let mut expected = store.bytes.lock().unwrap().clone();
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(store.clone()).unwrap();
-    store.fails_in.store(1, Relaxed);
+    store.calls_until_failure.store(1, Relaxed);
     let error = file.read_at(&mut [0; 10], 0).unwrap_err();
     assert_eq!((error.errno(), error.to_string().contains("reading a file")), (5, true));
     assert_eq!(cache.charged_bytes(), 0);
@@ -256,19 +256,19 @@ fn errors_of_the_store_lose_no_data() {
     assert_eq!(other.read_at(&mut vec![0; 64 * KIB], 0).unwrap(), 12 * KIB, "as far as it went");
     drop(other);
     assert_eq!(cache.charged_bytes(), 0);
-    store.fails_in.store(1, Relaxed);
+    store.calls_until_failure.store(1, Relaxed);
     assert!(matches!(file.write_at(b"part of a page", 20 * KIB as u64), Err(Error::Store { .. })));
     assert!(read(&file) == expected);
-    for fails_in in 1..5 {
-        file.write_at(&[fails_in as u8; 3], 0).unwrap();
-        file.write_at(&[fails_in as u8; 3], 100 * KIB as u64).unwrap();
-        expected.resize(MIB + fails_in as usize, 0);
+    for calls_until_failure in 1..5 {
+        file.write_at(&[calls_until_failure as u8; 3], 0).unwrap();
+        file.write_at(&[calls_until_failure as u8; 3], 100 * KIB as u64).unwrap();
+        expected.resize(MIB + calls_until_failure as usize, 0);
         file.truncate(expected.len() as u64).unwrap();
-        store.fails_in.store(fails_in, Relaxed);
-        assert!(matches!(file.sync(), Err(Error::Store { .. })), "{fails_in}");
+        store.calls_until_failure.store(calls_until_failure, Relaxed);
+        assert!(matches!(file.sync(), Err(Error::Store { .. })), "{calls_until_failure}");
         file.sync().unwrap();
-        expected[..3].fill(fails_in as u8);
-        expected[100 * KIB..100 * KIB + 3].fill(fails_in as u8);
+        expected[..3].fill(calls_until_failure as u8);
+        expected[100 * KIB..100 * KIB + 3].fill(calls_until_failure as u8);
         assert!(*store.bytes.lock().unwrap() == expected);
     }
 }
@@ -277,7 +277,7 @@ fn errors_of_the_store_lose_no_data() {
 /// zeros.
 #[test]
 fn a_collapse_keeps_bytes_of_the_store() {
-    let store = Memory::new(2 * MIB);
+    let store = TestStore::new(2 * MIB);
     let expected = store.bytes.lock().unwrap().clone();
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
     file.write_at(&[9], 0).unwrap();
@@ -292,7 +292,7 @@ fn a_collapse_keeps_bytes_of_the_store() {
 /// Bytes that were read from the store before a truncation must not appear in memory after it.
 #[test]
 fn reads_from_before_a_truncation_are_discarded() {
-    let store = Memory::new(8 * KIB);
+    let store = TestStore::new(8 * KIB);
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
     store.while_page_is_read(&file, 4 * KIB as u64, || file.truncate(0).unwrap());
     file.truncate(8 * KIB as u64).unwrap();
@@ -303,7 +303,7 @@ fn reads_from_before_a_truncation_are_discarded() {
 /// that read. The store must be read only once, even if other pages of the file are evicted at the same time.
 #[test]
 fn a_page_is_read_once() {
-    let store = Memory::new(64 * KIB);
+    let store = TestStore::new(64 * KIB);
     let file = cache(Box::new(Never), 8 * KIB).open(store.clone()).unwrap();
     let begun = std::sync::Barrier::new(3);
     std::thread::scope(|scope| {
@@ -359,7 +359,7 @@ fn folios_are_written_back_together() {
 #[test]
 fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {
-        let store = Memory::new(0);
+        let store = TestStore::new(0);
         let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -376,7 +376,7 @@ fn syncs_during_appends_and_splits_lose_no_data() {
         file.sync().unwrap();
         assert!(*store.bytes.lock().unwrap() == vec![7; 2000 * 64]);
 
-        let store = Memory::new(2 * MIB);
+        let store = TestStore::new(2 * MIB);
         let file = cache(Box::new(Always), 64 * MIB).open(store.clone()).unwrap();
         file.write_at(&vec![0xBB; 2 * MIB], 0).unwrap();
         std::thread::scope(|scope| {
@@ -437,7 +437,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
 /// Data that was written through a pin must be written back.
 #[test]
 fn data_written_through_pins_is_written_back() {
-    let store = Memory::new(8 * KIB);
+    let store = TestStore::new(8 * KIB);
     let file = cache(Box::new(Never), 8 * MIB).open(store.clone()).unwrap();
     let pin = file.pin(0).unwrap();
     pin.write_at(&[99], 0).unwrap();
@@ -456,7 +456,7 @@ fn data_written_through_pins_is_written_back() {
 /// thread has used that room.
 #[test]
 fn threads_that_make_room_are_not_refused() {
-    let store = Memory::new(2 * MIB);
+    let store = TestStore::new(2 * MIB);
     let cache = cache(Box::new(Never), 512 * KIB);
     let file = cache.open(store.clone()).unwrap();
     std::thread::scope(|scope| {

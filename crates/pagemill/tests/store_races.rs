@@ -16,7 +16,7 @@ const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// Upper bound of every wait in these tests.
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 fn cache(limit_bytes: usize) -> Cache {
     let page = PageSize::new(PAGE).unwrap();
@@ -96,21 +96,21 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
 
 // The tests below need a buffer whose first touch waits. It is a page without access rights, which a signal handler
 // makes accessible.
-static FAULTING: AtomicBool = AtomicBool::new(false);
-static OPEN_IT: AtomicBool = AtomicBool::new(false);
-static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
+static IS_FAULTING: AtomicBool = AtomicBool::new(false);
+static MAY_OPEN_PAGE: AtomicBool = AtomicBool::new(false);
+static CLOSED_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Locked by a test while it uses the signal handler.
-static ONE: Mutex<()> = Mutex::new(());
+static HANDLER_LOCK: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
-    FAULTING.store(true, SeqCst);
-    while !OPEN_IT.load(SeqCst) {
+    IS_FAULTING.store(true, SeqCst);
+    while !MAY_OPEN_PAGE.load(SeqCst) {
         std::hint::spin_loop();
         // SAFETY: `usleep` may be called in a signal handler.
         unsafe { libc::usleep(1000) };
     }
     // SAFETY: the page of `closed_page`, which stays mapped.
-    unsafe { libc::mprotect(CLOSED_AT.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+    unsafe { libc::mprotect(CLOSED_PAGE_ADDR.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
 }
 
 fn closed_page(byte: u8) -> &'static [u8] {
@@ -126,9 +126,9 @@ fn closed_page(byte: u8) -> &'static [u8] {
         );
         std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE);
         libc::mprotect(at, PAGE, libc::PROT_NONE);
-        CLOSED_AT.store(at as usize, SeqCst);
-        FAULTING.store(false, SeqCst);
-        OPEN_IT.store(false, SeqCst);
+        CLOSED_PAGE_ADDR.store(at as usize, SeqCst);
+        IS_FAULTING.store(false, SeqCst);
+        MAY_OPEN_PAGE.store(false, SeqCst);
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_fault as *const () as usize;
         libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut());
@@ -146,7 +146,7 @@ fn until(what: &AtomicBool) {
 /// evicted during the collapse must not be overwritten.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
-    let _one = ONE.lock();
+    let _one = HANDLER_LOCK.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE))).unwrap();
     let other = cache.open(Arc::new(MemoryStore::new(vec![3; 6 * MIB], PAGE))).unwrap();
@@ -156,7 +156,7 @@ fn a_collapse_during_a_write_loses_no_data() {
     let slow = closed_page(5);
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
-        until(&FAULTING);
+        until(&IS_FAULTING);
         // The collapse is allowed to fail.
         let is_huge = file.collapse(0).unwrap_or(false);
         if is_huge {
@@ -167,7 +167,7 @@ fn a_collapse_during_a_write_loses_no_data() {
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
-        OPEN_IT.store(true, SeqCst);
+        MAY_OPEN_PAGE.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         if !is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
@@ -182,25 +182,25 @@ fn a_collapse_during_a_write_loses_no_data() {
 /// being written. The read must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
-    let _one = ONE.lock();
+    let _one = HANDLER_LOCK.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE))).unwrap();
     let slow = closed_page(5);
     let is_read = &AtomicBool::new(false);
     let in_time = std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], 0));
-        until(&FAULTING);
+        until(&IS_FAULTING);
         scope.spawn(|| {
             let mut bytes = [0; 8];
             file.read_at(&mut bytes, 2000).unwrap();
             is_read.store(true, SeqCst);
         });
         let begun = Instant::now();
-        while !is_read.load(SeqCst) && begun.elapsed() < LONG {
+        while !is_read.load(SeqCst) && begun.elapsed() < WAIT_LIMIT {
             std::thread::sleep(Duration::from_millis(1));
         }
         let in_time = is_read.load(SeqCst);
-        OPEN_IT.store(true, SeqCst);
+        MAY_OPEN_PAGE.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         in_time
     });
@@ -275,7 +275,7 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
     idle.fetch(&file, 0, 1).unwrap();
     queue.fetch(&file, 0, 2).unwrap();
-    assert_eq!(queue.wait(1, LONG).unwrap(), 1);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
 /// A queue that no thread polls has a read of a dropped file in flight. Another file reuses the id of the dropped file.
@@ -290,7 +290,7 @@ fn a_dropped_file_blocks_no_later_file() {
     drop(file);
     let file = cache.open(Arc::new(FileStore::open(&second.0).unwrap())).unwrap();
     queue.fetch(&file, 0, 2).unwrap();
-    assert_eq!(queue.wait(1, LONG).unwrap(), 1);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
 /// A queue reads a page, and the thread directly reads the same page before the queue's read ends. The queue's
@@ -310,8 +310,8 @@ fn an_event_loop_is_notified_of_every_page() {
     while queue.next().is_none() {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: the array has one entry, which outlives the call.
-        let is_heard = unsafe { libc::poll(&raw mut poll, 1, LONG.as_millis() as i32) } > 0;
-        assert!(is_heard, "silent, with {} on its way", queue.len());
+        let is_readable = unsafe { libc::poll(&raw mut poll, 1, WAIT_LIMIT.as_millis() as i32) } > 0;
+        assert!(is_readable, "silent, with {} on its way", queue.len());
         queue.wait(0, Duration::ZERO).unwrap();
     }
 }
@@ -339,7 +339,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
         may_end.store(true, SeqCst);
         reader.join().unwrap();
         let (mut told, begun) = (false, Instant::now());
-        while !told && begun.elapsed() < LONG {
+        while !told && begun.elapsed() < WAIT_LIMIT {
             let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let due = queue.due().expect("another brings it").as_millis() as i32;
             // SAFETY: the array has one entry, which outlives the call.

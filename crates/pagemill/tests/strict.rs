@@ -21,9 +21,9 @@ use std::time::Duration;
 
 /// Results of a probe instead of a byte: the read raised `SIGBUS`, raised `SIGSEGV`, or raised a signal with wrong
 /// information.
-const BUS: i32 = -1;
-const SEGV: i32 = -2;
-const WRONG: i32 = -3;
+const GOT_SIGBUS: i32 = -1;
+const GOT_SIGSEGV: i32 = -2;
+const GOT_WRONG_INFO: i32 = -3;
 
 /// Reads a byte by a single instruction, and returns it. The instruction may fault. A signal handler can then skip the
 /// instruction and set the result.
@@ -63,11 +63,12 @@ fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> 
 
 extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the signal is a fault, so the field is valid.
-    let told = unsafe { info.si_addr() } as usize;
-    let (value, code) = if signal == libc::SIGBUS { (BUS, libc::BUS_ADRERR) } else { (SEGV, info.si_code) };
+    let reported_addr = unsafe { info.si_addr() } as usize;
+    let (value, code) =
+        if signal == libc::SIGBUS { (GOT_SIGBUS, libc::BUS_ADRERR) } else { (GOT_SIGSEGV, info.si_code) };
     match set_load_result(context, value) {
-        Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
-        Some(_) => drop(set_load_result(context, WRONG)),
+        Some(addr) if addr == reported_addr && info.si_signo == signal && info.si_code == code => {}
+        Some(_) => drop(set_load_result(context, GOT_WRONG_INFO)),
         None => {
             // SAFETY: the fault was elsewhere: restores the default action, so that the next fault ends the process.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
@@ -153,9 +154,9 @@ fn purged_pages_raise_sigbus() {
     assert!(pages(&area).iter().all(|byte| *byte == 1), "nothing is purged yet");
     let counted = stats::get(Counter::PurgedTouched);
     assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
-    let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { BUS } else { 1 }).collect();
+    let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { GOT_SIGBUS } else { 1 }).collect();
     assert_eq!(pages(&area), expected);
-    assert_eq!(probe(area.page_ptr(20) as usize + 777), BUS, "in the midst of a page");
+    assert_eq!(probe(area.page_ptr(20) as usize + 777), GOT_SIGBUS, "in the midst of a page");
     assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
     let mut ends = [0; 2];
     // SAFETY: writes two descriptors, and reads what the kernel can read.
@@ -169,7 +170,7 @@ fn purged_pages_raise_sigbus() {
     }
     assert_eq!(area.mark(40, 8), marked(8, false), "another part, and not strict");
     assert_eq!(area.unmark(16, 4), marked(4, true));
-    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, BUS));
+    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 64), marked(20, true));
     area.fill(2);
     assert!(area.is_filled_with(2));
@@ -186,12 +187,12 @@ fn guards_stay_until_a_plain_mark_or_unmark() {
     }
     purge(usize::MAX);
     assert!(mark(&area, 0, 16, How::Partial));
-    assert_eq!((page(&area, 0), page(&area, 31)), (BUS, BUS));
+    assert_eq!((page(&area, 0), page(&area, 31)), (GOT_SIGBUS, GOT_SIGBUS));
     assert_eq!(purge(usize::MAX), 0, "there is nothing to purge");
     area.mark(8, 8);
-    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (BUS, 0, 0, BUS));
+    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (GOT_SIGBUS, 0, 0, GOT_SIGBUS));
     pagemill().vranges.forget(area.addr..area.page_ptr(4) as usize);
-    assert_eq!((page(&area, 3), page(&area, 4)), (0, BUS));
+    assert_eq!((page(&area, 3), page(&area, 4)), (0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 32), marked(28, true));
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
@@ -213,7 +214,7 @@ fn unmarked_memory_gets_huge_pages_again() {
     }
     assert_eq!(purge(usize::MAX), 3 * BLOCK_BYTES);
     let is_gone = |index: &usize| (per_block / 2..7 * per_block / 2).contains(index);
-    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { BUS } else { 1 }));
+    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { GOT_SIGBUS } else { 1 }));
     assert!(area.unmark(0, area.pages()).purged);
     let (major, minor) = pagemill_sys::process::kernel_release();
     // Since Linux 6.14, the kernel frees empty page tables.
@@ -241,8 +242,8 @@ fn locked_pages_raise_no_signal() {
         purge(usize::MAX);
         let found = pages(&area);
         assert!(found[8..16].iter().all(|byte| *byte == 7));
-        assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
-        assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
+        assert!(found.iter().all(|byte| [7, GOT_SIGBUS].contains(byte)), "no zeros");
+        assert_eq!(area.unmark(0, 32).purged, found.contains(&GOT_SIGBUS));
         // SAFETY: the mapping belongs to this test. It is unlocked for the fill, and locked again.
         unsafe { libc::munlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
         area.fill(7);
@@ -263,16 +264,16 @@ fn faults_of_the_program_reach_its_handler() {
     // SAFETY: the mapping belongs to this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
     // A handler that was installed later must pass on faults that are not its own.
     let before = install(libc::SIGSEGV, on_late_signal);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
     // SAFETY: the call restores the previous handler; the mapping belongs to this test.
     unsafe {
         libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
         libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
     }
-    assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
+    assert_eq!((page(&protected, 3), page(&area, 3)), (1, GOT_SIGBUS));
 }
 
 /// A fork child inherits guard pages and handler. Removing guard pages in the child must change nothing for the parent.
@@ -285,10 +286,10 @@ fn guards_of_a_fork_child_are_separate() {
     }
     purge(usize::MAX);
     assert_in_child(|| {
-        let is_guarded = (0..16).all(|index| page(&area, index) == BUS);
-        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == BUS
+        let is_guarded = (0..16).all(|index| page(&area, index) == GOT_SIGBUS);
+        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == GOT_SIGBUS
     });
-    assert!((0..16).all(|index| page(&area, index) == BUS));
+    assert!((0..16).all(|index| page(&area, index) == GOT_SIGBUS));
 }
 
 /// A signal handler reads a purged page while its thread purges or unmarks memory. The handler must not deadlock with
@@ -416,7 +417,7 @@ fn purges_race_with_locking() {
         });
         for _ in 0..300 {
             purge(usize::MAX);
-            assert!(pages(&area).iter().step_by(16).all(|found| [1, BUS].contains(found)), "no zeros");
+            assert!(pages(&area).iter().step_by(16).all(|found| [1, GOT_SIGBUS].contains(found)), "no zeros");
             area.unmark(0, area.pages());
             area.fill(1);
             mark(&area, 0, area.pages(), How::Full);
@@ -439,7 +440,7 @@ fn heap_slots_can_be_marked_strictly() {
         let is_marked = mark(&area, 0, area.pages(), How::Full);
         if is_marked {
             assert_eq!((purge(usize::MAX), before - pagemill().account.resident()), (len, len as u64));
-            assert!(pages(&area).iter().all(|byte| *byte == BUS));
+            assert!(pages(&area).iter().all(|byte| *byte == GOT_SIGBUS));
             assert!(area.unmark(0, area.pages()).purged);
             area.fill(5);
             assert!(area.is_filled_with(5));
@@ -485,9 +486,12 @@ fn purges_race_with_reads() {
                             let which = (random >> 33) % areas.len();
                             let index = (random >> 40) % areas[which].pages();
                             let found = page(&areas[which], index);
-                            let was_gone = std::mem::replace(&mut is_gone[which][index], found == BUS);
-                            assert!(found == BUS || found == 1 && !was_gone, "area {which}, page {index}: {found}");
-                            signals.fetch_add(usize::from(found == BUS), Relaxed);
+                            let was_gone = std::mem::replace(&mut is_gone[which][index], found == GOT_SIGBUS);
+                            assert!(
+                                found == GOT_SIGBUS || found == 1 && !was_gone,
+                                "area {which}, page {index}: {found}"
+                            );
+                            signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                             let other = &others[which % others.len()];
                             assert_eq!(page(other, index % other.pages()), 1, "not marked");
                         }
@@ -501,7 +505,7 @@ fn purges_race_with_reads() {
             is_over.store(true, Relaxed);
         });
         for area in &areas {
-            assert!(pages(area).iter().all(|found| *found == BUS), "all were purged");
+            assert!(pages(area).iter().all(|found| *found == GOT_SIGBUS), "all were purged");
             assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
             area.fill(1);
         }
@@ -535,8 +539,8 @@ fn marks_race_with_reads() {
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
                     for index in first..first + 40 {
                         let found = page(area, index);
-                        assert!([0, 1, BUS].contains(&found), "{found}");
-                        signals.fetch_add(usize::from(found == BUS), Relaxed);
+                        assert!([0, 1, GOT_SIGBUS].contains(&found), "{found}");
+                        signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                     }
                     area.unmark(first, 20);
                 }
@@ -602,9 +606,9 @@ proptest! {
                 let allowed = match (part.contains(&at), act, model[at]) {
                     // Plain marks and unmarks remove guard pages.
                     (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
-                    (_, 6, PageState::Strict) => is == BUS,
+                    (_, 6, PageState::Strict) => is == GOT_SIGBUS,
                     (_, 6, PageState::Plain) => is == 0,
-                    (_, 7, PageState::Strict) => is == was || is == BUS,
+                    (_, 7, PageState::Strict) => is == was || is == GOT_SIGBUS,
                     (_, 7, PageState::Plain) => is == was || is == 0,
                     _ => is == was,
                 };

@@ -134,7 +134,7 @@ impl Member {
         member
     }
 
-    fn tell(&mut self, word: &str, number: usize) {
+    fn send(&mut self, word: &str, number: usize) {
         writeln!(self.input, "{word} {number}").unwrap();
     }
 
@@ -143,7 +143,7 @@ impl Member {
     }
 
     fn ask(&mut self, word: &str, number: usize) -> usize {
-        self.tell(word, number);
+        self.send(word, number);
         self.answer()
     }
 
@@ -182,7 +182,7 @@ impl Member {
 
     /// Makes the member check its slots and end. The member must succeed.
     fn end(mut self) {
-        self.tell("end", 0);
+        self.send("end", 0);
         let status = self.child.wait().unwrap();
         assert!(status.success(), "the member ended with {status}");
     }
@@ -280,7 +280,7 @@ fn the_charge_of_a_killed_member_ends() {
     let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
     c.must_allocate(10);
     // The member is killed in the middle of its work.
-    d.tell("churn", 10_000);
+    d.send("churn", 10_000);
     std::thread::sleep(Duration::from_millis(50));
     d.kill();
     assert_eq!(tree.page.sweep(), 1);
@@ -324,7 +324,7 @@ fn random_contents_of_the_page_harm_no_member() {
     let file = File::options().write(true).open(&tree.path).unwrap();
     let mut random = process::random_u64();
     println!("seed {random}");
-    members.iter_mut().for_each(|member| member.tell("churn", 1500));
+    members.iter_mut().for_each(|member| member.send("churn", 1500));
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {

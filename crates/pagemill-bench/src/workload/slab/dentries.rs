@@ -79,7 +79,7 @@ impl WalkChecksum {
 /// The owner of the entries. It has a table of entries by number, and the lock for changes to references.
 pub struct Owner {
     table: Vec<AtomicPtr<Dentry>>,
-    changing: Mutex<()>,
+    change_lock: Mutex<()>,
 }
 
 impl Owner {
@@ -88,7 +88,7 @@ impl Owner {
     }
 
     fn change<T>(&self, change: impl FnOnce() -> T) -> T {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.change_lock.lock().unwrap_or_else(PoisonError::into_inner);
         change()
     }
 
@@ -196,7 +196,7 @@ pub struct Tree {
 impl Tree {
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
         let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
-        let owner = Owner { table, changing: Mutex::new(()) };
+        let owner = Owner { table, change_lock: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
         // With this ratio, every partial slab is defragmented. A lower ratio would spare slabs that are half used, and
         // this workload adds and removes directories by halves.

@@ -52,7 +52,7 @@ pub struct Plan {
 
 /// Number of operations done, and number of errors found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct TortureResult {
     pub operations: u64,
     pub inserted: u64,
     /// Number of moves of objects.
@@ -66,7 +66,7 @@ pub struct Found {
     pub dropped_twice: u64,
 }
 
-impl Found {
+impl TortureResult {
     pub fn is_right(&self) -> bool {
         self.corrupted == 0 && self.lost == 0 && self.dropped_twice == 0
     }
@@ -177,7 +177,7 @@ impl<S: Subject> TestedCache<S> {
     }
 
     /// Runs after all threads have ended. Checks that each object exists exactly once.
-    fn end(self, operations: u64) -> Found {
+    fn end(self, operations: u64) -> TortureResult {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
         let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
@@ -188,7 +188,7 @@ impl<S: Subject> TestedCache<S> {
         let there = left.len() as u64;
         let wrong = self.subject.end(left);
         let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
-        Found {
+        TortureResult {
             operations,
             inserted: self.inserted.load(Relaxed),
             moved: info.moved,
@@ -298,7 +298,7 @@ impl<S: Subject> CacheUser<'_, S> {
 trait AnyTestedCache: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
     fn move_some(&self, random: &mut Random);
-    fn end(self: Box<Self>, operations: u64) -> Found;
+    fn end(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
 impl<S: Subject> AnyTestedCache for TestedCache<S> {
@@ -310,7 +310,7 @@ impl<S: Subject> AnyTestedCache for TestedCache<S> {
         self.subject.move_some(random);
     }
 
-    fn end(self: Box<Self>, operations: u64) -> Found {
+    fn end(self: Box<Self>, operations: u64) -> TortureResult {
         TestedCache::end(*self, operations)
     }
 }
@@ -323,7 +323,7 @@ fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTes
 }
 
 /// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
-fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
+fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<TortureResult> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
     let caches = [
@@ -338,7 +338,7 @@ fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Pla
     Ok(run_caches(slabs, plan, caches.collect::<Result<_>>()?))
 }
 
-fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found {
+fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> TortureResult {
     let each = plan.operations.div_ceil(caches.len() as u64 * plan.threads);
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -361,7 +361,7 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found 
     // From here on no object may be moved, so that the counts stay the same. Until now, the background thread also
     // moved objects.
     slabs.defrag_by_hand();
-    let mut found = Found::default();
+    let mut found = TortureResult::default();
     caches.into_iter().for_each(|cache| found.add(cache.end(each * plan.threads)));
     found
 }
@@ -382,7 +382,7 @@ fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rand
 /// # Errors
 ///
 /// An error of making the caches.
-pub fn run_by_handle(plan: Plan) -> Result<Found> {
+pub fn run_by_handle(plan: Plan) -> Result<TortureResult> {
     use by_handle::Values;
     run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
 }
@@ -392,7 +392,7 @@ pub fn run_by_handle(plan: Plan) -> Result<Found> {
 /// # Errors
 ///
 /// As [`run_by_handle`].
-pub fn run_by_owner(plan: Plan) -> Result<Found> {
+pub fn run_by_owner(plan: Plan) -> Result<TortureResult> {
     use by_owner::Items;
     run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
 }
@@ -402,7 +402,7 @@ pub fn run_by_owner(plan: Plan) -> Result<Found> {
 /// # Errors
 ///
 /// As [`run_by_handle`].
-pub fn run_fixed(plan: Plan) -> Result<Found> {
+pub fn run_fixed(plan: Plan) -> Result<TortureResult> {
     use fixed::Boxes;
     run_all::<Boxes<7>, Boxes<23>, Boxes<71>, Boxes<255>, Boxes<511>>(plan)
 }
