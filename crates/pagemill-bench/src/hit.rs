@@ -34,9 +34,9 @@ const HUGE_SHARE: &str = "huge_share";
 const RESIDENT: &str = "resident_ratio";
 const COUNTED: &str = "counted_ratio";
 
-const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
-const PINNED: &[&str] = &[COPY, PIN, ADDED_BYTES, HUGE_SHARE];
-const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
+const PAGE_CACHE_METRICS: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
+const PEER_METRICS: &[&str] = &[COPY, PIN, ADDED_BYTES, HUGE_SHARE];
+const UNPINNED_METRICS: &[&str] = &[COPY, HUGE_SHARE];
 
 /// Makes glibc use huge pages for all its memory. This is the best setting for a cache that allocates its pages with
 /// malloc.
@@ -59,16 +59,16 @@ impl Subject {
 }
 
 const SUBJECTS: [Subject; 10] = [
-    Subject::new(HUGE, "huge", OWN),
-    Subject::new(DENSE, "dense", OWN),
-    Subject::new(MEMCPY, "memcpy", MAPPED),
+    Subject::new(HUGE, "huge", PAGE_CACHE_METRICS),
+    Subject::new(DENSE, "dense", PAGE_CACHE_METRICS),
+    Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
     Subject::new(FRAMES, "frames", &[COPY, PIN, HUGE_SHARE]),
-    Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", MAPPED) },
-    Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", MAPPED) },
+    Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
+    Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY]) },
     Subject { mount: Some(ALWAYS), ..Subject::new(PREAD_ALWAYS, "pread", &[COPY]) },
-    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new(FOYER, "foyer", PINNED) },
-    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PINNED) },
+    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new(FOYER, "foyer", PEER_METRICS) },
+    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PEER_METRICS) },
 ];
 
 const MIB: (u64, u64) = (256, 1024);

@@ -194,7 +194,7 @@ fn a_move_to_another_group_is_detected() {
     let mut command = place.pagemill_run(&[], idle);
     command.env("PAGEMILL_IDLE", "off");
     let (_guard, pid) = start_idle(&place, command);
-    group.take(pid);
+    group.move_process(pid);
     wait_for(&place, pid, "limits_changed", 1);
     group.set_limit(256 * MIB).unwrap();
     wait_for(&place, pid, "limits_changed", 2);

@@ -18,8 +18,7 @@ use std::time::{Duration, Instant};
 
 const BLOCK: usize = MIB + MIB;
 
-/// Purges must remove whole volatile files, the least recently used first. Open files and files without a mark must
-/// stay.
+/// Purges must remove whole volatile files, the least recently used first. Other files, and open ones, must stay.
 #[test]
 fn the_least_recently_used_files_are_purged_first() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -67,8 +66,7 @@ fn partial_files_lose_their_end() {
     assert_eq!(serde_json::from_str::<Value>(&end.out).unwrap()["purged_from"], Value::Null);
 }
 
-/// A mark on a folder must apply to all files below it, unless a nearer folder has a mark. Invalid values must be
-/// rejected.
+/// A mark on a folder must apply to all files below it, unless a nearer folder has one. Invalid values must be rejected.
 #[test]
 fn marks_are_inherited_and_checked() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -244,8 +242,7 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
-/// The worker must have the lowest priority, also if the kernel schedules by session: the worker has a session of its
-/// own.
+/// The worker must have the lowest priority. It has its own session, for kernels that schedule by session.
 #[test]
 fn the_worker_has_the_lowest_priority() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };

@@ -264,7 +264,7 @@ mod libc_fallback {
     /// Under a limit of the address space, a program must never grow. So it has as much address space as without
     /// Pagemill.
     #[test]
-    fn a_limited_address_space_is_left_to_the_program() {
+    fn a_limited_address_space_is_not_reduced() {
         let place = TestFolder::new();
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for what in ["-v", "-d"] {

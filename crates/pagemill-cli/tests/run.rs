@@ -591,7 +591,7 @@ mod obstacles {
     /// partial file may remain.
     #[test]
     fn missing_room_for_the_library_is_explained() {
-        let place = TestFolder::beside_target();
+        let place = TestFolder::in_target_folder();
         if !common::may_mount() {
             return;
         }

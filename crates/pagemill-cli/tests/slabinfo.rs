@@ -4,8 +4,8 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::slab_program::{
-    self, COUNT, KEPT, NAMES, ODD_NAME, ODD_SHOWN, as_program, assert_refused, cache, cache_names, list, number,
-    printed_numbers, requests, show, slabinfo, start,
+    self, CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN, COUNT, KEPT, NAMES, as_program, assert_refused, cache,
+    cache_names, list, number, printed_numbers, requests, show, slabinfo, start,
 };
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
 use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
@@ -35,7 +35,7 @@ fn caches_are_listed() {
     let place = TestFolder::new();
     let holder = start(&place);
     let info = list(&place, &holder, &[]);
-    assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", ODD_SHOWN]);
+    assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN]);
     for name in NAMES {
         let (row, printed) = (cache(&info, name), printed_numbers(&holder, name));
         let shown = ["objects", "slabs", "partial", "resident_bytes", "defrag_used_ratio", "remote_node_defrag_ratio"];
@@ -67,7 +67,7 @@ fn caches_are_listed() {
         flags("entries").ends_with(" M") && flags("nodes").ends_with(" MC") && flags("boxes").ends_with(" D"),
         "{text}"
     );
-    assert!(text.contains(&format!("  {ODD_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
+    assert!(text.contains(&format!("  {CONTROL_CHARACTER_NAME_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
     assert!(
         lines[lines.len() - 2].join(" ").starts_with(&format!("4 caches: {} objects, ", entries + KEPT + 100)),
         "{text}"
@@ -98,8 +98,8 @@ fn a_cache_is_reported() {
         assert!(row(name).contains(&"0".to_owned()), "{name}: {text}");
     }
     assert_eq!(row("NODE").len(), 9);
-    for name in [ODD_NAME, ODD_SHOWN] {
-        assert_eq!(cache_names(&list(&place, &holder, &["--report", name])), [ODD_SHOWN]);
+    for name in [CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN] {
+        assert_eq!(cache_names(&list(&place, &holder, &["--report", name])), [CONTROL_CHARACTER_NAME_SHOWN]);
     }
     let pid = holder.pid().to_string();
     assert_refused(&finish(slabinfo(&place, &[&pid, "-r", "else"]), TIMEOUT), "has no slab cache else");
@@ -117,7 +117,7 @@ fn tables_fit_the_terminal() {
     let exact = show(&place, &holder, &["-v"]);
     assert!(exact.contains(" 192 B ") && exact.contains(" MiB "), "{exact}");
     let short = show(&place, &holder, &[]);
-    assert!(short.contains(ODD_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
+    assert!(short.contains(CONTROL_CHARACTER_NAME_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
     fits(&short);
     fits(&show(&place, &holder, &["-r", "nodes"]));
     if !is_missing("script") && !is_missing("stty") {
@@ -127,7 +127,11 @@ fn tables_fit_the_terminal() {
         let end = finish(command, TIMEOUT);
         end.assert_success();
         let widest = end.out.lines().skip(2).take(4).map(|line| line.trim_end().chars().count()).max();
-        assert!(end.out.contains("tab?red") && !end.out.contains(ODD_SHOWN) && widest <= Some(72), "{}", end.out);
+        assert!(
+            end.out.contains("tab?red") && !end.out.contains(CONTROL_CHARACTER_NAME_SHOWN) && widest <= Some(72),
+            "{}",
+            end.out
+        );
     }
     fits(&show(&place, &holder, &["--set-ratio", "nodes=0"]));
     fits(&show(&place, &holder, &["-s"]));
@@ -185,13 +189,22 @@ fn figures_of(place: &TestFolder, identity: Identity) -> FigurePath {
 fn ratios_are_set() {
     let place = TestFolder::new();
     let mut holder = start(&place);
-    let set = list(&place, &holder, &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{ODD_NAME}=7")]);
+    let set = list(
+        &place,
+        &holder,
+        &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{CONTROL_CHARACTER_NAME}=7")],
+    );
     let row = |name, setting, before, percent| json!({"name": name, "setting": setting, "before": before, "percent": percent, "error": null});
-    let expected =
-        json!([row("nodes", "defrag_used_ratio", 0, 55), row(ODD_SHOWN, "remote_node_defrag_ratio", 100, 7)]);
+    let expected = json!([
+        row("nodes", "defrag_used_ratio", 0, 55),
+        row(CONTROL_CHARACTER_NAME_SHOWN, "remote_node_defrag_ratio", 100, 7)
+    ]);
     assert_eq!(set["set"], expected);
     holder.next();
-    assert_eq!((&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, ODD_SHOWN)[5]), (&[55, 100][..], 7));
+    assert_eq!(
+        (&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, CONTROL_CHARACTER_NAME_SHOWN)[5]),
+        (&[55, 100][..], 7)
+    );
     let text = show(&place, &holder, &["--set-ratio=nodes=0"]);
     assert!(text.ends_with("  nodes: defrag_used_ratio 0 %, was 55 %\n"), "{text}");
 

@@ -349,8 +349,8 @@ fn pronouns_in(text: &str) -> usize {
     PERSON_PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
 }
 
-/// Comments and Markdown files must name threads, callers and functions instead of [`PERSON_PRONOUNS`]. If there are too many
-/// pronouns, the test prints the count of each file, the largest count first.
+/// Comments and Markdown files must name threads, callers and functions instead of [`PERSON_PRONOUNS`]. If there are
+/// too many pronouns, the test prints the count of each file, the largest count first.
 #[test]
 fn sentences_name_their_subject() {
     let files = files();
@@ -679,7 +679,7 @@ fn every_package_has_the_lints() {
 
 /// Comments and strings must not count as code. Only comments must count as text for readers.
 #[test]
-fn code_comments_and_strings_are_told_apart() {
+fn code_comments_and_strings_are_distinguished() {
     let text = "fn a<'x>() { \"unsafe\"; 'u'; '\\''; r#\"unsafe \" \"#; b\"unsafe\" } // unsafe\n/* unsafe /* */ unsafe */ unsafe";
     let code = blank_comments_and_strings(text);
     assert_eq!(words(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);

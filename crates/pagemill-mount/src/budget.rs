@@ -149,7 +149,8 @@ impl Budget {
         })
     }
 
-    /// Returns how long a writer at the rate `FASTEST_BYTES_PER_SECOND` needs to reach a purge threshold, between 1 and 10 ms.
+    /// Returns how long a writer at the rate `FASTEST_BYTES_PER_SECOND` needs to reach a purge threshold, between 1 and
+    /// 10 ms.
     pub fn pause(&self) -> Duration {
         Duration::from_nanos(
             (u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST_BYTES_PER_SECOND)) as u64,

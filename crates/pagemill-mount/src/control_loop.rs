@@ -68,8 +68,8 @@ const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
-/// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the predicted
-/// growth (some two seconds of growth) and at least `QUIET_ROOM`.
+/// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
+/// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
 const QUIET_GROWTH_FACTOR: u64 = 50;
 const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
 
@@ -86,8 +86,8 @@ const MACHINE_INTERVAL: Duration = Duration::from_millis(10);
 /// growth).
 const FAST_GROWTH_FACTOR: u64 = 4;
 
-/// How long opens remain allowed after a reading of the usage: `READING_MAX_AGE` while the control loop purges; otherwise
-/// until `LATE` after the time at which the next check is due.
+/// How long opens remain allowed after a reading of the usage: `READING_MAX_AGE` while the control loop purges;
+/// otherwise until `LATE` after the time at which the next check is due.
 const READING_MAX_AGE: Duration = Duration::from_millis(8);
 const LATE: Duration = Duration::from_millis(4);
 

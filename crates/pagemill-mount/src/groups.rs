@@ -48,8 +48,8 @@ const MIN_GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 /// A limit divided by this number is used instead of `MIN_GUARD_BYTES` if it is more.
 const GUARD_DIVISOR: u64 = 64;
 
-/// Returns the memory below a group's limit that files may not fill, at most a quarter of the limit. The group's limit bounds the size of this file
-/// system only if the group has written at least this much to this file system.
+/// Returns the memory below a group's limit that files may not fill, at most a quarter of the limit. The group's limit
+/// bounds the size of this file system only if the group has written at least this much to this file system.
 pub fn guard_bytes(limit_bytes: u64) -> u64 {
     MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
@@ -143,7 +143,9 @@ pub struct Groups {
     last_id: GroupId,
     by_folder: HashMap<String, GroupId>,
     by_inode: HashMap<u64, GroupId>,
+    /// The cached group of each process, and when it was read.
     by_process: HashMap<u32, (GroupId, Instant)>,
+    /// The limited groups.
     watches: Vec<Watch>,
     limits_read_at: Option<Instant>,
     suspects: Vec<Suspect>,
@@ -322,8 +324,8 @@ impl Groups {
         self.written_bytes_below(&folder) >= guard
     }
 
-    /// Calls `charged` for each group that has not written for half of `WRITER_MAX_IDLE`. If the group still has files of
-    /// this file system open, its last write counts as now.
+    /// Calls `charged` for each group that has not written for half of `WRITER_MAX_IDLE`. If the group still has files
+    /// of this file system open, its last write counts as now.
     pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
         let is_due = |group: &&mut Group| group.written_bytes > 0 && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
         for group in self.groups.values_mut().filter(is_due) {

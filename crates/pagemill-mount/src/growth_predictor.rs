@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 /// A check is now and then late by this much. Writers must not reach a limit within this time.
 const LATENESS: Duration = Duration::from_millis(40);
 
-/// Duration of one measurement (a *window*); number of windows from which [`GrowthPredictor::predicted_bytes`] predicts;
-/// number of windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
+/// Duration of one measurement (a *window*); number of windows from which [`GrowthPredictor::predicted_bytes`]
+/// predicts; number of windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
 const WINDOW: Duration = Duration::from_millis(100);
 const WINDOWS: usize = 300;
 const RECENT_WINDOWS: usize = 20;

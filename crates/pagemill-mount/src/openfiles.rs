@@ -111,7 +111,8 @@ fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
 fn add_file_memory(path: &PathBuf, of: FileSystem<'_>, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
     let Ok(file) = fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else { return };
     let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == of.1);
-    // An open of the path below `/proc` could wait for this thread, since it goes through the users' mount (`open_throttle`).
+    // An open of the path below `/proc` could wait for this thread, since it goes through the users' mount
+    // (`open_throttle`).
     let Ok(file) = pages::open_through(of.0, file.as_fd()) else { return };
     let Ok(seen_file) = crate::file_access::attributes(&file) else { return };
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {

@@ -83,15 +83,19 @@ struct Avoided {
 
 /// A file that waits for the worker.
 struct Waiting {
+    /// Inode of the file's folder.
     folder: u64,
     name: OsString,
     huge: Huge,
+    /// The group that is charged for the file, if known.
     group: GroupId,
     /// The group that the worker enters for this file, and the groups that are avoided together with it. `None` while
     /// the file has not been sent, or if the group is unknown.
     entered: Option<(String, Domain)>,
+    /// Last change of the file when it was queued, in nanoseconds since 1970.
     changed_ns: i64,
     tries: u32,
+    /// Earliest time to send the file to the worker.
     due: Instant,
 }
 
@@ -106,9 +110,13 @@ pub struct PageWork {
     /// Number of workers lost since a worker last answered a job.
     lost_in_a_row: u32,
     avoided: HashMap<Domain, Avoided>,
+    /// Files that wait, by inode.
     waiting: HashMap<u64, Waiting>,
+    /// The waiting files in the order in which they become due: time and inode.
     order: BTreeMap<(Instant, u64), ()>,
+    /// Files that were sent to the worker and not answered, by inode.
     sent: HashMap<u64, Waiting>,
+    /// Finished files by inode: last change and page policy, with which a later scan compares them.
     known: HashMap<u64, (i64, Huge)>,
 }
 

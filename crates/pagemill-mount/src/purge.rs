@@ -313,7 +313,8 @@ mod tests {
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
         assert_eq!(file_access::attributes_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
-        // The controller was killed after it renamed the right file: the file is removed, unless `may_purge` forbids that.
+        // The controller was killed after it renamed the right file: the file is removed, unless `may_purge` forbids
+        // that.
         let ours = private_name(new, OsStr::new("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));

@@ -20,15 +20,15 @@ use std::time::{Duration, Instant};
 /// Minimum and maximum of the interval between two periodic scans.
 const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
-/// Periodic scans may run for 1/`SCAN_SHARE` of the time.
-const SCAN_SHARE: u32 = 100;
+/// Periodic scans may run for 1/`SCAN_TIME_DIVISOR` of the time.
+const SCAN_TIME_DIVISOR: u32 = 100;
 
 /// Minimum interval between the starts of two scans that the control loop requests because events were lost or a folder
 /// is unknown (`is_wanted`).
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
-/// Scans that the control loop requested may run for 1/`WANTED_SHARE` of the time.
-const WANTED_SHARE: u32 = 4;
+/// Scans that the control loop requested may run for 1/`WANTED_SCAN_TIME_DIVISOR` of the time.
+const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
 /// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it worked on these entries. It does not sleep
 /// while a purge waits for it. The sleeps leave locks and CPUs to users that walk over the same files.
@@ -202,7 +202,7 @@ impl Scanning {
     ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SHARE);
+        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SCAN_TIME_DIVISOR);
         let is_due = now >= self.next_at || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
             return;
@@ -233,7 +233,7 @@ impl Scanning {
         self.is_running = false;
         (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
         let interval = if self.usage == usage { self.interval * 2 } else { SCAN_EVERY.start };
-        self.interval = interval.max(self.scan_duration * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        self.interval = interval.max(self.scan_duration * SCAN_TIME_DIVISOR).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
         self.usage = usage;
         self.next_at = Instant::now() + self.interval;
     }

@@ -18,13 +18,11 @@ use std::sync::{Mutex, MutexGuard};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Lets one test at a time run.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Returns a Pagemill whose heap uses small pages.
 fn on_small_pages() -> &'static Pagemill {
     Pagemill::new(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).unwrap()
 }
@@ -72,7 +70,6 @@ fn purge(pagemill: &Pagemill) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-/// Measures resident memory, and returns the bytes that are charged to the account.
 fn reconciled(pagemill: &Pagemill) -> u64 {
     pagemill.account.reconcile();
     pagemill.account.resident()
@@ -105,7 +102,7 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// Size 0 must give an allocation of its own. Sizes beyond the address space must be refused. An allocation that cannot
+/// Size 0 must give a separate allocation. Sizes beyond the address space must be refused. An allocation that cannot
 /// grow must stay.
 #[test]
 fn impossible_sizes_are_errors() {
@@ -299,8 +296,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(reconciled(pagemill), 0);
 }
 
-/// A software page must become resident as a whole. Slots must be resident before they are touched, and extents by
-/// whole software pages.
+/// A software page must become resident as a whole: slots before they are touched, extents by whole software pages.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
@@ -467,8 +463,7 @@ fn locked_memory_is_not_treated_as_zero() {
     }
 }
 
-/// An allocation is shrunk to one block, and grown again by moving its pages. The bytes written after that must be
-/// charged.
+/// An allocation is shrunk to one block, and grown by moving its pages. Bytes written after that must be charged.
 #[test]
 fn a_moved_allocation_is_charged() {
     let _exclusive = exclusive_test();
@@ -651,7 +646,6 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     status != 0
 }
 
-/// Sizes of the allocations that a fork child inherits.
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
 /// A fork child uses, frees and purges inherited memory. The bytes of the parent must not change.

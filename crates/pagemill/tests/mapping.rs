@@ -222,29 +222,29 @@ fn assert_same_as_bytes(page: usize, configure: impl Fn(Settings) -> Settings, s
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn files_of_small_pages_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
+    fn files_of_small_pages_equal_vectors(steps in prop::collection::vec(step(), 1..40)) {
         assert_same_as_bytes(4 * KIB, |settings| settings, &steps);
     }
 
     #[test]
-    fn files_in_huge_folios_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
+    fn files_in_huge_folios_equal_vectors(steps in prop::collection::vec(step(), 1..40)) {
         assert_same_as_bytes(4 * KIB, |settings| Settings { policy: Box::new(Always), ..settings }, &steps);
     }
 
     #[test]
-    fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_whose_folios_are_never_split_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
         let configure = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
         assert_same_as_bytes(64 * KIB, configure, &steps);
     }
 
     #[test]
-    fn files_of_pages_of_a_block_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_of_pages_of_a_block_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
         assert_same_as_bytes(BLOCK_BYTES, |settings| settings, &steps);
     }
 
     #[test]
-    fn files_of_pages_of_four_blocks_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_of_pages_of_four_blocks_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
         assert_same_as_bytes(4 * BLOCK_BYTES, |settings| Settings { policy: Box::new(Never), ..settings }, &steps);
     }
 }

@@ -42,13 +42,13 @@ fn caches_here() {
     for page in [bytes, 4 * bytes, BLOCK_BYTES, 4 * BLOCK_BYTES] {
         for is_always in [false, true] {
             let policy: Box<dyn Policy> = if is_always { Box::new(Always) } else { Box::new(Auto) };
-            files_are_bytes(PageSize::new(page).unwrap(), policy);
+            files_equal_vectors(PageSize::new(page).unwrap(), policy);
         }
     }
 }
 
 /// Random calls on a file must have the same results as on a vector of bytes. Afterwards all memory must be returned.
-fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
+fn files_equal_vectors(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
     let settings = Settings { page, policy, ..Settings::new("os pages", 64 << 20) };

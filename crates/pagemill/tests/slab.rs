@@ -122,7 +122,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 /// A fork child must count free blocks of the parent neither as charged nor as giveable. When the child uses such a
 /// block, the block must be charged to it, and the child must be able to free the block afterwards.
 #[test]
-fn a_fork_child_pays_for_free_blocks_of_its_parent() {
+fn a_fork_child_is_charged_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
     let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();

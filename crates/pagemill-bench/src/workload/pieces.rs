@@ -123,7 +123,7 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
 /// Length of a cycle of work and sleep.
 const CYCLE: Duration = Duration::from_millis(10);
 /// Time of each cycle in which the process works.
-const WORKING_PART: Duration = Duration::from_millis(2);
+const WORKING_TIME: Duration = Duration::from_millis(2);
 
 /// Bytes that a process with little work allocates each millisecond.
 const LITTLE_BYTES: usize = 512;
@@ -144,7 +144,7 @@ impl Load {
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING_PART {
+                while begun.elapsed() < WORKING_TIME {
                     match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));

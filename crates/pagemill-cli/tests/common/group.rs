@@ -44,7 +44,7 @@ impl Group {
     }
 
     /// Moves a process into the group.
-    pub fn take(&self, pid: u32) {
+    pub fn move_process(&self, pid: u32) {
         fs::write(self.folder.join("cgroup.procs"), pid.to_string()).unwrap();
     }
 

@@ -35,7 +35,7 @@ impl TestFolder {
     }
 
     /// Creates the folder in cargo's target folder, for tests that hide `/tmp`.
-    pub fn beside_target() -> Self {
+    pub fn in_target_folder() -> Self {
         Self::below(Path::new(env!("CARGO_TARGET_TMPDIR")))
     }
 

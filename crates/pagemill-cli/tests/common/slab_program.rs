@@ -26,12 +26,12 @@ pub const COUNT: u64 = 20_000;
 pub const KEPT: u64 = COUNT / 10;
 
 /// A cache name with control characters.
-pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";
+pub const CONTROL_CHARACTER_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
-/// `ODD_NAME` as it is displayed.
-pub const ODD_SHOWN: &str = "tab?red ?[31m?line=1";
+/// `CONTROL_CHARACTER_NAME` as it is displayed.
+pub const CONTROL_CHARACTER_NAME_SHOWN: &str = "tab?red ?[31m?line=1";
 
-pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", ODD_SHOWN];
+pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN];
 
 /// The owner of the objects of the cache `nodes`. Files in the folder control its callbacks.
 struct NodeOwner {
@@ -135,7 +135,7 @@ pub fn run() {
     let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
     let nodes: ByOwner<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
     let boxes = slabs.fixed::<u64>(Settings { debug: true, ..Settings::new("boxes") }).unwrap();
-    let odd = slabs.fixed::<u64>(Settings::new(ODD_NAME)).unwrap();
+    let odd = slabs.fixed::<u64>(Settings::new(CONTROL_CHARACTER_NAME)).unwrap();
     let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();
     for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         assert!(entries.remove(*handle).unwrap(), "{number}");
