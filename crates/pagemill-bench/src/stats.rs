@@ -72,8 +72,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// Returns the smallest of the values that is at least as large as the fraction `share` of all values; none without
-/// values.
+/// Returns the smallest value that at least the fraction `share` of all values do not exceed; none without values.
 pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

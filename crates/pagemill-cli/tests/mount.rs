@@ -66,7 +66,7 @@ fn partial_files_lose_their_end() {
     assert_eq!(serde_json::from_str::<Value>(&end.out).unwrap()["purged_from"], Value::Null);
 }
 
-/// A mark on a folder must apply to all files below it, unless a nearer folder has one. Invalid values must be rejected.
+/// A mark on a folder must apply to all files below it unless a nearer folder has one. Invalid values must be rejected.
 #[test]
 fn marks_are_inherited_and_checked() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };

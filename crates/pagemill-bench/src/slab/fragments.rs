@@ -37,7 +37,7 @@ const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 /// Maximum of the memory left, relative to the bytes of the live objects. For the cache by handle, 8 bytes for each
 /// object of the peak are subtracted first.
 const MAX_LEFT_RATIO: f64 = 1.10;
-/// Minimum of a peer's memory left, relative to that of the cache.
+/// Minimum of the memory that a peer has left, divided by the memory that the cache has left.
 const MIN_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
 /// Maximum of the time to move an object, relative to the time to copy its bytes.
 const MAX_TIMES_COPY: f64 = 6.0;

@@ -45,7 +45,7 @@ const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
 const FILE_TO_CACHE_RATIO: u64 = 6;
 
-/// What a subject does.
+/// How a subject reads the file; with `Hits`, it copies resident pages during misses.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads(u64),
