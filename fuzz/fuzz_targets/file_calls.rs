@@ -1,7 +1,7 @@
-//! Random calls on a file in memory. Arbitrary bytes are decoded as calls, six bytes each, and the file is
-//! compared with a byte vector.
+//! Makes random calls on a file in memory. Each six bytes of the input are decoded as one call. The file is compared
+//! with a byte vector.
 //!
-//! `cargo +nightly fuzz run file_calls`. Each input starts with an empty file in an empty cache.
+//! Run it by `cargo +nightly fuzz run file_calls`. Each input starts with an empty file in an empty cache.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -16,10 +16,10 @@ use std::sync::OnceLock;
 /// Maximum length of the file.
 const MAX_FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
-/// Offsets and lengths are multiples of this.
+/// Offsets and lengths are multiples of this number of bytes.
 const OFFSET_UNIT_BYTES: usize = 256;
 
-/// Pages of 128 KiB, so that a huge folio has sixteen.
+/// Page size of 128 KiB, with which a huge folio has sixteen pages.
 const PAGE: usize = BLOCK_BYTES / 16;
 
 /// A policy that chooses huge folios for every other block.

@@ -1,8 +1,8 @@
-//! Random calls on the heap. Arbitrary bytes are decoded as operations, four bytes each, and checked like the
-//! model in `crates/pagemill/tests/model.rs`.
+//! Makes random calls on the heap. Each four bytes of the input are decoded as one operation. The results are checked
+//! as in `crates/pagemill/tests/model.rs`.
 //!
-//! `cargo +nightly fuzz run heap_calls`. One heap serves all inputs, because a reservation of addresses is
-//! never returned. Each input frees and purges all of its allocations at the end.
+//! Run it by `cargo +nightly fuzz run heap_calls`. All inputs use the same heaps, because a reservation of addresses is
+//! never returned. At the end of each input, all its allocations are freed and purged.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -17,10 +17,10 @@ use std::sync::OnceLock;
 /// Maximum number of live allocations.
 const MAX_LIVE: usize = 32;
 
-/// Maximum size of all live allocations.
+/// Maximum number of bytes in all live allocations.
 const MAX_LIVE_BYTES: usize = 128 << 20;
 
-/// Allocations up to this size are written and compared as a whole, larger ones only at both ends.
+/// Allocations up to this size are written and compared as a whole; of larger ones, only both ends are.
 const FILLED_BYTES: usize = 256 << 10;
 
 /// Number of bytes that are written and compared at each end of a larger allocation.
@@ -47,7 +47,8 @@ struct HeapModel {
     next_byte: u8,
 }
 
-/// An operation: its kind, a number that selects an allocation or a shift, and a number for the size.
+/// An operation of the input: its kind, a number that selects an allocation or a shift, and a number from which sizes
+/// are derived.
 struct Operation {
     kind: u8,
     pick: u8,
@@ -55,7 +56,7 @@ struct Operation {
 }
 
 impl Operation {
-    /// Returns a size, often near a power of two, where the size classes change.
+    /// Returns a size. It is often near a power of two, where the size classes change.
     fn size(&self) -> usize {
         let power = 1usize << (self.pick % 26);
         match self.amount % 4 {
@@ -198,7 +199,8 @@ fn write(addr: usize, size: usize, byte: u8) {
     }
 }
 
-/// Checks the first `len` bytes of an allocation, as far as they were written when it had `size` bytes.
+/// Checks the first `len` bytes of an allocation. Only the parts that were written when the allocation had `size` bytes
+/// are checked.
 fn check(addr: usize, len: usize, size: usize, byte: u8) {
     for (offset, part) in parts(size) {
         let part = part.min(len.saturating_sub(offset));

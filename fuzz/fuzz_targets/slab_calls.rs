@@ -1,9 +1,9 @@
-//! Random calls on slab caches of all kinds. Arbitrary bytes are decoded as calls, three bytes each, and
-//! checked against a list of the expected objects.
+//! Makes random calls on slab caches of all kinds. Each three bytes of the input are decoded as one call. The results
+//! are compared with a list of the expected objects.
 //!
-//! `cargo +nightly fuzz run slab_calls`. The first two bytes of an input choose the kind of cache, the sizes of
-//! its objects and slabs, debug mode, and whether blocks are huge pages. Each input ends by dropping the cache
-//! with its contents.
+//! Run it by `cargo +nightly fuzz run slab_calls`. The first two bytes of an input choose the kind of cache, the sizes
+//! of its objects and slabs, debug mode, and whether blocks are huge pages. At the end of each input, the cache is
+//! dropped with its contents.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -23,6 +23,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+/// Number of logical NUMA nodes.
 const NODES: usize = 3;
 
 /// Maximum number of objects in a cache.
@@ -41,6 +42,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
     BOTH.with(|both| both[usize::from(use_huge)])
 }
 
+/// A value whose words depend on its number, and which is counted in `LIVE`.
 struct Value<const WORDS: usize>([u64; WORDS]);
 
 // SAFETY: the type has only numbers, which can be moved.
@@ -106,6 +108,7 @@ fn index_of(one: u8, other: u8, len: usize) -> usize {
     (usize::from(one) << 8 | usize::from(other)) % len.max(1)
 }
 
+/// A cache by handle, and the expected objects.
 struct HandleModel<'a, const WORDS: usize> {
     slabs: &'static Slabs,
     cache: &'a HandleMap<Value<WORDS>>,
@@ -171,7 +174,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
         }
     }
 
-    /// Makes one call. If the call takes an epoch guard, up to three of the following calls are made under the
+    /// Makes one call. If the call takes an epoch guard, up to three further calls of the input are made under that
     /// guard.
     fn make_call(&mut self, call: [u8; 3], calls: &mut Calls<'_>, is_guarded: bool) {
         let [what, one, other] = call;
@@ -263,7 +266,7 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
     assert_eq!((LIVE.load(Relaxed), cache.info().unwrap().active), (0, 0));
 }
 
-/// What the owner's callbacks do when an object is to be moved.
+/// What the owner's callbacks do when defragmentation moves an object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CallbackBehaviour {
     Move,
@@ -276,8 +279,8 @@ enum CallbackBehaviour {
 }
 
 impl CallbackBehaviour {
-    /// Chooses a behaviour by `byte`. The number of panics is limited, because a slab with a panic keeps its
-    /// block for the life of the process.
+    /// Chooses a behaviour by `byte`. The number of panics is limited, because a slab in which a callback panicked
+    /// keeps its block until the process ends.
     fn of(byte: u8) -> Self {
         static PANICS: AtomicU32 = AtomicU32::new(0);
         let all =
@@ -292,7 +295,7 @@ impl CallbackBehaviour {
 }
 
 struct Item<const WORDS: usize> {
-    /// 0: free. 1: in use. 2: isolated by the mover, or pinned by the test.
+    /// State: 0 if the item is free, 1 if it is in use, and 2 if a move has isolated it or the test has pinned it.
     state: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -383,7 +386,7 @@ impl<const WORDS: usize> ItemOwner<WORDS> {
         act(unsafe { &*(self.items.lock().unwrap()[&number] as *const Item<WORDS>) })
     }
 
-    /// Checks that each item has a place of its own, and that only pinned items are in state 2.
+    /// Checks that no two items have the same address, and that only pinned items are in state 2.
     fn check(&self, pinned: &[u64]) {
         let items = self.items.lock().unwrap();
         let mut places: Vec<usize> = items.values().copied().collect();
@@ -397,7 +400,7 @@ impl<const WORDS: usize> ItemOwner<WORDS> {
     }
 }
 
-/// Runs a call whose callbacks may panic. Returns whether it did not panic.
+/// Runs a call whose callbacks may panic. Returns whether the call completed without a panic.
 fn quietly(act: impl FnOnce()) -> bool {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
@@ -483,7 +486,7 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
                 // SAFETY: the items were allocated above, and were never in use.
                 taken.into_iter().for_each(|item| unsafe { cache.free(item) });
                 owner.set(CallbackBehaviour::Move);
-                // The items of a slab with a panic are still in state 2.
+                // If a callback panicked, the items of its slab are still in state 2.
                 let numbers: Vec<u64> = owner.items.lock().unwrap().keys().copied().collect();
                 let loose = numbers.into_iter().filter(|number| !pinned.contains(number));
                 loose.for_each(|number| owner.with(number, |item| item.state.store(1, Relaxed)));

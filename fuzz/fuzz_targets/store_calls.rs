@@ -1,9 +1,10 @@
-//! Random calls on a file whose store fails, shortens and reorders transfers, or is a file of the system.
-//! Arbitrary bytes are decoded as calls, six bytes each, and checked against a model.
+//! Makes random calls on a file. Its store is a file of the system, or a store that fails, shortens and reorders
+//! transfers. Each six bytes of the input are decoded as one call, and the results are compared with a model.
 //!
-//! `cargo +nightly fuzz run store_calls`. The first byte of an input chooses the store and the size: some pages
-//! in a cache of half the size, or a huge folio and some pages. For each byte, the model has the value in the
-//! file, and the set of values that the store may have: the value at the last sync, and those written since.
+//! Run it by `cargo +nightly fuzz run store_calls`. The first byte of an input chooses the store and the length of the
+//! file: some pages in a cache of half that size, or a huge folio and some pages. For each byte of the file, the model
+//! has its value, and the set of values that the store may have. These are the value at the last sync and the values
+//! written since then.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -21,10 +22,10 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Length of a small file, and of the part behind a huge folio.
+/// Length of a small file, and of the part of a large file after its huge folio.
 const SMALL_FILE_BYTES: usize = 16 * PAGE;
 
-/// Unit of offsets. Some offsets are at the edges of pages, and some inside.
+/// Unit of offsets. Some multiples are at the edges of pages, and others are inside of pages.
 const OFFSET_UNIT_BYTES: usize = PAGE / 8;
 
 const WAIT_TIME: Duration = Duration::from_millis(1);
@@ -38,7 +39,7 @@ impl Policy for First {
     }
 }
 
-/// A cache and its queue, which are used for many inputs.
+/// A cache and its queue. They are reused for many inputs.
 struct CacheWithQueue {
     cache: PageCache,
     queue: Queue,
@@ -63,7 +64,7 @@ thread_local! {
     static CACHES: std::cell::RefCell<[Option<CacheWithQueue>; 2]> = const { std::cell::RefCell::new([None, None]) };
 }
 
-/// The store of the file, and the test's access to it.
+/// The store of the file, with which the test can also inject failures and read the stored bytes.
 enum FileStoreUnderTest {
     Faulty(FaultyStore<MemoryStore>),
     File(PathBuf),
@@ -101,7 +102,7 @@ impl FileStoreUnderTest {
         }
     }
 
-    /// Changes the store as another process would: cuts it to `at` bytes and appends `len` bytes.
+    /// Changes the store as another process would: cuts the file to `at` bytes, then appends `len` bytes.
     fn change(&self, at: usize, len: usize) {
         let others: &dyn Store = match self {
             Self::Faulty(store) => store.inner(),
@@ -124,7 +125,7 @@ impl Drop for FileStoreUnderTest {
     }
 }
 
-/// The model: the file's bytes, and for each byte a bit set of the values (0 to 7) that the store may have.
+/// The model: the file's bytes, and for each byte a bit set of the values (0 to 7) that the store may have for it.
 struct Model {
     bytes: Vec<u8>,
     stored: Vec<u8>,
@@ -162,14 +163,14 @@ impl Model {
     }
 
     fn check_stored(&self, found: &[u8]) {
-        // Uses no branch for each byte, which the fuzzer would count as coverage.
+        // This makes no branch for each byte, because the fuzzer would count such branches as coverage.
         let allowed = found.iter().zip(&self.stored).fold(1, |allowed, (byte, may_be)| allowed & may_be >> byte);
         assert!(found.len() <= self.stored.len() && allowed == 1);
     }
 }
 
-/// Returns whether a failing store or a full cache may cause this error. `Busy` is not allowed, since no other
-/// thread has pages.
+/// Returns whether a failing store or a full cache may cause this error. `Busy` is not allowed, because no other thread
+/// uses pages.
 fn is_excusable(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::NoMemory { .. })
 }
@@ -186,7 +187,7 @@ fn check_read(file: &Mapping, model: &Model, at: usize, len: usize) {
     assert!(bytes[count..].iter().all(|byte| *byte == 0xEE || *byte == 0));
 }
 
-/// Makes a call that is possible while pages are pinned.
+/// Makes a call that is allowed while pages are pinned.
 fn step(
     place: &mut CacheWithQueue,
     behind: &FileStoreUnderTest,
@@ -212,7 +213,7 @@ fn step(
             if unless_excusable(file.zero_range(offset, len as u64)).is_some() && at < end {
                 model.write(at, end - at, 0);
             } else if at < end {
-                // The failed call may have zeroed a part. Reading the file shows which.
+                // The failed call may have zeroed a part of the range. A read of the file shows which part.
                 model.stored[at..end].iter_mut().for_each(|may_be| *may_be |= 1);
                 behind.set_faults(Faults::default());
                 for at in (at..end).step_by(PAGE) {
@@ -267,7 +268,7 @@ fn drain(place: &mut CacheWithQueue) {
     }
 }
 
-/// Makes a call that waits for pins. No page is pinned here.
+/// Makes a call that waits until no page is pinned. The caller must have no pins.
 fn step_without_pins(
     behind: &FileStoreUnderTest,
     file: &Mapping,
@@ -300,7 +301,7 @@ fn step_without_pins(
             }
         }
         _ => {
-            // A refresh fails if the file was not synced. So the store is changed only after a sync.
+            // A refresh fails if the file has unsynced changes. So the test changes the store only after a sync.
             let is_synced = call[4] & 1 == 1 && unless_excusable(file.sync()).is_some();
             if is_synced {
                 behind.change(at, len);
@@ -337,7 +338,7 @@ fn step_pins<'file>(
     }
 }
 
-/// Makes calls until one closes the file. Returns the number of bytes of `data` used.
+/// Makes calls until one closes the file. Returns how many bytes of `data` were used.
 fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Model, data: &[u8]) -> usize {
     let most = place.most;
     let Some(file) = unless_excusable(place.cache.open(behind.open())) else { return data.len() };
@@ -345,7 +346,7 @@ fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Mode
     let mut count = 0;
     for call in data.chunks_exact(6) {
         count += 6;
-        // Most offsets are near the beginning of the file, or around the end of the first block.
+        // Most offsets are near the beginning of the file, or near the end of the first block.
         let far = if call[1] & 1 == 1 { most - SMALL_FILE_BYTES / 2 } else { 0 };
         let at = (far + usize::from(call[2]) * OFFSET_UNIT_BYTES + usize::from(call[5]) / 64) % most;
         let len = (usize::from(call[3]) * OFFSET_UNIT_BYTES + usize::from(call[4]) / 64) % (most - at);
@@ -357,7 +358,7 @@ fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Mode
             15 if call[4] & 8 == 8 => {
                 drop(pins);
                 drop(file);
-                // Bytes that were not synced may be in the store or lost.
+                // Bytes that were not synced may be in the store, or may be lost.
                 let found = behind.bytes();
                 model.check_stored(&found);
                 *model = Model::new(found, most);
@@ -391,7 +392,7 @@ fuzz_target!(|data: &[u8]| {
         let mut model = Model::new(behind.bytes(), place.most);
         while !data.is_empty() {
             let count = run(place, &behind, &mut model, data);
-            // A file with pages in flight stays open until the reads have ended.
+            // A file with reads in flight stays open until these reads have ended.
             drain(place);
             data = &data[count.min(data.len())..];
         }

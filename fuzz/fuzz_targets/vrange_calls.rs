@@ -1,8 +1,8 @@
-//! Random marks, unmarks, mappings and purges of volatile ranges. Arbitrary bytes are decoded as calls, three
-//! bytes each, and checked against a table of pages.
+//! Makes random calls that mark, unmark, map and purge volatile ranges. Each three bytes of the input are decoded as
+//! one call, and the results are compared with a table of pages.
 //!
-//! `cargo +nightly fuzz run vrange_calls`. Each input starts with an area in which every page is written, and
-//! ends by unmarking the area.
+//! Run it by `cargo +nightly fuzz run vrange_calls`. At the start of each input, every page of the area is written. At
+//! its end, the area is unmarked.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -22,7 +22,7 @@ fn pagemill() -> &'static Testbed {
     PAGEMILL.get_or_init(|| Testbed::new(Layout::for_test(), UNLIMITED).expect("address space"))
 }
 
-/// Returns the address of page-aligned memory that is never freed, and is accessed only byte by byte.
+/// Returns the address of the area: page-aligned memory that is never freed, and is accessed only byte by byte.
 fn area() -> usize {
     static AREA: OnceLock<usize> = OnceLock::new();
     *AREA.get_or_init(|| {
@@ -31,7 +31,7 @@ fn area() -> usize {
     })
 }
 
-/// Returns the mode for strict marks, or the plain mode if the kernel lacks guard regions.
+/// Returns the mode for strict marks, or the plain mode if the kernel has no guard pages.
 fn strict() -> Mode {
     static MODE: OnceLock<Mode> = OnceLock::new();
     *MODE.get_or_init(|| {
@@ -58,7 +58,7 @@ impl Machine {
         (area() + page * os_page_bytes()) as *mut u8
     }
 
-    /// Returns whether a page is purged: it reads as zero or, under a strict mark, cannot be read.
+    /// Returns whether a page is purged. A purged page reads as zero or, under a strict mark, cannot be read.
     fn is_gone(page: usize, is_marked: bool) -> bool {
         let is_guarded = is_marked && !fault::is_readable(Self::at(page) as usize);
         // SAFETY: the byte is inside the area. A guard on an unmarked page would cause a fault, which fails the

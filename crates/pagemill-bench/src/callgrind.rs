@@ -1,4 +1,4 @@
-//! Counts the instructions per operation of a workload with valgrind. The count is exact, and equal on all machines
+//! Counts the instructions per operation of a workload with valgrind. The count is exact, and is equal on all machines
 //! with the same binary.
 
 use std::process::Command;
@@ -7,14 +7,14 @@ use std::time::Duration;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
 
-/// Number of operations in the first run; the second run has twice as many.
+/// Number of operations in the first run; the second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
 /// Returns the instructions per operation. The inner error is a sentence for the list of gaps. `add_arguments` adds the
-/// arguments and the environment for a run of the given number of operations.
+/// arguments and the environment for a run with the given number of operations.
 ///
-/// Runs the workload twice, the second time with twice the operations. The difference of both counts excludes startup
-/// and exit.
+/// Runs the workload twice, the second time with twice as many operations. The difference of the two counts excludes
+/// startup and exit.
 ///
 /// # Errors
 ///
@@ -55,7 +55,7 @@ fn parse_instruction_count(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The count is found in output as callgrind 3.19 prints it; text without a count gives none.
+    /// The count must be found in output that callgrind 3.19 prints. Text without a count must give none.
     #[test]
     fn instruction_count_is_parsed() {
         assert_eq!(parse_instruction_count("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));

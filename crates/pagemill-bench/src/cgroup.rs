@@ -65,8 +65,8 @@ impl Cgroup {
         make_group(&parent, &name, limit_bytes)
     }
 
-    /// Returns the peak memory charge of the group, page cache included; none if the kernel does not record it, as v2
-    /// before Linux 5.19.
+    /// Returns the peak of the memory charged to the group, page cache included. Returns none if the kernel does not
+    /// record it, like v2 before Linux 5.19.
     pub fn peak_bytes(&self) -> Option<u64> {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
         read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
@@ -89,8 +89,8 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The bench started every process in this group. A killed process stays in the group for a moment, so removal
-        // is retried.
+        // The bench started all processes in this group. A killed process remains in the group for a short time, so the
+        // removal is retried.
         for _ in 0..200 {
             let members = fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
             for pid in members.lines().filter_map(|line| line.parse().ok()) {
@@ -105,14 +105,14 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes groups that a killed bench left behind. They are empty, since each workload dies with its bench.
+/// Removes groups that a killed bench left behind. Their processes have ended, since each workload dies with its bench.
 fn remove_stale_groups(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name().to_string_lossy().into_owned();
         let maker = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
         if maker.is_some_and(|maker| !Path::new("/proc").join(maker).exists()) {
-            // `rmdir` fails for a group that still has processes. The group then stays.
+            // `rmdir` fails for a group that still has processes, so such a group remains.
             let _ = fs::remove_dir(entry.path());
         }
     }
@@ -120,8 +120,8 @@ fn remove_stale_groups(parent: &Path) {
 
 fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
     if parent.version == Version::V2 {
-        // The write fails if the parent group contains processes. Then the new group has no memory.max, which is
-        // reported below.
+        // The write fails if the parent group contains processes. The new group then has no memory.max, and the error
+        // is reported below.
         let _ = fs::write(parent.folder.join("cgroup.subtree_control"), "+memory");
     }
     let folder = parent.folder.join(name);
@@ -139,7 +139,8 @@ fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<C
         write(limit_file, &limit_bytes.to_string())?;
     }
     if parent.version == Version::V2 {
-        // The bench measures whether free memory is returned in time. With swap, that would not be necessary.
+        // Swap is turned off: with swap, free memory would not have to be returned in time, which is what the bench
+        // measures.
         let _ = write("memory.swap.max", "0");
     }
     Ok(group)
@@ -162,8 +163,8 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
         (None, Some(path)) => (Version::V2, mount.to_owned(), path),
         (None, None) => return None,
     };
-    // In a container, the path can belong to a part of the tree that is not visible. The root of the mount is then this
-    // process's group.
+    // In a container, the path may belong to a part of the tree that is not visible. The root of the mount is then the
+    // group of this process.
     let own_folder = hierarchy.join(path.trim_start_matches('/'));
     let folder = [own_folder, hierarchy].into_iter().find(|folder| folder.is_dir())?;
     let has_memory = match version {
@@ -178,8 +179,8 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
 mod tests {
     use super::*;
 
-    /// Finds the group in a fake tree of each version. If both versions are mounted, v1 is used when it has the
-    /// controller.
+    /// The group must be found in a fake tree of each version. If both versions are mounted, v1 must be used when it
+    /// has the memory controller.
     #[test]
     fn both_cgroup_versions_are_found() {
         let tree = tempfile::tempdir().expect("a temporary folder");
@@ -197,7 +198,7 @@ mod tests {
         assert_eq!(find_parent("1:cpu:/\n", tree.path()), None);
     }
 
-    /// Makes a real group with a limit and drops it; the folder is gone afterwards. Skipped without permission.
+    /// A real group with a limit is made and dropped. Its folder must be gone afterwards. Skipped without permission.
     #[test]
     fn a_group_is_removed_on_drop() {
         match Cgroup::with_limit(64 << 20) {

@@ -1,7 +1,7 @@
 //! Allocations of one size from the C `malloc`, in an intrusive linked list.
 //!
-//! Each allocation stores the address of the next. An array of addresses would need half as much memory again as
-//! allocations of 16 bytes.
+//! Each allocation stores the address of the next one. A separate array of addresses would need half as much memory as
+//! the allocations themselves, if these have 16 bytes.
 
 #![allow(unsafe_code)] // the list is intrusive: its links are in the pieces
 
@@ -70,9 +70,9 @@ impl Chain {
         self.allocated_count
     }
 
-    /// Frees all allocations except those for which `keeps` returns true; its argument is the number of earlier
-    /// allocations. Before that, compares every byte with what was written. Returns the number of allocations that
-    /// differ.
+    /// Frees all allocations except those for which `keeps` returns true. The argument of `keeps` is the index of an
+    /// allocation in the order in which they were made. First compares every byte of each allocation with what was
+    /// written. Returns the number of allocations that differ.
     pub fn retain(&mut self, mut keeps: impl FnMut(u64) -> bool) -> u64 {
         let (mut at, mut wrong) = (self.first, 0);
         (self.first, self.last) = (ptr::null_mut(), ptr::null_mut());
@@ -81,7 +81,7 @@ impl Chain {
             let (next, tag) = unsafe { ((*at).next, (*at).tag) };
             // SAFETY: the bytes after the link belong to the same allocation and are initialized (type invariant).
             let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - MIN_BYTES) };
-            // A tag that was never assigned shows that the allocation is corrupt. The walk ends there, since its `next`
+            // A tag that was never assigned shows that the allocation is damaged. The walk then ends, since its `next`
             // cannot be trusted either.
             let is_known = tag < self.allocated_count;
             wrong += u64::from(!is_known || rest.iter().any(|&byte| byte != tag as u8));
@@ -119,7 +119,7 @@ impl Drop for Chain {
 mod tests {
     use super::*;
 
-    /// Of 1000 allocations every second one is freed. The others stay in order, with their bytes intact.
+    /// Of 1000 allocations every second one is freed. The others must stay in order, with their bytes intact.
     #[test]
     fn retained_allocations_stay_in_order() {
         for size in [MIN_BYTES, 17, 4096] {
@@ -142,7 +142,7 @@ mod tests {
         assert!(Chain::new(MIN_BYTES - 1).is_err());
     }
 
-    /// Changing the last byte of a listed allocation makes the check report one wrong allocation.
+    /// The last byte of a listed allocation is changed. The check must report one wrong allocation.
     #[test]
     fn a_changed_byte_is_found() {
         let mut chain = Chain::new(64).expect("large enough");

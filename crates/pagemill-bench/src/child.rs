@@ -1,7 +1,7 @@
 //! Starts workloads, ends them, and reads their output. Each workload has a process group of its own.
 //!
-//! The group lets the bench end a workload together with its children. It also keeps Ctrl-C from the workloads: only
-//! the bench receives the signal. The bench then ends every group that it started and removes its cgroups and folders.
+//! The process group lets the bench end a workload together with its children. Ctrl-C reaches only the bench and not
+//! the workloads. The bench then ends every group that it started, and removes its cgroups and folders.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -25,6 +25,7 @@ pub const WRONG_ANSWER: i32 = 70;
 
 /// The first signal that requested the end of the bench; 0 if none has arrived.
 static FIRST_SIGNAL: AtomicI32 = AtomicI32::new(0);
+/// The leaders of the process groups that are running, which an interrupt must kill.
 static RUNNING_GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 fn running_groups() -> MutexGuard<'static, BTreeSet<u32>> {
@@ -45,10 +46,10 @@ pub fn handle_interrupts() -> Result<()> {
     Ok(())
 }
 
-/// Ends the bench by the signal's default action, so that the parent process sees the signal. The caller must have
-/// cleaned up.
+/// Ends the bench by the signal's default action, so that the parent process can detect the signal. The caller must
+/// have cleaned up.
 pub fn end_by_signal(signal: i32) {
-    // If the call fails, the bench exits with a status that reports the signal.
+    // If the call fails, the bench exits with a status that contains the signal's number.
     let _ = emulate_default_handler(signal);
 }
 
@@ -60,7 +61,7 @@ pub fn check_interrupt() -> Result<()> {
     }
 }
 
-/// Sleeps for the duration; returns early with an error at an interrupt.
+/// Sleeps for the duration. Returns an error as soon as a signal has arrived.
 pub fn sleep(duration: Duration) -> Result<()> {
     let until = Instant::now() + duration;
     loop {
@@ -80,7 +81,7 @@ pub fn workload_command(arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// Returns numeric options as words of a workload's command line.
+/// Converts numeric options to arguments of a workload's command line.
 pub fn numeric_options(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
@@ -116,7 +117,7 @@ impl RunningGroup {
         command.process_group(0).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
-        // The lock is held during the spawn. So when a signal arrives, there is either no child or a registered group.
+        // The lock is held during the spawn. So at a signal, the child either does not exist or is registered.
         let mut groups = running_groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
@@ -131,7 +132,8 @@ impl RunningGroup {
         self.child.id()
     }
 
-    /// Returns whether the leader has ended. The leader stays a zombie, so that its process id cannot be reused.
+    /// Returns whether the leader has ended. It remains a zombie until it is reaped, so that its process id cannot be
+    /// reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
@@ -180,7 +182,7 @@ impl Drop for RunningGroup {
     fn drop(&mut self) {
         if !self.is_ended {
             self.end_group();
-            // The leader was just killed; waiting for it only reaps the zombie.
+            // The leader was killed before, so waiting only reaps the zombie.
             let _ = self.child.wait();
         }
     }
@@ -189,7 +191,7 @@ impl Drop for RunningGroup {
 fn read_in_background(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // Bytes read before an error, such as a broken pipe, stay in the buffer and are returned.
+        // Bytes that were read before an error, such as a broken pipe, are returned.
         let _: io::Result<usize> = pipe.read_to_end(&mut bytes);
         bytes
     })
@@ -243,10 +245,10 @@ pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
     }
 }
 
-/// Touches and frees this much memory in a separate process, before anything is measured.
+/// Touches and frees `mib` MiB in a separate process. Called before anything is measured.
 ///
 /// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
-/// ones. Without this step the first subject would be measured as slower than the others.
+/// touches. Without this call, the first subject would seem slower than the others.
 pub fn touch_beforehand(mib: u64) -> Result<()> {
     let mut command = workload_command(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
@@ -268,7 +270,8 @@ mod tests {
         running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
-    /// A JSON line is a measurement, SIGKILL a kill, status 3 a failure, and status 70 a wrong answer.
+    /// A JSON line must be classified as a measurement, SIGKILL as a kill, status 3 as a failure, and status 70 as a
+    /// wrong answer.
     #[test]
     fn exit_statuses_are_classified() {
         let read = |script| classify("glibc", &shell(script));
@@ -279,7 +282,7 @@ mod tests {
         assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
     }
 
-    /// A shell starts a child that computes. The measured CPU time includes that of the child.
+    /// A shell starts a child that computes. The measured CPU time must include the child's.
     #[test]
     fn cpu_time_includes_children() {
         let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
@@ -287,8 +290,8 @@ mod tests {
         assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
     }
 
-    /// A child that outlives its leader is killed with the group. Otherwise it would keep the output pipe open for an
-    /// hour.
+    /// A child that runs longer than its leader must be killed with the group. Otherwise it would keep the output pipe
+    /// open for an hour.
     #[test]
     fn finish_kills_remaining_group_members() {
         let started = Instant::now();

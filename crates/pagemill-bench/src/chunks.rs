@@ -1,8 +1,10 @@
-//! ebizzy with its copies in memory that the kernel or Pagemill may take between records. Part of `bench volatile`.
+//! The ebizzy workload with its copies in memory that the kernel or Pagemill may reclaim between records. Part of
+//! `bench volatile`.
 //!
-//! The copies are in volatile ranges, or in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in malloc.
-//! All variants run the same [workload](crate::workload::ebizzy). Targets: volatile ranges are no slower than malloc,
-//! which does not return its free memory; and no process is killed while a second process needs memory periodically.
+//! The copies are stored in volatile ranges, in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in
+//! malloc. All variants run the same [workload](crate::workload::ebizzy). The first target is that volatile ranges are
+//! no slower than malloc, which here does not return free memory. The second is that no process is killed while a
+//! second process needs memory periodically.
 
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// A way to store the copies, with the environment of the process that uses it.
+/// One kind of memory for the copies, and the environment of the workload that uses it.
 struct CopyMemory {
     name: &'static str,
     memory: &'static str,
@@ -24,7 +26,7 @@ struct CopyMemory {
 const HANDLES: &str = "ebizzy-handles";
 const MALLOC: &str = "ebizzy-malloc";
 /// glibc with settings that never return memory, which is its fastest way to run this workload.
-const KEEPING: &str = "ebizzy-malloc-keeping";
+const KEEPING_SUBJECT: &str = "ebizzy-malloc-keeping";
 const FREE: &str = "ebizzy-madv-free";
 const DONTNEED: &str = "ebizzy-madv-dontneed";
 
@@ -32,7 +34,7 @@ const COPY_MEMORIES: [CopyMemory; 5] = [
     CopyMemory { name: HANDLES, memory: "handles", settings: &[] },
     CopyMemory { name: MALLOC, memory: "malloc", settings: &[] },
     CopyMemory {
-        name: KEEPING,
+        name: KEEPING_SUBJECT,
         memory: "malloc",
         settings: &[("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824")],
     },
@@ -42,7 +44,7 @@ const COPY_MEMORIES: [CopyMemory; 5] = [
 
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// One record in this many has its whole copy summed up and compared with the source.
+/// One record in this many computes the sum of its whole copy and compares it with the source.
 const SUM_EVERY: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
@@ -71,12 +73,12 @@ impl Case {
     }
 }
 
-/// Returns the names of all ways to store copies.
+/// Returns the names of all kinds of memory for copies.
 pub fn names() -> impl Iterator<Item = &'static str> {
     COPY_MEMORIES.iter().map(|memory_kind| memory_kind.name)
 }
 
-/// Measures the wanted ways to store copies; adds rows and verdicts.
+/// Measures the wanted kinds of memory for copies; adds rows and verdicts.
 ///
 /// # Errors
 ///
@@ -179,7 +181,7 @@ fn measure_with_hog(
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
-    let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING] };
+    let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING_SUBJECT] };
     for case in cases {
         for (kind, at_once, least) in [("malloc", false, 0.95), ("pages given up at once", true, 1.0)] {
             let target = format!("ebizzy on handles against the best of {kind}, {}", case.name());

@@ -1,7 +1,8 @@
-//! Cost of watching memory limits without memory pressure: Pagemill with its defaults, compared with Pagemill that does
-//! not watch limits.
+//! Cost of watching memory limits without memory pressure: Pagemill with its default settings is compared with Pagemill
+//! that does not watch limits.
 //!
-//! The cost is measured as the speed of the [`ebizzy`](crate::ebizzy) workload, and as wake-ups of an idle process.
+//! The cost is measured as the speed of the [`ebizzy`](crate::ebizzy) workload, and as the number of wake-ups of an
+//! idle process.
 
 use std::time::{Duration, Instant};
 
@@ -18,16 +19,16 @@ use crate::subject::{self, AvailableSubject, PAGEMILL, UNWATCHED};
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
 /// Number of samples (quick, full). There are more and shorter samples than in other experiments, so that a difference
-/// of 1 % is detected.
+/// of 1 % can be detected.
 const SAMPLES: (usize, usize) = (3, 15);
 
 /// MiB that the idle process allocates and frees.
 const IDLE_MIB: u64 = 128;
-/// The process has returned its free memory once its resident memory is below this value.
+/// The idle process counts as having returned its free memory once its resident memory is below this value.
 const RETURNED_BELOW_BYTES: u64 = 32 << 20;
-/// The environment setting that makes Pagemill return free memory after one idle second. [`RETURN_TIME_LIMIT`] is the
-/// time limit of this measurement.
+/// The environment setting that makes Pagemill return free memory after one idle second.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
+/// Time limit for that return.
 const RETURN_TIME_LIMIT: Duration = Duration::from_secs(15);
 /// Pause between the return of the memory and the count of wake-ups.
 const PAUSE: Duration = Duration::from_secs(1);

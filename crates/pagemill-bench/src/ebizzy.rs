@@ -1,8 +1,8 @@
-//! The speed that an allocator gains by not returning memory to the kernel at once.
+//! The speed that an allocator gains if it does not return memory to the kernel at once.
 //!
 //! Every peer allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that
-//! return memory at once. For each number of threads, Pagemill is compared with the fastest peer of each kind *in the
-//! same run*.
+//! return memory at once. For each number of threads, Pagemill is compared with the fastest peer of both kinds,
+//! measured in the same run.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL, Role};
+use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
 
 /// MiB that are touched beforehand (quick, full): more memory than any subject uses at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
@@ -22,11 +22,12 @@ const QUICK_BUDGET_MS: u64 = 22_000;
 /// Time to start and end a workload, in addition to its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// Page faults per record from which a subject counts as returning memory. A record has 64 pages or more. A subject
-/// with fewer faults retains its memory despite its settings, so it is no baseline for subjects that return memory.
+/// A subject with at least this many page faults per record counts as returning memory. A record has 64 pages or more.
+/// A subject with fewer faults retains its memory despite its settings, so it cannot be the baseline among subjects
+/// that return memory.
 pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 
-/// The case in which all copies have 256 KiB; the targets are about this case.
+/// The case in which all copies have 256 KiB. The targets apply to this case.
 const FIXED: &str = "fixed";
 
 pub const RECORDS: &str = "records_per_second";
@@ -90,8 +91,8 @@ fn cases(options: &Options) -> Vec<Case> {
     }
 }
 
-/// Returns warm-up and measured time of a sample in ms. A quick run divides a budget; a full run measures one second
-/// each.
+/// Returns warm-up time and measured time of a sample, in ms. A quick run divides a time budget among its samples; a
+/// full run uses one second for each time.
 fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     match common.quick {
         true => {
@@ -123,7 +124,8 @@ fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -
             case.sizes,
         ];
         for round in 0..common.rounds() {
-            // Each round begins with another subject, so that a subject does not always run after the same one.
+            // Each round begins with another subject, so that a subject does not always run after the same other
+            // subject.
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
@@ -176,8 +178,8 @@ fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: 
     }
 }
 
-/// Adds a gap if a subject with settings to return memory at once retains the memory nevertheless. The subject is then
-/// no baseline.
+/// Adds a gap if a subject retains memory although its settings demand to return memory at once. Such a subject is no
+/// baseline.
 fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case: &Case, ready: &AvailableSubject) {
     let faults = samples.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
@@ -190,8 +192,8 @@ fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case:
     }
 }
 
-/// Adds a row that compares Pagemill with the best peer of a role. Only the JSON output has it; the tables show a
-/// verdict.
+/// Adds a row that compares Pagemill with the best peer of a role. Only the JSON output has this row; the tables show a
+/// verdict instead.
 fn add_row_against_best(
     report: &mut Report,
     samples: &SampleTable<Case>,
@@ -224,8 +226,8 @@ fn baseline_name(role: Role) -> &'static str {
 
 /// Returns the best peer with default settings: the fastest over all numbers of threads, by geometric mean.
 ///
-/// A choice for each number of threads would be biased: each time it would select the luckiest of several nearly equal
-/// peers.
+/// Choosing a peer for each number of threads would be biased: it would select the luckiest of several nearly equal
+/// peers each time.
 fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
     let mean = |ready: &&AvailableSubject| {
         let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED);
@@ -236,7 +238,8 @@ fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Opti
     defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(AvailableSubject::name)
 }
 
-/// Returns the fastest peer of a role that lost no round. A peer that should return memory at once must also do so.
+/// Returns the fastest peer of a role that lost no round. For the role that returns memory at once, the peer must also
+/// cause enough page faults to show that it does.
 fn best_peer<'a>(
     samples: &'a SampleTable<Case>,
     case: &Case,
@@ -290,12 +293,12 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
     judge_aging_cost(report, samples, &fixed);
 }
 
-/// Adds a verdict on the cost of returning memory by age, if both variants were run.
+/// Adds a verdict on the cost of returning memory by age, if both variants of Pagemill were run.
 fn judge_aging_cost(report: &mut Report, samples: &SampleTable<Case>, fixed: &[&Case]) {
     let ratios: Vec<Vec<f64>> = fixed
         .iter()
         .filter_map(|case| {
-            let (own, keeping) = (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, KEEPING, RECORDS)?);
+            let (own, keeping) = (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, KEEPING_SUBJECT, RECORDS)?);
             Some(own.ratios(keeping, Better::Higher))
         })
         .collect();
@@ -330,7 +333,7 @@ fn case_verdict(
     }
 }
 
-/// Describes the best peer by its name and by its page faults per record.
+/// Describes the best peer by its name and its page faults per record.
 fn describe_best(samples: &SampleTable<Case>, case: &Case, name: &'static str) -> String {
     let faults = samples.get(case, name, FAULTS).and_then(Series::median);
     match faults.filter(|&faults| faults >= MIN_FAULTS_IF_RETURNING) {
@@ -358,8 +361,8 @@ mod tests {
         (samples, case)
     }
 
-    /// tcmalloc-eager is faster but has almost no page faults, so it does not return memory. glibc-eager is the best
-    /// peer.
+    /// tcmalloc-eager is faster but has almost no page faults, so it does not return memory. The best peer must be
+    /// glibc-eager.
     #[test]
     fn best_eager_peer_must_return_memory() {
         let (samples, case) = samples();
@@ -370,7 +373,7 @@ mod tests {
         assert_eq!(best.map(|(name, _)| name), Some("glibc-eager"));
     }
 
-    /// Pagemill's 110 records per second are 22 times the 5 of the best peer, and the verdict has that ratio.
+    /// Pagemill makes 110 records per second and the best peer 5. The verdict must have the ratio 22.
     #[test]
     fn verdict_is_ratio_to_best_peer() {
         let (samples, case) = samples();

@@ -3,25 +3,24 @@
 use std::fmt;
 use std::io;
 
-/// The reason why an experiment stopped early. A killed workload is no error but a result, and a missing peer is
-/// reported as a gap.
+/// Why an experiment ended early. A killed workload is a result and not an error. A missing peer is reported as a gap.
 #[derive(Debug)]
 pub enum Error {
-    /// The bench received this signal, for example by Ctrl-C. It has ended all processes that it had started.
+    /// The bench received this signal, for example by Ctrl-C, and has ended all processes that it started.
     Interrupted { signal: i32 },
     /// The workload of this subject found wrong bytes in its memory, so its measurements are worthless.
     WrongAnswer { subject: String, what: String },
-    /// The experiment cannot run on this machine, for the reason given.
+    /// The experiment cannot run on this machine, for this reason.
     CannotRun(String),
-    /// An operating-system operation that the bench itself needs has failed.
+    /// An operation of the operating system that the bench needs has failed.
     System { doing: String, cause: io::Error },
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Returns the bench's exit status: 2 if the experiment could not run, 1 for a wrong answer, and 128 plus the
-    /// signal's number after an interrupt, as a shell reports it.
+    /// Returns the bench's exit status: 2 if the experiment could not run, and 1 for a wrong answer. After an interrupt
+    /// it is 128 plus the signal's number, as in a shell.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Interrupted { signal } => 128 + *signal as u8,

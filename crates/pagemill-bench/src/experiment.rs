@@ -1,7 +1,7 @@
 //! Code shared by all experiments: options, table of samples, verdicts, progress bar.
 //!
 //! An experiment compares *subjects*, such as allocators, in several *cases*, such as numbers of threads. Each *round*
-//! takes one sample of every subject in every case. A *metric* is one measured quantity. A *gap* is a measurement that
+//! has one sample of every subject in every case. A *metric* is one measured quantity. A *gap* is a measurement that
 //! could not be made; the report lists gaps with their reasons.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use crate::child::Outcome;
 use crate::error::{Error, Result};
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::KEEPING;
+use crate::subject::KEEPING_SUBJECT;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommonOptions {
@@ -40,7 +40,7 @@ impl CommonOptions {
         self.samples.map_or(usual, usize::from)
     }
 
-    /// Returns whether this subject is to be run: `--only` names the subject, or is absent.
+    /// Returns whether this subject is to be run: `--only` names it, or `--only` is absent.
     pub fn is_wanted(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
@@ -74,8 +74,8 @@ impl<Case: Ord + Clone> SampleTable<Case> {
         Self { series: BTreeMap::new() }
     }
 
-    /// Records the outcome of one round of one subject: the value of each metric in the workload's JSON line, or a lost
-    /// round for each metric.
+    /// Records the outcome of one round of one subject: either the value of each metric in the workload's JSON line, or
+    /// a lost round for each metric.
     pub fn add_outcome(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
         for metric in metrics {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
@@ -93,7 +93,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
         }
     }
 
-    /// Records one measured value as a round of its own.
+    /// Adds a round with one measured value to a series.
     pub fn add_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
         let series = self.series.entry((case.clone(), subject, metric)).or_default();
         series.rounds.push(Some(value));
@@ -109,7 +109,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
     }
 }
 
-/// Describes how the report shows a metric: unit, direction of improvement, and the subject that ratios compare with.
+/// How the report shows a metric: unit, direction of improvement, and the subject with which ratios compare.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     pub name: &'static str,
@@ -149,7 +149,7 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
     }
 }
 
-/// Names one series of samples, as one side of a comparison.
+/// Identifies one series of samples, as one side of a comparison.
 #[derive(Debug)]
 pub struct SeriesKey<'a, Case> {
     pub case: &'a Case,
@@ -157,8 +157,8 @@ pub struct SeriesKey<'a, Case> {
     pub metric: &'static str,
 }
 
-/// Compares two times. With [`Bound::AtLeast`] the estimate is how many times as fast as the baseline `own` is; with
-/// [`Bound::AtMost`] it is `own`'s time divided by the baseline's.
+/// Compares two times. With [`Bound::AtLeast`], the estimate is the baseline's time divided by that of `own`. With
+/// [`Bound::AtMost`], it is the time of `own` divided by the baseline's.
 pub fn judge_time_ratio<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     target: impl Into<String>,
@@ -182,7 +182,7 @@ pub fn judge_time_ratio<Case: Ord + Clone>(
     }
 }
 
-/// Judges the value of one subject by itself, without a baseline.
+/// Compares the value of one subject with a fixed bound, without a baseline.
 pub fn judge_value<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     target: impl Into<String>,
@@ -201,18 +201,18 @@ pub fn judge_value<Case: Ord + Clone>(
     }
 }
 
-/// The least speed of Pagemill that returns memory by age, relative to Pagemill that returns it only on request.
-const LEAST_SPEED_WITH_AGING: f64 = 0.98;
+/// Minimum speed of Pagemill that returns memory by age, relative to Pagemill that returns memory only on request.
+const MIN_SPEED_WITH_AGING: f64 = 0.98;
 
 /// Judges the cost of returning memory by age, by the geometric mean over all cases in which both variants were run.
-/// `ratios` has one entry per case: the speed of Pagemill in each round, relative to the variant that does not return
+/// `ratios` has one list per case: for each round, the speed of Pagemill relative to the variant that does not return
 /// memory by age. Returns none without such a case.
 pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
     (!ratios.is_empty()).then(|| Verdict {
         estimate: stats::estimate_median(&stats::geometric_means(ratios)),
-        baseline: KEEPING.to_owned(),
-        ..not_measured(target, Bound::AtLeast(LEAST_SPEED_WITH_AGING), "x", "")
+        baseline: KEEPING_SUBJECT.to_owned(),
+        ..not_measured(target, Bound::AtLeast(MIN_SPEED_WITH_AGING), "x", "")
     })
 }
 
@@ -249,8 +249,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// Pagemill that returns memory by age is 2 % slower than the other variant, then 4 %. The verdict must pass and
-    /// fail. Without any case there must be no verdict.
+    /// Pagemill that returns memory by age is 2 % slower than the other variant, which must pass; then 4 % slower,
+    /// which must fail. Without any case there must be no verdict.
     #[test]
     fn aging_cost_is_judged_over_all_cases() {
         let state =

@@ -1,9 +1,9 @@
-//! Reads the amount of free memory that a running process publishes in its Pagemill statistics.
+//! Reads the amount of free memory that a running process publishes in its figures file.
 
 use pagemill_core::published;
 
-/// Returns the free bytes that the process could return at once; none if the process publishes no statistics, as under
-/// allocators other than Pagemill.
+/// Returns the free bytes that the process could return at once. Returns none if the process publishes no figures, like
+/// a process under an allocator other than Pagemill.
 ///
 /// `start_time` is field 22 of `/proc/PID/stat`. Process id and start time together identify the process even if the
 /// kernel has reused the id.

@@ -1,4 +1,4 @@
-//! Time to return 1 GiB of free memory on request, and how long that delays the malloc of other threads.
+//! Time to return 1 GiB of free memory on request, and the longest delay of a malloc in another thread meanwhile.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const ALLOCATION_SIZES: [usize; 2] = [256 << 10, 4 << 10];
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
-const MILLISECONDS: &str = "ms";
+const WALL_MS: &str = "ms";
 const RETURNED: &str = "returned_mib";
 const HELD: &str = "held_mib";
 const LONGEST: &str = "longest_malloc_ms";
@@ -61,7 +61,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
                 let outcome = child::run_under(subject, &arguments, Duration::from_secs(120))?;
-                let metrics = [MILLISECONDS, RETURNED, HELD, LONGEST, QUIET];
+                let metrics = [WALL_MS, RETURNED, HELD, LONGEST, QUIET];
                 samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }
         }
@@ -73,7 +73,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
     let metrics = [
         (HELD, "MiB", Better::Lower, "MiB held when asked"),
         (RETURNED, "MiB", Better::Higher, "MiB returned"),
-        (MILLISECONDS, "ms", Better::Lower, "ms"),
+        (WALL_MS, "ms", Better::Lower, "ms"),
         (LONGEST, "ms", Better::Lower, "longest malloc, ms"),
         (QUIET, "ms", Better::Lower, "longest in 100 ms before"),
     ];
@@ -81,8 +81,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
     for subject in ready {
         for (metric, unit, better, column) in metrics {
             let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // A subject that has nothing to return needs little time, so its time is no baseline. Only the delay of
-            // other threads is comparable.
+            // A subject that has little to return needs little time, so its time is no baseline. Only the delay of
+            // other threads can be compared.
             let baseline = (metric == LONGEST).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
@@ -92,7 +92,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
     let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
-    let targets = [(MILLISECONDS, 50.0, "ms to give back"), (LONGEST, 5.0, "longest unrelated malloc")];
+    let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST, 5.0, "longest unrelated malloc")];
     for (metric, bound, what) in targets {
         let target = format!("{case}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
@@ -104,7 +104,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize,
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
                 Verdict {
                     estimate: stats::estimate_median(&series.values()),
-                    // The verdict fails if Pagemill did not return the free memory that it retained.
+                    // The target also falls short if Pagemill did not return the free memory that it retained.
                     has_lost_round: !series.survived() || held - returned > 0.1 * mib as f64,
                     note: format!("{returned:.0} of {held:.0} MiB returned"),
                     ..verdict

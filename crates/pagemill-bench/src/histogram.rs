@@ -1,9 +1,9 @@
-//! Histogram of durations with buckets that grow exponentially. It counts millions of durations in fixed memory,
-//! without allocation.
+//! Histogram of durations with buckets that grow exponentially. It counts millions of durations in fixed memory and
+//! makes no allocation.
 
 use std::time::Duration;
 
-/// Buckets per power of two. The upper end of a bucket is at most one eighth above any duration in it.
+/// Number of buckets per power of two. The upper end of a bucket exceeds any duration in it by at most one eighth.
 const BUCKETS_PER_DOUBLING: usize = 8;
 const BUCKETS: usize = 64 * BUCKETS_PER_DOUBLING;
 
@@ -29,8 +29,8 @@ impl Histogram {
         self.counts.iter().sum()
     }
 
-    /// Returns a percentile in milliseconds: the upper end of the bucket that contains it. `share` is the percentile as
-    /// a fraction, such as 0.99.
+    /// Returns the upper end of the bucket with the percentile, in milliseconds. `share` is the percentile as a
+    /// fraction, such as 0.99.
     pub fn percentile_ms(&self, share: f64) -> f64 {
         let rank = (share * self.count() as f64).ceil() as u64;
         let mut below = 0;
@@ -51,7 +51,8 @@ impl Histogram {
 
 fn bucket_index(ns: u64) -> usize {
     let doubling = ns.max(1).ilog2() as usize;
-    // The position within the power of two: the three bits below the highest bit. Durations below 8 ns have fewer bits.
+    // The position within the power of two, from the three bits below the highest one. Durations below 8 ns have fewer
+    // bits.
     let eighth = if doubling >= 3 { (ns >> (doubling - 3)) as usize & 7 } else { (ns << (3 - doubling)) as usize & 7 };
     doubling * BUCKETS_PER_DOUBLING + eighth
 }
@@ -67,8 +68,8 @@ fn bucket_end_ns(bucket: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// Each duration lies in a bucket that ends at or above it, by at most one eighth. Longer durations lie in the same
-    /// or a later bucket.
+    /// Each duration must lie in a bucket whose end is at least the duration, and at most one eighth more. Longer
+    /// durations must lie in the same or a later bucket.
     #[test]
     fn durations_lie_in_their_buckets() {
         let mut last = 0;
@@ -80,8 +81,8 @@ mod tests {
         }
     }
 
-    /// With a thousand short durations and two long ones, the 99th percentile is short and the 99.9th is long. The
-    /// longest is exact.
+    /// With a thousand short durations and two long ones, the 99th percentile must be short and the 99.9th long. The
+    /// longest duration must be exact.
     #[test]
     fn percentiles_show_rare_long_durations() {
         let mut times = Histogram::new();

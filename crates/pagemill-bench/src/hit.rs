@@ -1,5 +1,6 @@
-//! Cost of a cache hit: resident pages are copied out and pinned in random order, in the page cache, plain memory,
-//! files of the kernel and other caches. Also measures the memory that each cache uses in addition to its pages.
+//! Cost of a cache hit: resident pages are copied out and pinned in random order. The subjects are the page cache,
+//! plain memory, files of the kernel, and other caches. Also measures the memory that each cache uses in addition to
+//! its pages.
 
 use std::time::Duration;
 
@@ -21,62 +22,64 @@ const FRAMES: &str = "frames";
 const PREAD_NEVER: &str = "pread-huge-never";
 const PREAD_ALWAYS: &str = "pread-huge-always";
 const FOYER: &str = "foyer";
-/// The part of the experiment with many small files. It is no subject, but `--only` accepts its name.
+/// The part of the experiment with many small files. `--only` accepts this name like that of a subject.
 const FILES: &str = "files";
 
 const COPY: &str = "copy_ns";
 const PIN: &str = "pin_ns";
 const FRAME_BYTES: &str = "frames_bytes";
 const INDEX_BYTES: &str = "index_bytes";
-const BESIDE_BYTES: &str = "beside_bytes";
+const ADDED_BYTES: &str = "beside_bytes";
 const HUGE_SHARE: &str = "huge_share";
 const RESIDENT: &str = "resident_ratio";
 const COUNTED: &str = "counted_ratio";
 
-const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, BESIDE_BYTES, HUGE_SHARE];
-const PINNED: &[&str] = &[COPY, PIN, BESIDE_BYTES, HUGE_SHARE];
-const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
+const PAGE_CACHE_METRICS: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
+const PEER_METRICS: &[&str] = &[COPY, PIN, ADDED_BYTES, HUGE_SHARE];
+const UNPINNED_METRICS: &[&str] = &[COPY, HUGE_SHARE];
 
-/// Makes glibc ask for huge pages for all its memory, which is the best setting for a cache that stores its pages in
+/// Makes glibc use huge pages for all its memory. This is the best setting for a cache that allocates its pages with
 /// malloc.
-const HUGE_MALLOC: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
+const GLIBC_HUGE_PAGES: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
 
 /// A subject: a store of pages, its mount if it uses files, and its settings.
 struct Subject {
     name: &'static str,
     /// The subject's name on the workload's command line.
-    word: &'static str,
+    argument: &'static str,
     mount: Option<FileSystem>,
     settings: &'static [(&'static str, &'static str)],
     metrics: &'static [&'static str],
 }
 
 impl Subject {
-    const fn new(name: &'static str, word: &'static str, metrics: &'static [&'static str]) -> Self {
-        Self { name, word, mount: None, settings: &[], metrics }
+    const fn new(name: &'static str, argument: &'static str, metrics: &'static [&'static str]) -> Self {
+        Self { name, argument, mount: None, settings: &[], metrics }
     }
 }
 
 const SUBJECTS: [Subject; 10] = [
-    Subject::new(HUGE, "huge", OWN),
-    Subject::new(DENSE, "dense", OWN),
-    Subject::new(MEMCPY, "memcpy", MAPPED),
+    Subject::new(HUGE, "huge", PAGE_CACHE_METRICS),
+    Subject::new(DENSE, "dense", PAGE_CACHE_METRICS),
+    Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
     Subject::new(FRAMES, "frames", &[COPY, PIN, HUGE_SHARE]),
-    Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", MAPPED) },
-    Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", MAPPED) },
+    Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
+    Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY]) },
     Subject { mount: Some(ALWAYS), ..Subject::new(PREAD_ALWAYS, "pread", &[COPY]) },
-    Subject { settings: HUGE_MALLOC, ..Subject::new(FOYER, "foyer", PINNED) },
-    Subject { settings: HUGE_MALLOC, ..Subject::new("quick_cache", "quick-cache", PINNED) },
+    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new(FOYER, "foyer", PEER_METRICS) },
+    Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PEER_METRICS) },
 ];
 
 const MIB: (u64, u64) = (256, 1024);
 const RUN_MS: (u64, u64) = (50, 500);
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
 const SMALL_BYTES: u64 = 1 << 10;
-/// Number of samples (quick, full). A bound of 5 % needs more samples than other experiments.
+/// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only 5
+/// %.
 const ROUNDS: (usize, usize) = (3, 9);
-/// The least fraction in huge pages for memory to count as huge. The rest may be memory that is not part of the data.
+/// Memory counts as huge if at least this fraction of it is in huge pages. The rest may be memory that is not part of
+/// the data.
 const MIN_HUGE_FRACTION: f64 = 0.98;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -94,7 +97,7 @@ pub struct Options {
 /// The number of threads, which all access the same pages.
 type Case = u64;
 const THREADS: [Case; 2] = [1, 2];
-/// The case in which sizes and the small files are reported, since they do not depend on the number of threads.
+/// The case under which sizes and small files are reported. They do not depend on the number of threads.
 const SIZES: Case = 1;
 
 /// Runs the experiment and returns the report.
@@ -146,7 +149,7 @@ fn measure(
                 progress.step(subject.name);
                 let numbers =
                     [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
-                let line = ["__hit", "--subject", subject.word].map(str::to_owned);
+                let line = ["__hit", "--subject", subject.argument].map(str::to_owned);
                 let line: Vec<String> = line.into_iter().chain(child::numeric_options(&numbers)).collect();
                 let outcome = sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
@@ -200,7 +203,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
     for (name, unit, column) in [
         (FRAME_BYTES, "B", "frames, B a page"),
         (INDEX_BYTES, "B", "index, B a page"),
-        (BESIDE_BYTES, "B", "resident beside the data, B a page"),
+        (ADDED_BYTES, "B", "resident beside the data, B a page"),
         (HUGE_SHARE, "1", "share in huge pages"),
     ] {
         for subject in subjects {
@@ -217,7 +220,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
     }
 }
 
-/// Adds gaps for baselines that got too few huge pages and for an index size that cannot be true.
+/// Adds gaps for baselines that got too few huge pages, and for an index size that cannot be right.
 fn add_doubt_gaps(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
         let share = samples.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);

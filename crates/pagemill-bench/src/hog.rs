@@ -1,8 +1,9 @@
-//! ebizzy with a memory hog under the same limit: free memory must move from one process to the other.
+//! The ebizzy workload and a memory hog under the same limit. Free memory must move from one process to the other.
 //!
-//! Workload and hog need their memory alternately. The memory that both use at one time always fits; together with the
-//! free memory that both *retain* it does not. An allocator that retains free memory is killed; one that returns it at
-//! once loses time at every record. Pagemill should do better than both. A kill is a result, not an error.
+//! Workload and hog use memory alternately. The memory that both use at the same time always fits below the limit. It
+//! does not fit together with the free memory that both *retain*. A process whose allocator retains free memory is
+//! killed. An allocator that returns free memory at once loses time at every record. Pagemill should be better than
+//! either. A kill is a result, not an error.
 
 use std::fs::File;
 use std::path::Path;
@@ -21,7 +22,8 @@ use crate::workload::hog::LOCK;
 
 /// The memory limit of the cgroup with both processes.
 const LIMIT_MIB: u64 = 512;
-/// Memory that each process uses in its turn. The limit has room for the memory of one process, but not of both.
+/// Memory that each process uses while it has the lock. The limit has room for the memory of one process, but not of
+/// both.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";
@@ -79,7 +81,7 @@ fn sample(
     sample_pair(ready.name(), &launcher, folder.path(), is_limited, &[])
 }
 
-/// Takes one sample: starts workload and hog with the command line `launcher` and the environment `settings`, in a new
+/// Takes one sample. Starts workload and hog with the command line `launcher` and the environment `settings`, in a new
 /// cgroup if `is_limited`. The inner error is a sentence for the list of gaps.
 pub fn sample_pair(
     subject: &str,
@@ -110,12 +112,12 @@ pub fn sample_pair(
     subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
     let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(90))?;
-    // The group must outlive the processes in it. It is also removed if an error returned early.
+    // The cgroup must be removed only after its processes have ended. An early return with an error also drops it.
     drop(group);
     child::classify(subject, &finished).map(Ok)
 }
 
-/// Checks that a cgroup with the limit can be made on this machine; the error has the reason.
+/// Checks that this machine can make a cgroup with the limit. The error has the reason.
 pub fn check_limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
@@ -145,8 +147,8 @@ impl SampleTimes {
     }
 }
 
-/// Returns the command line that starts workload and hog under the subject. In a cgroup with a limit, Pagemill gets no
-/// `--limit` option, since it must detect the limit of the group.
+/// Returns the command line that starts workload and hog under the subject. If they run in a cgroup with a limit,
+/// Pagemill gets no `--limit` option: it must detect the cgroup's limit itself.
 fn launcher(
     ready: &AvailableSubject,
     folder: &Path,

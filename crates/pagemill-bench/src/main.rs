@@ -1,8 +1,8 @@
-//! Pagemill's experiments: every claim as a ratio against its peers, measured in one run.
+//! Pagemill's experiments. Each compares Pagemill with its peers and measures all of them in one run.
 //!
 //! Workloads are hidden subcommands of this executable. Each workload runs as a process of its own under the allocator
-//! to be measured. The main process starts the workloads, waits, and collects their numbers; nothing is measured in the
-//! main process.
+//! to be measured. The main process starts the workloads, waits for them, and collects their results. It measures
+//! nothing itself.
 
 mod callgrind;
 mod cgroup;
@@ -237,8 +237,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The exit status if the experiment ran but nothing could be measured.
-const NOTHING_RUN: u8 = 2;
+/// The exit status if nothing could be measured.
+const EXIT_NOTHING_MEASURED: u8 = 2;
 
 /// Runs an experiment and prints its report, or its error. Returns the exit status.
 fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> ExitCode {
@@ -248,7 +248,7 @@ fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> E
             report.print();
             if !report.has_results() {
                 eprintln!("pagemill-bench: cannot run: nothing was measured");
-                return ExitCode::from(NOTHING_RUN);
+                return ExitCode::from(EXIT_NOTHING_MEASURED);
             }
             ExitCode::from(u8::from(common.strict && report.fell_short()))
         }

@@ -1,8 +1,9 @@
-//! C and system calls that have no safe wrapper in Rust: the malloc under test, process groups, locks, mappings.
+//! Calls of the C library that have no safe wrapper in Rust: the malloc under test, process groups, file locks,
+//! mappings.
 //!
-//! Every allocation that a workload measures comes from the C symbol `malloc`, mostly through [`WordAllocation`], so
-//! that the preloaded allocator serves it. Rust's collections use the same `malloc`, but they may round sizes, cache or
-//! over-allocate.
+//! Every allocation that a workload measures comes from the C symbol `malloc`, which the preloaded allocator serves.
+//! Most workloads allocate through [`WordAllocation`]. Rust's collections use the same `malloc`, but they may round
+//! sizes or allocate more than needed.
 
 #![allow(unsafe_code)] // calls the C library directly, as the programs under test do
 
@@ -45,14 +46,14 @@ impl WordAllocation {
         // 2. A fresh block overlaps no borrowed memory.
         unsafe { ptr::copy_nonoverlapping(words.as_ptr(), start.as_ptr(), words.len()) };
         Some(Self {
-            // The optimizer assumes that memory from malloc is not accessed elsewhere. Without `black_box` it may read
-            // the source instead and remove the copy.
+            // Without `black_box` the optimizer may remove the copy and read the source instead, because it assumes
+            // that memory from malloc is accessed nowhere else.
             start: black_box(start),
             len_words: words.len(),
         })
     }
 
-    /// Makes an allocation with all words equal to `word`; returns none if the allocator is out of memory.
+    /// Makes an allocation with all words equal to `word`. Returns none if the allocator is out of memory.
     pub fn filled(len_words: usize, word: u64) -> Option<Self> {
         let start = raw_malloc(len_words * size_of::<u64>())?.cast::<u64>();
         for index in 0..len_words {
@@ -75,7 +76,8 @@ impl Drop for WordAllocation {
     }
 }
 
-/// An allocation from the C `malloc` that starts with a tag word, by which a workload can check its contents later.
+/// An allocation from the C `malloc` that starts with a tag word. A workload checks the tag later to detect damaged
+/// memory.
 ///
 /// # Invariants
 ///
@@ -140,7 +142,7 @@ fn raw_malloc(size: usize) -> Option<NonNull<c_void>> {
     NonNull::new(unsafe { libc::malloc(size) })
 }
 
-/// Asks the loaded allocator, through its own C call, to return all free memory.
+/// Requests through the loaded allocator's own C function that it return all free memory.
 pub fn give_back(how: GiveBack) -> Result<(), String> {
     match how {
         GiveBack::MallocTrim => {
@@ -174,7 +176,7 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
     Ok(())
 }
 
-/// The C call that asks an allocator to return its free memory.
+/// The C function that makes an allocator return its free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum GiveBack {
     /// `malloc_trim(0)`
@@ -189,7 +191,7 @@ pub enum GiveBack {
     MeshCompact,
 }
 
-/// Number of compaction passes of Mesh, which is more than it needs.
+/// Number of compaction passes of Mesh. It is more than Mesh needs.
 const MESH_PASSES: usize = 100;
 
 type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
@@ -327,7 +329,7 @@ pub fn unshare_mounts() -> io::Result<()> {
     }
 }
 
-/// Kills one process of a cgroup that the bench made.
+/// Kills one process. The process must be in a cgroup that the bench made.
 pub fn kill_process(pid: u32) {
     // SAFETY: kill touches no memory.
     unsafe { libc::kill(pid as libc::pid_t, libc::SIGKILL) };
@@ -403,29 +405,30 @@ impl Pages {
         Ok(pages)
     }
 
-    /// Returns the address at offset `at`. The range of `len_bytes` bytes from there must lie in the mapping.
+    /// Returns the address at offset `at`. Panics unless the `len_bytes` bytes from there lie in the mapping.
     pub fn address_at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
-        // SAFETY: inside the mapping, by the assertion above.
+        // SAFETY: the address is inside the mapping (assertion above).
         unsafe { self.addr.add(at) }
     }
 
     /// Writes a byte to each page of a range, which makes the range resident.
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
-            // SAFETY: inside the mapping, and `&mut self` excludes other access.
+            // SAFETY: the bytes are inside the mapping, and `&mut self` excludes other access.
             unsafe { self.address_at(at + page, 1).write_volatile(1) };
         }
     }
 
-    /// Returns the first bytes of the mapping. The caller must have written them since the last `MADV_FREE`.
+    /// Returns the first `len_bytes` bytes of the mapping. The caller must have written them since the last
+    /// `MADV_FREE`.
     pub fn bytes(&self, len_bytes: usize) -> &[u8] {
         // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not discard pages that were
         // written after `MADV_FREE`.
         unsafe { slice::from_raw_parts(self.address_at(0, len_bytes), len_bytes) }
     }
 
-    /// Returns the first bytes of the mapping, for writing.
+    /// Returns the first `len_bytes` bytes of the mapping, for writing.
     pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
         // SAFETY: inside the mapping, and `&mut self` excludes other access. Any bit pattern is a valid byte.
         unsafe { slice::from_raw_parts_mut(self.address_at(0, len_bytes), len_bytes) }
@@ -454,7 +457,7 @@ impl Pages {
         self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
     }
 
-    /// Marks a range volatile or nonvolatile. Returns whether any byte of the range was purged.
+    /// Marks a range volatile or nonvolatile, according to `mode`. Returns whether any byte of the range was purged.
     pub fn mark(
         &self,
         pagemill: &pagemill_testbed::Testbed,
@@ -470,7 +473,7 @@ impl Pages {
         marked.map(|marked| marked.purged)
     }
 
-    /// Marks a range volatile or nonvolatile. Fails if any byte of the range was purged.
+    /// Marks a range volatile if `volatile`, else nonvolatile. Fails if any byte of the range was purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill_testbed::Testbed,
@@ -487,12 +490,13 @@ impl Pages {
         }
     }
 
-    /// Returns whether the page at this offset can be read without a signal.
+    /// Returns whether the page at this offset can be read without a signal (`SIGBUS` on a purged page of a strict
+    /// range).
     pub fn is_readable(&self, at: usize) -> bool {
         pagemill_sys::fault::is_readable(self.address_at(at, 1) as usize)
     }
 
-    /// Returns the minor page faults of the calling thread so far.
+    /// Returns the number of minor page faults of the calling thread so far.
     pub fn faults() -> u64 {
         // SAFETY: rusage is plain data, and the call fills it.
         unsafe {
@@ -516,7 +520,7 @@ impl Drop for Pages {
     }
 }
 
-/// Counters in huge pages that many threads share.
+/// Counters in memory of huge pages, shared by many threads.
 #[derive(Debug)]
 pub struct SharedCounters(Pages);
 
@@ -552,7 +556,8 @@ mod tests {
         assert_eq!(TaggedAllocation::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 
-    /// Asking glibc to return memory succeeds. A symbol that no library has gives an error instead of a crash.
+    /// A request that glibc return memory must succeed. A symbol that no library has must give an error instead of a
+    /// crash.
     #[test]
     fn absent_symbols_are_reported() {
         assert_eq!(give_back(GiveBack::MallocTrim), Ok(()));

@@ -1,13 +1,13 @@
 //! Contents that the bench writes into files. Each record starts with a stamp that depends on its file, offset and
 //! generation.
 
-/// The unit of reading and writing: IOzone's default record size, and the size of a page.
+/// The unit of reading and writing: the default record size of IOzone, and the size of a page.
 pub const RECORD_BYTES: usize = 4096;
 
 /// The byte that fills the rest of a record after its stamp.
 const FILL_BYTE: u8 = 0xa5;
 
-/// A buffer of records, in a whole number.
+/// A buffer that consists of whole records.
 #[derive(Clone, Debug)]
 pub struct Records(Vec<u8>);
 
@@ -18,7 +18,7 @@ pub fn stamp_word(file: u64, offset: u64, generation: u64) -> u64 {
     mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
 }
 
-/// Writes only the stamp of a record. One store per record is too cheap to affect a measurement.
+/// Writes only the stamp of a record. A single store per record is too cheap to affect a measurement.
 #[inline]
 pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {
     record[..8].copy_from_slice(&stamp_word(file, offset, generation).to_le_bytes());
@@ -46,13 +46,13 @@ impl Records {
     }
 }
 
-/// Returns whether every byte is as [`Records::stamped_at`] writes it for this file and offset.
+/// Returns whether every byte is what [`Records::stamped_at`] writes for this file and offset.
 pub fn is_intact(bytes: &[u8], file: u64, offset: u64) -> bool {
     let mut records = bytes.chunks(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES));
     records.all(|(record, record_offset)| is_intact_record(record, file, record_offset, 0))
 }
 
-/// Returns whether one record has its stamp of this generation and the fill byte everywhere else.
+/// Returns whether one record has the stamp of this generation, and the fill byte in all other places.
 pub fn is_intact_record(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
     record.len() == RECORD_BYTES
         && is_stamped(record, file, offset, generation)
@@ -63,8 +63,8 @@ pub fn is_intact_record(record: &[u8], file: u64, offset: u64, generation: u64) 
 mod tests {
     use super::*;
 
-    /// A record is valid only in its own file, at its own offset, and in its own generation. One changed byte makes it
-    /// invalid.
+    /// A record must be valid only in its own file, at its own offset, and in its own generation. One changed byte must
+    /// make it invalid.
     #[test]
     fn record_is_intact_only_at_its_own_offset() {
         let mut records = Records::filled(2 * RECORD_BYTES);

@@ -5,14 +5,14 @@ use std::io::Read;
 
 use crate::native::Pages;
 
-/// Resident memory of one process, in bytes.
+/// Resident memory of one process in bytes, from `/proc/PID/status`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResidentMemory {
     /// All resident pages, including those of files and shared memory.
     pub all: u64,
     /// Resident anonymous pages.
     pub anonymous: u64,
-    /// The largest value of `all` so far, as the kernel recorded it.
+    /// The maximum of `all` since the start of the process, recorded by the kernel.
     pub peak: u64,
 }
 
@@ -21,7 +21,7 @@ pub struct ResidentMemory {
 pub struct ProcessStat {
     pub pid: u32,
     pub parent: u32,
-    /// Start time in clock ticks since boot. Together with the process id it identifies a process even if the id is
+    /// Start time in clock ticks since boot. Process id and start time together identify a process, even if the id is
     /// reused.
     pub start_time: u64,
     /// Page faults that needed no I/O.
@@ -33,8 +33,8 @@ pub fn resident_memory(pid: u32) -> Option<ResidentMemory> {
     parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Returns the resident bytes of this process as the kernel counts them; 0 if the value cannot be read. Allocates
-/// nothing.
+/// Returns the resident bytes of this process as the kernel counts them; 0 if the value cannot be read. Makes no
+/// allocation.
 pub fn own_resident_bytes() -> u64 {
     let mut bytes = [0; 128];
     let read = fs::File::open("/proc/self/statm").and_then(|mut file| file.read(&mut bytes));
@@ -69,17 +69,19 @@ pub fn process_tree(root: u32) -> Vec<ProcessStat> {
     family
 }
 
-/// Returns whether a process has mapped a file whose path contains `path`, and so whether a preload took effect.
+/// Returns whether a process has mapped a file whose path contains `path`. If so, the preload of that library took
+/// effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }
 
-/// Returns the memory that the kernel estimates to be available without swapping.
+/// Returns how much memory could be used without swapping, as the kernel estimates it (`MemAvailable`).
 pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field_bytes(&text, "MemAvailable:")
 }
 
+/// Returns the machine's memory (`MemTotal`).
 pub fn total_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field_bytes(&text, "MemTotal:")
@@ -96,8 +98,8 @@ pub fn own_huge_bytes() -> Option<u64> {
     ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field_bytes(&text, name)).sum()
 }
 
-/// Returns the anonymous and shared memory of this process in bytes, without file mappings. A page that is mapped twice
-/// counts once.
+/// Returns the anonymous and shared memory of this process in bytes, without file mappings. A page that this process
+/// maps twice counts once.
 pub fn own_anonymous_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     Some(field_bytes(&text, "Pss_Anon:")? + field_bytes(&text, "Pss_Shmem:")?)
@@ -170,7 +172,7 @@ fn parse_stat(text: &str) -> Option<ProcessStat> {
 mod tests {
     use super::*;
 
-    /// A process name that looks like more fields of the line is skipped up to the last parenthesis.
+    /// A process name may look like further fields of the line. It must be skipped up to the last parenthesis.
     #[test]
     fn process_name_with_parentheses_is_skipped() {
         let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
@@ -179,7 +181,8 @@ mod tests {
         assert_eq!(parse_stat(line), Some(expected));
     }
 
-    /// A line as the kernel writes it: iowait counts as idle time, and guest time is not added a second time.
+    /// In a line as the kernel writes it, iowait must count as idle time, and guest time must not be added a second
+    /// time.
     #[test]
     fn cpu_line_is_parsed_into_busy_and_all_ticks() {
         let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
@@ -187,7 +190,7 @@ mod tests {
         assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
     }
 
-    /// Of two mappings in smaps, only the mapping that contains the address counts.
+    /// Of two mappings in smaps, only the mapping with the address must count.
     #[test]
     fn huge_bytes_count_only_the_mapping_at_the_address() {
         let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
@@ -197,7 +200,7 @@ mod tests {
         assert_eq!(parse_huge_mapped_bytes(smaps, 0x4000), None);
     }
 
-    /// The functions find this test process: in its own process tree, with resident memory, and with its C library
+    /// The functions must find this test process: in its own process tree, with resident memory, and with its C library
     /// mapped.
     #[test]
     fn own_process_is_found() {
@@ -207,7 +210,7 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident_memory(u32::MAX), None);
-        // The bounds are loose, since concurrent tests of the process allocate and free memory meanwhile.
+        // The bounds are wide, since concurrent tests in this process allocate and free memory.
         let own_bytes = own_anonymous_bytes().expect("the kernel tells it");
         assert!(own_bytes > 0 && own_bytes < resident_memory(own).expect("a live process").peak);
         assert!(voluntary_switches(own).is_some() && total_bytes() > available_bytes());

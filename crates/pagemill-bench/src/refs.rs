@@ -1,5 +1,5 @@
-//! Cost to pin a range of a huge folio, compared with one reference count for each 4 KiB; cost to split and collapse a
-//! huge folio, compared with a copy of it.
+//! Cost to pin a range of a huge folio, compared with one reference count for each 4 KiB. Also the cost to split and
+//! collapse a huge folio, compared with a copy of the folio.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::subject;
 
 const SPLITTABLE: &str = "splittable";
 const NEVER_SPLIT: &str = "never-split";
-/// The baseline: one reference count for each 4 KiB of a huge page, as direct I/O of the kernel had it until 2013.
+/// The baseline: one reference count for each 4 KiB of a huge page, as in the kernel's direct I/O until 2013.
 const PER_PAGE: &str = "per-4-KiB";
-/// Each way to count references: its name in the report, and its name on the workload's command line.
-const WAYS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
+/// Each kind of pin: its name in the report, and its name on the workload's command line.
+const METHODS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
 const SPLIT: &str = "split-collapse";
 const MEMCPY: &str = "memcpy-2-MiB";
@@ -26,10 +26,12 @@ const COLLAPSE_NS: &str = "collapse_ns";
 const COPY_NS: &str = "copy_ns";
 
 const SIZES_KIB: [u64; 2] = [64, 1024];
-/// Duration of a sample (quick, full): of pins and unpins; of splits and collapses, or of copies.
+/// Duration of a sample of pins and unpins (quick, full).
 const PIN_RUN_MS: (u64, u64) = (20, 200);
+/// Duration of a sample of splits and collapses, or of copies (quick, full).
 const SPLIT_RUN_MS: (u64, u64) = (100, 1000);
-/// Number of folios (quick, full). They exceed the CPU caches, as folios that wait for a collapse usually do.
+/// Number of folios (quick, full). Together they are larger than the CPU caches, because folios that wait for a
+/// collapse are usually not cached.
 const FOLIOS: (u64, u64) = (16, 64);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -40,6 +42,7 @@ pub struct Options {
 
 /// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
+/// The case under which splits and collapses are reported. It has no range size and no number of threads.
 const SPLIT_CASE: Case = (0, 0, false);
 
 fn cases() -> impl Iterator<Item = Case> {
@@ -63,13 +66,13 @@ fn case_name((kib, threads, is_own): Case) -> String {
 /// an unknown subject.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
+    let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
     common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
     child::touch_beforehand(512)?;
     let samples = measure(common)?;
     for case in cases() {
-        for (subject, _) in WAYS {
+        for (subject, _) in METHODS {
             let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
             let cell = Some(TableCell { table, column: case_name(case) });
             let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
@@ -89,7 +92,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
-    let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
+    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
     changes.retain(|(name, ..)| is_wanted(name));
     let progress = Progress::new(common.rounds() * (cases().count() * ways.len() + changes.len()));

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result line: the median of a metric over the rounds of a run. `ratio` is how many times better than `baseline`
-/// the subject is in the same run, so larger is better.
+/// One result line: the median of a metric over the rounds of a run. `ratio` says how many times better than `baseline`
+/// the subject is in the same run, so larger is better for every metric.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -31,7 +31,8 @@ pub struct Row {
     pub cell: Option<TableCell>,
 }
 
-/// The position of a cell: the titles of its table and its column. The cell is in the line of the row's subject.
+/// The position of a row's value in the tables: the title of the table and of the column. The line is that of the row's
+/// subject.
 #[derive(Clone, Debug)]
 pub struct TableCell {
     pub table: String,
@@ -41,8 +42,11 @@ pub struct TableCell {
 /// The samples of one metric of one subject in one case. A round that was killed or failed is `None`.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
+    /// One value per round; `None` for a round that was killed or failed.
     pub rounds: Vec<Option<f64>>,
+    /// Number of rounds that SIGKILL ended.
     pub killed: usize,
+    /// Messages of the rounds that failed otherwise.
     pub failures: Vec<String>,
 }
 
@@ -55,21 +59,20 @@ impl Series {
         stats::median(&self.values())
     }
 
-    /// Returns whether every round was measured: none was killed, none failed.
+    /// Returns whether every round was measured, so that none was killed and none failed.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
 
-    /// Returns the ratio to the baseline for each round in which both were measured. A ratio above 1 means better than
-    /// the baseline.
+    /// Returns the ratio to the baseline for each round in which both series have a value. A ratio above 1 means better
+    /// than the baseline.
     pub fn ratios(&self, baseline: &Self, better: Better) -> Vec<f64> {
         stats::ratios(&self.rounds, &baseline.rounds, better)
     }
 }
 
-/// The least number of samples by which a target can fall short. With fewer samples the 95 % interval is too
-/// unreliable.
-const LEAST_SAMPLES_TO_FALL_SHORT: usize = 3;
+/// A target can fall short only with at least this many samples. With fewer, the 95 % interval is too unreliable.
+const MIN_SAMPLES_TO_FALL_SHORT: usize = 3;
 
 /// The bound that an estimate must meet to reach its target.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,17 +90,18 @@ pub struct Verdict {
     pub unit: &'static str,
     /// The measured estimate; none if nothing could be measured, and then `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// Set if a round was killed or failed. The target then falls short, whatever the estimate is.
+    /// A round was killed or failed. The target then falls short, whatever the estimate is.
     pub has_lost_round: bool,
     pub note: String,
 }
 
-/// The state of a target after the run.
+/// The result of a verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VerdictState {
     Reached,
-    /// The median misses the bound, but part of the 95 % interval meets it, so the result is undecided.
+    /// The median misses the bound, but part of the 95 % interval meets it. The result is undecided.
     WithinDoubt,
+    /// The whole 95 % interval misses the bound, or a round was lost.
     FallsShort,
     NotMeasured,
 }
@@ -116,7 +120,7 @@ impl Verdict {
             Bound::AtLeast(bound) => (value >= bound, high < bound),
             Bound::AtMost(bound) => (value <= bound, low > bound),
         };
-        let is_short = is_short && samples >= LEAST_SAMPLES_TO_FALL_SHORT;
+        let is_short = is_short && samples >= MIN_SAMPLES_TO_FALL_SHORT;
         match (is_reached, is_short) {
             (true, _) => VerdictState::Reached,
             (false, true) => VerdictState::FallsShort,
@@ -155,7 +159,7 @@ impl Verdict {
     }
 }
 
-/// Metrics that count lost rounds: killed with SIGKILL (mostly out of memory), or failed otherwise.
+/// Metrics that count lost rounds: `killed` by SIGKILL, mostly for lack of memory, or `failed` otherwise.
 const KILLED: &str = "killed";
 const FAILED: &str = "failed";
 
@@ -178,7 +182,7 @@ impl Report {
         Self { experiment, is_json, rows, gaps, notes, verdicts, transposed }
     }
 
-    /// Adds a row with the median and the spread of a series, and rows that count its lost rounds.
+    /// Adds a row with the median and the spread of a series. Adds further rows with the numbers of its lost rounds.
     pub fn add_series(&mut self, entry: RowLabels<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
@@ -204,7 +208,7 @@ impl Report {
     fn add_lost_rounds(&mut self, entry: &RowLabels<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
-            // A lost round has no value for any metric. The loss is reported only with the first metric of the subject
+            // A lost round has no value for any metric. Its loss is reported once, with the first metric of the subject
             // and case.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
             if self.rows.iter().any(is_it) {
@@ -251,12 +255,13 @@ impl Report {
         self.notes.push(what.into());
     }
 
-    /// Transposes the table with this title, which suits many columns and few subjects.
+    /// Transposes the table with this title: one line per column name, one column per subject. Suits many columns and
+    /// few subjects.
     pub fn transpose_table(&mut self, table: impl Into<String>) {
         self.transposed.push(table.into());
     }
 
-    /// Adds a verdict; in JSON mode, also prints a row with the result, whether the target was reached.
+    /// Adds a verdict. In JSON mode, also prints a row that says whether the target was reached.
     pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
@@ -349,7 +354,7 @@ impl Report {
     }
 }
 
-/// Labels of a series in the report: everything in its row that is not computed from the samples.
+/// Labels of a series in the report: all parts of its row that are not computed from samples.
 #[derive(Clone, Debug)]
 pub struct RowLabels<'a> {
     pub case: &'a str,
@@ -427,7 +432,7 @@ mod tests {
         }
     }
 
-    /// A serialized row has exactly the ten keys that other programs parse, in their order. The table cell is left out.
+    /// A serialized row must have exactly the ten keys that other programs parse, in this order, and no table cell.
     #[test]
     fn row_serializes_with_its_ten_keys() {
         let row = Row {
@@ -453,7 +458,7 @@ mod tests {
     }
 
     /// Verdicts with several intervals. A target must fall short if the whole interval misses the bound or a round was
-    /// lost, but not because of a single sample.
+    /// lost. A single sample must not be enough.
     #[test]
     fn target_falls_short_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
@@ -471,8 +476,8 @@ mod tests {
         assert_eq!(unknown.state(), VerdictState::NotMeasured);
     }
 
-    /// Results of one subject share a line, and a kill appears beside the measured value. Transposed, the subject
-    /// becomes a column.
+    /// Results of one subject must share a line, and a kill must appear next to the measured value. In a transposed
+    /// table, the subject must be a column.
     #[test]
     fn table_cells_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);

@@ -1,7 +1,7 @@
 //! Files by which the bench and its workloads signal progress to each other.
 //!
-//! A sign is an empty file in a temporary folder. Its existence is the signal. Files work between processes under any
-//! allocator and through a launcher, and they are removed with the folder.
+//! A sign is an empty file in a temporary folder, and its existence is the signal. Files work between processes under
+//! any allocator, also through a launcher. They are removed together with the folder.
 
 use std::fs::File;
 use std::io;
@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 /// Interval at which a waiting process checks whether the file exists.
 const INTERVAL: Duration = Duration::from_millis(1);
 
+/// The sign files of one sample.
 #[derive(Clone, Debug)]
 pub struct Signs {
     folder: PathBuf,
@@ -26,7 +27,7 @@ impl Signs {
         Self { folder: folder.to_owned() }
     }
 
-    /// Creates the file with this name, which signals to the other process.
+    /// Creates the file with this name, and so signals to the other process.
     ///
     /// # Errors
     ///
@@ -39,7 +40,7 @@ impl Signs {
         self.folder.join(name).exists()
     }
 
-    /// Waits until a workload has created the file. Returns false if the workload ended without it.
+    /// Waits until a workload has created the file. Returns false if the workload ended without creating it.
     ///
     /// # Errors
     ///

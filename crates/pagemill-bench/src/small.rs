@@ -1,7 +1,8 @@
-//! Small allocations under the preloaded Pagemill, compared with jemalloc, which serves them inside of Pagemill.
+//! Small allocations under the preloaded Pagemill, compared with plain jemalloc. Pagemill serves small allocations by
+//! jemalloc.
 //!
-//! For a small malloc Pagemill adds one decision and one jump. The nanoseconds show their cost on this machine; the
-//! instruction counts (`--callgrind`) hold for other machines, too.
+//! For a small malloc, Pagemill adds one comparison and one jump to jemalloc's work. The nanoseconds show their cost on
+//! this machine. The instruction counts (`--callgrind`) are also valid for other machines.
 
 use std::time::Duration;
 
@@ -11,17 +12,17 @@ use crate::error::Result;
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
-use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL};
+use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL};
 
 const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const THREADS: [u16; 2] = [1, 2];
 
-/// The allocator that serves small allocations inside of Pagemill, preloaded by itself.
+/// The allocator by which Pagemill serves small allocations, here preloaded without Pagemill.
 const BASELINE: &str = "jemalloc";
 const NANOSECONDS: &str = "ns_per_pair";
 
-/// The bound on the instructions that Pagemill adds to a malloc and free.
+/// Maximum number of instructions that Pagemill adds to a pair of malloc and free.
 const MAX_ADDED_INSTRUCTIONS: f64 = 8.0;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -33,7 +34,7 @@ pub struct Options {
     pub callgrind: bool,
 }
 
-/// Pattern, number of threads and size, which also order the tables.
+/// Pattern, number of threads and size in bytes. Their order is also the order in the tables.
 type Case = (&'static str, u16, usize);
 
 pub fn run(options: &Options) -> Result<Report> {
@@ -109,7 +110,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
     for case in cases() {
         let pagemill = samples.get(&case, PAGEMILL, NANOSECONDS);
-        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING, NANOSECONDS)) {
+        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING_SUBJECT, NANOSECONDS)) {
             aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
         }
         let baseline = samples.get(&case, BASELINE, NANOSECONDS);
@@ -199,8 +200,8 @@ fn instructions_per_pair(
         command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
         ready.apply(command);
-        // With this setting Pagemill serves the program from the first call on. Otherwise the C library would serve it,
-        // because it makes few calls.
+        // With this setting, Pagemill serves the program from the first call on. Otherwise the C library would serve
+        // this program, because it makes few calls.
         command.env("PAGEMILL_AFTER", "0");
     })
 }

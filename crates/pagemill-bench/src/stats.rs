@@ -1,8 +1,8 @@
-//! Medians, spreads and confidence intervals: the statistics behind each verdict.
+//! The statistics on which each verdict is based: medians, spreads and confidence intervals.
 //!
-//! The speed of a machine can drift by a quarter within minutes, so times of different rounds are never compared. The
-//! samples of one round are taken one after the other. Ratios are formed within a round, and the interval is computed
-//! from those ratios.
+//! The speed of a machine can drift by a quarter within minutes. So times of different rounds are never compared: the
+//! samples of one round are measured one after the other, ratios are formed within a round, and the interval is
+//! computed from these ratios.
 
 /// Number of bootstrap resamples. More resamples would change only the third digit of an interval.
 const RESAMPLES: usize = 2000;
@@ -26,8 +26,8 @@ pub struct Estimate {
     pub samples: usize,
 }
 
-/// The random number generator SplitMix64: its period is 2^64 from any seed. (ebizzy's original generator stayed at
-/// zero.)
+/// The random number generator SplitMix64. From any seed, its period is 2^64. (The original generator of ebizzy stayed
+/// at zero.)
 ///
 /// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
 #[derive(Clone, Debug)]
@@ -72,8 +72,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// Returns the smallest value such that at least the fraction `share` of all values do not exceed it; none without
-/// values.
+/// Returns the smallest value that at least the fraction `share` of all values do not exceed; none without values.
 pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -105,7 +104,8 @@ pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better)
         .collect()
 }
 
-/// Returns the geometric mean over all cases for each round. Rounds that lack a case are left out.
+/// Returns the geometric mean over all cases for each round. Uses as many rounds as the case with the fewest ratios
+/// has.
 pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
     let rounds = cases.iter().map(Vec::len).min().unwrap_or(0);
     (0..rounds)
@@ -135,7 +135,7 @@ pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
 mod tests {
     use super::*;
 
-    /// The median of an odd, an even and an empty list of values.
+    /// The median of an odd, an even and an empty list of values must be right.
     #[test]
     fn median_is_the_middle_value() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
@@ -143,7 +143,8 @@ mod tests {
         assert_eq!(median(&[]), None);
     }
 
-    /// The 99th percentile of the numbers 1 to 100 is 99; of two values it is the larger one; an empty list has none.
+    /// The 99th percentile of the numbers 1 to 100 must be 99, and that of two values the larger one. An empty list
+    /// must have none.
     #[test]
     fn percentile_is_one_of_the_values() {
         let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
@@ -152,8 +153,8 @@ mod tests {
         assert_eq!(percentile(&[], 0.99), None);
     }
 
-    /// The spread is (max - min) / median. It is zero for a single value and for a median of zero, instead of a
-    /// division by zero.
+    /// The spread must be (max - min) / median. For a single value or a median of zero it must be zero; nothing may be
+    /// divided by zero.
     #[test]
     fn spread_is_range_over_median() {
         assert!((spread(&[90.0, 100.0, 120.0]) - 0.3).abs() < 1e-12);
@@ -161,7 +162,8 @@ mod tests {
         assert_eq!(spread(&[0.0, 0.0]), 0.0);
     }
 
-    /// Ratios for both directions of improvement. A round without a value for one subject gives no ratio.
+    /// Ratios must be right for both directions of improvement. A round without a value for one subject must give no
+    /// ratio.
     #[test]
     fn ratios_are_formed_within_a_round() {
         let subject = [Some(10.0), None, Some(30.0)];
@@ -171,8 +173,8 @@ mod tests {
         assert_eq!(ratios(&subject, &baseline, Better::Lower)[0], 0.5);
     }
 
-    /// The interval of noisy samples contains their median and lies within their range. Equal samples have an interval
-    /// of zero width.
+    /// The interval of noisy samples must contain their median and lie within their range. The interval of equal
+    /// samples must have zero width.
     #[test]
     fn interval_contains_the_median() {
         let noisy = estimate_median(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
@@ -184,7 +186,7 @@ mod tests {
         assert_eq!(estimate_median(&[]), None);
     }
 
-    /// The mean of 2 and 8 is 4 in the first round, and that of 1 and 1 is 1 in the second.
+    /// The geometric mean of 2 and 8 must be 4 in the first round. That of 1 and 1 must be 1 in the second round.
     #[test]
     fn geometric_mean_is_taken_per_round() {
         let means = geometric_means(&[vec![2.0, 1.0], vec![8.0, 1.0]]);
@@ -192,7 +194,8 @@ mod tests {
         assert!((means[0] - 4.0).abs() < 1e-9 && (means[1] - 1.0).abs() < 1e-9);
     }
 
-    /// Numbers from seed 0 take all values below the bound and no other. Different seeds give different numbers.
+    /// Numbers from seed 0 must take all values below the bound and no others. Different seeds must give different
+    /// numbers.
     #[test]
     fn random_numbers_cover_their_range() {
         let mut random = Random::new(0);

@@ -1,7 +1,7 @@
-//! The allocators that are compared, and the one table of settings that make each of them return memory at once.
+//! The allocators that are compared, and the table of settings that make each allocator return memory at once.
 //!
-//! `pagemill-bench settings` renders [`SUBJECTS`] for docs/benchmarks.md, so the documented settings are those that
-//! were run. If a subject's library is missing, the report lists a gap that tells how to install it.
+//! `pagemill-bench settings` renders [`SUBJECTS`] for docs/benchmarks.md. So the documented settings are those that
+//! were measured. If a subject's library is missing, the report has a gap that says how to install it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -18,12 +18,13 @@ pub enum Role {
     Default,
     /// A peer allocator with settings that return memory as soon as it is free.
     ReturningAtOnce,
-    /// Pagemill with default settings: the subject of the verdicts.
+    /// Pagemill with default settings. The verdicts are about this subject.
     Pagemill,
-    /// Pagemill that does not watch memory limits. The comparison with `Pagemill` shows the cost of watching limits.
+    /// Pagemill that does not watch memory limits. Compared with [`Role::Pagemill`], it shows the cost of watching
+    /// limits.
     Unwatched,
-    /// Pagemill that returns free memory only on request and under pressure. The comparison with `Pagemill` shows the
-    /// cost of returning memory by age.
+    /// Pagemill that returns free memory only on request and under pressure. Compared with [`Role::Pagemill`], it shows
+    /// the cost of returning memory by age.
     Keeping,
 }
 
@@ -45,7 +46,7 @@ pub struct Subject {
     pub name: &'static str,
     pub role: Role,
     pub library: Library,
-    /// Environment variables that the workload is run with.
+    /// Environment variables that are set for the workload.
     pub settings: &'static [(&'static str, &'static str)],
     /// The C call that makes the allocator return its free memory.
     pub give_back: GiveBack,
@@ -59,8 +60,8 @@ const TCMALLOC: Library =
     Library::Installed(&["libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so"]);
 const JEMALLOC: Library = Library::Built("libpeer_jemalloc.so");
 const MIMALLOC: Library = Library::Built("libpeer_mimalloc.so");
-const BUILD: &str = "cargo build --release -p pagemill-bench";
-const INSTALL: &str = "apt-get install libtcmalloc-minimal4";
+const BUILD_HINT: &str = "cargo build --release -p pagemill-bench";
+const INSTALL_HINT: &str = "apt-get install libtcmalloc-minimal4";
 
 /// All subjects: the peers with default settings, the peers that return memory at once, then the variants of Pagemill.
 pub const SUBJECTS: &[Subject] = &[
@@ -80,7 +81,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[],
         give_back: GiveBack::Mallctl,
         effect: "as it comes from the crate tikv-jemalloc-sys",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
         name: "mimalloc",
@@ -89,7 +90,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[],
         give_back: GiveBack::MiCollect,
         effect: "as it comes from the crate libmimalloc-sys",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
         name: "tcmalloc",
@@ -98,7 +99,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[],
         give_back: GiveBack::ReleaseFreeMemory,
         effect: "as it comes from the distribution (gperftools)",
-        install_hint: INSTALL,
+        install_hint: INSTALL_HINT,
     },
     Subject {
         name: "glibc-eager",
@@ -119,7 +120,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")],
         give_back: GiveBack::Mallctl,
         effect: "free extents are purged at once instead of over ten seconds",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
         name: "mimalloc-eager",
@@ -128,7 +129,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[("MIMALLOC_PURGE_DELAY", "0")],
         give_back: GiveBack::MiCollect,
         effect: "free pages are purged at once",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
         name: "tcmalloc-eager",
@@ -137,7 +138,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[("TCMALLOC_AGGRESSIVE_DECOMMIT", "1"), ("TCMALLOC_RELEASE_RATE", "1000")],
         give_back: GiveBack::ReleaseFreeMemory,
         effect: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
-        install_hint: INSTALL,
+        install_hint: INSTALL_HINT,
     },
     Subject {
         name: "pagemill",
@@ -146,7 +147,7 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[],
         give_back: GiveBack::MallocTrim,
         effect: "as it comes",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
         name: UNWATCHED,
@@ -155,16 +156,16 @@ pub const SUBJECTS: &[Subject] = &[
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
         effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
     Subject {
-        name: KEEPING,
+        name: KEEPING_SUBJECT,
         role: Role::Keeping,
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
         effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
-        install_hint: BUILD,
+        install_hint: BUILD_HINT,
     },
 ];
 
@@ -187,17 +188,17 @@ pub const PAGEMILL: &str = "pagemill";
 pub const UNWATCHED: &str = "pagemill-unwatched";
 
 /// The name of the subject Pagemill that does not return memory by age.
-pub const KEEPING: &str = "pagemill-keep";
+pub const KEEPING_SUBJECT: &str = "pagemill-keep";
 
 impl Role {
-    /// Returns whether a subject with this role runs only if `--only` names the subject.
+    /// Returns whether a subject with this role runs only if `--only` names it.
     fn is_on_request(self) -> bool {
         matches!(self, Self::Unwatched | Self::Keeping)
     }
 }
 
-/// The environment variable with the library that the workload must find mapped. The check is needed because the loader
-/// only warns if a preload fails.
+/// Environment variable with the path of the preloaded library. The workload checks that this library is mapped,
+/// because the loader only warns if a preload fails.
 pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
 
 /// Prefixes of environment variables that affect an allocator. Variables with these prefixes are removed, so that no
@@ -231,9 +232,9 @@ impl AvailableSubject {
         matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::Keeping)
     }
 
-    /// Returns the first words of a command line that runs a process tree under this allocator. They are `env` with the
-    /// subject's settings, then `LD_PRELOAD=LIBRARY`, or for Pagemill `pagemill run` with `run_options`.
-    ///
+    /// Returns the first words of a command line that runs a process tree under this allocator: `env` with the
+    /// subject's settings, then `LD_PRELOAD=LIBRARY`. For Pagemill, `pagemill run` with `run_options` replaces the
+    /// preload.
     /// # Errors
     ///
     /// The reason why the subject cannot run, as a sentence for the list of gaps.
@@ -254,8 +255,8 @@ impl AvailableSubject {
         Ok(line)
     }
 
-    /// Sets the command's environment so that it runs under this allocator, without any allocator setting of the
-    /// caller.
+    /// Sets the command's environment so that the command runs under this allocator, without any allocator setting of
+    /// the caller.
     pub fn apply(&self, command: &mut Command) {
         clear_foreign_settings(command);
         for (name, value) in self.subject.settings {
@@ -337,8 +338,8 @@ fn find_library(library: Library) -> std::result::Result<Option<PathBuf>, String
     }
 }
 
-/// Returns the path of a file that was built with this bench. Cargo also leaves libraries in `deps`; of several copies,
-/// the newest is returned.
+/// Returns the path of a file that was built together with this bench. Cargo also keeps copies of libraries in `deps`;
+/// the newest copy is returned.
 pub fn built_file(name: &str) -> Option<PathBuf> {
     let executable = env::current_exe().ok()?;
     let folder = executable.parent()?;
@@ -348,7 +349,7 @@ pub fn built_file(name: &str) -> Option<PathBuf> {
     found.max_by_key(|path| path.metadata().and_then(|file| file.modified()).ok())
 }
 
-/// Returns the resolved path of a library in the system's folders, in the form that `/proc/self/maps` has it.
+/// Returns the path of a library in the system's folders with all links resolved, as it appears in `/proc/self/maps`.
 pub fn installed_file(name: &str) -> Option<PathBuf> {
     const FOLDERS: &[&str] = &[
         "/usr/lib/x86_64-linux-gnu",
@@ -384,8 +385,8 @@ mod tests {
 
     use super::*;
 
-    /// Each subject has a unique name. Exactly the subjects that differ from an allocator's default have settings, and
-    /// names that end in `-eager` belong to subjects that return memory at once.
+    /// Each subject must have a unique name. Exactly the subjects that differ from an allocator's default must have
+    /// settings. Exactly the names of subjects that return memory at once must end in `-eager`.
     #[test]
     fn names_roles_and_settings_of_subjects_agree() {
         let names: BTreeSet<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
@@ -401,7 +402,7 @@ mod tests {
 
     #[test]
     fn pagemill_variants_run_only_if_named() {
-        for own in [UNWATCHED, KEEPING] {
+        for own in [UNWATCHED, KEEPING_SUBJECT] {
             let names = |only: &[String]| -> Vec<&str> {
                 let (ready, gaps) = select_available(only, |_| true).unwrap_or_default();
                 let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);
@@ -413,7 +414,7 @@ mod tests {
         }
     }
 
-    /// [`clear_foreign_settings`] removes each variable that a subject's settings use, and leaves `PATH` alone.
+    /// [`clear_foreign_settings`] must remove each variable that a subject's settings use, and keep `PATH`.
     #[test]
     fn settings_of_subjects_are_cleared() {
         for (name, _) in SUBJECTS.iter().flat_map(|subject| subject.settings) {
@@ -422,7 +423,8 @@ mod tests {
         assert!(!is_foreign(OsStr::new("PATH")));
     }
 
-    /// The rendered table has one line for each subject. An unknown name is refused with the list of known names.
+    /// The rendered table must have one line for each subject. An unknown name must be refused with the list of known
+    /// names.
     #[test]
     fn settings_table_lists_every_subject() {
         assert_eq!(settings_markdown().lines().count(), SUBJECTS.len() + 2);

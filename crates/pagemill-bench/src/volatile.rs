@@ -11,14 +11,16 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Each way to make memory volatile or free: its name in the report, and its name on the workload's command line.
+/// Subjects that mark memory volatile or free it, by their names in the report.
 const HANDLES: &str = "handle-mark-unmark";
 const PIN: &str = "handle-pin-unpin";
 const VRANGE: &str = "vrange-among-100000";
 const FREE: &str = "madv-free";
 const DONTNEED: &str = "madv-dontneed-and-fault";
-const WAYS: [(&str, &str); 5] =
+/// Each subject's name in the report, and its name on the workload's command line.
+const METHODS: [(&str, &str); 5] =
     [(HANDLES, "handles"), (PIN, "pin"), (VRANGE, "vrange"), (FREE, "free"), (DONTNEED, "dontneed")];
+/// The subject that measures purges.
 const PURGING: &str = "handles-purged";
 
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
@@ -43,6 +45,7 @@ pub struct Options {
 
 /// Size of the range in KiB, and number of threads.
 type Case = (u64, u64);
+/// The case under which purges are reported. It has no range size and no number of threads.
 const PURGE_CASE: Case = (0, 0);
 
 /// Runs the experiment and returns the report.
@@ -52,7 +55,7 @@ const PURGE_CASE: Case = (0, 0);
 /// [`crate::error::Error::WrongAnswer`] if bytes changed without memory pressure.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
+    let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
     common.check_only(&known)?;
     let mut report = Report::new("volatile", common.json);
     let is_wanted = |name: &str| common.is_wanted(name);
@@ -60,7 +63,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let samples = measure(common, is_wanted)?;
     for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
         let name = format!("{} KiB, {}", case.0, threads_text(case.1));
-        for (subject, _) in WAYS {
+        for (subject, _) in METHODS {
             let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
             let cell = Some(TableCell { table, column: name.clone() });
             let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
@@ -88,7 +91,7 @@ fn threads_text(count: u64) -> String {
 
 fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(50, 300);
-    let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
+    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREADS.len() * ways.len() + 1));
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {

@@ -1,4 +1,5 @@
-//! Runs every experiment in its smallest form. Its workloads must run, find no wrong answer, and report their metrics.
+//! Runs every experiment in its smallest form. Each workload must run, must report no wrong answer, and must report its
+//! metrics.
 //!
 //! A test that needs a library that is not built or installed is skipped, and prints that.
 
@@ -11,7 +12,7 @@ fn bench(arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("the bench starts")
 }
 
-/// Returns the JSON rows of a run, which must succeed.
+/// Runs the bench, which must succeed, and returns its JSON rows.
 fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
     let output = bench(arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -25,7 +26,7 @@ fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64>
     row.and_then(|row| row["value"].as_f64())
 }
 
-/// The workload of ebizzy runs for fifty milliseconds. It makes records, and every search finds its key.
+/// The workload of ebizzy runs for 50 ms. It must make records, and every search must find its key.
 #[test]
 fn ebizzy_finds_every_key() {
     for sizes in ["fixed", "mixed"] {
@@ -36,7 +37,7 @@ fn ebizzy_finds_every_key() {
     }
 }
 
-/// ebizzy runs with its copies in every kind of memory. No copy is damaged, and only with `MADV_DONTNEED` does each
+/// ebizzy runs with its copies in every kind of memory. No copy may be damaged. Only with `MADV_DONTNEED` must every
 /// copy cause page faults for all its pages.
 #[test]
 fn ebizzy_runs_with_every_kind_of_memory() {
@@ -55,8 +56,8 @@ fn ebizzy_runs_with_every_kind_of_memory() {
     }
 }
 
-/// The experiment runs with glibc's defaults and with settings that return memory at once. Only the latter cause page
-/// faults at each record, which shows that the settings had an effect.
+/// The experiment runs with glibc's defaults, and with glibc settings that return memory at once. Only the second run
+/// may cause page faults at each record, which shows that the settings had an effect.
 #[test]
 fn returning_memory_at_once_causes_page_faults() {
     let rows =
@@ -69,8 +70,8 @@ fn returning_memory_at_once_causes_page_faults() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
-/// The writers run for a tenth of a second, in one process and in two. They must write, no call may fail, and no tag
-/// may be wrong.
+/// The writers run for a tenth of a second, in one process and in two. They must write, no allocation may fail, and no
+/// tag may be wrong.
 #[test]
 fn writers_write_and_check() {
     for processes in ["1", "2"] {
@@ -81,8 +82,8 @@ fn writers_write_and_check() {
     }
 }
 
-/// A handover in its smallest form survives under glibc that returns memory at once. Needs cgroups; without them the
-/// bench prints that and exits with 2.
+/// A handover in its smallest form must survive under glibc that returns memory at once. Without cgroups the bench must
+/// print that they are missing and exit with 2.
 #[test]
 fn handover_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
@@ -97,8 +98,8 @@ fn handover_survives_with_eager_glibc() {
     assert!(value(&rows, "glibc-eager", "gib_per_second").is_some_and(|speed| speed > 0.0));
 }
 
-/// Every variant of the handover with allocations of one size survives; impossible sizes are refused. Needs cgroups;
-/// without them the bench prints that and exits with 2.
+/// Every variant of the handover with allocations of one size must survive, and impossible sizes must be refused.
+/// Without cgroups the bench must print that they are missing and exit with 2.
 #[test]
 fn handover_of_one_size_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--trials", "1", "--sizes"];
@@ -113,12 +114,12 @@ fn handover_of_one_size_survives_with_eager_glibc() {
     let rows = rows(&run("1M", "glibc-eager"));
 
     let survived: Vec<_> = rows.iter().filter(|row| row["metric"] == "survived").collect();
-    // Only Pagemill can be given the limit of a process tree, so its variant does not run here.
+    // Only Pagemill has an option for the limit of a process tree, so the variant `limit` does not run under glibc.
     assert_eq!(survived.len(), 5, "{rows:?}");
     assert!(survived.iter().all(|row| row["value"] == 1.0), "{rows:?}");
 }
 
-/// The newcomer fills its memory with eight threads and checks it word by word.
+/// The newcomer must fill its memory with eight threads and check it word by word.
 #[test]
 fn newcomer_checks_every_word() {
     let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
@@ -126,8 +127,8 @@ fn newcomer_checks_every_word() {
     assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
 }
 
-/// A request to a sibling is answered and timed, if the command is built. An asker without a process tree reports an
-/// error.
+/// A request to a sibling must be answered and timed. Skipped if the command `pagemill` is not built. An asker without
+/// a process tree must report an error.
 #[test]
 fn requests_to_a_sibling_are_timed() {
     let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
@@ -141,8 +142,8 @@ fn requests_to_a_sibling_are_timed() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
 }
 
-/// With a subject named, `--cost` measures only that subject: neither a comparison nor an idle process. It cannot be
-/// combined with `--hog`.
+/// With `--only`, `--cost` must measure only the named subject: no comparison and no idle process. `--cost` must be
+/// refused together with `--hog`.
 #[test]
 fn cost_measures_only_named_subjects() {
     let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
@@ -151,7 +152,7 @@ fn cost_measures_only_named_subjects() {
     assert_eq!(bench(&["ebizzy", "--cost", "--hog"]).status.code(), Some(2));
 }
 
-/// The filler of a machine takes all of its memory above a low floor, and none with a floor that it cannot keep.
+/// The filler must allocate all memory above a low floor, and nothing if the floor is above the available memory.
 #[test]
 fn filler_stops_at_its_floor() {
     for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
@@ -173,7 +174,7 @@ fn filler_stops_at_its_floor() {
     }
 }
 
-/// Each peer library serves malloc when it is preloaded; otherwise the workload would fail.
+/// Each peer library must serve malloc when it is preloaded. The workload fails otherwise.
 #[test]
 fn peer_libraries_serve_malloc() {
     for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
@@ -190,7 +191,7 @@ fn peer_libraries_serve_malloc() {
     }
 }
 
-/// Each pattern of small allocations runs for two milliseconds, and one pattern for a given number of pairs.
+/// Each pattern of small allocations must run for 2 ms, and one pattern for a given number of pairs.
 #[test]
 fn small_allocations_keep_their_tags() {
     for pattern in ["pair", "batch", "churn"] {
@@ -203,8 +204,8 @@ fn small_allocations_keep_their_tags() {
     assert_eq!(line[0]["pairs"], 3000);
 }
 
-/// 16 MiB in small allocations are freed below one that is kept. glibc retains the memory until it is asked to return
-/// it.
+/// 16 MiB in small allocations are freed while one later allocation stays live. glibc must retain the memory until it
+/// is requested to return it.
 #[test]
 fn giveback_measures_returned_memory() {
     let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
@@ -212,7 +213,7 @@ fn giveback_measures_returned_memory() {
     assert!(line[0]["returned_mib"].as_f64().is_some_and(|mib| mib > 10.0), "{line:?}");
 }
 
-/// The experiment measures `true` under glibc without a preload, in milliseconds.
+/// The experiment must measure `true` under glibc, without a preload, in milliseconds.
 #[test]
 fn startup_measures_true() {
     let rows = rows(&["startup", "--quick", "--json", "--samples", "1", "--only", "glibc"]);
@@ -220,8 +221,8 @@ fn startup_measures_true() {
     assert!(value(&rows, "none", "ms").is_some_and(|time| time > 0.0));
 }
 
-/// The experiment reports the memory that a process still holds after each second. glibc returns allocations of 1 MiB
-/// at once, since it maps each of them separately.
+/// The experiment must report the memory that a process still holds after each second. glibc must return allocations of
+/// 1 MiB at once, since it maps each of them separately.
 #[test]
 fn footprint_reports_memory_after_each_second() {
     let rows =
@@ -233,8 +234,8 @@ fn footprint_reports_memory_after_each_second() {
     assert_eq!(bench(&["footprint", "--return", "--programs", "git"]).status.code(), Some(2));
 }
 
-/// Random churn reports the memory of three phases and a CPU time. A program without its sources is reported as a gap
-/// that tells how to get them.
+/// Random churn must have the memory of three phases and a CPU time. A program whose sources are missing must be
+/// reported as a gap that says how to get them.
 #[test]
 fn footprint_measures_churn() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs"];
@@ -251,8 +252,8 @@ fn footprint_measures_churn() {
     assert!(output.status.code() == Some(2) && complaint.contains("--mimalloc-bench DIR"), "{complaint}");
 }
 
-/// Programs are compiled from the given checkout, which is here a test program that prints like larson. pandas runs if
-/// it is installed.
+/// Programs must be compiled from the given checkout, which here contains a test program with larson's output format.
+/// pandas must run if it is installed.
 #[test]
 fn footprint_compiles_and_measures_other_programs() {
     let checkout = tempfile::tempdir().expect("a temporary folder");
@@ -284,8 +285,9 @@ fn footprint_compiles_and_measures_other_programs() {
     }
 }
 
-/// `true` under `pagemill run` and under a spawner, short programs, and a test configure script each have a row. A
-/// script that prints something else in each run is a wrong answer. Skipped if the command is not built.
+/// There must be a row for each of: `true` under `pagemill run`, `true` under a spawner, short programs, and a test
+/// configure script. A script whose output changes from run to run must be a wrong answer. Skipped if the command
+/// `pagemill` is not built.
 #[test]
 fn startup_measures_process_trees() {
     let source = tempfile::tempdir().expect("a temporary folder");
@@ -323,7 +325,7 @@ fn startup_measures_process_trees() {
     assert_eq!(bench(&arguments).status.code(), Some(1), "it prints something else each time");
 }
 
-/// If both are named, Pagemill that returns memory by age is compared with Pagemill that does not.
+/// If `--only` names both variants, Pagemill that returns memory by age must be compared with Pagemill that does not.
 #[test]
 fn aging_is_compared_with_keep() {
     let arguments =
@@ -338,13 +340,13 @@ fn aging_is_compared_with_keep() {
     assert!(value(&rows(&arguments), "pagemill-keep", "records_per_second").is_some_and(|rate| rate > 0.0));
 }
 
-/// The smallest of the real programs is measured. Skipped without sqlite3.
+/// The smallest of the real programs must be measured. Skipped without sqlite3.
 #[test]
 fn footprint_measures_a_program() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"];
     let output = bench(&arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
-    // Without sqlite3 nothing is measured, which counts as failure of the run.
+    // Without sqlite3 nothing is measured, and the bench exits with 2.
     if output.status.code() == Some(2) && complaint.contains("gap: sqlite3") {
         return println!("skipped: {complaint}");
     }
@@ -353,8 +355,8 @@ fn footprint_measures_a_program() {
     assert!(value(&rows, "glibc", "peak_mib").is_some_and(|peak| peak > 1.0), "{rows:?}");
 }
 
-/// A hog and a workload run alternately under glibc that returns memory at once, and both survive. Without cgroups they
-/// run without a limit.
+/// A hog and a workload run alternately under glibc that returns memory at once. Both must survive. Without cgroups
+/// both run without a limit.
 #[test]
 fn workload_and_hog_survive_in_turns() {
     let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
@@ -363,7 +365,7 @@ fn workload_and_hog_survive_in_turns() {
     assert_eq!(value(&rows, "glibc-eager", "killed"), None);
 }
 
-/// Bad arguments exit with 2, whether the parser or the bench detects them.
+/// Bad arguments must exit with 2, whether the argument parser or the bench itself detects them.
 #[test]
 fn bad_arguments_exit_with_2() {
     for arguments in [
@@ -376,8 +378,8 @@ fn bad_arguments_exit_with_2() {
     }
 }
 
-/// A signal during a workload ends the workload, and then the bench by the same signal, as a shell or a service manager
-/// expects. The bench runs in a process group of its own.
+/// A signal must end the running workload and then the bench. The bench must end by the same signal, as a shell or a
+/// service manager expects. The bench runs in a process group of its own.
 #[test]
 fn signals_end_a_run() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1)] {
@@ -404,7 +406,7 @@ fn signals_end_a_run() {
     }
 }
 
-/// The table for the documentation contains the settings of the subjects.
+/// The table for the documentation must contain the settings of the subjects.
 #[test]
 fn settings_are_rendered() {
     let output = bench(&["settings"]);
@@ -425,8 +427,8 @@ fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     rows(&[arguments, &place].concat())
 }
 
-/// iozone's seven operations run on mapped files, in worker processes, and both together. Every record that is read is
-/// the one that was written, and each operation has a speed.
+/// iozone's seven operations run on mapped files, in worker processes, and on mapped files in worker processes. Every
+/// record must be read as it was written, and each operation must have a speed.
 #[test]
 fn records_are_read_back_by_every_operation() {
     for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
@@ -439,7 +441,8 @@ fn records_are_read_back_by_every_operation() {
     }
 }
 
-/// iozone's seven operations run in a page cache of the process. The cache cannot be combined with mapped files.
+/// iozone's seven operations must run in a page cache of the process. The options for a cache and for mapped files must
+/// exclude each other.
 #[test]
 fn records_are_found_in_a_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
@@ -451,8 +454,8 @@ fn records_are_found_in_a_cache() {
     assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
 }
 
-/// 16 MiB are compared and then read in random order by two threads: in the cache, in plain memory and in the peers.
-/// Files are read by one thread.
+/// 16 MiB are compared and then read in random order: by two threads in the cache, in plain memory and in the peers,
+/// and by one thread in files. All pages must be found.
 #[test]
 fn hits_find_their_pages() {
     for (subject, has_pins) in
@@ -474,8 +477,8 @@ fn hits_find_their_pages() {
     }
 }
 
-/// A complete run of `hit` has a ratio to its baseline. Small files take between half and four times the memory of
-/// their pages.
+/// A complete run of `hit` must have a ratio to its baseline. Small files must take between half and four times the
+/// memory of their pages.
 #[test]
 fn hit_compares_its_subjects() {
     let arguments = ["hit", "--quick", "--json", "--samples", "1", "--mib", "8", "--files", "2000"];
@@ -491,8 +494,8 @@ fn hit_compares_its_subjects() {
     assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Objects of every subject keep their tags in every pattern with two threads, and in a run with a given number of
-/// pairs.
+/// Objects of every subject must keep their tags: in every pattern with two threads, and in a run with a given number
+/// of pairs.
 #[test]
 fn objects_keep_their_tags() {
     for subject in ["fixed", "by-owner", "by-handle", "malloc", "slotmap", "sharded-slab"] {
@@ -507,8 +510,9 @@ fn objects_keep_their_tags() {
     }
 }
 
-/// Each part of the experiment reports its rows: caches compared with an allocator and a map; values by handle and by
-/// pointer; a reader and a writer with and without concurrent moves. Unknown sizes, subjects and parts are refused.
+/// Each part of the experiment must report its rows: caches compared with an allocator and a map; values by handle and
+/// by pointer; a reader and a writer, with and without concurrent moves. Unknown sizes, subjects and parts must be
+/// refused.
 #[test]
 fn slab_compares_its_subjects() {
     let part = |arguments: &[&str]| rows(&[&["slab", "--quick", "--json", "--samples", "1"], arguments].concat());
@@ -530,8 +534,8 @@ fn slab_compares_its_subjects() {
     }
 }
 
-/// Arguments that leave nothing to measure are refused before anything runs, with the list of valid ones. This holds
-/// for parts and subjects of slab, and for experiments that do not use all allocators.
+/// Arguments that leave nothing to measure must be refused before anything runs, with the list of valid ones. Examples
+/// are parts and subjects of `slab`, and subjects of experiments that do not use all allocators.
 #[test]
 fn arguments_without_effect_are_refused() {
     let walks = "walks has still, moving, fragmented, packed";
@@ -561,8 +565,8 @@ fn arguments_without_effect_are_refused() {
     }
 }
 
-/// Ranges of both kinds of folio are pinned and unpinned, and a count per page is incremented and decremented. Folios
-/// are split and collapsed, and their bytes must not change.
+/// Ranges of both kinds of folio are pinned and unpinned, and a count per page is incremented and decremented. No
+/// reference may leak. Folios are split and collapsed, and their bytes must not change.
 #[test]
 fn references_are_dropped_again() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
@@ -578,8 +582,8 @@ fn references_are_dropped_again() {
     }
 }
 
-/// Fragmented memory is compacted in caches that can move objects, unlike in an allocator. The latency of a thread is
-/// measured meanwhile. Trees are walked during moves and after compaction.
+/// Fragmented memory must be compacted in caches that can move objects, and not in an allocator. The latency of another
+/// thread must be measured during the compaction. Trees must be walked during moves and after compaction.
 #[test]
 fn slabs_are_compacted_and_walked() {
     let part = |part: &str, only: &str| {
@@ -608,8 +612,8 @@ fn slabs_are_compacted_and_walked() {
     assert_eq!(bench(&["slab", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// A file larger than its cache is read by threads, by a queue, by a bare io_uring and, if installed, by fio. Needs a
-/// file system on a device; without it the bench prints that and exits with 2.
+/// A file larger than its cache must be read by threads, by a queue, by a bare io_uring and, if installed, by fio.
+/// Without a file system on a device, the bench must print that it is missing and exit with 2.
 #[test]
 fn misses_are_read_and_found() {
     let arguments = ["miss", "--quick", "--json", "--samples", "1", "--mib", "64", "--cache-mib", "32", "--only"];
@@ -640,8 +644,8 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Large transfers run in both directions, with buffers of both page sizes and with the cache. Reads are compared as
-/// they complete; writes are read back.
+/// Large transfers run in both directions, with buffers of both page sizes and with the cache. The bytes must be right:
+/// reads are compared as they complete, and writes are read back.
 #[test]
 fn large_transfers_are_read_and_written() {
     assert_eq!(bench(&["orion", "--targets", "--depths", "4"]).status.code(), Some(2), "one or the other");
@@ -662,8 +666,9 @@ fn large_transfers_are_read_and_written() {
     assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
 }
 
-/// Scattered dirty pages are written back by the cache, by a bare io_uring and by fio. The workload compares them and
-/// the pages next to them. The cache merges adjacent pages, so it needs fewer transfers than there are pages.
+/// The cache, a bare io_uring and fio write back scattered dirty pages. The workload must find the right bytes in these
+/// pages and in the pages next to them. The cache must need fewer transfers than there are pages, since it merges
+/// adjacent pages.
 #[test]
 fn dirty_pages_are_written_back() {
     let refused = |more: &[&str]| bench(&[&["writeback"], more].concat());
@@ -684,7 +689,8 @@ fn dirty_pages_are_written_back() {
     let of = |subject: &str, metric: &str| value(&rows, subject, metric).unwrap_or_default();
     assert!(["cache", "ring-64"].iter().all(|subject| of(subject, "mib_per_second") > 0.0), "{rows:?}");
     assert_eq!(of("ring-64", "transfers_per_page"), 1.0);
-    // For one dirty page in eight, the page before it is dirty, too.
+    // One page in eight is dirty. For one dirty page in eight, the page before it is also dirty, so both are one
+    // transfer.
     assert!((0.8..0.95).contains(&of("cache", "transfers_per_page")), "{rows:?}");
     if String::from_utf8_lossy(&output.stderr).contains("fio is not there") {
         println!("skipped: fio");
@@ -695,8 +701,8 @@ fn dirty_pages_are_written_back() {
     assert!(value(&all, "cache", "transfers_per_page").is_some_and(|transfers| transfers < 0.05), "{all:?}");
 }
 
-/// Small files are created, used and removed. A hole takes no memory. Writers count the files that they wrote, and find
-/// those closed last.
+/// Small files must be created, used and removed. A hole must use no memory. Writers must count the files that they
+/// wrote, and find those closed last.
 #[test]
 fn files_are_written_and_found() {
     let metadata = rows_on_files(&["__metadata", "--files", "50", "--per-directory", "20"]);
@@ -712,8 +718,8 @@ fn files_are_written_and_found() {
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }
 
-/// A complete run mounts, measures and unmounts a tmpfs. Needs permission to mount; without it the bench prints that
-/// and exits with 2.
+/// A complete run must mount, measure and unmount a tmpfs. Without permission to mount, the bench must print that and
+/// exit with 2.
 #[test]
 fn tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
@@ -735,8 +741,8 @@ fn tmpfs_is_mounted_and_measured() {
     assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }
 
-/// Two traces on small footprints report Pagemill's policy and its peers, with a verdict for each trace and one for the
-/// mean. A second run reports the same numbers.
+/// Two traces on small footprints must report Pagemill's policy and its peers, with one verdict for each trace and one
+/// for the mean. A second run must report the same numbers.
 #[test]
 fn traces_report_the_same_hit_ratios() {
     let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];

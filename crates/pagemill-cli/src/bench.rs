@@ -1,13 +1,13 @@
-//! `pagemill bench`: executes `pagemill-bench`, a separate program with the experiments, which links the
-//! allocators to compare.
+//! `pagemill bench`: executes `pagemill-bench`. That is a separate program with the experiments, because it links the
+//! allocators that it compares.
 
 use crate::fail;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-/// Name and help of each experiment, shown if `pagemill-bench` is not built. A test compares them with its
-/// source.
+/// Name and help text of each experiment. They are shown if `pagemill-bench` is not built. A test compares them with
+/// the source of `pagemill-bench`.
 const EXPERIMENTS: &[(&str, &str)] = &[
     (
         "ebizzy",
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The list has the name and the help of each experiment in the source of `pagemill-bench`.
+    /// The list must have the name and the help text of each experiment in the source of `pagemill-bench`.
     #[test]
     fn experiments_equal_those_of_pagemill_bench() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pagemill-bench/src/main.rs");

@@ -1,4 +1,4 @@
-//! The memory of a process's page caches, by name and by memory node, as the process reports it.
+//! The memory of a process's page caches, by cache name and by memory node, as the process reports it.
 
 use crate::requests::{Interrupt, unanswered_reason};
 use pagemill_cache::mapping::{Holder, Usage};
@@ -17,10 +17,10 @@ pub enum CachesReport {
     None(String),
 }
 
-/// Requests reports from all Pagemill instances of the process. Returns `None` if a signal interrupts.
+/// Requests reports from all Pagemill instances in the process. Returns `None` if a signal interrupts the wait.
 pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<CachesReport> {
     let mut rows = Vec::new();
-    // An instance without caches gets no request, which would only wake its helper thread.
+    // An instance without caches gets no request: a request would wake its helper thread for nothing.
     let has_caches = |snapshot: &Snapshot| snapshot.get(Counter::Caches) > 0 || snapshot.get(Counter::Cache) > 0;
     for (path, snapshot) in found.iter().filter(|(_, snapshot)| has_caches(snapshot)) {
         // Without a helper thread the request would get no answer.
@@ -51,7 +51,7 @@ const SUMMED_COLUMNS: [Column; 6] = [
     ("index", |usage| usage.index),
 ];
 
-/// The sum of each column. The values come from another process, so additions saturate.
+/// The sum of each column. The values come from another process and may be impossible, so additions saturate.
 type ColumnSums = [u64; SUMMED_COLUMNS.len()];
 
 fn add_usage(sums: &mut ColumnSums, usage: &Usage) {
@@ -84,8 +84,8 @@ fn holder_name(holder: Holder, usage: &Usage) -> String {
 }
 
 impl CachesReport {
-    /// Returns the current value of a counter of this report. The published value is that of the last
-    /// measurement.
+    /// Returns the value of a counter according to this report. It is more current than the published value, which is
+    /// that of the last measurement.
     pub fn current_value(&self, counter: Counter) -> Option<u64> {
         let Self::Rows(rows) = self else { return None };
         let [.., frames, index] = sums_of(rows);
@@ -96,7 +96,7 @@ impl CachesReport {
         }
     }
 
-    /// Returns the table that `meminfo` prints below the process's own. Empty if the process has no cache.
+    /// Returns the table that `meminfo` prints below the table of the process. It is empty if the process has no cache.
     pub fn text(&self) -> String {
         let mut text = String::new();
         let rows = match self {
@@ -202,8 +202,8 @@ mod tests {
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// Caches on two memory nodes: the table must have a row for each cache, for each node, and for the sum. Unused
-    /// index nodes must count for no memory node.
+    /// There are caches on two memory nodes. The table must have a row for each cache, for each node, and for the sum.
+    /// Unused index nodes must count for no memory node.
     #[test]
     fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;
@@ -236,8 +236,8 @@ mod tests {
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
     }
 
-    /// Sums that exceed 64 bits must saturate. The text must be empty for a process without caches, and have the reason
-    /// for a process that did not answer.
+    /// Sums that exceed 64 bits must saturate. The text must be empty for a process without caches. For a process that
+    /// did not answer, the text must have the reason.
     #[test]
     fn impossible_values_do_not_overflow() {
         let absurd = CachesReport::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);

@@ -13,12 +13,12 @@ use std::process::ExitCode;
 /// Line width if the terminal does not report its width.
 const DEFAULT_COLUMNS: usize = 100;
 const MIN_COLUMNS: usize = 60;
-/// Column of the feature names, behind the word for the state.
+/// Column in which the feature names begin, after the word for the state.
 const NAME_COLUMN: usize = 11;
-/// Indentation of fix commands that do not fit behind their label.
+/// Indentation of a fix command that does not fit on the line of its label.
 const COMMAND_COLUMN: usize = 4;
 
-/// Features in the summary: the text, and the key of the row that decides.
+/// The features in the summary: a text, and the key of the row whose state is shown.
 const SUMMARY_FEATURES: &[(&str, &str)] = &[
     ("huge pages", "huge_page"),
     ("realloc moves pages", "uffd_move"),
@@ -137,22 +137,23 @@ fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, sty
     if row.state == Availability::Available {
         return;
     }
-    // If a feature could not be probed, its absence is not certain, so the line says what the feature is for.
+    // If a feature could not be probed, it may be present. So the line says what the feature is needed for, not what is
+    // lost.
     let (label, text_below) = match row.state {
         Availability::Unknown => ("    for", row.needed_for),
         _ => ("   lost", row.lost),
     };
     let _ = write!(text, "  {}  {}", style.paint("2", label), wrap_hanging(text_below, NAME_COLUMN, style.columns));
     if let Some(fix) = row.fix {
-        // A command must be copied as a whole, so it is never wrapped.
+        // A fix command must be copied as a whole, so it is never wrapped.
         let is_wide = NAME_COLUMN + fix.chars().count() > style.columns;
         let gap = if is_wide { format!("\n{:COMMAND_COLUMN$}", "") } else { "  ".to_string() };
         let _ = writeln!(text, "  {}{gap}{}", style.paint("2", "    fix"), style.paint("36", fix));
     }
 }
 
-/// Wraps `text` to `columns`. Indents all lines but the first by `indent`; the caller has printed that many
-/// columns before the first.
+/// Wraps `text` to `columns`. Indents all lines except the first by `indent`. The caller must already have printed
+/// `indent` columns on the first line.
 fn wrap_hanging(text: &str, indent: usize, columns: usize) -> String {
     let mut wrapped = String::new();
     let mut at = indent;
@@ -295,8 +296,8 @@ mod tests {
         Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
     }
 
-    /// The JSON of this machine is one object on one line, with unique keys and the state words that scripts
-    /// rely on.
+    /// The JSON of this machine must be one object on one line, with unique keys. The words for the states must be
+    /// those on which scripts rely.
     #[test]
     fn json_is_one_object() {
         let text = render_json(&probe::probe(), &[]);
@@ -315,7 +316,7 @@ mod tests {
         }
     }
 
-    /// Every line fits the width. Without colour there are no escape sequences.
+    /// Every line must fit the width. Without colour, there must be no escape sequences.
     #[test]
     fn lines_fit_the_terminal() {
         for columns in [MIN_COLUMNS, 80, 100, 120, 200] {
@@ -328,7 +329,7 @@ mod tests {
         }
     }
 
-    /// The coloured table without its escape sequences equals the plain table.
+    /// Without its escape sequences, the coloured table must equal the plain table.
     #[test]
     fn colour_adds_escapes_only() {
         let report = report_with_all_states();
@@ -340,11 +341,12 @@ mod tests {
         assert_eq!(plain, render_table(&report, &[], PLAIN));
     }
 
-    /// Rows that are not ok have a line with the effect and one with the fix; rows that are ok have neither.
+    /// Rows that are not ok must have a line with the effect and a line with the fix. Rows that are ok must have
+    /// neither.
     #[test]
     fn only_rows_that_are_not_ok_have_advice() {
         let mut report = report_with_all_states();
-        report.rows.truncate(4); // one row each: ok, limited, missing, unknown
+        report.rows.truncate(4); // one row with each state: ok, limited, missing, unknown
         let text = render_table(&report, &[], PLAIN);
         let count = |label: &str| text.lines().filter(|line| line.trim_start().starts_with(label)).count();
         assert_eq!((count("lost "), count("for "), count("fix ")), (2, 1, 3), "{text}");

@@ -23,7 +23,7 @@ pub enum Obstacle {
     Foreign,
     /// The program needs a sanitizer library, which ends the program if another allocator is preloaded.
     NeedsSanitizer,
-    /// A sanitizer with an allocator is linked into the program, which keeps using that allocator.
+    /// A sanitizer with an allocator is linked into the program. The program continues to use that allocator.
     OwnAllocator,
     /// The file could not be read, with this error.
     Unreadable(String),
@@ -59,8 +59,8 @@ impl Obstacle {
         format!("{}{addition}", self.reason(program))
     }
 
-    /// Returns the error for a program that is not started: the limit would have no effect, or the program
-    /// would end at once.
+    /// Returns the error for a program that is not started. Either the limit would have no effect, or the program would
+    /// end at once.
     pub fn refusal(&self, program: &Path) -> String {
         if *self == Self::NeedsSanitizer {
             return format!("{}: run it without pagemill", self.reason(program));
@@ -88,7 +88,7 @@ const SANITIZER_LIBRARIES: [&[u8]; 8] = [
 const SANITIZER_FUNCTIONS: [&[u8]; 6] =
     [b"__asan_init", b"__tsan_init", b"__msan_init", b"__hwasan_init", b"__memprof_init", b"__lsan_do_leak_check"];
 
-/// Maximum number of symbols compared in one hash bucket; a few are usual.
+/// Maximum number of symbols that are compared in one hash bucket. A bucket usually has a few.
 const MAX_COMPARED_SYMBOLS: usize = 4096;
 
 /// Maximum size of a dynamic segment; real programs have far smaller ones.
@@ -97,7 +97,7 @@ const MAX_DYNAMIC_BYTES: u64 = 1 << 20;
 /// Maximum length of the path of a loader.
 const MAX_LOADER_BYTES: u64 = 4096;
 
-/// Bytes read of a script, to find its first line.
+/// Number of bytes that are read of a script to find its first line.
 const LINE_BYTES: usize = 4096;
 
 /// Finds a program by name or path, as `execvp` does.
@@ -151,7 +151,7 @@ fn read_start(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// A file that records its last read error. The ELF parser reports an error like the end of the file.
+/// A file that records its last read error. The ELF parser treats an error like the end of the file.
 struct ErrorRecordingFile<'a> {
     file: File,
     error: &'a Cell<Option<io::Error>>,
@@ -206,7 +206,7 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let Some((header, endian)) = header.and_then(|header| Some((header, header.endian().ok()?))) else {
         return Some(Obstacle::Foreign);
     };
-    // A count of segments that is stored elsewhere (`PN_XNUM`) does not occur in programs.
+    // `PN_XNUM` means that the count of segments is stored elsewhere. That does not occur in programs.
     if header.e_machine(endian) != machine || header.e_phnum(endian) == elf::PN_XNUM {
         return Some(Obstacle::Foreign);
     }
@@ -215,7 +215,7 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let loader = segments.iter().find(|segment| segment.p_type(endian) == elf::PT_INTERP);
     let dynamic = Dynamic::read(segments, endian, data);
     let Some(loader) = loader else {
-        // The file can be the loader itself, started as a program: glibc's loads the library, too.
+        // The file can be a loader that was started as a program. glibc's loader also loads the preload library.
         let name = dynamic.as_ref().and_then(|dynamic| dynamic.names(elf::DT_SONAME).next());
         return match name {
             Some(name) if name.starts_with(b"ld-linux") => None,
@@ -240,7 +240,7 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     dynamic.contains_sanitizer().then_some(Obstacle::OwnAllocator)
 }
 
-/// Returns whether this is the file name of a C library other than glibc, whose name is `libc.so.6`.
+/// Returns whether this is the file name of a C library other than glibc. The name of glibc is `libc.so.6`.
 fn is_other_c_library(name: &[u8]) -> bool {
     name == b"libc.so" || name.starts_with(b"libc.musl-") || name.starts_with(b"ld-musl-")
 }
@@ -256,7 +256,8 @@ struct Dynamic<'data, R: ReadRef<'data>> {
 
 impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
     fn read(segments: &'data [ProgramHeader64<Endianness>], endian: Endianness, data: R) -> Option<Self> {
-        // Large segments are skipped: a sparse file can claim any size, and the parser would read it all.
+        // Large segments are skipped. A sparse file can claim a segment of any size, and the parser would read all of
+        // it.
         let mut small = segments.iter().filter(|segment| segment.p_filesz(endian) <= MAX_DYNAMIC_BYTES);
         let entries = small.find_map(|segment| segment.dynamic(endian, data).ok()?)?;
         let mut dynamic = Self { segments, entries, names: StringTable::default(), endian, data };
@@ -271,12 +272,12 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         Some(entry.d_val(self.endian))
     }
 
-    /// Returns the offset in the file of the table whose address is the value of this entry.
+    /// Returns the file offset of the table whose address is the value of this entry.
     fn file_offset(&self, tag: elf::DynamicTag) -> Option<u64> {
         let (address, endian) = (self.entry_value(tag)?, self.endian);
         self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
             let at = address.checked_sub(segment.p_vaddr(endian)).filter(|at| *at < segment.p_filesz(endian))?;
-            // Larger offsets exist in no file, and sums with sizes from the tables could overflow.
+            // No file has larger offsets, and their sums with sizes from the tables could overflow.
             segment.p_offset(endian).checked_add(at).filter(|at| *at <= i64::MAX as u64)
         })
     }
@@ -300,8 +301,8 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         Some(self.data.read_at::<U32<Endianness>>(at).ok()?.get(self.endian))
     }
 
-    /// Returns whether the program itself exports a function of this name. The hash table lists no functions of
-    /// libraries.
+    /// Returns whether the program itself exports a function of this name. The hash table does not list functions that
+    /// the program imports from libraries.
     fn exports(&self, name: &[u8]) -> Option<bool> {
         const SYMBOL_BYTES: u64 = size_of::<elf::Sym64<Endianness>>() as u64;
         let (table, symbols) = (self.file_offset(elf::DT_GNU_HASH)?, self.file_offset(elf::DT_SYMTAB)?);
@@ -357,7 +358,7 @@ mod tests {
         assert_eq!(elf_obstacle(&b"no program"[..]), None);
     }
 
-    /// The program headers are moved far behind the start of the file. They must be read, with the same result.
+    /// The program headers are moved far away from the start of the file. They must be found, with the same result.
     #[test]
     fn program_headers_far_behind_the_start_are_found() {
         let own = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
@@ -373,7 +374,7 @@ mod tests {
         }
     }
 
-    /// For programs without a sanitizer, and for files that are no programs, no sanitizer may be reported.
+    /// No sanitizer may be reported for programs without a sanitizer, or for files that are no programs.
     #[test]
     fn ordinary_files_have_no_sanitizer() {
         for bytes in [&b""[..], b"#!/bin/sh\n", b"\x7fELF", &[0xff; 200], &[0; 200]] {

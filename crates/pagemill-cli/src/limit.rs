@@ -50,8 +50,8 @@ impl Size {
     }
 }
 
-/// Returns the smallest memory limit of this process's control groups and their ancestors, at most the machine's
-/// memory.
+/// Returns the smallest memory limit of this process's control groups and their ancestors. Returns the machine's memory
+/// if that is smaller.
 ///
 /// `root` is prepended to every path, as in [`Hierarchy::find`].
 ///
@@ -85,7 +85,7 @@ mod tests {
     }
 
     /// Percentages are resolved with and without limits. A percentage must refer to the smallest limit of the group and
-    /// its ancestors, or without any limit to the machine's memory.
+    /// its ancestors. Without any limit, it must refer to the machine's memory.
     #[test]
     fn a_percentage_refers_to_the_smallest_limit() {
         let folder = tempfile::tempdir().unwrap();

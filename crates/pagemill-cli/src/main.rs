@@ -87,10 +87,10 @@ enum Command {
     },
 }
 
-/// The command line with the subcommand `run` only.
+/// The command line if its subcommand is `run`.
 ///
-/// Every program that `run` starts waits for the parser. Building the parsers of all subcommands would take
-/// longer than the rest of the start. The help texts are those of [`Cli`].
+/// Every program that `run` starts must wait for the parser. Building the parsers of all subcommands would take longer
+/// than the rest of the start. The help texts equal those of [`Cli`].
 #[derive(Parser)]
 #[command(name = "pagemill", version, max_term_width = 100)]
 struct RunCli {
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// The parser of `run` alone shows the same help as the parser of all subcommands.
+    /// The parser for `run` alone must show the same help as the parser of all subcommands.
     #[test]
     fn both_parsers_have_the_same_help_for_run() {
         let help = |mut command: clap::Command| {

@@ -1,7 +1,7 @@
 //! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
 
 use crate::fail;
-use pagemill_mount::control_loop::say;
+use pagemill_mount::control_loop::print_message;
 use pagemill_mount::file_access::{self, FileAttributes};
 use pagemill_mount::mounting;
 use pagemill_mount::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
@@ -96,7 +96,7 @@ impl Mark {
         };
         writeln!(io::stdout(), "{line}").map_err(error_text)?;
         for bad in bad {
-            say(&format!("{}: {bad}: ignored", path.display()));
+            print_message(&format!("{}: {bad}: ignored", path.display()));
         }
         Ok(())
     }
@@ -127,8 +127,8 @@ impl Mark {
     }
 }
 
-/// Returns whether the controller ignores a volatile mark on this file, because other users may write to the
-/// file.
+/// Returns whether the controller ignores a volatile mark on this file. It ignores the mark if other users may write to
+/// the file.
 fn is_mark_ignored(seen: &FileAttributes) -> bool {
     seen.is_file() && seen.is_writable_by_others()
 }

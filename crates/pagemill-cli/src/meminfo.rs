@@ -1,5 +1,5 @@
-//! `pagemill meminfo [PID]`: shows how much memory processes have on Pagemill and how much could be returned at
-//! once, also by memory node and by cache.
+//! `pagemill meminfo [PID]`: shows how much memory processes have on Pagemill, and how much of it could be returned at
+//! once. Also shows the memory by memory node and by cache.
 
 use crate::caches::{self, CachesReport};
 use crate::fail;
@@ -47,7 +47,7 @@ const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
-/// Counters of memory that could be returned at once, with its owner.
+/// Counters of memory that could be returned at once, with the name of its owner.
 const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::HeapFree, "giveable, of heap: free slots"),
     (Counter::RangesGiveable, "giveable, of heap: volatile ranges, also freed ones"),
@@ -60,7 +60,7 @@ const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// Counters that are parts of the rows above, or not included in them.
+/// Counters of memory that is part of the rows above, or is not included in them.
 const OTHER: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
@@ -77,7 +77,7 @@ const OTHER: &[(Counter, &str)] = &[
 const COLUMNS: [Column; 3] =
     [("RESIDENT", resident_bytes), ("GIVEABLE", |sum| giveable_bytes(sum).0), ("NET", needed_bytes)];
 
-/// What one table or JSON object shows: a process, or the sum over a process tree.
+/// The contents of one table or JSON object: a process, or the sum over a process tree.
 struct View<'a> {
     title: String,
     sum: Snapshot,
@@ -101,7 +101,7 @@ impl Meminfo {
                 Err(StatisticsError::Missing(_)) if first.is_some() => return ExitCode::SUCCESS,
                 Err(StatisticsError::Missing(why)) => return fail(2, &why),
             };
-            // The identity of the process is checked each time, since its id may have been reused.
+            // The start time of the process is checked each time, because its id may have been reused.
             if *first.get_or_insert(start) != start {
                 return ExitCode::SUCCESS;
             }
@@ -188,7 +188,7 @@ impl Meminfo {
         }
     }
 
-    /// Returns the JSON object of one process in a list of processes.
+    /// Returns the JSON object of one process in a list.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&process.sum, None);
         rows.insert("pid".into(), json!(process.pid()));
@@ -254,8 +254,7 @@ fn nodes_of(process: &Process) -> BTreeMap<u32, Node> {
     nodes(&numa_maps, &arenas)
 }
 
-/// Returns a counter's value: the current one of the caches' report if the report has it, else the published
-/// one.
+/// Returns the value of a counter. If the caches' report has it, returns that current value, else the published one.
 fn current_value(sum: &Snapshot, answer: Option<&CachesReport>, counter: Counter) -> u64 {
     answer.and_then(|answer| answer.current_value(counter)).unwrap_or_else(|| sum.get(counter))
 }
@@ -277,7 +276,7 @@ struct Node {
     process: u64,
 }
 
-/// Returns the resident bytes by memory node, from `numa_maps`. Empty if the kernel does not provide that file.
+/// Returns the resident bytes by memory node, from `numa_maps`. Returns none if the kernel does not provide that file.
 fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
     let mut nodes: BTreeMap<u32, Node> = BTreeMap::new();
     for line in numa_maps.lines() {
@@ -302,7 +301,7 @@ mod tests {
     use super::*;
     use pagemill_core::stats::TABLE;
 
-    /// Pages of all sizes are added up for each node. Malformed entries are ignored.
+    /// Pages of all sizes must be added up for each node. Malformed entries must be ignored.
     #[test]
     fn nodes_are_summed_over_mappings() {
         let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
@@ -313,7 +312,7 @@ mod tests {
         assert!(nodes("", std::slice::from_ref(&(0..u64::MAX))).is_empty());
     }
 
-    /// Any user can publish impossible values. They cause no overflow and no underflow.
+    /// Any user can publish impossible values. They must cause no overflow and no underflow.
     #[test]
     fn impossible_values_do_not_overflow() {
         let mut sum = Snapshot::default();

@@ -3,7 +3,7 @@
 use crate::fail;
 use pagemill_core::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
-use pagemill_mount::control_loop::{Settings, say};
+use pagemill_mount::control_loop::{Settings, print_message};
 use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
@@ -17,7 +17,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// How long the unmount of a busy file system is retried when the controller ends.
+/// Time for which the controller, when it ends, retries the unmount of a busy file system.
 const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 
 /// Memory is used and returned as files are created and removed. A file or folder with the attribute
@@ -74,7 +74,7 @@ pub fn worker() -> ExitCode {
     }
 }
 
-/// Returns the folder of a control group that the user gave by folder or by name.
+/// Returns the folder of a control group. The user gave its folder or its name.
 fn group_folder(given: &Path) -> Result<String, String> {
     let name = given.strip_prefix("/").unwrap_or(given);
     let [first, second] = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|mount| Path::new(mount).join(name));
@@ -94,8 +94,8 @@ impl Mount {
         if self.as_daemon {
             let _ = rustix::process::setsid();
         }
-        // The handlers are installed before the mount: a signal that arrives meanwhile is recorded and does not
-        // interrupt it.
+        // The handlers are installed before the mount. A signal during the mount is then recorded and does not
+        // interrupt the mount.
         let signals = match Signals::new([SIGINT, SIGTERM, SIGHUP]) {
             Ok(signals) => signals,
             Err(error) => return fail(2, &format!("signals cannot be handled: {error}")),
@@ -123,7 +123,7 @@ impl Mount {
         let started = ControlLoopThread::start(settings, access).and_then(|control_loop| {
             let server = Server::start(&control_loop, device, until, ends)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
-                // SIGHUP, which a closed terminal sends, does not end a daemon; every other signal does.
+                // A closed terminal sends SIGHUP. It must not end a daemon; every other signal does.
                 while signals.forever().next().is_some_and(|signal| signalled.send(EndReason::Signal(signal)).is_ok()) {
                 }
             })?;
@@ -140,7 +140,7 @@ impl Mount {
             }
         };
         if has_no_huge {
-            say("this kernel has no huge pages for tmpfs: files stay in small ones");
+            print_message("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
         self.report_ready(&point, size_bytes, was_taken_over, device);
         let status = loop {
@@ -162,7 +162,7 @@ impl Mount {
         drop(server);
         drop(control_loop);
         handle.close();
-        // An empty log is removed.
+        // The log is removed if it is empty.
         if self.as_daemon
             && let Ok(log) = log_path(device)
             && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
@@ -172,7 +172,7 @@ impl Mount {
         status
     }
 
-    /// Reports that the mount is ready: to the user, to the process that started a daemon, and to systemd.
+    /// Reports that the mount is ready. Reports it to the user, to the process that started a daemon, and to systemd.
     fn report_ready(&self, point: &Path, size_bytes: u64, was_taken_over: bool, device: u64) {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         let (pid, size) = (std::process::id(), Bytes(size_bytes));
@@ -195,7 +195,7 @@ impl Mount {
         }
     }
 
-    /// Redirects standard error to a log file beside the socket, and standard output to `/dev/null`.
+    /// Redirects standard error to a log file in the folder of the socket, and standard output to `/dev/null`.
     fn redirect_output_to_log(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
@@ -227,7 +227,7 @@ fn daemonize() -> ExitCode {
         print!("{line}");
         return ExitCode::SUCCESS;
     }
-    // The child has printed the reason.
+    // The child process has already printed the reason.
     let status = child.wait().ok().and_then(|status| status.code());
     ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
 }
@@ -240,7 +240,7 @@ pub fn report_error(status: u8, is_json: bool, why: &str) -> ExitCode {
     fail(status, why)
 }
 
-/// Writes a line to standard output. A pipe that the reader has closed is no error.
+/// Writes a line to standard output. It is no error if the reader has closed the pipe.
 fn print_line(line: &str) -> Result<(), String> {
     match writeln!(std::io::stdout(), "{line}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),
@@ -308,11 +308,11 @@ impl Umount {
             RequestOutcome::Answer(status) => status.controller_pid.unwrap_or(0),
             RequestOutcome::Refused(_) | RequestOutcome::NoController => 0,
         };
-        // Only the given mount point is unmounted; the file system may be mounted at other points, too.
+        // Unmounts only the given mount point, although the file system may also be mounted at other points.
         if let Err(refusal) = control::unmount(&point, device, controller, RETRY_TIME) {
             return report_error(1, self.json, &refusal.to_string());
         }
-        // The memory is free only after the controller has ended.
+        // The memory becomes free only when the controller has ended.
         let begun = std::time::Instant::now();
         while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_RETRY_TIME {
             std::thread::sleep(Duration::from_millis(5));

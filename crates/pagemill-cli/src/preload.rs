@@ -1,5 +1,5 @@
-//! Locates the preload library: a file beside the command, or else a copy of the embedded library in the user's
-//! cache folder.
+//! Locates the preload library. It is a file in the folder of the command, or a copy of the embedded library in the
+//! user's cache folder.
 
 use std::fs;
 use std::io::{self, Write};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 const NAME: &str = "libpagemill_malloc.so";
 
-/// The library as it was when this command was built.
+/// The preload library of this build, embedded in the command.
 static EMBEDDED: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 
 /// Returns the path of the preload library for `LD_PRELOAD`.
@@ -18,10 +18,10 @@ static EMBEDDED: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 ///
 /// A message with every folder that was tried, and why it could not be used.
 pub fn locate() -> Result<PathBuf, String> {
-    // Without /proc the path of this command is unknown, and the cache folder is used.
+    // Without /proc, the path of this command is unknown, so the cache folder is used.
     let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned()));
-    // The installed library is beside the command; after a build it is in cargo's folder `deps`. A file of
-    // another version is not used.
+    // After an installation, the library is in the folder of the command. After a build, it is in cargo's folder
+    // `deps`. A file of another version is not used.
     let mut beside = folder.into_iter().flat_map(|folder| [folder.join(NAME), folder.join("deps").join(NAME)]);
     if let Some(path) = beside.find(|path| is_preloadable(path) && is_trusted(path) && is_embedded(path)) {
         return Ok(path);
@@ -39,16 +39,17 @@ pub fn locate() -> Result<PathBuf, String> {
     Err(format!("the preload library cannot be stored; set XDG_CACHE_HOME to a folder with free space. Tried:{tried}"))
 }
 
-/// Number of bytes at the start of the library that identify a build. They contain the linker's build id, which
-/// is a hash of all contents (the preload crate's build.rs requests it), and the sizes of the library's parts.
+/// Number of bytes at the start of the library that identify a build. They contain the sizes of the library's parts,
+/// and the linker's build id, which is a hash of all contents (the build.rs of the preload crate requests the build
+/// id).
 const IDENTIFYING_BYTES: usize = 4096;
 
 fn identifying_start() -> &'static [u8] {
     &EMBEDDED[..IDENTIFYING_BYTES.min(EMBEDDED.len())]
 }
 
-/// Returns whether a file is the embedded library, by its length and first bytes. Comparing all bytes would
-/// take longer than the rest of `run`.
+/// Returns whether a file is the embedded library, according to its length and first bytes. A comparison of all bytes
+/// would take longer than all other work of `run`.
 fn is_embedded(path: &Path) -> bool {
     let is_same = || -> io::Result<bool> {
         let file = fs::File::open(path)?;
@@ -60,8 +61,8 @@ fn is_embedded(path: &Path) -> bool {
     is_same().unwrap_or(false)
 }
 
-/// Returns whether only root and this user can write a file and its folder. The first bytes do not protect
-/// against code of another user.
+/// Returns whether only root and this user can write to a file and its folder. The check is needed because another user
+/// could add code to a file without changing its first bytes.
 fn is_trusted(path: &Path) -> bool {
     let is_safe = |path: &Path| {
         fs::symlink_metadata(path).is_ok_and(|metadata| {
@@ -72,15 +73,15 @@ fn is_trusted(path: &Path) -> bool {
     is_safe(path) && path.parent().is_some_and(is_safe)
 }
 
-/// Returns whether `LD_PRELOAD` can hold the path. The variable separates paths by spaces and colons, and
-/// cannot quote them.
+/// Returns whether `LD_PRELOAD` can contain the path. The variable separates paths by spaces and colons, and these
+/// characters cannot be quoted.
 fn is_preloadable(path: &Path) -> bool {
     !path.as_os_str().as_bytes().iter().any(|byte| matches!(byte, b' ' | b':'))
 }
 
-/// Returns the folders to extract the library to, in order of preference.
+/// Returns the folders into which the library may be extracted, in order of preference.
 fn cache_folders() -> Vec<PathBuf> {
-    // A relative path would denote another folder for each program.
+    // A relative path would mean a different folder for each program.
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let user = pagemill_sys::process::user_id();
     let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
@@ -90,12 +91,12 @@ fn cache_folders() -> Vec<PathBuf> {
     cache.into_iter().chain(runtime).map(|folder| folder.join("pagemill")).chain(shared).collect()
 }
 
-/// FNV-1a hash. The hash is only part of the file name; the file's first bytes are compared, too.
+/// FNV-1a hash. It is only a part of the file name; the first bytes of the file are also compared.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3))
 }
 
-/// Writes the embedded library into `folder`, unless the file exists already. Returns its path.
+/// Writes the embedded library into `folder`, unless the file already exists. Returns its path.
 fn extract(folder: &Path) -> io::Result<PathBuf> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     let metadata = fs::symlink_metadata(folder)?;
@@ -124,15 +125,15 @@ fn write_library(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// Returns the offset of the build id's hash, which follows the header of its ELF note and the name "GNU".
+    /// Returns the offset of the build id's hash. It follows the header of its ELF note and the name "GNU".
     fn build_id_offset() -> usize {
         const NOTE: &[u8] = b"\x03\0\0\0GNU\0";
         identifying_start().windows(NOTE.len()).position(|bytes| bytes == NOTE).expect("a build id in the start")
             + NOTE.len()
     }
 
-    /// The library is extracted twice: there must be one file. A file that is truncated, or of another build, must be
-    /// replaced.
+    /// The library is extracted twice, and there must be one file. A file that is truncated, or that is of another
+    /// build, must be replaced.
     #[test]
     fn a_damaged_or_foreign_library_is_replaced() {
         let folder = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Read;
 
-/// The parts of `/proc/PID/status` that `run` needs.
+/// The fields of `/proc/PID/status` that `run` needs.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
     pub name: String,
@@ -15,7 +15,8 @@ pub struct Status {
     pub anonymous_bytes: u64,
     /// Resident file pages.
     pub file_bytes: u64,
-    /// Hash of all memory sizes. After `vfork`, a child that runs in its parent's memory has the same hash.
+    /// Hash of all memory sizes. A child that runs in its parent's memory after `vfork` has the same hash as its
+    /// parent.
     pub memory_hash: u64,
 }
 
@@ -56,7 +57,7 @@ impl Status {
         self.anonymous_bytes + self.file_bytes
     }
 
-    /// Sets the sizes to zero, because another process's status counts the same memory.
+    /// Sets the sizes to zero. Used if the status of another process counts the same memory.
     pub fn clear_memory(&mut self) {
         (self.peak_bytes, self.anonymous_bytes, self.file_bytes) = (0, 0, 0);
     }
@@ -64,7 +65,7 @@ impl Status {
 
 /// Returns the children of all threads of a process. Takes some 5 us per thread.
 ///
-/// Empty if the kernel does not list children (without `CONFIG_PROC_CHILDREN`, which distributions set).
+/// Returns none if the kernel does not list children (without `CONFIG_PROC_CHILDREN`, which distributions set).
 pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     let of_thread = |thread: &str| -> Vec<u32> {
         let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children")).unwrap_or_default();
@@ -77,7 +78,8 @@ pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     tasks.filter_map(|task| task.file_name().into_string().ok()).flat_map(|thread| of_thread(&thread)).collect()
 }
 
-/// Returns the anonymous and shared memory of a process. Memory that n processes share counts 1/n in each.
+/// Returns the anonymous and shared memory of a process (its proportional share). Memory that n processes share counts
+/// as 1/n in each of them.
 ///
 /// The kernel walks the page tables, which takes some milliseconds per gigabyte of small pages. Returns `None`
 /// if this process may not read the file, or if the process does not exist.
@@ -93,7 +95,7 @@ pub fn proportional_bytes(pid: u32) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Each size is parsed. The hash depends on the sizes only.
+    /// Each size must be parsed. The hash must depend only on the sizes.
     #[test]
     fn sizes_and_their_hash_are_parsed() {
         let text = "Name:\tcc1 plus\nPid:\t7\nVmHWM:\t   300 kB\nRssAnon:\t 100 kB\nRssFile:\t  40 kB\n\

@@ -1,11 +1,11 @@
 //! `pagemill run --ram DIR`: a RAM file system for one program and its children, without privileges.
 //!
-//! This process enters a private mount namespace and, without privileges, a user namespace. The program
-//! inherits both. The controller runs in threads of this process, and ends with the program.
+//! This process enters a private mount namespace. If it has no privileges, it also enters a user namespace. The program
+//! inherits the namespaces. The controller runs in threads of this process, and ends with the program.
 
 use crate::mount::worker_program;
 use pagemill_mount::control::{ControlLoopThread, EndReason, Server, Until};
-use pagemill_mount::control_loop::{Settings, say};
+use pagemill_mount::control_loop::{Settings, print_message};
 use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::namespace;
 use rustix::mount::{UnmountFlags, unmount};
@@ -13,7 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
 
-/// A mounted RAM file system that lives as long as the program.
+/// A mounted RAM file system that exists as long as the program runs.
 pub struct Ram {
     // Drop order: the server stops first, then the control loop.
     _server: Option<Server>,
@@ -26,8 +26,7 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Mounts the file system for this process and its children only. Must be called while the process has one
-    /// thread.
+    /// Mounts the file system for this process and its children only. The process must still have a single thread.
     pub fn mount(dir: &Path, size_bytes: u64) -> Result<Self, String> {
         let created = create_mount_point(dir)?;
         let result = Self::mount_at(dir, size_bytes);
@@ -48,15 +47,14 @@ impl Ram {
                 "no mount namespace can be created ({error}): user namespaces may be forbidden here; root needs none"
             )
         })?;
-        // Only this user can enter the namespace. The mode still matters for root, whose files must stay
-        // private.
+        // Only this user can enter the namespace. The mode is still needed for root, whose files must stay private.
         let request = MountRequest { point: dir.to_owned(), size_bytes: Some(size_bytes), mode: 0o700 };
         let Mounted { point, access, has_no_huge, .. } = request.mount().map_err(|refusal| refusal.to_string())?;
         if has_no_huge {
-            say("this kernel has no huge pages for tmpfs: files stay in small ones");
+            print_message("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
-        // If the current folder is the mount point, the process is still in the folder that the mount covers, so it
-        // enters the path again.
+        // If the current folder is the mount point, the process is in the folder below the mount. So it changes to the
+        // path again, which leads into the mount.
         if std::env::current_dir().is_ok_and(|here| here == point) {
             std::env::set_current_dir(&point).map_err(|error| error.to_string())?;
         }
@@ -70,13 +68,13 @@ impl Ram {
         let (ends, end) = mpsc::channel();
         let server = Server::start(&control_loop, device, Until::Unmounted, ends);
         if let Err(error) = &server {
-            say(&format!("`pagemill status` will not reach the file system: {error}"));
+            print_message(&format!("`pagemill status` will not reach the file system: {error}"));
         }
         Ok(Self { _server: server.ok(), _control_loop: control_loop, _ends: end, point, device, created: None })
     }
 }
 
-/// Creates the mount point if it does not exist, and then returns its path.
+/// Creates the mount point if it does not exist. Returns its path only if it was created.
 fn create_mount_point(dir: &Path) -> Result<Option<PathBuf>, String> {
     if dir.exists() {
         return Ok(None);
@@ -91,20 +89,20 @@ impl Drop for Ram {
     fn drop(&mut self) {
         let users = mounting::users(self.device, 0);
         if !users.is_empty() {
-            say(&format!(
+            print_message(&format!(
                 "{} stays for the processes that still use it; nothing in it is purged any more:",
                 self.point.display()
             ));
-            users.iter().for_each(|user| say(&user.to_string()));
+            users.iter().for_each(|user| print_message(&user.to_string()));
         }
-        // While other processes use the file system, the mount and the folder stay.
+        // While other processes use the file system, the mount and the folder must stay.
         let Some(created) = self.created.as_ref().filter(|_| users.is_empty()) else { return };
-        // A process that uses the mount may be invisible, or have ended only just now. A detached mount ends
-        // with its last user.
+        // A process that uses the mount may be invisible to this process, or may only just have ended. A detached mount
+        // ends when its last user ends.
         let flags = UnmountFlags::NOFOLLOW;
         let unmounted = unmount(created, flags).or_else(|_| unmount(created, flags | UnmountFlags::DETACH));
         if let Err(error) = unmounted.map_err(Into::into).and_then(|()| fs::remove_dir(created)) {
-            say(&format!("{} stays: it cannot be removed: {error}", created.display()));
+            print_message(&format!("{} stays: it cannot be removed: {error}", created.display()));
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The report at the end of `pagemill run`: memory of the process tree, returned memory, and refusals.
 //!
-//! The report counts memory twice. The kernel's count ([`crate::tree_memory`]) includes all memory of all
-//! processes. Pagemill's count has the memory of its allocator, and how much of that could have been returned.
+//! The report has two counts of memory. The kernel's count ([`crate::tree_memory`]) includes all memory of all
+//! processes. Pagemill's count has only the memory of its allocators, and how much of that memory could have been
+//! returned.
 
 use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
@@ -48,13 +49,14 @@ impl CollectedStatistics {
     }
 }
 
+/// The program that `run` has run to its end.
 pub struct FinishedProgram<'run> {
     pub program: &'run OsStr,
     pub end: End,
     pub wall: Duration,
 }
 
-/// The limit that the kernel enforced, and what the kernel reported about it.
+/// The limit that the kernel enforced, and the kernel's statistics of it.
 pub struct KernelLimitResult {
     pub limit_bytes: u64,
     pub statistics: LimitStatistics,
@@ -79,7 +81,7 @@ pub struct Report {
     collected: CollectedStatistics,
 }
 
-/// A process with its peaks in both counts. A peak is `None` if the process is missing in that count.
+/// A process with its peaks in both counts. A peak is `None` if that count does not have the process.
 struct Row {
     pid: u32,
     name: String,
@@ -108,8 +110,8 @@ impl Report {
             collected.absorb(&process.snapshot);
         }
         let (peak, net_peak) = page.peak();
-        // The tree's page has the peak of the sum. The peak of a single process, measured when it ended, can be
-        // larger.
+        // The tree's page has the peak of the sum over all processes. The peak of a single process, which was measured
+        // at its end, can be larger.
         let single = |counter| collected.largest.iter().map(|snapshot| snapshot.get(counter)).max().unwrap_or(0);
         let (peak, net_peak) = (peak.max(single(Counter::ResidentPeak)), net_peak.max(single(Counter::NetPeak)));
         Self {
@@ -145,7 +147,7 @@ impl Report {
         }
     }
 
-    /// Returns how much of the tree's peak was memory that could have been returned then.
+    /// Returns how much of the tree's memory at its peak could have been returned at that time.
     fn giveable_at_peak(&self) -> u64 {
         self.peak - self.net_peak
     }
@@ -343,7 +345,7 @@ fn excess_json(excess: &Excess) -> Value {
     })
 }
 
-/// Returns a counter's meaning as part of a line: with a lower-case start and without a full stop.
+/// Returns a counter's meaning as a part of a line: it begins in lower case and has no full stop.
 fn sentence_part(meaning: &str) -> String {
     let mut letters = meaning.trim_end_matches('.').chars();
     letters.next().map_or(String::new(), |first| first.to_lowercase().chain(letters).collect())

@@ -1,5 +1,5 @@
-//! Helpers of the commands that send a request to a process. If a signal arrives, the command removes the request's
-//! file before it ends. If the process does not answer, the command reports the likely reason.
+//! Helpers of the commands that send a request to a process. If a signal arrives, the command removes the file of its
+//! request before it ends. If the process does not answer, the command reports the likely reason.
 
 use pagemill_core::listing::Unanswered;
 use pagemill_core::stats::{Counter, Snapshot};
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Records the signal that arrived, if any. The command removes the request's file before it ends.
+/// Records the signal that arrived, if any, so that the command can remove the file of its request before it ends.
 pub struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const KEYWORD_VARIABLES: [(&str, [&str; 2]); 3] =
     [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
 
-/// Interval at which the statistics of ended processes are added to the totals.
+/// Interval at which the statistics of processes that have ended are added to the totals.
 const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
@@ -122,12 +122,12 @@ fn outer_limit() -> Option<u64> {
     TreePage::join(&path).ok().map(TreePage::limit)
 }
 
-fn say(message: &str) {
+fn print_message(message: &str) {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
 }
 
-/// A process tree's folder and shared page. Dropping the value removes the folder if no process of the tree runs any
-/// more.
+/// The folder and the shared page of a process tree. Dropping the value removes the folder, unless a process of the
+/// tree still runs.
 struct Tree {
     folder: String,
     page: &'static TreePage,
@@ -146,7 +146,7 @@ impl Tree {
 
 impl Drop for Tree {
     fn drop(&mut self) {
-        // Processes that outlive this command still use the folder; a later command removes it.
+        // Processes that run longer than this command still use the folder. A later command removes it.
         self.page.sweep();
         if self.page.totals().members == 0 {
             published::remove_tree_folder(&self.folder);
@@ -194,7 +194,8 @@ impl<'tree> RunningProgram<'tree> {
         Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })
     }
 
-    /// Waits for the program's end. Meanwhile samples memory and adds up the statistics of ended processes.
+    /// Waits for the program's end. Meanwhile samples the memory of the tree and adds up the statistics of ended
+    /// processes.
     fn wait(self, program: &OsStr) -> io::Result<(FinishedProgram<'_>, Option<TreeMemory>, CollectedStatistics)> {
         let Self { child, start, folder, mut memory } = self;
         let mut collected = CollectedStatistics::default();
@@ -231,12 +232,15 @@ fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimit
         && let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0)
     {
         let processes = if kills == 1 { "process" } else { "processes" };
-        say(&format!("the kernel killed {kills} {processes} at --limit-kernel {}", Bytes(kernel.limit_bytes)));
+        print_message(&format!(
+            "the kernel killed {kills} {processes} at --limit-kernel {}",
+            Bytes(kernel.limit_bytes)
+        ));
     }
 }
 
-/// Returns whether an excess is to be reported. A small excess is usual and not reported, because stacks and library
-/// data are outside the allocator.
+/// Returns whether an excess is reported. A small excess is usual, because stacks and library data are outside the
+/// allocator, and is not reported.
 fn is_notable(excess: &Excess) -> bool {
     let usual = (excess.limit_bytes / 16).max(8 << 20);
     excess.over_bytes().min(excess.outside_bytes()) > usual
@@ -297,9 +301,9 @@ impl Run {
         match tree.as_ref().zip(memory.as_ref()) {
             Some((tree, memory)) if self.wants_report() => {
                 let report = Report::new(ran, tree.page, &tree.folder, memory, collected, kernel);
-                // The program has run, so `run` returns its status even if the report fails.
+                // The program has run, so `run` returns the program's status even if writing the report fails.
                 if let Err(error) = report.write(self.json, output.as_mut()) {
-                    say(&format!("the report cannot be written: {error}"));
+                    print_message(&format!("the report cannot be written: {error}"));
                 }
             }
             _ => report_limit_effects(memory.as_ref(), kernel.as_ref()),
@@ -312,7 +316,7 @@ impl Run {
         Ok(Limits { own: resolve(self.limit)?, kernel: resolve(self.limit_kernel)? })
     }
 
-    /// Refuses a program on which a limit would have no effect. Warns about any other program that the
+    /// Refuses a program if a limit would have no effect on it. Without such a limit, warns about a program that the
     /// allocator cannot reach.
     fn check_obstacle(&self, path: &Path, limits: &Limits) -> Result<Option<Obstacle>, String> {
         let Some(obstacle) = elf::obstacle(path) else { return Ok(None) };
@@ -323,7 +327,7 @@ impl Run {
         if limits.own.is_some() && !is_bounded && !self.force {
             return Err(obstacle.refusal(path));
         }
-        say(&obstacle.warning(path));
+        print_message(&obstacle.warning(path));
         Ok(Some(obstacle))
     }
 
@@ -345,8 +349,8 @@ impl Run {
         self.after = self.after.or(value("PAGEMILL_AFTER", parse_bytes)?);
         let parse_return = |text: &str| Return::parse(text).map_err(|error| error.to_string());
         self.return_after = self.return_after.or(value("PAGEMILL_RETURN", parse_return)?);
-        // The allocator reads these variables in each process, but in a process tree it does not report invalid values,
-        // since every process would. So invalid values are reported here.
+        // Each process's allocator also reads these variables. Inside a process tree, the allocators do not report
+        // invalid values, since every process would report them. So this command does.
         value("PAGEMILL_IDLE", |text| if text == "off" { Ok(0) } else { parse_bytes(text) })?;
         value("PAGEMILL_NODES", |text| text.parse::<usize>().map_err(|error| error.to_string()))?;
         for (name, words) in KEYWORD_VARIABLES {
@@ -364,9 +368,9 @@ impl Run {
         file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
     }
 
-    /// Creates the process tree. Inside another `run`, returns `None` and uses the outer tree, unless this `run` has a
-    /// lower limit or a report. If the tree cannot be created, the result is `None` without a limit and a report, else
-    /// an error.
+    /// Creates the process tree. Returns `None` inside another `run`, unless this `run` has a lower limit or a report.
+    /// With `None`, the outer tree is used. If the tree cannot be created, returns an error if there is a limit or a
+    /// report, else `None`.
     fn tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
         if let Some(outer) = outer_limit() {
             let limit = limits.own.unwrap_or(outer);
@@ -375,7 +379,11 @@ impl Run {
                 return Ok(None);
             }
             if limit > outer {
-                say(&format!("--limit {} is reduced to {}, the limit of the outer run", Bytes(limit), Bytes(outer)));
+                print_message(&format!(
+                    "--limit {} is reduced to {}, the limit of the outer run",
+                    Bytes(limit),
+                    Bytes(outer)
+                ));
             }
             limits.own = Some(limit.min(outer)).filter(|limit| *limit != UNLIMITED);
         }
@@ -400,7 +408,7 @@ impl Run {
     ) -> io::Result<child::Program> {
         let mut preloads = library.map(OsString::from).unwrap_or_default();
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
-            // Inside another `run` the variable contains the library already, with the same or another path.
+            // Inside another `run`, the variable may already contain the library, with this or another path.
             let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");
             let others = others.to_string_lossy().into_owned();
             for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !is_ours(path)) {
@@ -423,8 +431,8 @@ impl Run {
         set("PAGEMILL_CHECK", self.check.then(|| "1".into()));
         set("PAGEMILL_HUGE", self.no_huge.then(|| "never".into()));
         set("PAGEMILL_NODES", self.nodes.map(os_string));
-        // The program is executed by the path that was found. If a launcher executes it, the launcher looks up
-        // the name.
+        // The program is executed by the path that was found. If a launcher executes the program, the launcher gets its
+        // name and looks it up.
         let launcher = kernel.map(KernelLimit::launcher).unwrap_or_default();
         let executed = launcher.first().map_or_else(|| path.into(), OsString::from);
         let arguments = launcher.iter().map(OsString::from).chain(self.program.iter().cloned());

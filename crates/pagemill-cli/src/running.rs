@@ -1,10 +1,11 @@
-//! The rows of `doctor` about running processes: failures and fallbacks that their governors count and publish.
+//! The rows of `doctor` about running processes. They show failures and fallbacks that the processes' governors count
+//! and publish.
 
 use pagemill_core::published;
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_sys::probe::Availability;
 
-/// A row: one aspect of the governors, over all running processes.
+/// A row: one aspect of the governors, summed over all running processes.
 pub struct GovernorRow {
     pub key: &'static str,
     pub name: &'static str,
@@ -89,7 +90,7 @@ fn rows_of(running: &[Snapshot]) -> Vec<GovernorRow> {
         return Vec::new();
     }
     let sum = |counter| running.iter().fold(0u64, |sum, process| sum.saturating_add(process.get(counter)));
-    // Each process counts at most once, even if its published file is damaged.
+    // Each process counts at most once, even if the values in its published file are damaged.
     let processes_with = |counter| running.iter().filter(|process| process.get(counter) > 0).count();
     let helpers = processes_with(Counter::Helpers);
     let preferred = processes_with(Counter::HelpersPreferred);
@@ -139,7 +140,8 @@ fn rows_of(running: &[Snapshot]) -> Vec<GovernorRow> {
 mod tests {
     use super::*;
 
-    /// Without running processes there must be no rows. If processes count no failure, every row must be available.
+    /// Without running processes, there must be no rows. If the processes count no failures, every row must be
+    /// available.
     #[test]
     fn only_counted_failures_are_reported() {
         assert!(rows_of(&[]).is_empty());

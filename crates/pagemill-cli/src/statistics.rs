@@ -1,5 +1,5 @@
-//! The published statistics (counters) of running processes. Each process measures its statistics on request. If a
-//! process does not answer, the commands show its last published values with their age.
+//! The published statistics (counters) of running processes. Each process measures itself on request. For a process
+//! that does not answer, the commands show the last published values with their age.
 
 use crate::requests::Interrupt;
 use pagemill_core::listing;
@@ -14,6 +14,7 @@ use std::time::Duration;
 /// The counters that add up to resident memory.
 const RESIDENT_PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CLibrary, Counter::Cache];
 
+/// A running process and its statistics.
 pub struct Process {
     pub published: published::Process,
     /// Sum of the statistics of all Pagemill instances in the process.
@@ -22,7 +23,7 @@ pub struct Process {
     pub stale: Option<&'static str>,
 }
 
-/// What a process id on the command line denotes.
+/// The meaning of a process id on the command line.
 pub enum Target {
     One(Box<Process>),
     /// A `pagemill run`: the members of its process tree.
@@ -52,8 +53,8 @@ pub fn read_all(interrupt: &Interrupt) -> Result<Vec<Process>, StatisticsError> 
     request_statistics(published::read_all(), interrupt)
 }
 
-/// Requests measurements from all processes at once, so that a process that does not answer does not delay the
-/// others. For a process that ends meanwhile, returns its last published values.
+/// Requests measurements from all processes before it waits for the first answer. So a process that does not answer
+/// does not delay the others. For a process that ends during the wait, returns its last published values.
 pub fn request_statistics(
     published: Vec<published::Process>,
     interrupt: &Interrupt,
@@ -113,8 +114,8 @@ impl Process {
         self.stale.map(|_| self.sum.age().map_or_else(|| "never measured".to_owned(), age_text))
     }
 
-    /// Returns the title line: process id, name, and if the statistics are not current, their age and the
-    /// reason.
+    /// Returns the title line with process id and name. If the statistics are not current, it also has their age and
+    /// the reason.
     pub fn title(&self) -> String {
         let note = match (self.age(), self.stale) {
             (Some(age), Some(why)) => format!("  ({age}: {why})"),
@@ -133,8 +134,8 @@ fn age_text(age: Duration) -> String {
     }
 }
 
-/// Returns the resident memory as the sum of its parts. The counter `resident` can be slightly older than the
-/// parts.
+/// Returns the resident memory as the sum of its parts. The counter `resident` may be slightly older than the counters
+/// of the parts.
 pub fn resident_bytes(snapshot: &Snapshot) -> u64 {
     RESIDENT_PARTS.iter().fold(0u64, |sum, counter| sum.saturating_add(snapshot.get(*counter)))
 }
@@ -143,8 +144,8 @@ pub fn process_count_text(count: usize) -> String {
     if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
-/// Returns the bytes that could be returned to the system at once, and how many of them are not part of
-/// `resident`.
+/// Returns two numbers: the bytes that could be returned to the system at once, and how many of these bytes are not
+/// part of `resident`.
 pub fn giveable_bytes(snapshot: &Snapshot) -> (u64, u64) {
     let foreign = snapshot.get(Counter::MarkedForeign);
     (snapshot.giveable_of_resident().min(resident_bytes(snapshot)).saturating_add(foreign), foreign)

@@ -58,7 +58,7 @@ impl Status {
         let text = if self.json {
             serde_json::to_string(state).map_err(std::io::Error::other)? + "\n"
         } else {
-            // With --watch each status replaces the previous one on a cleared screen.
+            // With --watch, each status replaces the previous one on a cleared screen.
             let clear = if self.watch { "\x1b[H\x1b[2J" } else { "" };
             format!("{clear}{}", text_of(state))
         };
@@ -100,7 +100,7 @@ impl Unit {
     }
 }
 
-/// Returns the totals as rows of name, value, unit and meaning. A row with the value 0 is not shown.
+/// Returns the totals as rows of name, value, unit and meaning. Rows with the value 0 are not shown.
 fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
     use Unit::{Blocks, Files, Times};
     vec![
@@ -183,7 +183,8 @@ fn text_of(state: &State) -> String {
 mod tests {
     use super::*;
 
-    /// Rows with the value 0 are omitted. A reduced size is explained, and a missing controller is reported.
+    /// Rows with the value 0 must be omitted. A reduced size must be explained, and a missing controller must be
+    /// reported.
     #[test]
     fn a_status_is_rendered() {
         let counts = Counts { purged_bytes: 3 << 20, purged_files: 2, nothing_to_purge: 3643, ..Counts::default() };

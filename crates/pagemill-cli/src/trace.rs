@@ -27,8 +27,8 @@ impl Trace {
     pub fn main(&self) -> ExitCode {
         let (lines, is_one) = match self.pid {
             Some(pid) => match published::read(pid) {
-                // If a process has several Pagemill instances, only the first is shown: that of the preload
-                // library.
+                // If a process has several Pagemill instances, only the events of the first are shown. The first is
+                // that of the preload library.
                 Some(process) => match events_of(&process, 1) {
                     Ok(lines) => (lines, true),
                     Err(error) => return fail(2, &format!("cannot read the events of {pid}: {error}")),
@@ -63,7 +63,8 @@ impl Trace {
             object.insert("sequence".into(), event.sequence.into());
             object.insert("time_ns".into(), event.time_ns.into());
             object.insert("event".into(), event.event.into());
-            // An event of another kind than `start` may have a number `pid`, which is another process's id.
+            // The number `pid` of an event `start` is the process's own id, which is already shown. In other events it
+            // is the id of another process.
             let numbers = event.numbers.iter().filter(|(name, _)| *name != "pid" || event.event != "start");
             object.extend(numbers.map(|(name, number)| ((*name).to_owned(), (*number).into())));
             return serde_json::Value::Object(object).to_string();
@@ -88,7 +89,7 @@ fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<EventLine>>
     Ok(lines)
 }
 
-/// Merges the events of several processes, sorted by time. Skips processes that have ended.
+/// Merges the events of several processes in the order of time. Skips processes that have ended.
 fn merged_events(processes: &[Process]) -> Vec<EventLine> {
     let each = processes.iter().filter_map(|process| events_of(process, usize::MAX).ok());
     let mut lines: Vec<EventLine> = each.flatten().collect();

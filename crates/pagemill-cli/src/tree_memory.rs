@@ -1,14 +1,14 @@
 //! The memory of a run's processes as the kernel counts it, sampled from `/proc`.
 //!
 //! A sample includes the program's descendants (found by parent links), the members of the tree's page, and processes
-//! that earlier samples found. So a daemon that was adopted by another process still counts.
+//! that earlier samples found. So a daemon is counted even after another process has adopted it.
 //!
-//! A page that processes share (library code, memory after a fork) counts in each of them, as in `ps`. If that sum
-//! exceeds a limit, each process's proportional share (`Pss`) is read. The sum of the shares counts a shared page once,
-//! but the shares cost far more to read.
+//! A page that processes share (library code, memory after a fork) is counted in each of them, as in `ps`. If the sum
+//! exceeds a limit, the proportional share (`Pss`) of each process is read. The sum of the proportional shares counts a
+//! shared page once. Reading them costs far more.
 //!
-//! Processes that start and end between two samples are missed. The pause after a sample depends on the
-//! sample's cost, so that sampling takes less than 1 % of a CPU.
+//! A process that starts and ends between two samples is missed. The pause after a sample is proportional to its cost,
+//! so that sampling uses less than 1 % of a CPU.
 
 use crate::proc_status::{Status, children_of, proportional_bytes};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
@@ -29,20 +29,20 @@ const PAUSE_FACTOR: u32 = 120;
 #[derive(Clone, Debug)]
 pub struct Process {
     pub identity: Identity,
-    /// The name of the program that it executed when it had the most memory.
+    /// The name of the program that the process was running when it had the most memory.
     pub name: String,
     pub bytes: u64,
 }
 
-/// A sample in which the processes exceeded a limit.
+/// The sample that exceeded a limit by the largest amount.
 #[derive(Clone, Debug)]
 pub struct Excess {
     pub limit_bytes: u64,
-    /// Anonymous and shared memory of all processes. Shared memory counts once.
+    /// Anonymous and shared memory of all processes. Memory that several processes share is counted once.
     pub held_bytes: u64,
     /// Memory of the processes' allocators at that time.
     pub allocator_bytes: u64,
-    /// The processes with the largest proportional shares of `held_bytes`, largest first; at most [`LISTED`].
+    /// The processes with the largest proportional shares of `held_bytes`, in descending order; at most [`LISTED`].
     pub largest: Vec<Process>,
 }
 
@@ -56,14 +56,14 @@ impl Excess {
     }
 }
 
-/// The largest sums of all samples so far.
+/// The maximum of each sum over all samples so far.
 #[derive(Clone, Debug, Default)]
 pub struct Peak {
     /// Resident memory of all processes in one sample.
     pub resident_bytes: u64,
-    /// Anonymous and shared memory of all processes in one sample: all resident memory but file pages.
+    /// Anonymous and shared memory of all processes in one sample, which is all resident memory except file pages.
     pub anonymous_bytes: u64,
-    /// The part of `anonymous_bytes` that did not belong to an allocator of the tree in that sample.
+    /// The part of `anonymous_bytes` that belonged to no allocator of the tree in that sample.
     pub outside_bytes: u64,
     pub excess: Option<Excess>,
 }
@@ -78,7 +78,7 @@ pub struct TreeMemory {
     ended: Vec<Process>,
     ended_count: usize,
     pub peak: Peak,
-    /// Time from which proportional shares may be read again.
+    /// Time from which proportional shares may be read again, in nanoseconds.
     next_shares_ns: u64,
 }
 
@@ -162,9 +162,9 @@ impl TreeMemory {
         keep_largest(ended);
     }
 
-    /// Reads proportional shares. Records their sum if it is the largest excess so far.
+    /// Reads proportional shares. Records the excess if it is the largest so far.
     fn record_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
-        // A single process shares its memory with no other process of the tree, so its share is not read.
+        // A single process shares its memory with no other process of the tree, so its proportional share is not read.
         let is_alone = found.len() == 1;
         let share = |pid: u32, status: &Status| {
             bounded_share(status.anonymous_bytes, Some(pid).filter(|_| !is_alone).and_then(proportional_bytes))
@@ -184,11 +184,11 @@ impl TreeMemory {
         }
     }
 
-    /// Records the value that the kernel reports at the program's end: the largest peak of the program and of the
+    /// Records the peak that the kernel reports at the program's end. It is the largest peak of the program and of the
     /// descendants that were waited for.
     pub fn record_program_end(&mut self, max_resident_bytes: u64) {
         self.peak.resident_bytes = self.peak.resident_bytes.max(max_resident_bytes);
-        // If only one process was found, the value is that process's peak.
+        // If only one process was found, the peak is that of this process.
         if self.ended_count + self.seen.len() == 1
             && let Some(process) = self.seen.get_mut(&self.program)
         {
@@ -209,11 +209,11 @@ impl TreeMemory {
     }
 }
 
-/// Returns a process's proportional share, at most its `anonymous_bytes` in the sample.
+/// Returns the proportional share of a process, but at most its `anonymous_bytes` in the sample.
 ///
-/// `proportional_bytes` is read after the sample, and the process may have grown meanwhile. Without the bound,
-/// the shares could exceed the sum that was compared with the limit. `None` stands for another user's process,
-/// which counts in full.
+/// `proportional_bytes` is read after the sample, and the process may have grown since then. Without the bound, the sum
+/// of the shares could exceed the sum that was compared with the limit. For a process of another user,
+/// `proportional_bytes` is `None`, and the process counts in full.
 fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
     proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes)
 }
@@ -237,7 +237,7 @@ fn add_descendants(root: u32, found: &mut HashMap<u32, Status>) {
         let Some(mut status) = Status::read(pid) else { continue };
         let memory = Some(status.memory_hash);
         if memory == parents_memory {
-            // Between `vfork` and `exec` a child runs in its parent's memory, which is already counted for the
+            // Between `vfork` and `exec`, a child runs in its parent's memory. That memory is already counted for the
             // parent.
             status.clear_memory();
         }
@@ -258,7 +258,7 @@ mod tests {
         (folder, TreePage::create(&path, limit).unwrap())
     }
 
-    /// Starts a shell with two children that wait until its input ends. Returns when all run.
+    /// Starts a shell with two children that wait until its input ends. Returns when all three processes run.
     fn shell_with_children() -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "exec 3<&0; cat <&3 & sh -c 'echo; cat; true'; wait"]);
@@ -267,8 +267,8 @@ mod tests {
         child
     }
 
-    /// A shell with two children is sampled, and then killed. All three must be counted, and the orphans until they
-    /// end.
+    /// A shell with two children is sampled and then killed. All three processes must be counted. The two orphans must
+    /// be counted until they end.
     #[test]
     fn descendants_are_found() {
         let (_folder, page) = page(UNLIMITED);
@@ -280,7 +280,8 @@ mod tests {
         assert!(memory.peak.resident_bytes > 400 << 10 && memory.peak.excess.is_none());
         assert_eq!(memory.peak.outside_bytes, memory.peak.anonymous_bytes, "no member published anything");
         let orphans: Vec<u32> = memory.seen.keys().copied().filter(|pid| *pid != child.id()).collect();
-        // The orphans run while their input is open. `Child::wait` would close the input, so it is taken out.
+        // The orphans run while their standard input is open. `Child::wait` would close that input, so the input is
+        // moved out of `child`.
         let input = child.stdin.take();
         child.kill().unwrap();
         child.wait().unwrap();
@@ -293,7 +294,7 @@ mod tests {
         assert!(memory.count() >= 4 && !memory.largest().is_empty());
     }
 
-    /// A process grows between the sample and the reading of its proportional share. It must count with at most its
+    /// A process grows between the sample and the reading of its proportional share. Its share must be at most its
     /// memory in the sample.
     #[test]
     fn a_share_is_at_most_what_the_sample_counted() {
@@ -302,7 +303,7 @@ mod tests {
         assert_eq!(bounded_share(4096, None), 4096);
     }
 
-    /// A shell runs under a limit below its memory. A sample must record the excess and the processes.
+    /// A shell runs under a limit that is below its memory. A sample must record the excess and the processes.
     #[test]
     fn an_excess_is_recorded_with_its_processes() {
         let (_folder, page) = page(4 << 10);

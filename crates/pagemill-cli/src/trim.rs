@@ -15,11 +15,11 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// Maximum size of one request. A request of this size takes some ten milliseconds, so Ctrl-C stops the command soon.
+/// Maximum size of one request. Such a request takes some ten milliseconds, so the command can end soon after Ctrl-C.
 const MAX_REQUEST_BYTES: u64 = 256 << 20;
 
-/// Without SIZE, the requests exceed the memory that was giveable at first by at most this much. Otherwise a
-/// program that frees all the time would prolong the command forever.
+/// Without SIZE, the sum of the requests exceeds the memory that was giveable at the start by at most this much.
+/// Without this bound, the command would never end for a program that frees memory all the time.
 const MAX_EXTRA_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
@@ -106,7 +106,7 @@ impl Trim {
             }
         };
         let size = words.next();
-        // With `meminfo PID --all` in mind, a user may write a process id here.
+        // The user may have meant the options of `meminfo PID --all` and have written a process id here.
         if let (Targets::All, Some(word)) = (&targets, size)
             && word.parse::<u32>().is_ok_and(|pid| process::identity(pid).is_some())
         {
@@ -188,11 +188,11 @@ fn descendants(pid: u32) -> Vec<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name is in parentheses, and may contain any character.
+    // The program's name is in parentheses and may contain any character.
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
-/// Returns the resident bytes as the kernel counts them.
+/// Returns the resident bytes of a process, as the kernel counts them.
 fn resident_bytes(pid: u32) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
     let pages: u64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
@@ -207,7 +207,7 @@ fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> Trim
             Some(max_bytes) => max_bytes.saturating_sub(done.returned),
             None => snapshot.giveable_bytes().saturating_add(MAX_EXTRA_BYTES),
         };
-        // Without a helper thread the process answers no commands, so the command counts as unanswered at once.
+        // Without a helper thread, the process answers no commands. So the command counts as unanswered without a wait.
         let has_helper = snapshot.get(Counter::Helpers) > 0;
         while left > 0 {
             let command = ControlCommand::Trim { want_bytes: left.min(MAX_REQUEST_BYTES) };

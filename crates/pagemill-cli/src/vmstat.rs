@@ -1,5 +1,5 @@
-//! `pagemill vmstat [PID]`: shows what the memory managers of processes have done so far, or what one does each
-//! second.
+//! `pagemill vmstat [PID]`: shows what the memory managers of processes have done so far. With --watch, shows what one
+//! memory manager does each second.
 
 use crate::fail;
 use crate::requests::Interrupt;
@@ -37,7 +37,7 @@ const COLUMNS: [Column; 4] = [
     ("PEAK", |sum| sum.get(Counter::ResidentPeak)),
 ];
 
-/// A process, or a process tree with its sums.
+/// A process, or a process tree with the sums over its members.
 struct View {
     title: String,
     start_ticks: u64,
@@ -92,7 +92,7 @@ impl Vmstat {
             if interrupt.has_signal() {
                 return Err(StatisticsError::Interrupted);
             }
-            // The identity of the process is checked each time, since its id may have been reused.
+            // The start time of the process is checked each time, because its id may have been reused.
             let now = match View::of(pid, interrupt) {
                 Ok(now) if now.start_ticks == last.start_ticks => now,
                 Err(StatisticsError::Interrupted) => return Err(StatisticsError::Interrupted),
@@ -144,7 +144,7 @@ impl Vmstat {
         text + &now.members.as_ref().map_or_else(String::new, |members| statistics::process_table(members, &COLUMNS))
     }
 
-    /// Returns whether to show a row: its value is nonzero or, with --watch, has changed.
+    /// Returns whether a row is shown: its value is nonzero or, with --watch, has changed.
     fn is_shown(&self, row: &Row, before: &Snapshot, now: &Snapshot) -> bool {
         let is_sum = row.kind == CounterKind::Sum || self.watch;
         self.all || if is_sum { now.get(row.counter) != before.get(row.counter) } else { now.get(row.counter) > 0 }
@@ -163,7 +163,7 @@ impl Vmstat {
         rows
     }
 
-    /// Returns the JSON object of one process in a list: its rows, PID, user and age.
+    /// Returns the JSON object of one process in a list: its rows, process id, user and age.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&Snapshot::default(), &process.sum);
         rows.insert("pid".into(), json!(process.pid()));
@@ -177,7 +177,7 @@ fn sum_rows() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Sum)
 }
 
-/// Returns the gauges whose unit is a count. `meminfo` shows those in bytes.
+/// Returns the gauges whose unit is a count. `meminfo` shows the gauges whose unit is bytes.
 fn count_gauges() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Gauge && row.unit == Unit::Count)
 }

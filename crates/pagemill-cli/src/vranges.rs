@@ -1,5 +1,5 @@
-//! `pagemill vranges PID`: lists the volatile ranges of a process, by handle or marked by address, with their
-//! states and purged bytes.
+//! `pagemill vranges PID`: lists the volatile ranges of a process with their states and purged bytes. Ranges have a
+//! handle or are marked by address.
 
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
@@ -66,8 +66,8 @@ impl Vranges {
     }
 }
 
-/// Requests the ranges of one Pagemill instance of the process. An instance without ranges gets no request, which would
-/// only wake its helper thread.
+/// Requests the ranges of one Pagemill instance in the process. An instance without ranges gets no request: a request
+/// would wake its helper thread for nothing.
 fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
     let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
     if bytes == [0, 0] {
@@ -76,14 +76,14 @@ fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Re
     pagemill_volatile::ask(path, snapshot.identity, || interrupt.has_signal())
 }
 
-/// Sums over a list. The lengths come from another process, so additions saturate.
+/// Sums over a list. The lengths come from another process and may be impossible, so additions saturate.
 #[derive(Default)]
 struct Totals {
     bytes: u64,
     /// Number and bytes of the ranges in each state, in the order of [`STATES`].
     states: [(usize, u64); STATES.len()],
     purged_bytes: u64,
-    /// The purged bytes of some ranges are unknown, so the sum is a minimum.
+    /// The purged bytes of some ranges are unknown, so the sum of purged bytes is a minimum.
     is_minimum: bool,
 }
 
@@ -128,7 +128,7 @@ fn behaviour_name(range: &Listed) -> &'static str {
     }
 }
 
-/// Returns as a keyword how much of a range was purged.
+/// Returns a keyword that says how much of a range was purged.
 fn purged_keyword(range: &Listed) -> &'static str {
     match range.purged_bytes {
         Some(0) => "no",
@@ -138,7 +138,7 @@ fn purged_keyword(range: &Listed) -> &'static str {
 }
 
 fn age_seconds(range: &Listed) -> Option<f64> {
-    // Rounded to milliseconds: a tick is longer.
+    // The age is rounded to milliseconds, which is finer than a tick.
     range.age_ticks.map(|ticks| (f64::from(ticks) * SECONDS_PER_TICK * 1e3).round() / 1e3)
 }
 
@@ -219,7 +219,7 @@ mod tests {
         }
     }
 
-    /// The list has one row for each range, and the sums below. Unknown values are shown as unknown.
+    /// The list must have one row for each range, and the sums below. Unknown values must be shown as unknown.
     #[test]
     fn a_list_has_rows_and_sums() {
         let held = Listed { age_ticks: None, ..range(RangeState::Held, Some(0)) };
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!((&json["totals"]["volatile"], &json["totals"]["not_listed"]), (&json!(8 * MIB), &json!(7)));
     }
 
-    /// Impossible lengths do not overflow.
+    /// Impossible lengths must not cause an overflow.
     #[test]
     fn impossible_lengths_do_not_overflow() {
         let endless =

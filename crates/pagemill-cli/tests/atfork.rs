@@ -1,8 +1,8 @@
-//! Fork handlers of a library whose constructors run before the preload library's.
+//! Fork handlers of a library whose constructors run before those of the preload library.
 //!
-//! Such handlers may allocate, and wait for threads that allocate. So Pagemill's locks must be taken after the
-//! last prepare handler, and released before the first handler that runs after the fork. A program that hangs
-//! ends itself with `alarm`.
+//! Such handlers may allocate, and may wait for threads that allocate. So Pagemill must take its locks after the last
+//! prepare handler, and release them before the first handler that runs after the fork. A program that hangs ends
+//! itself by `alarm`.
 
 mod common;
 
@@ -38,8 +38,8 @@ fn run(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> 
     Some(end)
 }
 
-/// Options for a heap that exists from the first call on, one that is created during the forks, the libc
-/// fallback, and `--check`.
+/// Sets of options of `run`. The heap exists from the first call on; or it is created during the forks; or the program
+/// stays on the libc fallback; or `--check` is on.
 const OPTION_SETS: &[&[&str]] =
     &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
 
@@ -64,14 +64,15 @@ fn a_handler_may_join_threads_that_allocate() {
     assert_case_succeeds("join");
 }
 
-/// Prepare handlers run in reverse order of registration, and the others in order of registration, as POSIX
-/// requires.
+/// Prepare handlers must run in reverse order of registration, and the other handlers in order of registration, as
+/// POSIX requires.
 #[test]
 fn handlers_run_in_the_order_of_the_c_library() {
     assert_case_succeeds("order");
 }
 
-/// The C library drops the handlers of an unloaded library, also of one whose registration Pagemill forwarded.
+/// The C library must drop the handlers of an unloaded library. This includes handlers whose registration Pagemill
+/// forwarded.
 #[test]
 fn handlers_end_with_their_library() {
     let place = TestFolder::new();
@@ -81,7 +82,7 @@ fn handlers_end_with_their_library() {
     end.assert_success();
 }
 
-/// Without Pagemill the same programs must succeed. Otherwise the other tests of this file would show nothing about
+/// The same programs must succeed without Pagemill. Otherwise the other tests of this file would show nothing about
 /// Pagemill.
 #[test]
 fn the_programs_hold_without_pagemill() {

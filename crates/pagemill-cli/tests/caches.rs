@@ -1,5 +1,5 @@
-//! `pagemill meminfo` and `trace` of a program with page caches: each cache is shown by its name, and all sums
-//! are correct.
+//! `pagemill meminfo` and `trace` of a program with page caches. Each cache must be shown by its name, and all sums
+//! must be correct.
 
 mod common;
 
@@ -20,8 +20,8 @@ const MIB: u64 = 1 << 20;
 
 const SUMMED_COLUMNS: [&str; 6] = ["huge", "small", "locked", "free", "frames", "index"];
 
-/// The tests run this test binary as a child with this variable set. In the child the test `program` is the program to
-/// observe.
+/// The tests run this test binary as a child with this variable set. In the child, the test `program` is the program
+/// that the tests observe.
 const PROGRAM_VARIABLE: &str = "CACHES_TEST_PROGRAM";
 
 /// Prints the process id and, for each cache, its usage as the program reads it: the memory by kind, the
@@ -129,8 +129,8 @@ fn assert_shows_printed_usage(info: &Value, names: &[&str], printed: &[u64]) {
     assert_eq!(rows.iter().filter(|row| row["holder"] == "cache").count(), names.len());
 }
 
-/// The caches of a program are shown by name. After a file or a cache is dropped, its bytes move from row to
-/// row, and the sums are still correct.
+/// The caches of a program must be shown by name. After a file or a cache is dropped, its bytes must move to other
+/// rows, and the sums must stay correct.
 #[test]
 fn caches_are_shown_by_name() {
     const NAMES: [&str; 2] = ["tiles", "rows of ? tables"];
@@ -173,8 +173,8 @@ fn caches_are_shown_by_name() {
     place.assert_no_files_left();
 }
 
-/// A program that uses the crate and also has the preload library contains two Pagemill instances. Its
-/// statistics are the sum of both.
+/// A program that uses the crate and also has the preload library contains two Pagemill instances. The shown statistics
+/// must be the sum of both.
 #[test]
 fn caches_of_a_preloaded_program_are_shown() {
     let place = TestFolder::new();
@@ -186,8 +186,8 @@ fn caches_of_a_preloaded_program_are_shown() {
     holder.end();
 }
 
-/// For a process that does not answer, `meminfo` shows the published sums and the reason why single caches are
-/// missing.
+/// For a process that does not answer, `meminfo` must show the published sums, and the reason why it does not show
+/// single caches.
 #[test]
 fn a_stopped_process_is_shown_with_published_sums() {
     let place = TestFolder::new();
@@ -204,7 +204,8 @@ fn a_stopped_process_is_shown_with_published_sums() {
     holder.end();
 }
 
-/// Folio events have the numbers of their file and cache: those of the first file show two huge folios.
+/// Each folio event must have the numbers of its file and cache. The events of the first file must show two huge
+/// folios.
 #[test]
 fn the_trace_has_file_and_cache_numbers() {
     let place = TestFolder::new();

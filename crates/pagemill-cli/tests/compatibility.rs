@@ -1,5 +1,5 @@
-//! Programs with other allocators, in linker namespaces, and under system-call filters. Each program must work, or be
-//! refused with an explanation. docs/compatibility.md lists all programs that were tried.
+//! Programs with other allocators, in linker namespaces, and under system-call filters. Each program must either work
+//! or be refused with an explanation. docs/compatibility.md lists all programs that were tried.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn run(place: &TestFolder, options: &[&str], words: &[&str], preload: Option<&Pa
     finish(command, TIMEOUT)
 }
 
-/// Returns the library of another installed allocator, by the start of its file name.
+/// Returns the installed library of another allocator whose file name starts with `name`.
 fn allocator(name: &str) -> Option<PathBuf> {
     let folders = ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/usr/lib64"];
     let found = folders.iter().find_map(|folder| {
@@ -34,7 +34,7 @@ fn allocator(name: &str) -> Option<PathBuf> {
     found
 }
 
-/// A program that is linked to another allocator, or preloads one, runs on Pagemill.
+/// A program that is linked to another allocator, or preloads one, must run on Pagemill.
 #[test]
 fn pagemill_precedes_other_allocators() {
     for name in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4", "libmimalloc.so"] {
@@ -47,7 +47,7 @@ fn pagemill_precedes_other_allocators() {
     }
 }
 
-/// A library in a linker namespace (`dlmopen`) has a C library of its own, and allocates from that.
+/// A library in a linker namespace (`dlmopen`) has a C library of its own and allocates from it. That must work.
 #[test]
 fn linker_namespaces_work() {
     let place = TestFolder::new();
@@ -58,13 +58,13 @@ fn linker_namespaces_work() {
     }
 }
 
-/// For static position-independent programs, `run` explains why they are not reached. Programs that need a
-/// sanitizer library are refused.
+/// For static position-independent programs, `run` must explain why Pagemill cannot serve them. Programs that need a
+/// sanitizer library must be refused.
 #[test]
 fn unreachable_programs_are_explained() {
     let place = TestFolder::new();
     let says = |flags: &[&str], options: &[&str], code: i32, sentence: &str| {
-        // The static libraries of the C library or of the sanitizer may not be installed.
+        // The static version of the C library, or of the sanitizer library, may not be installed.
         let mut command = Command::new("cc");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/fork.c");
         command.args(["-w", "-pthread"]).args(flags).arg(source).arg("-o").arg(place.path("out"));
@@ -80,7 +80,7 @@ fn unreachable_programs_are_explained() {
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
 
-/// Compiles a program with another compiler. Prints a sentence and returns `None` if that is impossible.
+/// Compiles a program with another compiler. Prints a message and returns `None` if that is impossible.
 fn compiled_by(place: &TestFolder, compiler: &str, source: &str, flags: &[&str]) -> Option<String> {
     let out = place.path("out");
     let mut command = Command::new(compiler);
@@ -93,8 +93,9 @@ fn compiled_by(place: &TestFolder, compiler: &str, source: &str, flags: &[&str])
     Some(out.to_str().unwrap().to_owned())
 }
 
-/// musl's loader ends a program whose preload it cannot load. If `run` starts such a program, the program runs
-/// without the library; under a limit it is refused. A shell under a limit can start one without `LD_PRELOAD`.
+/// musl's loader ends a program whose preload it cannot load. If `run` starts such a program, the program must run
+/// without the library; under a limit it must be refused. A shell under a limit must be able to start such a program
+/// without `LD_PRELOAD`.
 #[test]
 fn programs_of_musl_run_without_the_library() {
     let place = TestFolder::new();
@@ -108,8 +109,8 @@ fn programs_of_musl_run_without_the_library() {
     run(&place, &["--limit", "1G"], &["env", "-u", "LD_PRELOAD", &program, "4"], None).assert_success();
 }
 
-/// A program with a static sanitizer that has an allocator runs on that allocator, so a limit refuses it. A
-/// sanitizer without an allocator changes nothing.
+/// A program with a static sanitizer that has an allocator runs on that allocator. A limit must therefore refuse the
+/// program. A sanitizer without an allocator must change nothing.
 #[test]
 fn static_sanitizers_are_explained() {
     for sanitizer in ["address", "thread", "memory", "leak"] {
@@ -120,7 +121,7 @@ fn static_sanitizers_are_explained() {
         let end = run(&place, &["--limit", "1G"], &[&program, "4"], None);
         assert!(end.code() == 126 && end.err.contains("so --limit has no effect on it"), "{sanitizer}: {}", end.err);
         if sanitizer == "address" {
-            // The leak check traces the process, which may not be allowed.
+            // The leak check traces the process. If tracing is not allowed, the check fails.
             let mut command = place.pagemill_run(&[], &program);
             command.env("ASAN_OPTIONS", "detect_leaks=0");
             let end = finish(command, TIMEOUT);
@@ -132,7 +133,7 @@ fn static_sanitizers_are_explained() {
     run(&place, &["--limit", "1G"], &[&program, "4"], None).assert_success();
 }
 
-/// Programs whose ELF headers `patchelf` changed work as before.
+/// Programs whose ELF headers `patchelf` has changed must work as before.
 #[test]
 fn patched_programs_work() {
     let place = TestFolder::new();
@@ -162,7 +163,7 @@ fn patched_programs_work() {
     assert!(end.code() == 127 && end.err.contains("No such file"), "{}", end.err);
 }
 
-/// A loader that is started as a program loads the preload library into the program that it runs.
+/// A loader that is started as a program must load the preload library into the program that it runs.
 #[test]
 fn a_program_started_by_its_loader_is_limited() {
     let loaders = ["/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1"];
@@ -176,7 +177,7 @@ fn a_program_started_by_its_loader_is_limited() {
     assert!(!end.err.contains("statically"), "{}", end.err);
 }
 
-/// A pipe in place of a program is refused at once, without waiting for a writer.
+/// A pipe in the place of a program must be refused at once, without waiting for a writer.
 #[test]
 fn a_pipe_is_refused() {
     let place = TestFolder::new();
@@ -185,8 +186,8 @@ fn a_pipe_is_refused() {
     assert!(end.code() == 126 && end.err.contains("Permission denied"), "{}", end.err);
 }
 
-/// Under a system-call filter that refuses calls which only the allocator makes, the program runs. Under a
-/// filter that kills for them, the program ends, and `run` reports why.
+/// Under a system-call filter that refuses calls which only the allocator makes, the program must run. If the filter
+/// kills for such calls, the program ends, and `run` must report why.
 #[test]
 fn system_call_filters_are_survived_or_reported() {
     let place = TestFolder::new();

@@ -1,13 +1,13 @@
-//! Kernel calls fail one after the other, with each possible error, in programs that use Pagemill. No process
-//! may abort, no byte may be lost, no memory may stay in use, and the error must say what failed.
+//! Kernel calls fail one after the other, with each possible error, in programs that use Pagemill. No process may
+//! abort, no byte may be lost, and no memory may remain in use. The error must say what failed.
 //!
 //! `strace` injects the failures, so the programs are unchanged. A scenario is a process: this executable
-//! (`PAGEMILL_FAULT` names its scenario), or a C program with the preload library. The calls of the first
-//! thread are counted from `getppid` on, which ends the scenario's set-up.
+//! (`PAGEMILL_FAULT` names its scenario), or a C program with the preload library. Only calls of the first thread fail,
+//! and only those after its call of `getppid`, which ends the set-up.
 //!
-//! At its end no process may have more open files than without a failure, and its published files must be gone.
-//! `fault_run.rs` and `fault_mount.rs` do the same with the commands. There is no test harness, since its
-//! threads would make calls, too.
+//! At the end of a scenario, the process must have no more open files than without a failure, and its published files
+//! must be gone. `fault_run.rs` and `fault_mount.rs` test the commands in the same way. There is no test harness,
+//! because its threads would make calls, too.
 //!
 //! By default a sample of the calls fails. `FAULT_SWEEP=full cargo test -p pagemill-cli --test fault` makes every call
 //! fail in turn.
@@ -63,7 +63,8 @@ const CALLS: &[(&str, &[&str])] = &[
     ("io_uring_register", &["ENOMEM", "EINVAL"]),
 ];
 
-/// In a sample, the first calls fail one by one; after them, the numbers of the failing calls double.
+/// In a sample, each of the first calls fails in a run of its own. After them, the number of the failing call doubles
+/// from run to run. The last call fails, too.
 const FIRST_CALLS: usize = 3;
 
 /// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again,
@@ -135,7 +136,7 @@ fn volatile() {
 fn assert_read(file: &Mapping, expected: &[u8]) {
     let (mut bytes, mut at) = (vec![0; expected.len()], 0);
     while at < bytes.len() {
-        // A failed read returns the bytes before it. The next read continues there.
+        // A failed read returns the bytes that were read before the failure. The next read continues after them.
         let len = retry_once("reading", || file.read_at(&mut bytes[at..], at as u64));
         assert!(len > 0, "nothing is read at {at}");
         at += len;
@@ -158,8 +159,7 @@ fn cache(path: &Path) {
         while at < bytes.len() {
             at += retry_once("writing", || file.write_at(&bytes[at..bytes.len().min(at + MIB)], at as u64));
         }
-        // A failed write may be reported once more, by the next sync. After that sync all bytes are in the
-        // file.
+        // A failed write may be reported once more, by the next sync. After that sync, all bytes must be in the file.
         if let Err(error) = file.sync() {
             println!("syncing: {error}");
             let _ = file.sync();
@@ -209,8 +209,8 @@ impl Scenario {
     fn own(name: &'static str) -> Self {
         let program = move |place: &TestFolder| {
             let mut command = place.command("strace");
-            // The C library asks the kernel for memory only once, so that the test's own vectors cause no
-            // failing calls.
+            // With these settings, the C library requests memory from the kernel only once. So no allocation of the
+            // test's own vectors makes a call that could fail.
             command.env("GLIBC_TUNABLES", "glibc.malloc.top_pad=402653184:glibc.malloc.mmap_threshold=1073741824");
             command.env("PAGEMILL_FAULT", name).env("PAGEMILL_FAULT_FILE", place.path("stored"));
             command
@@ -254,7 +254,7 @@ fn count(trace: &str, call: &str) -> (usize, usize) {
     (before, after)
 }
 
-/// Returns the numbers of the calls to fail, of `calls` in total.
+/// Returns which calls are to fail, as numbers from 1, of `calls` calls in total.
 fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full() {
         return (1..=calls).collect();
@@ -264,8 +264,8 @@ fn failing_calls(calls: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALLS)).chain(rare).collect()
 }
 
-/// Prints the number of open files: the minimum of several counts, since background threads open files for
-/// short times.
+/// Prints the number of open files. It is the minimum of several counts, since background threads open files for short
+/// times.
 fn print_open_files() {
     let count = || {
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -278,7 +278,7 @@ fn open_files(end: &End) -> Option<usize> {
     end.out.lines().find_map(|line| line.strip_prefix("open ")?.parse().ok())
 }
 
-/// Returns what is wrong with a run. `clean` is a run without a failure.
+/// Returns a description of what is wrong with a run; `None` if nothing is wrong. `clean` is a run without a failure.
 fn problem(place: &TestFolder, end: &End, clean: &End) -> Option<String> {
     if !end.status.success() || !end.out.contains("fine") {
         return Some("it fails".to_owned());
@@ -290,6 +290,7 @@ fn problem(place: &TestFolder, end: &End, clean: &End) -> Option<String> {
     (!left.is_empty()).then(|| format!("left behind: {left:?}"))
 }
 
+/// The totals of all runs, and the problems that they showed.
 #[derive(Default)]
 struct Sweep {
     runs: usize,

@@ -1,11 +1,11 @@
-//! Kernel calls of `pagemill mount` fail one after the other, with each possible error. The controller must not
-//! end by a signal, every written byte must be readable, and no mount, process or descriptor may remain. If an
-//! error ends the controller, its message must say what failed.
+//! Kernel calls of `pagemill mount` fail one after the other, with each possible error. The controller must not end by
+//! a signal. Every written byte must be readable, and no mount, process or descriptor may remain. If an error ends the
+//! controller, its message must say what failed.
 //!
-//! The test `failing_calls_at_start_and_end_are_survived` covers the calls of the first thread, from its first
-//! `geteuid` on: mount, start and end. The test `failing_calls_while_running_are_survived` attaches to a running
-//! controller; calls of its threads and of its worker fail while files are written and purged. `fault_run.rs` covers
-//! `pagemill run`.
+//! The test `failing_calls_at_start_and_end_are_survived` makes calls of the first thread fail, from its first
+//! `geteuid` on: mount, start and end. The test `failing_calls_while_running_are_survived` attaches `strace` to a
+//! running controller. Calls of its threads and of its worker then fail while files are written and purged.
+//! `fault_run.rs` tests `pagemill run`.
 //!
 //! By default a sample of the calls fails, which takes some 20 s for each test. `FAULT_SWEEP=full cargo test -p
 //! pagemill-cli --test fault_mount` makes every call fail in turn, which takes some ten minutes.
@@ -110,7 +110,7 @@ impl Mount {
         Self { place, point, process, pid }
     }
 
-    /// Starts the controller under `strace`. `pid` is `None` if the start fails.
+    /// Starts the controller under `strace`. If the start fails, `pid` is `None`.
     fn traced(calls: &str, inject: Option<&str>) -> Self {
         let (place, point) = new_mount_point();
         let mut command = place.command("strace");
@@ -141,7 +141,7 @@ impl Mount {
         finish(command, TIMEOUT)
     }
 
-    /// Writes a file that stays and a volatile one, requests the status, and purges.
+    /// Writes a file without a mark and a volatile file, requests the status, and purges.
     fn use_mount(&self) -> [End; 2] {
         fs::write(self.point.join("kept"), pattern(3, 3 * MIB)).unwrap();
         let (new, volatile) = (self.point.join("new"), self.point.join("volatile"));
@@ -153,7 +153,7 @@ impl Mount {
         [self.command(&["status", point]), self.command(&["purge", point, "1M"])]
     }
 
-    /// Returns what is wrong with the files and the answers, while no call fails.
+    /// Returns what is wrong with the files and the answers while no call fails; `None` if nothing is wrong.
     fn problem(&self) -> Option<String> {
         if fs::read(self.point.join("kept")).ok() != Some(pattern(3, 3 * MIB)) {
             return Some("bytes are lost".into());
@@ -177,13 +177,13 @@ impl Mount {
         targets
     }
 
-    /// Returns whether the worker process runs: any thread of the controller has a child.
+    /// Returns whether the worker process runs. It runs if any thread of the controller has a child.
     fn has_worker(&self) -> bool {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid.unwrap())).into_iter().flatten().flatten();
         tasks.flat_map(|task| fs::read_to_string(task.path().join("children"))).any(|pids| !pids.trim().is_empty())
     }
 
-    /// Ends the controller. Returns what is wrong with its end.
+    /// Ends the controller. Returns what is wrong with its end; `None` if nothing is wrong.
     fn stop(&mut self) -> Option<String> {
         if let Some(pid) = self.pid {
             assert!(
@@ -237,7 +237,7 @@ fn failing_calls_at_start_and_end_are_survived() {
         return;
     }
     let mut outcome = Outcome::default();
-    // The `?` accepts names that do not exist on this processor.
+    // The `?` lets `strace` accept names of calls that do not exist on this processor.
     let all: Vec<_> = CALLS.iter().map(|(call, _)| format!("?{call}")).collect();
     let mut clean = Mount::traced(&all.join(","), None);
     clean.use_mount().iter().for_each(End::assert_success);
@@ -268,7 +268,7 @@ fn failing_calls_at_start_and_end_are_survived() {
     outcome.end("mount, start and end");
 }
 
-/// Attaches `strace` to all threads of the controller, lets calls fail while files are written and purged, and
+/// Attaches `strace` to all threads of the controller, makes calls fail while files are written and purged, and
 /// detaches. Returns the trace.
 fn use_mount_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     let trace = mount.place.path("trace");
@@ -278,12 +278,12 @@ fn use_mount_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     command.arg(format!("-einject=?{inject}")).args(["-p", &mount.pid.unwrap().to_string()]);
     command.stderr(Stdio::piped());
     let mut strace = Guard::new(command);
-    // The first line says that strace is attached. The other lines are read too, since strace would end if it
+    // The first line says that `strace` is attached. The other lines are read, too, because `strace` would end if it
     // could not write them.
     let mut lines = BufReader::new(strace.child().stderr.take().unwrap()).lines();
     assert!(lines.next().is_some_and(|line| line.unwrap().contains("attached")));
     let rest = std::thread::spawn(move || lines.map_while(Result::ok).count());
-    // The requests themselves may fail.
+    // The calls that fail may be those of the requests.
     mount.use_mount();
     // The worker examines a file some time after its close.
     wait_until("the files were looked at, or the controller does not answer", || {
@@ -304,7 +304,7 @@ fn failing_calls_while_running_are_survived() {
     let mut outcome = Outcome::default();
     let tries: &[usize] = if is_full() { &[1, 2, 3, 5, 9, 20] } else { &[1] };
     for (call, errors) in RUNNING_CALLS {
-        // A sample has one error for each call. Each call gets a new controller.
+        // In a sample, each call fails with one error only. Each call gets a new controller.
         let errors = if is_full() { errors } else { &errors[..1] };
         let mut mount = Mount::new();
         mount.use_mount().iter().for_each(End::assert_success);
@@ -318,7 +318,7 @@ fn failing_calls_while_running_are_survived() {
                 outcome.count(&trace);
                 outcome.calls += trace.lines().count();
                 let mut problems: Vec<_> = mount.problem().into_iter().collect();
-                // A running scan has folders open, so the count may take a while to fall.
+                // A scan that is running has folders open, so the number of descriptors may take a while to fall.
                 let begun = std::time::Instant::now();
                 while mount.descriptors().len() > open.len() && begun.elapsed() < TIMEOUT / 10 {
                     std::thread::sleep(std::time::Duration::from_millis(10));

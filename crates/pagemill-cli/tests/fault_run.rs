@@ -1,9 +1,9 @@
-//! Kernel calls of `pagemill run` fail one after the other, with each possible error. The command must not end
-//! by a signal. The program must run and read what it wrote, or the error must say what failed. No descriptor,
-//! file, folder, mount or control group may remain.
+//! Kernel calls of `pagemill run` fail one after the other, with each possible error. The command must not end by a
+//! signal. Either the program must run and read what it wrote, or the error must say what failed. No descriptor, file,
+//! folder, mount or control group may remain.
 //!
-//! The calls of the command's first thread are counted from its first `geteuid` on; before that, the dynamic
-//! linker and Rust's runtime start. `fault.rs` covers the preloaded program, and `fault_mount.rs` `pagemill
+//! Only calls of the command's first thread fail, from its first `geteuid` on. Earlier calls belong to the start of the
+//! dynamic linker and of Rust's runtime. `fault.rs` tests the preloaded program, and `fault_mount.rs` tests `pagemill
 //! mount`.
 //!
 //! By default a sample of the calls fails, which takes some 15 s for each scenario. `FAULT_SWEEP=full cargo
@@ -17,8 +17,8 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
-/// Kernel calls, and the errors to inject in each. `close` and `fcntl` are missing: for Rust's library an error
-/// there means that the descriptor belongs to other code.
+/// Kernel calls, and the errors to inject in each. `close` and `fcntl` are left out: Rust's library takes an error of
+/// these calls as a sign that the descriptor belongs to other code.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -68,7 +68,7 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// The options of `run`, and the path that its program writes; `@` stands for the folder of the test.
+/// The options of `run`, and the path that its program writes. `@` in them means the test's folder.
 struct Scenario {
     name: &'static str,
     options: &'static [&'static str],
@@ -95,13 +95,13 @@ impl Scenario {
         (end, fs::read_to_string(trace).unwrap_or_default())
     }
 
-    /// Returns what is wrong with a run. `clean` is a run without a failure.
+    /// Returns what is wrong with a run; `None` if nothing is wrong. `clean` is a run without a failure.
     fn problem(&self, end: &End, clean: &End) -> Option<String> {
         if end.status.signal().is_some() || end.err.contains("panicked") {
             return Some("it ends by a signal or a panic".into());
         }
         match end.status.code() {
-            // After a failure, the program may inherit fewer descriptors than in a clean run, but not more.
+            // After a failure, the program may inherit fewer descriptors than in a clean run, but no others.
             Some(0) if !end.out.contains("fine\n") => Some("the program did not run".into()),
             Some(0) if end.out.len() > clean.out.len() => Some("the program inherits a descriptor".into()),
             Some(0) => None,
@@ -138,7 +138,7 @@ impl Scenario {
                     let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
                     let details = format!("{}, {inject}: {}\n{line}\n{}{}", self.name, end.status, end.out, end.err);
                     outcome.problems.extend(self.problem(&end, &clean).map(|what| format!("{what}: {details}")));
-                    // If `run` cannot remove something, its message names it, or the next command removes it.
+                    // What `run` cannot remove must be named in its message, or be removed by the next command.
                     let mut left = leftovers(&place);
                     if end.err.contains("stays: it cannot be removed") {
                         let _ = fs::remove_dir(place.path("ram"));
@@ -159,12 +159,12 @@ impl Scenario {
     }
 }
 
-/// Returns what a run left behind: files and folders of process trees, control groups, and the mount point.
+/// Returns what a run left behind: files and folders of process trees, control groups, and a mount point.
 fn leftovers(place: &TestFolder) -> Vec<PathBuf> {
     let is_trees = |path: &PathBuf| *path != place.path("runtime/pagemill") && !path.ends_with("mount.lock");
     let mut left: Vec<_> = walk(&place.path("runtime")).into_iter().filter(is_trees).collect();
     left.extend(Some(place.path("ram")).filter(|path| path.exists()));
-    // `run` creates its groups in this process's own group, of version 1 or 2.
+    // `run` creates its groups in this process's own group, of cgroup version 1 or 2.
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let folders = own.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -177,7 +177,8 @@ fn leftovers(place: &TestFolder) -> Vec<PathBuf> {
     left
 }
 
-/// Returns whether a `run` that has ended created this group. Other tests may run groups at the same time.
+/// Returns whether a `run` that has ended created this group. Groups of runs that other tests have started are not
+/// counted.
 fn is_group_of_dead_run(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let pid = name.strip_prefix("pagemill-run-").and_then(|rest| rest.split('-').next());

@@ -1,6 +1,6 @@
-//! The published statistics are accurate: for all kinds of memory, `trim` returns as much as `meminfo` shows as
-//! giveable, also by the kernel's count. Root reads the statistics of other users' processes, but uses no
-//! forged ones.
+//! The published statistics must be accurate. For all kinds of memory, `trim` must return as much as `meminfo` shows as
+//! giveable, also by the kernel's count. Root must be able to read the statistics of other users' processes, and must
+//! not use forged ones.
 #![allow(unsafe_code)] // marks memory
 
 mod common;
@@ -25,7 +25,7 @@ const MIB: u64 = 1 << 20;
 /// Tolerance for metadata, stacks, and memory that a command itself makes a process touch.
 const TOLERANCE_BYTES: u64 = 2 * MIB;
 
-/// The tests run this test binary as a child with this variable set to a kind of memory. In the child the test
+/// The tests run this test binary as a child with this variable set to a kind of memory. In the child, the test
 /// `program` allocates memory of that kind.
 const PROGRAM_VARIABLE: &str = "FIGURES_TEST_PROGRAM";
 
@@ -65,8 +65,8 @@ fn hold_marks() {
     let vranges = Testbed::of_process().unwrap().vranges;
     let mut own = vec![0u8; 2 * HELD_BYTES as usize + (2 << 20)];
     let from = own.as_ptr().align_offset(2 << 20);
-    // Of four quarters, the first is marked but not touched, the next two are both, and the last is touched but
-    // not marked.
+    // The memory has four quarters. The first is marked but not touched. The second and third are marked and touched.
+    // The last is touched but not marked.
     let (quarter, start) = (HELD_BYTES as usize / 2, own[from..].as_ptr() as usize);
     own[from + quarter..from + 4 * quarter].fill(1);
     // SAFETY: the contents of these bytes do not matter, and they are not read again.
@@ -130,8 +130,8 @@ fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// Returns the output of `meminfo` once the process has measured itself, which a busy machine may delay. Checks
-/// that the rows add up.
+/// Returns the output of `meminfo` once the process has measured itself; on a busy machine that may take a while.
+/// Checks that the rows add up.
 fn meminfo(place: &TestFolder, pid: u32) -> Value {
     let begun = Instant::now();
     loop {
@@ -160,8 +160,8 @@ fn trim(place: &TestFolder, pid: u32) -> Value {
     serde_json::from_str(&end.out).unwrap()
 }
 
-/// Checks that at least `least` bytes are giveable, that `trim` returns the giveable bytes, also by the
-/// kernel's count, and that few are giveable afterwards.
+/// Checks that at least `least` bytes are giveable, and that `trim` returns the giveable bytes, also by the kernel's
+/// count. Few bytes may be giveable afterwards.
 #[track_caller]
 fn assert_giveable_is_returned(place: &TestFolder, pid: u32, least: u64) {
     let info = meminfo(place, pid);
@@ -188,13 +188,13 @@ fn free_small_allocations_are_giveable() {
     for len in [64, 4096, 16 << 10] {
         let place = TestFolder::new();
         let Some(holder) = start_pieces_program(&place, len, 0) else { return };
-        // The program's table of allocations stays in use.
+        // The program's table of allocations remains in use.
         assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
         holder.end();
     }
 }
 
-/// Free memory between allocations in use, in the same huge page, is giveable too: the pages are split.
+/// Free memory between allocations in use must be giveable, even in the same huge page: the huge page is split.
 #[test]
 fn free_large_allocations_are_giveable() {
     for (len, keep) in [(64 << 10, 0), (64 << 10, 8), (1 << 20, 0), (8 << 20, 0)] {
@@ -206,7 +206,7 @@ fn free_large_allocations_are_giveable() {
     }
 }
 
-/// Of volatile ranges of all lengths, the touched part is giveable and the rest is not. The same holds after
+/// The touched part of volatile ranges of all lengths must be giveable, and the rest must not. The same must hold after
 /// the ranges are dropped.
 #[test]
 fn volatile_ranges_are_giveable() {
@@ -223,7 +223,7 @@ fn volatile_ranges_are_giveable() {
     }
 }
 
-/// Of memory that is marked by address, the resident part is giveable. The memory does not count as Pagemill's.
+/// The resident part of memory that is marked by address must be giveable. The memory must not count as Pagemill's.
 #[test]
 fn marked_memory_is_giveable() {
     let place = TestFolder::new();
@@ -244,12 +244,12 @@ fn free_blocks_of_files_are_giveable() {
 #[test]
 fn empty_slabs_are_giveable() {
     let place = TestFolder::new();
-    // A slab cache returns blocks at once if it does not expect to use them again.
+    // A slab cache returns its blocks at once if it does not expect to use them again. So less may be giveable.
     assert_giveable_is_returned(&place, start(&place, "objects").pid(), HELD_BYTES / 2);
 }
 
-/// With a SIZE, `trim` returns about that much. Wrong arguments are explained. Without a PID, and for a process
-/// tree, commands print a line for each process.
+/// With a SIZE, `trim` must return about that much. Errors must explain wrong arguments. Without a PID, and for a
+/// process tree, commands must print a line for each process.
 #[test]
 fn trim_accepts_sizes_and_trees() {
     let place = TestFolder::new();
@@ -293,8 +293,8 @@ fn trim_accepts_sizes_and_trees() {
     holder.end();
 }
 
-/// Rows with the value zero are omitted unless `--all` is given. The rows that add up to resident memory are
-/// never omitted.
+/// Rows with the value zero must be omitted unless `--all` is given. The rows that add up to resident memory must never
+/// be omitted.
 #[test]
 fn zero_rows_are_left_out() {
     let place = TestFolder::new();
@@ -310,7 +310,7 @@ fn zero_rows_are_left_out() {
     assert_eq!((few.get("small_free"), number(&all, "small_free"), number(&few, "small")), (None, 0, 0));
 }
 
-/// For a stopped process, `meminfo` shows the last published values and their age.
+/// For a stopped process, `meminfo` must show the last published values and their age.
 #[test]
 fn old_statistics_are_shown_with_their_age() {
     let place = TestFolder::new();
@@ -328,8 +328,8 @@ fn old_statistics_are_shown_with_their_age() {
     meminfo(&place, holder.pid());
 }
 
-/// Root reads the statistics of other users' processes without sending requests. Published files that a user
-/// forged for another user's process are not used.
+/// Root must read the statistics of other users' processes without sending requests. If a user forges the published
+/// file of another user's process, root must not use it.
 #[test]
 fn root_reads_the_processes_of_others() {
     const USER: &str = "65534";
@@ -373,7 +373,7 @@ fn root_reads_the_processes_of_others() {
         .collect();
     fs::remove_file(&forged).unwrap();
     drop(holder);
-    // The killed program left its file behind, and root does not clean up folders of other users.
+    // The killed program left its file behind. Root does not remove files from other users' folders, so the test does.
     shell(&format!("rm -f {folder}/{pid}-*; rmdir {folder} 2>/dev/null"));
     assert_eq!(read, [(2, false), (2, false)]);
 }

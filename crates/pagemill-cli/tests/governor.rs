@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// Under only a group's limit, a program frees far more than fits into the group beside its live memory. No
-/// process is killed, and no allocation fails.
+/// A program has only its group's limit. It frees far more than fits below that limit together with its live memory. No
+/// process may be killed, and no allocation may fail.
 #[test]
 fn a_groups_limit_is_survived() {
     let place = TestFolder::new();
@@ -22,21 +22,22 @@ fn a_groups_limit_is_survived() {
         let Some(group) = Group::new(&format!("phases{threads}"), 128 * MIB) else { return };
         let report = place.path("report.json");
         let mut command = place.pagemill_run(&["--json", "--output", report.to_str().unwrap()], &program);
-        // The number of phases is large enough for every size to occur on a slow machine.
+        // There are so many phases that every size occurs, even on a slow machine.
         command.args([threads, "72", "3000", "8"]).env_remove("PAGEMILL_AFTER");
         let end = finish(group.enter(&command), TIMEOUT);
         assert!(end.status.success(), "{threads} threads: {} {}", end.status, end.err);
         let report: Value = serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap();
         let counters = &report["counters"];
         assert_eq!(counters["limit_refused"], 0, "{report}");
-        // Memory that was returned for new allocations need not be returned for the group, so the sum of both
-        // counters is checked.
+        // Memory is returned either for the group or because new memory became resident. What is returned for one
+        // reason need not be returned for the other, so the sum of both counters is checked.
         let given = ["given_for_group", "given_for_new"].map(|reason| counters[reason].as_u64().unwrap());
         assert!(given.iter().sum::<u64>() > 64 * MIB, "hardly anything was given: {report}");
     }
 }
 
-/// If all memory is live, nothing can be returned. Allocations fail near the limit, and no process is killed.
+/// If all memory is live, nothing can be returned. Allocations must then fail near the limit, and no process may be
+/// killed.
 #[test]
 fn allocations_fail_before_the_kernel_kills() {
     let place = TestFolder::new();
@@ -69,8 +70,8 @@ fn child_of(pid: u32) -> Option<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// Starts `command`, a program that frees 100 MiB and sleeps, and waits until `meminfo` shows these free bytes. Returns
-/// also the program's process id.
+/// Starts `command`, a program that frees 100 MiB and sleeps. Waits until `meminfo` shows these free bytes. Returns the
+/// guard of the command, and the program's process id.
 fn start_idle(place: &TestFolder, command: Command) -> (Guard, u32) {
     let mut command = command;
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -87,7 +88,7 @@ fn start_idle(place: &TestFolder, command: Command) -> (Guard, u32) {
     }
 }
 
-/// Waits until the sum of some counters of a process reaches `least`. The names are joined by `+`.
+/// Waits until a sum of counters of a process reaches `least`. `counters` has the names of the counters, joined by `+`.
 fn wait_for(place: &TestFolder, pid: u32, counters: &str, least: u64) {
     let start = Instant::now();
     loop {
@@ -108,8 +109,8 @@ fn signal(pid: u32, name: &str) {
     assert!(status.success());
 }
 
-/// Stops a process for longer and longer times, until its helper counts itself as late. Near a limit the helper
-/// checks periodically.
+/// Stops a process for increasing times, until its helper records that it was late. Near a limit the helper checks
+/// periodically, so it notices the delay.
 fn delay_helper(place: &TestFolder, pid: u32) {
     let (start, mut pause) = (Instant::now(), Duration::from_millis(50));
     while value_shown_by(place, "vmstat", pid, "helper_late").is_none_or(|times| times == 0) {
@@ -121,8 +122,8 @@ fn delay_helper(place: &TestFolder, pid: u32) {
     }
 }
 
-/// A process with much free memory is stopped while another process fills the group. The kernel takes the
-/// memory that was offered to it, and kills no process.
+/// A process with much free memory is stopped while another process fills the group. The kernel must take the memory
+/// that the first process offered, and must kill no process.
 #[test]
 fn the_kernel_takes_free_memory_of_a_stopped_process() {
     let place = TestFolder::new();
@@ -148,8 +149,8 @@ fn the_kernel_takes_free_memory_of_a_stopped_process() {
     assert!(!guard.has_ended() && !neighbour.has_ended(), "a process was killed");
 }
 
-/// Far from its group's limit, a process does not wake periodically. The kernel wakes it when the usage passes
-/// a threshold.
+/// Far from its group's limit, a process must not wake periodically. The kernel must wake it when the usage passes a
+/// threshold.
 #[test]
 fn thresholds_wake_the_helper() {
     let place = TestFolder::new();
@@ -163,8 +164,8 @@ fn thresholds_wake_the_helper() {
     command.env("PAGEMILL_IDLE", "off");
     let (mut guard, pid) = start_idle(&place, group.enter(&command));
     wait_for(&place, pid, "helpers_warned", 1);
-    // A memory shortage of the machine, and page faults that wait for a disk, wake the process, too. Both end soon, so
-    // the measurement is repeated.
+    // Other events wake the process, too: a memory shortage of the machine, and page faults that wait for a disk. Both
+    // end soon, so the measurement is repeated.
     let start = Instant::now();
     loop {
         let (begun, before) = (Instant::now(), context_switches(pid));
@@ -180,11 +181,11 @@ fn thresholds_wake_the_helper() {
     let end = finish(group.enter(&greedy), TIMEOUT);
     assert!(end.status.success() && !guard.has_ended(), "{} {}", end.status, end.err);
     wait_for(&place, pid, "signs", 1);
-    // The kernel may have taken offered memory before the governor returned memory.
+    // Not all memory needs to be returned: the kernel may already have taken offered memory.
     wait_for(&place, pid, "given_for_group+taken", 30 * MIB);
 }
 
-/// A process detects that it was moved to another group, and that the group's limit has changed.
+/// A process must detect that it was moved to another group, and that its group's limit has changed.
 #[test]
 fn a_move_to_another_group_is_detected() {
     let place = TestFolder::new();
@@ -193,7 +194,7 @@ fn a_move_to_another_group_is_detected() {
     let mut command = place.pagemill_run(&[], idle);
     command.env("PAGEMILL_IDLE", "off");
     let (_guard, pid) = start_idle(&place, command);
-    group.take(pid);
+    group.move_process(pid);
     wait_for(&place, pid, "limits_changed", 1);
     group.set_limit(256 * MIB).unwrap();
     wait_for(&place, pid, "limits_changed", 2);
@@ -209,8 +210,8 @@ fn context_switches(pid: u32) -> u64 {
     status.map(counts).sum()
 }
 
-/// A process that freed much memory and then sleeps returns the memory after the configured time, and does not
-/// wake afterwards.
+/// A process frees much memory and then sleeps. It must return the memory after the configured time, and must not wake
+/// afterwards.
 #[test]
 fn an_idle_process_returns_its_free_memory() {
     let place = TestFolder::new();
@@ -241,8 +242,8 @@ fn an_idle_process_returns_its_free_memory() {
     });
 }
 
-/// Overcommitted memory is charged only when it is freed. Afterwards the program makes no allocator call, and
-/// still the memory is returned.
+/// Overcommitted memory is charged only when it is freed. Although the program makes no allocator call afterwards, the
+/// memory must be returned.
 #[test]
 fn overcommitted_memory_is_returned_after_the_last_free() {
     let place = TestFolder::new();
@@ -264,7 +265,7 @@ fn overcommitted_memory_is_returned_after_the_last_free() {
     }
 }
 
-/// A pipe in place of a published file does not block a command.
+/// A pipe in the place of a published file must not block a command.
 #[test]
 fn a_pipe_in_place_of_a_published_file_blocks_no_command() {
     let place = TestFolder::new();
@@ -283,8 +284,8 @@ fn a_pipe_in_place_of_a_published_file_blocks_no_command() {
     guard.wait(TIMEOUT);
 }
 
-/// The published values add up, and both commands print JSON. For a process without statistics, the commands
-/// say so.
+/// The published values must add up, and both commands must print them as JSON. For a process without statistics, the
+/// commands must say that it has none.
 #[test]
 fn figures_add_up() {
     let place = TestFolder::new();
@@ -292,8 +293,8 @@ fn figures_add_up() {
     let mut command = place.pagemill_run(&[], program);
     command.env("PAGEMILL_IDLE", "off").env("PAGEMILL_WATCH", "off");
     let (_guard, pid) = start_idle(&place, command);
-    // No process needs its free memory, so its helper sleeps. A helper that spins would use 100 ticks in a
-    // second.
+    // No other process needs this process's free memory, so its helper must sleep. A helper that runs all the time
+    // would use 100 ticks in a second.
     let ticks = || -> u64 {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let fields: Vec<_> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
@@ -322,8 +323,8 @@ fn figures_add_up() {
     }
 }
 
-/// Starts a program that frees `mib` MiB of small allocations and continues to work, and waits until `meminfo` shows
-/// these free bytes. Returns also the program's process id.
+/// Starts a program that frees `mib` MiB of small allocations and continues to work. Waits until `meminfo` shows these
+/// free bytes. Returns the guard of the command, and the program's process id.
 fn start_freed(place: &TestFolder, command: Command, mib: u64) -> (Guard, u32) {
     let mut command = command;
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -340,9 +341,9 @@ fn start_freed(place: &TestFolder, command: Command, mib: u64) -> (Guard, u32) {
     }
 }
 
-/// Free small allocations are returned before the kernel kills, when a process without Pagemill fills the
-/// group. How much is free is unknown without a measurement, so the kernel's alarms must work. With `keep`, no
-/// memory is returned by age.
+/// A process without Pagemill fills the group. Free small allocations of the other process must be returned before the
+/// kernel kills. Only a measurement shows how much is free, so the kernel's alarms must work. With `keep`, no memory is
+/// returned by age.
 #[test]
 fn free_small_memory_is_returned_for_another_process() {
     let place = TestFolder::new();
@@ -361,8 +362,8 @@ fn free_small_memory_is_returned_for_another_process() {
     }
 }
 
-/// A process that works a fifth of the time returns the memory that it freed and does not reuse, by the
-/// kernel's count.
+/// A process that works a fifth of the time must return the memory that it freed and does not reuse. The kernel's count
+/// must confirm that.
 #[test]
 fn a_busy_process_returns_what_it_does_not_reuse() {
     let place = TestFolder::new();

@@ -5,8 +5,8 @@ mod common;
 use common::{PAGEMILL, TIMEOUT, TestFolder, finish};
 use serde_json::Value;
 
-/// Since Linux 6.18 the program gets huge pages where the program advises them, and `doctor` reports nothing
-/// missing. Before that the option is refused.
+/// Since Linux 6.18, the program must get huge pages in the memory for which it requests them (`MADV_HUGEPAGE`), and
+/// `doctor` must report nothing missing. On older kernels the option must be refused.
 #[test]
 fn huge_pages_where_they_are_advised() {
     let place = TestFolder::new();

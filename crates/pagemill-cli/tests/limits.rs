@@ -40,8 +40,8 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// Returns the command `pagemill run OPTIONS -- mapped MIB 0`; the program maps and touches that much memory
-/// itself.
+/// Returns the command `pagemill run OPTIONS -- mapped MIB 0`. The program maps and touches that much memory without
+/// malloc.
 fn mapped(place: &TestFolder, options: &[&str], mib: &str) -> Option<Command> {
     let program = place.compile("mapped.c", &[])?;
     let mut command = place.pagemill_run(options, program);
@@ -82,7 +82,7 @@ mod reach {
         place.assert_no_files_left();
     }
 
-    /// Inside a kernel limit, static programs are not refused, also for a `run` inside it.
+    /// Inside a kernel limit, static programs must not be refused, also not by a `run` inside of it.
     #[test]
     fn static_programs_run_under_a_kernel_limit() {
         let place = TestFolder::new();
@@ -113,8 +113,8 @@ mod reach {
 mod children {
     use super::*;
 
-    /// Free memory that a child inherits at a fork is charged to the child when the child allocates it. The
-    /// limit therefore bounds all children together, whether slots share blocks or have blocks of their own.
+    /// Free memory that a child inherits at a fork must be charged to the child when the child allocates it. The limit
+    /// therefore bounds all children together, whether slots share blocks or have blocks of their own.
     #[test]
     fn children_are_bounded_together() {
         let place = TestFolder::new();
@@ -145,7 +145,8 @@ mod sizes {
         }
     }
 
-    /// A percentage refers to the limit around the process, or to the machine's memory if no limit is smaller.
+    /// A percentage must refer to the smallest limit that applies to the process, or to the machine's memory if that is
+    /// smaller.
     #[test]
     fn a_percentage_refers_to_the_smallest_limit() {
         let place = TestFolder::new();
@@ -187,8 +188,8 @@ mod returning {
 mod bypassed {
     use super::*;
 
-    /// Memory that a program maps itself can exceed the limit. One line on standard error says so, or else the
-    /// report, as text or JSON.
+    /// Memory that a program maps without malloc can exceed the limit. A line on standard error must say so. If there
+    /// is a report, as text or JSON, the report must say it instead.
     #[test]
     fn exceeding_a_limit_is_reported() {
         let place = TestFolder::new();
@@ -216,7 +217,7 @@ mod bypassed {
         place.assert_no_files_left();
     }
 
-    /// Children that share almost all of a program's memory do not make the tree exceed the limit.
+    /// Children share almost all of a program's memory. They must not make the tree exceed the limit.
     #[test]
     fn memory_that_processes_share_counts_once() {
         let place = TestFolder::new();
@@ -236,8 +237,8 @@ mod bypassed {
 mod reports {
     use super::*;
 
-    /// Two concurrent children map memory without malloc. The report has the kernel's count of the tree, which includes
-    /// that memory, and a row for each child.
+    /// Two concurrent children map memory without malloc. The report must have the kernel's count for the tree, which
+    /// includes that memory, and a row for each child.
     #[test]
     fn the_report_has_the_kernels_count_of_the_tree() {
         let place = TestFolder::new();
@@ -262,7 +263,7 @@ mod reports {
         }
     }
 
-    /// A process without the preload library is counted and listed, too.
+    /// A process without the preload library must also be counted and listed.
     #[test]
     fn processes_without_statistics_are_listed() {
         let place = TestFolder::new();
@@ -284,7 +285,7 @@ mod kernel {
         entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("pagemill-run-")).collect()
     }
 
-    /// The kernel kills a process that exceeds the limit. `run` reports that, and the group is removed.
+    /// The kernel must kill a process that exceeds the limit. `run` must report that and remove the group.
     #[test]
     fn the_kernel_kills_above_the_limit() {
         let place = TestFolder::new();
@@ -305,8 +306,8 @@ mod kernel {
         place.assert_no_files_left();
     }
 
-    /// If `run` is killed, its guard kills the process tree, where the kernel can kill groups, and a later
-    /// command removes the group.
+    /// If `run` is killed, its guard process must kill the process tree where the kernel can kill groups. A later
+    /// command must remove the group.
     #[test]
     fn a_killed_run_leaves_no_group() {
         let place = TestFolder::new();
@@ -344,7 +345,8 @@ mod kernel {
         });
     }
 
-    /// Every command removes groups of ended runs, `run` only before it creates a group. Other groups stay.
+    /// Every command must remove the groups of runs that have ended; `run` does so only before it creates a group.
+    /// Other groups must stay.
     #[test]
     fn groups_of_ended_runs_are_removed() {
         let place = TestFolder::new();
@@ -360,8 +362,8 @@ mod kernel {
         assert_eq!(left, [false, true]);
     }
 
-    /// Where no group can be created, the status is 126, the message has the reason, and the program is not
-    /// started.
+    /// Where no group can be created, the status must be 126, the message must have the reason, and the program must
+    /// not be started.
     #[test]
     fn an_impossible_limit_is_explained() {
         if !common::may_mount() {
@@ -378,8 +380,8 @@ mod kernel {
         }
     }
 
-    /// Under systemd the program is started by `systemd-run`, after a trial scope had the limit. Here a script
-    /// that enters a group replaces `systemd-run`.
+    /// Under systemd, `systemd-run` must start the program, after a trial scope has shown that the limit is applied. A
+    /// script that enters a group replaces `systemd-run` here.
     #[test]
     fn systemd_creates_a_scope() {
         if !common::may_mount() {
@@ -409,14 +411,14 @@ mod kernel {
         assert_eq!(calls.lines().count(), 2, "{calls}");
         assert!(calls.lines().all(|call| call.contains("--scope") && call.contains("MemoryMax=67108864")), "{calls}");
         assert!(calls.contains("--unit=pagemill-run-"), "{calls}");
-        // A scope without the requested limit is not accepted: `run` creates a group instead.
+        // A scope without the requested limit must not be accepted; `run` must create a group instead.
         let end = run("32M");
         assert_eq!(end.code(), 5, "{}", end.err);
         assert!(end.out.contains("/pagemill-run-"), "{}", end.out);
     }
 }
 
-/// If `run` is killed, its program is killed, too.
+/// If `run` is killed, its program must be killed, too.
 #[test]
 fn a_killed_run_kills_its_program() {
     let place = TestFolder::new();

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 const BLOCK: usize = MIB + MIB;
 
-/// Volatile files are purged as a whole, the least recently used first. Open and other files are kept.
+/// Purges must remove whole volatile files, the least recently used first. Other files, and open ones, must stay.
 #[test]
 fn the_least_recently_used_files_are_purged_first() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -42,14 +42,14 @@ fn the_least_recently_used_files_are_purged_first() {
     open.read_exact_at(&mut bytes, 0).unwrap();
     assert!(bytes == pattern(1, 4 * MIB));
     assert_eq!(ram.count("spared_open"), 1);
-    // A larger request purges all closed volatile files, and nothing else.
+    // A larger request must purge all closed volatile files, and no other file.
     assert_eq!(ram.purge(100), 8 * MIB as u64);
     assert_eq!(names(&cache), ["1"]);
     assert!(fs::read(ram.at("kept")).unwrap() == kept);
 }
 
-/// A partial file loses its end, and an attribute says so. The rest is intact. After a new write and
-/// `--refilled`, the file counts as whole.
+/// A partially volatile file must lose its end, and an attribute must have the offset. The rest of the file must be
+/// intact. After a new write and `--refilled`, the file must count as whole.
 #[test]
 fn partial_files_lose_their_end() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -66,7 +66,7 @@ fn partial_files_lose_their_end() {
     assert_eq!(serde_json::from_str::<Value>(&end.out).unwrap()["purged_from"], Value::Null);
 }
 
-/// A mark on a folder applies to all files below it, unless a nearer folder has a mark. Invalid values are rejected.
+/// A mark on a folder must apply to all files below it unless a nearer folder has one. Invalid values must be rejected.
 #[test]
 fn marks_are_inherited_and_checked() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -86,7 +86,7 @@ fn marks_are_inherited_and_checked() {
     let end = ram.command(&["mark", "--volatile", "often", ram.point.to_str().unwrap()]);
     assert_eq!(end.code(), 2);
     assert!(end.err.contains("`often` is no value of user.pagemill.volatile: none, partial, full"), "{}", end.err);
-    // An invalid value that is set directly is ignored and reported.
+    // An invalid value that is set without `pagemill mark` must be ignored and reported.
     let odd = ram.at("odd");
     fs::write(&odd, pattern(3, MIB)).unwrap();
     if common::is_missing("setfattr") {
@@ -99,7 +99,8 @@ fn marks_are_inherited_and_checked() {
     assert!(odd.exists() && fs::read_to_string(ram.place.path("err")).unwrap().contains("`often` is no value"));
 }
 
-/// A user cannot mark another user's file, nor reach it by a mark on a folder that all users may write.
+/// A user must not be able to mark another user's file, or to affect that file by a mark on a folder that all users may
+/// write to.
 #[test]
 fn users_can_mark_only_their_own_files() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -127,7 +128,7 @@ fn users_can_mark_only_their_own_files() {
     assert!(open.join("below/file").exists() && ram.at("file").exists());
 }
 
-/// An access control list (format version 2) that lets user 65433 write to a file that its group may only read.
+/// An access control list (format version 2). It lets user 65433 write to a file that the file's group may only read.
 const WRITE_FOR_ANOTHER: &str = "0x02000000\
 01000600ffffffff\
 0200060099ff0000\
@@ -135,8 +136,9 @@ const WRITE_FOR_ANOTHER: &str = "0x02000000\
 10000600ffffffff\
 20000400ffffffff";
 
-/// A user that may write to another user's file, by its group or by an access control list, can mark the file, but the
-/// mark does not let a purge delete it. The mark counts once only the owner may write. `pagemill mark` explains both.
+/// A user that may write to another user's file, by its group or by an access control list, can mark the file. But the
+/// mark must not let a purge delete the file. The mark must count once only the owner may write. `pagemill mark` must
+/// explain both states.
 #[test]
 fn marks_on_files_writable_by_others_are_ignored() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -150,7 +152,7 @@ fn marks_on_files_writable_by_others_are_ignored() {
         command.args(arguments).stdin(Stdio::null());
         finish(command, TIMEOUT)
     };
-    // The group may write to the files, but only their owner may delete them, since the root folder is sticky.
+    // The group may write to these files, but only their owner may delete them, because the root folder is sticky.
     let (shared, listed) = (ram.at("shared"), ram.at("listed"));
     for (file, mode) in [(&shared, 0o660), (&listed, 0o640)] {
         fs::write(file, pattern(mode as usize, MIB)).unwrap();
@@ -185,9 +187,9 @@ fn marks_on_files_writable_by_others_are_ignored() {
     assert_eq!(ram.purge(100), files.len() as u64 * MIB as u64);
 }
 
-/// Maps a file and returns how many bytes are mapped by huge pages.
+/// Maps a file and returns how many of its bytes are mapped by huge pages.
 fn huge_bytes(path: &Path) -> usize {
-    // A Python process maps the file, because this test may not use unsafe code.
+    // A Python process maps the file, because unsafe code is not allowed in this test.
     let script = "import mmap, sys, re
 f = open(sys.argv[1], 'rb'); n = f.seek(0, 2)
 import ctypes
@@ -206,8 +208,8 @@ print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in 
     end.out.trim().parse::<usize>().unwrap() * 1024
 }
 
-/// Soon after the last close, a large file that was written in small parts has huge pages, one marked `never` has small
-/// pages, and a sparse file holds only its data. Every byte is kept.
+/// Some time after the last close, a large file that was written in small parts must have huge pages. A file marked
+/// `never` must have small pages, and a sparse file must hold only its data. Every byte must be kept.
 #[test]
 fn pages_follow_contents_and_marks() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -226,7 +228,8 @@ fn pages_follow_contents_and_marks() {
     drop(sparse);
     let held = |path: PathBuf| fs::metadata(path).unwrap().blocks() as usize * 512;
     wait_until("the sparse file is small", || held(ram.at("sparse")) <= 64 << 10);
-    // The counters do not suffice: on a busy machine, the other file's blocks may be made huge before its mark is read.
+    // The counters alone are not enough: on a busy machine, the worker may make the other file's blocks huge before it
+    // reads the file's mark.
     let is_huge = || huge_bytes(&ram.at("dense")) == 8 * BLOCK;
     wait_until("the dense file is huge", || is_huge() || ram.count("collapse_no_memory") > 0);
     if !is_huge() {
@@ -239,7 +242,7 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
-/// The worker has the lowest priority of all, also with scheduling by session: it has its own session.
+/// The worker must have the lowest priority. It has its own session, for kernels that schedule by session.
 #[test]
 fn the_worker_has_the_lowest_priority() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -268,8 +271,8 @@ fn the_worker_has_the_lowest_priority() {
     }
 }
 
-/// Writers in a limited group write volatile files without end. Old files are purged, no process is killed, hardly any
-/// write fails, and other files are kept.
+/// Writers in a limited group write volatile files without end. Old files must be purged, no process may be killed, and
+/// at most one write in a hundred may fail. Other files must be kept.
 #[test]
 fn writers_survive_their_groups_limit() {
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
@@ -278,7 +281,7 @@ fn writers_survive_their_groups_limit() {
     let kept = pattern(7, 40 * MIB);
     for threads in ["1", "4"] {
         let Some(group) = Group::new(&format!("files{threads}"), 512 * MIB as u64) else { return };
-        // This file is charged to the group, too, like the writers' files.
+        // This file is charged to the group, like the writers' files.
         let source = ram.place.path("source");
         fs::write(&source, &kept).unwrap();
         let mut command = ram.place.command("sh");
@@ -293,8 +296,7 @@ fn writers_survive_their_groups_limit() {
         let end = finish(group.enter(&command), TIMEOUT);
         assert!(end.status.success(), "{threads} threads: {} {}", end.status, end.err);
         let counts: Vec<u64> = end.out.split_whitespace().map(|word| word.parse().unwrap()).collect();
-        // On a machine where the controller does not run for a long time, writes may fail; a failed write is not a
-        // kill.
+        // If the machine does not run the controller for a long time, writes may fail. A failed write is not a kill.
         assert!(counts[1] * 100 <= counts[0], "{} of {} files failed", counts[1], counts[0]);
         assert!(fs::read(ram.at("kept")).unwrap() == kept);
         fs::remove_file(ram.at("kept")).unwrap();
@@ -303,7 +305,7 @@ fn writers_survive_their_groups_limit() {
     }
 }
 
-/// A write beyond the size of the file system fails with `ENOSPC`, and existing files are kept.
+/// A write beyond the size of the file system must fail with `ENOSPC`, and existing files must be kept.
 #[test]
 fn a_full_file_system_returns_enospc() {
     let Some(ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -316,9 +318,9 @@ fn a_full_file_system_returns_enospc() {
     fs::write(ram.at("less"), pattern(3, 10 * MIB)).unwrap();
 }
 
-/// A killed controller leaves the mount unchanged, and the next controller takes it over with all files. After twelve
-/// kills while files are written and purged, no file but volatile ones is lost, and no temporary name of a controller
-/// is left.
+/// A killed controller must leave the mount unchanged, and the next controller must take it over with all files. The
+/// controller is then killed twelve times while files are written and purged. Only volatile files may be lost, and no
+/// private name may remain.
 #[test]
 fn a_killed_controller_is_replaced() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -326,7 +328,7 @@ fn a_killed_controller_is_replaced() {
     let partial = ram.folder("partial", &["--volatile", "partial"]);
     let kept = pattern(5, 20 * MIB);
     fs::write(ram.at("kept"), &kept).unwrap();
-    // The socket's device number exists nowhere, and no other test uses it.
+    // No socket of another mount has this device number, so no other test uses this name.
     let dead = format!("/run/pagemill/mount-0-{}.sock", u32::MAX - std::process::id());
     let dead = Path::new(&dead);
     for round in 0..12 {
@@ -362,7 +364,7 @@ fn a_killed_controller_is_replaced() {
     let _ = fs::remove_file(dead);
 }
 
-/// A controller that takes over a mount uses the recorded size, unless a new size is given.
+/// A controller that takes over a mount must use the recorded size, unless a new size is given.
 #[test]
 fn a_mount_that_is_taken_over_keeps_its_size() {
     let Some(mut ram) = Ram::new(&["--size", "200M"]) else { return };
@@ -375,7 +377,7 @@ fn a_mount_that_is_taken_over_keeps_its_size() {
     }
 }
 
-/// Volatile files fill three fifths of a small mount, as fast as they can be written. None is purged.
+/// Volatile files fill three fifths of a small mount, as fast as they can be written. None may be purged.
 #[test]
 fn small_mounts_use_their_size() {
     let Some(ram) = Ram::new(&["--size", "200M"]) else { return };
@@ -392,8 +394,8 @@ fn small_mounts_use_their_size() {
     assert_eq!(status["counts"]["purged_files"], 0, "{status}");
 }
 
-/// The reported memory of volatile files is current: without a deleted file, which causes no event, and without zero
-/// pages that the worker freed.
+/// The reported memory of volatile files must be current. It must not contain a deleted file, although the deletion
+/// causes no event, or the zero pages that the worker freed.
 #[test]
 fn reported_volatile_bytes_are_current() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -409,7 +411,7 @@ fn reported_volatile_bytes_are_current() {
     assert_eq!((told, &status["volatile_age_seconds"]), ([1, held()], &0.0.into()));
 }
 
-/// A daemon ends when no other process is in its mount namespace.
+/// A daemon must end when no other process is in its mount namespace.
 #[test]
 fn a_daemon_ends_with_its_namespace() {
     if !may_mount() || !is_root() || common::is_missing("unshare") {
@@ -427,14 +429,14 @@ fn a_daemon_ends_with_its_namespace() {
         .unwrap();
     let mounted: Value = serde_json::from_str(&line).unwrap();
     let daemon = format!("/proc/{}/exe", mounted["controller_pid"].as_u64().unwrap());
-    // The pause is longer than the interval of the daemon's checks.
+    // The sleep is longer than the interval at which the daemon checks for other processes.
     thread::sleep(Duration::from_secs(5));
     assert!(Path::new(&daemon).exists(), "a shell is still in the namespace");
     drop(inside.child().stdin.take());
     wait_until("the daemon has ended", || !Path::new(&daemon).exists());
 }
 
-/// A group that does not exist is reported before anything is mounted.
+/// A group that does not exist must be reported before anything is mounted.
 #[test]
 fn a_missing_group_is_reported() {
     let place = TestFolder::new();
@@ -448,7 +450,8 @@ fn a_missing_group_is_reported() {
     assert_eq!(fs::metadata(&point).unwrap().dev(), fs::metadata(place.path("home")).unwrap().dev());
 }
 
-/// While a controller runs, another is refused. The unmount of a busy mount names its users.
+/// While a controller runs, a second one must be refused. The unmount of a busy mount must name the processes that use
+/// it.
 #[test]
 fn a_busy_mount_names_its_users() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -464,7 +467,8 @@ fn a_busy_mount_names_its_users() {
     assert_eq!(refused.code(), 1);
     let named = format!("process {} (sleep): works in {point}", sleeper.id());
     assert!(refused.err.contains(&named), "{}", refused.err);
-    // A signal ends the controller even if the mount is busy. The mount stays for its processes, and can be taken over.
+    // A signal must end the controller even if the mount is busy. The mount must stay for the processes that use it,
+    // and must be available for a new controller.
     ram.controller.signal("TERM");
     assert_eq!(ram.controller.wait(TIMEOUT).code(), Some(1));
     let err = fs::read_to_string(ram.place.path("err")).unwrap();
@@ -483,7 +487,7 @@ fn a_busy_mount_names_its_users() {
     }
 }
 
-/// After a mark was removed, no file is purged because of it.
+/// After a mark was removed, no file may be purged because of it.
 #[test]
 fn a_removed_mark_has_no_effect() {
     let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -500,7 +504,7 @@ fn a_removed_mark_has_no_effect() {
     }
 }
 
-/// A mount point whose name is not valid UTF-8 works.
+/// A mount point whose name is not valid UTF-8 must work.
 #[test]
 fn names_that_are_not_utf8_work() {
     use std::os::unix::ffi::OsStrExt;
@@ -520,7 +524,8 @@ fn names_that_are_not_utf8_work() {
     assert_eq!(controller.wait(TIMEOUT).code(), Some(0));
 }
 
-/// A daemon's command returns once the file system is mounted. The daemon ends when another command unmounts it.
+/// The command that starts a daemon must return once the file system is mounted. The daemon must end when another
+/// command unmounts the file system.
 #[test]
 fn a_daemon_runs_in_the_background() {
     if !may_mount() {
@@ -539,7 +544,7 @@ fn a_daemon_runs_in_the_background() {
     assert!(is_running());
     assert!(common::shell(&format!("umount {}", point.display())).success());
     wait_until("the controller has ended", || !is_running());
-    // If the mount fails, the command itself reports the reason.
+    // If the mount fails, the command itself must report the reason.
     fs::write(point.join("file"), "x").unwrap();
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(&point).arg("--daemon");
@@ -548,10 +553,11 @@ fn a_daemon_runs_in_the_background() {
     assert!(end.err.contains("is not empty: `file` would be hidden"), "{}", end.err);
 }
 
-/// While the controller is stopped, more files are closed than the kernel queues events for. A scan finds them.
+/// While the controller is stopped, more files are closed than the kernel's event queue can hold. A scan must find
+/// them.
 #[test]
 fn lost_events_are_replaced_by_a_scan() {
-    // The default limit of the kernel, if it cannot be read.
+    // Number of events that the kernel's queue can hold; the kernel's default if the number cannot be read.
     let kept =
         fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").ok().and_then(|text| text.trim().parse().ok());
     let kept: u64 = kept.unwrap_or(16_384);
@@ -570,8 +576,8 @@ fn lost_events_are_replaced_by_a_scan() {
     assert!(ram.count("events_lost") > 0);
 }
 
-/// Many small files are closed in a row, so close events are turned off. In the end all files must be indexed, and no
-/// folder may be open, since an open descriptor would keep a deleted folder.
+/// Many small files are closed in a row, so close events are turned off. Afterwards all files must be indexed. No
+/// folder may stay open, since an open descriptor would keep a deleted folder.
 #[test]
 fn many_small_files_are_indexed_in_the_end() {
     const FILES: usize = 60_000;
@@ -588,7 +594,7 @@ fn many_small_files_are_indexed_in_the_end() {
     } else {
         assert!(events < FILES as u64, "{events} events, {quiet_times} quiet times");
     }
-    // Close events are on again.
+    // Close events must be on again.
     wait_until("a single file is told of", || {
         fs::write(ram.at("single"), b"x").unwrap();
         ram.count("events") > events
@@ -602,7 +608,7 @@ fn many_small_files_are_indexed_in_the_end() {
     assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
 }
 
-/// Files that are renamed after they were written, and files in renamed folders, are found under their last names.
+/// Files that are renamed after they were written, and files in renamed folders, must be found under their last names.
 #[test]
 fn renamed_files_are_found() {
     let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -623,7 +629,7 @@ fn renamed_files_are_found() {
     assert_eq!(fs::read_dir(cache.join("old")).unwrap().count(), 4 - purged as usize / MIB);
 }
 
-/// A race of threads for three seconds, or longer until the expected event was seen.
+/// A race between threads. It lasts three seconds, or longer if the expected event has not been seen by then.
 struct Race(Instant);
 
 impl Race {
@@ -636,7 +642,7 @@ impl Race {
     }
 }
 
-/// Readers that open files during purges get them whole or not at all, and the controller continues.
+/// Readers that open files during purges must get whole files or none, and the controller must continue to run.
 #[test]
 fn readers_get_whole_files_or_none() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -675,7 +681,7 @@ fn readers_get_whole_files_or_none() {
     assert!(!ram.controller.has_ended());
 }
 
-/// Moving folders and links to other folders do not mislead a purge: only volatile files are purged.
+/// Moved folders, and links to other folders, must not mislead a purge: only volatile files may be purged.
 #[test]
 fn moved_folders_do_not_mislead_a_purge() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -688,10 +694,11 @@ fn moved_folders_do_not_mislead_a_purge() {
     let (cache, kept, has_purged, race) = (&cache, &kept, AtomicBool::new(false), Race::begin());
     let is_over = || race.is_over(has_purged.load(Relaxed));
     thread::scope(|scope| {
-        // Both folders contain the same names. The marked one is replaced by a link and put back, all the time.
+        // Both folders contain the same names. This thread continuously replaces the marked folder by a link and
+        // restores it.
         scope.spawn(|| {
             for index in 0.. {
-                // Each name is written at least once.
+                // The loop ends only after each name was written at least once.
                 if index >= 8 && is_over() {
                     return;
                 }
@@ -710,7 +717,7 @@ fn moved_folders_do_not_mislead_a_purge() {
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        // Purges run meanwhile. (A volatile file that is replaced by another one may be purged, too.)
+        // Purges run at the same time. A volatile file that is replaced by another volatile file may be purged.
         scope.spawn(|| {
             while !is_over() {
                 ram.purge(4);
@@ -726,8 +733,8 @@ fn moved_folders_do_not_mislead_a_purge() {
     assert_eq!(fs::read_dir(kept.join("a")).unwrap().count(), 8);
 }
 
-/// `run --ram` needs no privileges. The file system is visible only to the program and its children, and is removed at
-/// the end.
+/// `run --ram` must need no privileges. Only the program and its children may see the file system, and it must be gone
+/// after their end.
 #[test]
 fn a_private_mount_needs_no_privileges() {
     let place = TestFolder::new();
@@ -739,7 +746,7 @@ fn a_private_mount_needs_no_privileges() {
         command.arg(&ram).arg(PAGEMILL).arg(copy);
     };
     let mut command = if is_root() && !common::is_missing("setpriv") {
-        // The user must be able to reach the test's folders.
+        // The unprivileged user must be able to reach the test's folders.
         fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o777)).unwrap();
         for folder in ["runtime", "cache"] {
             assert!(common::shell(&format!("chown nobody {}", place.path(folder).display())).success());
@@ -763,8 +770,8 @@ fn a_private_mount_needs_no_privileges() {
     assert!(!ram.exists(), "`run` created the folder");
 }
 
-/// The controller's threads of a private mount block the signals that `run` forwards, so that only the command's own
-/// thread receives them.
+/// The controller's threads of a private mount must block the signals that `run` forwards, so that only the command's
+/// own thread receives them.
 #[test]
 fn threads_of_a_private_mount_block_forwarded_signals() {
     let place = TestFolder::new();

@@ -1,5 +1,5 @@
-//! `pagemill mount` and memory groups with a limit: a group reduces the mount's size only if its processes
-//! write there.
+//! `pagemill mount` and memory groups with a limit. A group must reduce the mount's size only if its processes write to
+//! the mount.
 
 mod common;
 
@@ -32,12 +32,12 @@ fn fill_memory_of(group: &Group, ram: &Ram, script: &str) -> Guard {
     guard
 }
 
-/// Creates and removes a file of 1 GiB in the empty mount. At least 95 % of the rest must be available all the
-/// time.
+/// Creates and removes a file of 1 GiB in the empty mount. During that, at least 95 % of the remaining size must be
+/// available.
 fn assert_size_is_available(ram: &Ram, beside: &str) {
     let file = ram.at("file");
     for round in 0..5 {
-        // The growth makes the controller search for the writer, in small steps.
+        // The growth makes the controller search for the writer. The search proceeds in small steps.
         let end = finish(allocate(&file, GIB), TIMEOUT);
         assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
         for _ in 0..20 {
@@ -63,7 +63,7 @@ fn allocate(file: &Path, bytes: u64) -> Command {
     command
 }
 
-/// A limited group does not reduce a mount's size by anonymous memory, by a tmpfs of its own, or by files of
+/// A limited group must not reduce a mount's size by anonymous memory, by files in a tmpfs of its own, or by files in
 /// another mount.
 #[test]
 fn groups_that_do_not_write_here_do_not_reduce_the_size() {
@@ -74,7 +74,7 @@ fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     let group = |name: &str| Group::new(&format!("stranger-{name}"), 512 * MIB as u64);
     {
         let Some(group) = group("anonymous") else { return };
-        // `dd` fills its buffer, and no process reads it.
+        // `dd` fills its buffer and then waits, because no process reads the pipe.
         let _neighbour = fill_memory_of(&group, &ram, "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
         assert_size_is_available(&ram, "anonymous memory");
     }
@@ -100,8 +100,8 @@ fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     }
 }
 
-/// A group that has not closed a file yet reduces the mount's size by files that it has open or mapped there.
-/// Writes fail with `ENOSPC` before the group's limit is reached, and no process is killed.
+/// A group has closed no file yet. It must reduce the mount's size by the files that it has open or mapped there.
+/// Writes must fail with `ENOSPC` before the group's limit is reached, and no process may be killed.
 #[test]
 fn open_files_identify_the_writing_group() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
@@ -142,7 +142,7 @@ time.sleep(100000)";
     }
 }
 
-/// A controller is stopped while it delays opens, so the writer's open waits. After the controller is killed, opens
+/// The controller is stopped while it delays opens, so the writer's open waits. After the controller is killed, opens
 /// must succeed again.
 #[test]
 fn opens_do_not_wait_for_a_killed_controller() {
@@ -158,7 +158,7 @@ fn opens_do_not_wait_for_a_killed_controller() {
     let write = || {
         let bytes = vec![1; MIB];
         while !is_over.load(Relaxed) {
-            // A write fails once the file system is full, since nothing is purged then.
+            // Nothing is purged here, so a write fails once the file system is full.
             let _ = fs::write(folder.join((opened.load(Relaxed) % 1000).to_string()), &bytes);
             opened.fetch_add(1, Relaxed);
         }
@@ -176,7 +176,7 @@ fn opens_do_not_wait_for_a_killed_controller() {
             assert!(begun.elapsed() < TIMEOUT, "no open waits");
             wait_until("an open waits", || ram.count("delayed_opens") > 0);
             stop();
-            // On a slow machine, the throttle may have ended before the controller was stopped.
+            // On a slow machine, the delay of opens may have ended before the controller was stopped.
             let before = opened.load(Relaxed);
             thread::sleep(Duration::from_millis(300));
             if opened.load(Relaxed) <= before + 1 {
@@ -191,7 +191,7 @@ fn opens_do_not_wait_for_a_killed_controller() {
     });
 }
 
-/// Kills the worker whenever it is in the group, as the group's owner can (`cgroup.kill`, OOM killer).
+/// Kills the worker whenever it is in the group, as the group's owner could (`cgroup.kill`, OOM killer).
 fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         for pid in fs::read_to_string(group.folder.join("cgroup.procs")).unwrap().lines() {
@@ -199,7 +199,7 @@ fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
                 fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"\0mount-worker\0"));
             let pid = pid.parse().ok().and_then(Pid::from_raw).filter(|_| is_worker);
             let is_killed = pid.is_some_and(|pid| kill_process(pid, Signal::KILL).is_ok());
-            // The killed process is in the list for a short time.
+            // The killed process remains in the list for a short time.
             while is_killed
                 && pid.is_some_and(|pid| fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).is_ok())
             {
@@ -210,8 +210,8 @@ fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     }
 }
 
-/// The owner of a writer's group kills each worker that enters it. Every byte is kept, another worker creates
-/// huge pages for other groups, and no worker enters that group for a minute.
+/// The owner of a writer's group kills each worker that enters it. Every byte must be kept, another worker must create
+/// huge pages for other groups, and for a minute no worker may enter that group.
 #[test]
 fn a_group_that_kills_the_worker_is_avoided() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -226,9 +226,9 @@ fn a_group_that_kills_the_worker_is_avoided() {
     let (mut files, mut copies) = (0, 0);
     thread::scope(|scope| {
         scope.spawn(|| kill_workers(&group, &is_over, &killed));
-        // Ends the other thread, also if this one panics.
+        // Dropping this value ends the other thread, also if this thread panics.
         let _end = OnDrop(|| is_over.store(true, Relaxed));
-        // A worker that is killed after it sent its answer does not count.
+        // A worker that was killed after it sent its answer does not count as lost, so the loop continues.
         while !is_avoided() {
             assert!(begun.elapsed() < TIMEOUT, "no worker enters the group");
             files = files % 10 + 1;
@@ -236,7 +236,7 @@ fn a_group_that_kills_the_worker_is_avoided() {
             let mut copy = ram.place.command("cp");
             copy.arg(&source).arg(ram.at(&format!("file-{files}")));
             finish(group.enter(&copy), TIMEOUT).assert_success();
-            // If the worker was too fast to be killed, the loop tries another file.
+            // If the worker ended its work before it was killed, the loop tries another file.
             wait_until("the file was looked at", || ram.status()["files_waiting_for_pages"] == 0 || is_avoided());
         }
         let huge = ram.count("huge_blocks");

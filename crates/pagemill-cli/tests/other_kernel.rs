@@ -1,8 +1,7 @@
-//! Tests on another kernel: Debian's, booted in an emulator, with control groups of version 2 and two memory
-//! nodes.
+//! Tests on another kernel: Debian's kernel in an emulator, with control groups of version 2 and two memory nodes.
 //!
-//! The kernel that runs the tests may lack both. One boot runs all cases. `tests/c/init.c` is the first process
-//! in the emulator.
+//! The kernel that runs the tests may have neither. All cases run in a single boot. `tests/c/init.c` is the first
+//! process in the emulator.
 
 mod common;
 #[path = "other_kernel/initramfs.rs"]
@@ -18,8 +17,8 @@ use machine::Case;
 use serde_json::Value;
 use std::path::Path;
 
-/// A line has name, `memory.max`, `memory.high` and command. In total, `phases` and `squeeze` use more memory
-/// than each limit. Their arguments are amounts of work instead of times, since the speed of the emulator is
+/// The cases. A line has name, `memory.max`, `memory.high` and command. In total, `phases` and `squeeze` use more
+/// memory than their limits. Their arguments are amounts of work instead of times, because the speed of the emulator is
 /// unknown.
 const CASES: &str = "\
 doctor max max /bin/pagemill doctor --json
@@ -34,7 +33,7 @@ nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
 slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_are_on_real_nodes --nocapture
 ";
 
-/// On Debian's kernel, programs survive both kinds of limits, and memory comes from the node of the allocating
+/// On Debian's kernel, programs must survive both kinds of limits, and memory must come from the node of the allocating
 /// thread.
 #[test]
 fn debians_kernel_is_supported() {
@@ -60,7 +59,7 @@ fn debians_kernel_is_supported() {
     assert!(slabs.end == "exit 0" && slabs.text("output").contains("1 passed"), "{slabs:?}");
 }
 
-/// Runs as the case `slabs` inside the emulator.
+/// The program of the case `slabs`, which runs inside the emulator.
 #[test]
 fn slabs_are_on_real_nodes() {
     if std::env::var_os("PAGEMILL_TEST_IN_MACHINE").is_none() {
@@ -70,7 +69,7 @@ fn slabs_are_on_real_nodes() {
     slabs::move_between_nodes().unwrap();
 }
 
-/// Returns an archive with the command and its library, the programs of the cases, and the list of cases.
+/// Returns an archive with the command and its library, the programs of the cases, and the list of cases. Returns
 /// `None` without a compiler.
 fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     let mut archive = Initramfs::default();
@@ -84,7 +83,7 @@ fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     // This test binary is the program of the case `slabs`.
     archive.add_program("bin/slabs", &std::env::current_exe().unwrap());
     archive.add_program("bin/pagemill", Path::new(PAGEMILL));
-    // Without cargo's copy of the library, the command would extract its own copy in every case.
+    // This is the library that cargo built. Without it, the command would extract a copy in every case.
     let library = Path::new(PAGEMILL).with_file_name("deps").join("libpagemill_malloc.so");
     if library.exists() {
         archive.add_program("bin/libpagemill_malloc.so", &library);
@@ -93,7 +92,7 @@ fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     Some(archive.finish())
 }
 
-/// `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two memory nodes.
+/// Checks that `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two memory nodes.
 fn assert_doctor_report(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let table: Value = serde_json::from_str(case.text("output")).unwrap();
@@ -107,8 +106,8 @@ fn assert_doctor_report(case: &Case) {
     assert_eq!(found("numa"), "nodes 0-1, mbind works");
 }
 
-/// Checks that no process was killed and no allocation failed, because free memory was returned for these
-/// reasons. In a slow emulator, `phases` reuses most of what it frees before the limit is near.
+/// Checks that no process was killed and no allocation failed, and that free memory was returned for one of `reasons`.
+/// In a slow emulator, `phases` reuses most of the memory that it frees before the limit is near.
 fn assert_survived(case: &Case, reasons: &[&str]) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let report: Value = serde_json::from_str(case.text("report")).unwrap();
@@ -119,14 +118,14 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
     assert!(case.has_event("oom_kill 0"), "{case:?}");
 }
 
-/// Checks that the kernel enforces the limit: without the governor's checks, the same program is killed.
+/// Checks that the kernel killed the program at the limit. The same program survives with the governor's checks.
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");
 }
 
-/// Checks, on a kernel whose tmpfs lacks user attributes, that volatile files were purged before the group's
-/// limit was reached, and no other file.
+/// Checks that volatile files, and no other file, were purged before the group's limit was reached. The tmpfs of this
+/// kernel has no user attributes.
 fn assert_volatile_files_were_purged(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     assert!(case.has_event("oom_kill 0"), "{case:?}");
@@ -135,7 +134,7 @@ fn assert_volatile_files_were_purged(case: &Case) {
     assert!(status["counts"]["purged_bytes"].as_u64().is_some_and(|bytes| bytes > 64 << 20), "{status}");
 }
 
-/// Checks that each thread got memory of its own node, that both nodes had CPUs, and that `meminfo` shows both.
+/// Checks that each thread got memory of its own node, that both nodes had CPUs, and that `meminfo` shows both nodes.
 fn assert_memory_is_on_own_node(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let mut used = Vec::new();

@@ -1,7 +1,7 @@
-//! The malloc family of the preload library, called by C and C++ programs.
+//! The malloc family of the preload library, as C and C++ programs use it.
 //!
-//! Each program in `tests/c` checks its results and exits with 0. On an error it prints file and line. The
-//! comment at its start describes it.
+//! Each program in `tests/c` checks its results and exits with 0. On an error it prints file and line. A comment at the
+//! start of the program describes it.
 
 mod common;
 
@@ -88,7 +88,7 @@ mod family {
         assert_case_succeeds("errno");
     }
 
-    /// Uses the default options only: the resident memory depends on the options.
+    /// Only the default options are used, because the resident memory depends on the options.
     #[test]
     fn trim_returns_memory_and_says_so() {
         assert_succeeds(&[], "family.c", &["trim"]);
@@ -118,7 +118,7 @@ mod family {
     }
 }
 
-/// jemalloc's function `mallctl`, for programs that are linked to jemalloc, and for those that test whether it
+/// jemalloc's function `mallctl`. It is for programs that are linked to jemalloc, and for programs that test whether it
 /// exists.
 mod mallctl {
     use super::*;
@@ -147,7 +147,8 @@ mod mallctl {
     }
 }
 
-/// With default options, the C library serves a program until the program uses enough memory (it *grows*).
+/// With default options, the C library serves a program until the program uses enough memory or makes enough calls (it
+/// *grows*).
 mod libc_fallback {
     use super::*;
 
@@ -173,7 +174,8 @@ mod libc_fallback {
         }
     }
 
-    /// Threads, forks and patterns in all memory, in programs that grow at different times.
+    /// Programs that grow at different times run threads, forks and patterns in all memory. All contents must stay
+    /// whole.
     #[test]
     fn contents_stay_whole_while_growing() {
         for after in ["1", "64K", "1M", "4M", "32M"] {
@@ -189,8 +191,8 @@ mod libc_fallback {
         }
     }
 
-    /// A small program has no arena and no jemalloc. A program that has grown has both, and the memory that it
-    /// allocated before is still counted.
+    /// A small program must have no arena and no jemalloc. A program that has grown must have both. The memory that it
+    /// allocated before must still be counted.
     #[test]
     fn programs_grow_when_they_use_enough_memory() {
         let Some(small) = run(&[], "libc_fallback.c", &["1000"]) else { return };
@@ -204,7 +206,7 @@ mod libc_fallback {
         assert!((6000..11000).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// Many calls make a program grow, too, even if it uses little memory.
+    /// Many calls must also make a program grow, even if it uses little memory.
     #[test]
     fn programs_grow_when_they_call_often() {
         let Some(end) = run(&[], "libc_fallback.c", &["0", "200000"]) else { return };
@@ -221,7 +223,7 @@ mod libc_fallback {
         assert!((1000..1600).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// The C library reports misuse and ends the program.
+    /// The C library must report misuse and end the program.
     #[test]
     fn the_c_library_reports_misuse() {
         for case in ["stack", "small-twice"] {
@@ -232,8 +234,8 @@ mod libc_fallback {
         }
     }
 
-    /// Programs grow in fork handlers, destructors and other difficult situations (see `grow.c`). Each case
-    /// ends, and its memory is reported.
+    /// Programs grow in fork handlers, destructors and other difficult situations (see `grow.c`). Each case must end,
+    /// and its memory must be reported.
     #[test]
     fn programs_grow_in_difficult_situations() {
         for case in ["handlers", "forks", "clearenv", "stack", "keys"] {
@@ -245,8 +247,8 @@ mod libc_fallback {
         }
     }
 
-    /// With a file size limit of zero, a write to a file would raise a deadly signal. Pagemill then publishes
-    /// no statistics.
+    /// With a file size limit of zero, a write to a file raises a deadly signal. Pagemill must then publish no
+    /// statistics.
     #[test]
     fn no_file_needs_to_be_written() {
         let place = TestFolder::new();
@@ -259,10 +261,10 @@ mod libc_fallback {
         }
     }
 
-    /// Under a limit of the address space, a program never grows, so it has as much address space as without
+    /// Under a limit of the address space, a program must never grow. So it has as much address space as without
     /// Pagemill.
     #[test]
-    fn a_limited_address_space_is_left_to_the_program() {
+    fn a_limited_address_space_is_not_reduced() {
         let place = TestFolder::new();
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for what in ["-v", "-d"] {
@@ -275,7 +277,7 @@ mod libc_fallback {
         }
     }
 
-    /// Under a limit, Pagemill serves a program from its first allocation on.
+    /// Under a limit, Pagemill must serve a program from its first allocation on.
     #[test]
     fn a_limit_disables_the_libc_fallback() {
         let Some(end) = run(&["--limit", "1G"], "libc_fallback.c", &["1000"]) else { return };
@@ -286,8 +288,7 @@ mod libc_fallback {
 mod misuse {
     use super::*;
 
-    /// Checks that misuse is reported on standard error, with function and kind, and ends the program as
-    /// `abort` does.
+    /// Checks that misuse is reported on standard error, with function and kind, and ends the program like `abort`.
     #[track_caller]
     fn assert_misuse_is_reported(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
         let Some(end) = run_with(options, "misuse.c", flags, &[case]) else { return };
@@ -357,14 +358,14 @@ mod threads {
         }
     }
 
-    /// Many steps with small sizes, which jemalloc serves.
+    /// Many steps use small sizes, which jemalloc serves.
     #[test]
     fn small_contents_stay_intact() {
         assert_succeeds(&[], "mixed.c", &["6", "200000", "60"]);
         assert_succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
     }
 
-    /// The program requests far more than the limit allows. Calls fail, and contents stay intact.
+    /// The program requests far more than the limit allows. Calls must fail, and contents must stay intact.
     #[test]
     fn contents_stay_intact_at_the_limit() {
         assert_succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
@@ -464,7 +465,8 @@ mod large {
 mod lacking {
     use super::*;
 
-    /// With a limited address space the arena is smaller or missing, and large requests fail.
+    /// With a limited address space, the arena is smaller or missing. Calls may then fail, and the program must still
+    /// end with success.
     #[test]
     fn a_small_address_space_suffices() {
         let place = TestFolder::new();
@@ -476,7 +478,7 @@ mod lacking {
         }
     }
 
-    /// With very little address space, a shell still prints the same results.
+    /// With very little address space, a shell must still print the same results.
     #[test]
     fn a_tiny_address_space_is_survived() {
         let place = TestFolder::new();
@@ -490,7 +492,7 @@ mod lacking {
         }
     }
 
-    /// When the address space is used up, `malloc` returns null.
+    /// When the address space is used up, `malloc` must return null.
     #[test]
     fn malloc_fails_when_the_address_space_is_used_up() {
         let place = TestFolder::new();
@@ -506,7 +508,7 @@ mod lacking {
         without
     }
 
-    /// Pagemill works without `/proc`, missing for the command or only for the program.
+    /// Pagemill must work without `/proc`, whether it is missing for the command or only for the program.
     #[test]
     fn proc_is_not_needed() {
         let place = TestFolder::new();
@@ -521,7 +523,7 @@ mod lacking {
         finish(place.shell(&["--report"], &script), TIMEOUT).assert_success();
     }
 
-    /// The program works if no file descriptor is available when it first allocates.
+    /// The program must work if no file descriptor is available at its first allocation.
     #[test]
     fn no_file_descriptor_is_needed_after_the_start() {
         let place = TestFolder::new();
@@ -534,7 +536,7 @@ mod lacking {
         }
     }
 
-    /// The helper thread is disabled. All other functions must work.
+    /// The helper thread is disabled. All functions that do not need it must work.
     #[test]
     fn the_helper_thread_is_not_needed() {
         let place = TestFolder::new();
@@ -544,8 +546,8 @@ mod lacking {
         finish(command, TIMEOUT).assert_success();
     }
 
-    /// If standard streams are closed, Pagemill's files do not get their numbers, so output cannot reach such a
-    /// file.
+    /// If standard streams are closed, Pagemill's files must not get the streams' descriptor numbers. Otherwise output
+    /// could reach such a file.
     #[test]
     fn closed_standard_streams_stay_closed() {
         let place = TestFolder::new();

@@ -1,7 +1,7 @@
-//! Real programs give the same results with Pagemill as without it.
+//! Real programs must give the same results with Pagemill as without it.
 //!
-//! Quick programs run both ways, and their outputs are compared. Test suites that check themselves run with
-//! Pagemill only. Programs that are not installed are skipped with a message.
+//! Programs that end quickly run with and without Pagemill, and their outputs are compared. Test suites that check
+//! themselves run only with Pagemill. A program that is not installed is skipped with a message.
 
 mod common;
 
@@ -12,10 +12,11 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Options for each program: none; Pagemill from the first call on; a limit with software pages of 64 KiB.
+/// Sets of options with which each program runs: none; Pagemill from the first call on; a limit with software pages of
+/// 64 KiB.
 const OPTION_SETS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
 
-/// Runs the program with the libc fallback, which is the default outside of tests.
+/// Makes the program use the libc fallback, which is the default outside of tests.
 fn with_libc_fallback(mut command: Command) -> Command {
     command.env_remove("PAGEMILL_AFTER");
     command
@@ -286,8 +287,8 @@ mod bash {
 mod redis {
     use super::*;
 
-    /// Fifty clients set, get and push for some ten seconds. No request fails, and all values can be read
-    /// afterwards.
+    /// Fifty clients set, get and push for some ten seconds. No request may fail, and afterwards all values must be
+    /// readable.
     #[test]
     fn requests_of_clients_succeed() {
         if ["redis-server", "redis-benchmark", "redis-cli"].into_iter().any(is_missing) {
@@ -339,7 +340,7 @@ mod redis {
         assert_eq!(client("redis-cli", false, &["set", "large", &value[..100_000]]), "OK");
         assert_eq!(client("redis-cli", true, &["append", "large", &value[..100_000]]), "200000");
         assert_eq!(client("redis-cli", false, &["get", "large"]), &value[..200_000]);
-        // The data is saved once by the server and once by a forked child, and is the same afterwards.
+        // The data is saved once by the server and once by a forked child. Both files must have the same data.
         assert_eq!(client("redis-cli", false, &["save"]), "OK");
         let before = client("redis-cli", false, &["debug", "digest"]);
         let keys = client("redis-cli", false, &["dbsize"]);
@@ -384,8 +385,8 @@ mod cargo {
         }
     "#;
 
-    /// Builds a crate without dependencies, in debug and release mode. The resulting programs are equal, byte
-    /// by byte.
+    /// Builds a crate without dependencies, in debug and release mode. The built programs must be equal with and
+    /// without Pagemill, byte by byte.
     #[test]
     fn the_built_program_is_the_same() {
         let place = TestFolder::new();

@@ -75,8 +75,8 @@ mod status {
         place.assert_no_files_left();
     }
 
-    /// Variables have the effect of options. An empty variable has none, and an invalid one is named in the
-    /// error.
+    /// Variables must have the effect of options. An empty variable must have no effect. The error must name an invalid
+    /// variable.
     #[test]
     fn variables_are_read_like_options() {
         let place = TestFolder::new();
@@ -140,7 +140,8 @@ mod status {
         place.assert_no_files_left();
     }
 
-    /// A variable that a program of the tree sets to an invalid value is ignored, and no process reports it.
+    /// A program of the tree sets a variable to an invalid value. The value must be ignored, and no process may report
+    /// it.
     #[test]
     fn invalid_variables_in_a_tree_are_not_reported() {
         let place = TestFolder::new();
@@ -149,7 +150,7 @@ mod status {
         assert_eq!((end.code(), end.err.as_str()), (0, ""));
     }
 
-    /// A misspelt option is not used as the program.
+    /// A misspelt option must not be run as the program.
     #[test]
     fn an_unknown_option_is_a_usage_error() {
         let place = TestFolder::new();
@@ -159,11 +160,11 @@ mod status {
         }
     }
 
-    /// If the experiments are not built, their names and the command that builds them are shown.
+    /// If the experiments are not built, the command must show their names and the command that builds them.
     #[test]
     fn experiments_are_listed_without_being_built() {
         let place = TestFolder::new();
-        // The copy of the command has no `pagemill-bench` beside it.
+        // There is no `pagemill-bench` in the folder of this copy of the command.
         let alone = place.path("pagemill");
         fs::copy(PAGEMILL, &alone).unwrap();
         let mut command = place.command(&alone);
@@ -190,7 +191,7 @@ mod status {
 mod streams {
     use super::*;
 
-    /// Closed streams stay closed: a program that fails to write without Pagemill fails with it, too.
+    /// Closed streams must stay closed: a program that fails to write without Pagemill must also fail with it.
     #[test]
     fn closed_streams_stay_closed() {
         let place = TestFolder::new();
@@ -233,8 +234,8 @@ mod streams {
 mod signals {
     use super::*;
 
-    /// Checks that the program receives a signal. The program is a shell that prints a line when it is ready,
-    /// and another at the signal.
+    /// Checks that the program receives a signal. The program is a shell that prints a line when it is ready, and
+    /// another line at the signal.
     fn assert_signal_reaches_the_program(name: &str) {
         let place = TestFolder::new();
         let script = format!("trap 'echo got {name}; exit 9' {name}; echo ready; while :; do sleep 0.05; done");
@@ -313,8 +314,8 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// Programs that end without exit handlers, by `_exit` or by a signal, are reported, too. (A slot of 2 MiB
-    /// or more is charged when it is measured, so a slot that is touched just before the end may be missing.)
+    /// Processes that end without exit handlers, by `_exit` or by a signal, must also be reported. (A slot of 2 MiB or
+    /// more is charged when it is measured. A slot that is touched just before the end may therefore be missing.)
     #[test]
     fn memory_is_reported_however_a_process_ends() {
         let place = TestFolder::new();
@@ -333,7 +334,7 @@ mod reports {
         }
     }
 
-    /// Memory that was live at the peak does not count as giveable at the peak, although it was freed later.
+    /// Memory that was live at the peak must not count as giveable at the peak, although it was freed later.
     #[test]
     fn live_memory_at_the_peak_is_not_giveable() {
         let place = TestFolder::new();
@@ -372,7 +373,7 @@ mod reports {
         let report = report(|json| {
             let mut command = place.pagemill_run(&[json, &["--limit", "1G"]].concat(), &program);
             command.args(["100", "1024", "100", "1024", "calm"]);
-            // The first process keeps its memory, however long the second takes.
+            // The first process must keep its memory until the second one has ended.
             command.env("PAGEMILL_IDLE", "off");
             command
         });
@@ -420,7 +421,7 @@ mod reports {
         assert!(end.err.contains("no/such/folder/report"), "{}", end.err);
     }
 
-    /// A run inside a run, each with a report. Both succeed, and each reports its own tree.
+    /// A run is started inside a run, each with a report. Both must succeed, and each must report its own tree.
     #[test]
     fn nested_runs_report_their_own_trees() {
         let place = TestFolder::new();
@@ -439,7 +440,7 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// An inner run may request a higher limit than the outer one, but the outer limit applies.
+    /// An inner run may request a higher limit than the outer run. The outer limit must still apply.
     #[test]
     fn an_inner_run_cannot_raise_the_outer_limit() {
         let place = TestFolder::new();
@@ -449,7 +450,7 @@ mod reports {
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
     }
 
-    /// An inner run without a limit and a report joins the outer tree, and its memory is counted there.
+    /// An inner run without a limit and a report must join the outer tree, and the outer report must count its memory.
     #[test]
     fn a_plain_inner_run_joins_the_outer_tree() {
         let place = TestFolder::new();
@@ -463,8 +464,8 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// If the report's file cannot be created, the program is not started. If the file cannot be written at the
-    /// end, the status is still the program's.
+    /// If the report's file cannot be created, the program must not be started. If the file cannot be written at the
+    /// end, the status must still be that of the program.
     #[test]
     fn the_report_file_is_opened_before_the_start() {
         let place = TestFolder::new();
@@ -475,7 +476,7 @@ mod reports {
         assert!(end.err.contains("cannot be written"), "{}", end.err);
     }
 
-    /// Small processes are counted, although they publish no statistics.
+    /// Small processes must be counted, although they publish no statistics.
     #[test]
     fn small_processes_are_counted() {
         let place = TestFolder::new();
@@ -586,11 +587,11 @@ mod obstacles {
         assert!(end.out.starts_with(place.path("runtime").to_str().unwrap()), "{}", end.out);
     }
 
-    /// If no folder has room for the library, the message names every folder, the status is 126, and no partial
-    /// file stays.
+    /// If no folder has room for the library, the message must name every folder, the status must be 126, and no
+    /// partial file may remain.
     #[test]
     fn missing_room_for_the_library_is_explained() {
-        let place = TestFolder::beside_target();
+        let place = TestFolder::in_target_folder();
         if !common::may_mount() {
             return;
         }
@@ -617,14 +618,14 @@ mod obstacles {
         }
     }
 
-    /// If `XDG_RUNTIME_DIR` does not exist, another folder is used for the published files.
+    /// If `XDG_RUNTIME_DIR` does not exist, the published files must be in another folder.
     #[test]
     fn the_runtime_folder_may_be_missing() {
         let place = TestFolder::new();
         let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
         command.env("XDG_RUNTIME_DIR", place.path("missing/deeper"));
         assert_eq!(finish(command, TIMEOUT).code(), 6);
-        // The other folder is shared by all processes of this user, so it is removed only if it is empty.
+        // All processes of this user share the other folder, so it is removed only if it is empty.
         let user = finish(place.shell(&[], "id -u"), TIMEOUT).out;
         let _ = fs::remove_dir(format!("/dev/shm/pagemill-{}", user.trim()));
     }
@@ -660,9 +661,9 @@ mod limits {
         assert_succeeds("256M", "limit.c", &["1", "200", "264"]);
     }
 
-    /// Threads allocate random sizes, far more than the limit allows. Resident memory may exceed the limit by
-    /// two of the largest allocations for each thread, since `realloc` uses two, and both were admitted
-    /// untouched while there was room.
+    /// Threads allocate random sizes, in total far more than the limit allows. Resident memory may exceed the limit by
+    /// two of the largest allocations for each thread: `realloc` uses two at a time, and each can be admitted untouched
+    /// while there is room.
     #[test]
     fn the_peak_stays_near_the_limit() {
         let place = TestFolder::new();
@@ -684,8 +685,8 @@ mod limits {
         assert_succeeds("16M", "limit.c", &["4", "10", "18"]);
     }
 
-    /// Under a limit below the needs of any program, the program ends soon, with or without success, and is not
-    /// killed.
+    /// Under a limit that is too small for any program, the program must end soon, with or without success. It must not
+    /// be killed.
     #[test]
     fn a_tiny_limit_does_not_hang() {
         let place = TestFolder::new();
@@ -730,12 +731,12 @@ mod limits {
         assert_succeeds("4G", "crowd.c", &["1100"]);
     }
 
-    /// The command and its program are killed while another process of the tree still runs. After that process
-    /// has ended, the next command removes the tree's files.
+    /// The command and its program are killed while another process of the tree still runs. After that process has
+    /// ended, the next command must remove the tree's files.
     #[test]
     fn the_next_command_removes_files_of_a_killed_one() {
         let place = TestFolder::new();
-        // The other process ends when its input is closed.
+        // The other process ends when its standard input is closed.
         let mut command = place.shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);

@@ -4,8 +4,8 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::slab_program::{
-    self, COUNT, KEPT, NAMES, ODD_NAME, ODD_SHOWN, as_program, assert_refused, cache, cache_names, list, number,
-    printed_numbers, requests, show, slabinfo, start,
+    self, CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN, COUNT, KEPT, NAMES, as_program, assert_refused, cache,
+    cache_names, list, number, printed_numbers, requests, show, slabinfo, start,
 };
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
 use pagemill_core::listing;
@@ -29,14 +29,14 @@ fn program() {
     slab_program::run();
 }
 
-/// Caches are listed with the values that their program reads, movable ones first, and with correct sums.
-/// Control characters in names are replaced.
+/// Caches must be listed with the values that their program reads from the library. Movable caches must come first, and
+/// sums must be correct. Control characters in names must be replaced.
 #[test]
 fn caches_are_listed() {
     let place = TestFolder::new();
     let holder = start(&place);
     let info = list(&place, &holder, &[]);
-    assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", ODD_SHOWN]);
+    assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN]);
     for name in NAMES {
         let (row, printed) = (cache(&info, name), printed_numbers(&holder, name));
         let shown = ["objects", "slabs", "partial", "resident_bytes", "defrag_used_ratio", "remote_node_defrag_ratio"];
@@ -68,7 +68,7 @@ fn caches_are_listed() {
         flags("entries").ends_with(" M") && flags("nodes").ends_with(" MC") && flags("boxes").ends_with(" D"),
         "{text}"
     );
-    assert!(text.contains(&format!("  {ODD_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
+    assert!(text.contains(&format!("  {CONTROL_CHARACTER_NAME_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
     assert!(
         lines[lines.len() - 2].join(" ").starts_with(&format!("4 caches: {} objects, ", entries + KEPT + 100)),
         "{text}"
@@ -83,7 +83,7 @@ fn caches_are_listed() {
     place.assert_no_files_left();
 }
 
-/// A report shows one cache, which is found by its real name and by its displayed name.
+/// A report must show one cache. The cache must be found by its real name and by its displayed name.
 #[test]
 fn a_cache_is_reported() {
     let place = TestFolder::new();
@@ -99,8 +99,8 @@ fn a_cache_is_reported() {
         assert!(row(name).contains(&"0".to_owned()), "{name}: {text}");
     }
     assert_eq!(row("NODE").len(), 9);
-    for name in [ODD_NAME, ODD_SHOWN] {
-        assert_eq!(cache_names(&list(&place, &holder, &["--report", name])), [ODD_SHOWN]);
+    for name in [CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN] {
+        assert_eq!(cache_names(&list(&place, &holder, &["--report", name])), [CONTROL_CHARACTER_NAME_SHOWN]);
     }
     let pid = holder.pid().to_string();
     assert_refused(&finish(slabinfo(&place, &[&pid, "-r", "else"]), TIMEOUT), "has no slab cache else");
@@ -108,8 +108,8 @@ fn a_cache_is_reported() {
     holder.end();
 }
 
-/// Tables of caches with usual names fit 80 columns. Names are truncated on a narrower terminal, but not in a
-/// pipe. `-v` shows exact numbers.
+/// Tables of caches with usual names must fit 80 columns. Names must be truncated on a narrower terminal, but not in a
+/// pipe. `-v` must show exact numbers.
 #[test]
 fn tables_fit_the_terminal() {
     let place = TestFolder::new();
@@ -118,7 +118,7 @@ fn tables_fit_the_terminal() {
     let exact = show(&place, &holder, &["-v"]);
     assert!(exact.contains(" 192 B ") && exact.contains(" MiB "), "{exact}");
     let short = show(&place, &holder, &[]);
-    assert!(short.contains(ODD_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
+    assert!(short.contains(CONTROL_CHARACTER_NAME_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
     fits(&short);
     fits(&show(&place, &holder, &["-r", "nodes"]));
     if !is_missing("script") && !is_missing("stty") {
@@ -128,7 +128,11 @@ fn tables_fit_the_terminal() {
         let end = finish(command, TIMEOUT);
         end.assert_success();
         let widest = end.out.lines().skip(2).take(4).map(|line| line.trim_end().chars().count()).max();
-        assert!(end.out.contains("tab?red") && !end.out.contains(ODD_SHOWN) && widest <= Some(72), "{}", end.out);
+        assert!(
+            end.out.contains("tab?red") && !end.out.contains(CONTROL_CHARACTER_NAME_SHOWN) && widest <= Some(72),
+            "{}",
+            end.out
+        );
     }
     fits(&show(&place, &holder, &["--set-ratio", "nodes=0"]));
     fits(&show(&place, &holder, &["-s"]));
@@ -136,8 +140,8 @@ fn tables_fit_the_terminal() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Shrinking a cache by name returns the slabs of that cache only. Without a name, all caches are shrunk. No
-/// object is lost.
+/// Shrinking a cache by name must return only the slabs of that cache. Without a name, all caches must be shrunk. No
+/// object may be lost.
 #[test]
 fn caches_are_shrunk() {
     let place = TestFolder::new();
@@ -180,18 +184,28 @@ fn figures_of(place: &TestFolder, identity: Identity) -> FigurePath {
     published::file_of(place.path("runtime/pagemill").to_str().unwrap(), identity).unwrap()
 }
 
-/// Ratios of a running program can be set. Invalid ratios are refused, by the command and by the process.
+/// It must be possible to set the ratios of a running program. The command and the process must both refuse invalid
+/// ratios.
 #[test]
 fn ratios_are_set() {
     let place = TestFolder::new();
     let mut holder = start(&place);
-    let set = list(&place, &holder, &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{ODD_NAME}=7")]);
+    let set = list(
+        &place,
+        &holder,
+        &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{CONTROL_CHARACTER_NAME}=7")],
+    );
     let row = |name, setting, before, percent| json!({"name": name, "setting": setting, "before": before, "percent": percent, "error": null});
-    let expected =
-        json!([row("nodes", "defrag_used_ratio", 0, 55), row(ODD_SHOWN, "remote_node_defrag_ratio", 100, 7)]);
+    let expected = json!([
+        row("nodes", "defrag_used_ratio", 0, 55),
+        row(CONTROL_CHARACTER_NAME_SHOWN, "remote_node_defrag_ratio", 100, 7)
+    ]);
     assert_eq!(set["set"], expected);
     holder.next();
-    assert_eq!((&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, ODD_SHOWN)[5]), (&[55, 100][..], 7));
+    assert_eq!(
+        (&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, CONTROL_CHARACTER_NAME_SHOWN)[5]),
+        (&[55, 100][..], 7)
+    );
     let text = show(&place, &holder, &["--set-ratio=nodes=0"]);
     assert!(text.ends_with("  nodes: defrag_used_ratio 0 %, was 55 %\n"), "{text}");
 
@@ -215,8 +229,8 @@ fn ratios_are_set() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A shrink that takes longer than the command waits continues in the process. Other requests are answered
-/// meanwhile, and the result is the same.
+/// A shrink that takes longer than the command waits must continue in the process. The process must answer other
+/// requests meanwhile. The result of the shrink must be the same.
 #[test]
 fn a_long_shrink_continues_after_the_command() {
     let place = TestFolder::new();
@@ -245,7 +259,8 @@ fn a_long_shrink_continues_after_the_command() {
     place.assert_no_files_left();
 }
 
-/// A node whose lock a callback holds is left out, with a message, and the others are shown.
+/// A callback holds the lock of a node. That node must be left out of the list, with a message, and the others must be
+/// shown.
 #[test]
 fn locked_nodes_are_left_out() {
     let place = TestFolder::new();
@@ -272,8 +287,8 @@ fn locked_nodes_are_left_out() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A callback that panics takes one slab out of use, but does not end the process. `slabinfo` shows that, and
-/// also that background defragmentation skips the cache until its ratio is set or it is shrunk.
+/// A callback panics. The panic must take one slab out of use and must not end the process. `slabinfo` must show that.
+/// It must also show that background defragmentation skips the cache until its ratio is set or it is shrunk.
 #[test]
 fn panics_of_callbacks_are_shown() {
     let place = TestFolder::new();
@@ -304,7 +319,7 @@ fn panics_of_callbacks_are_shown() {
         report.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_else(|| panic!("no {name}: {report}"))
     };
     assert!(row("lost").contains(" 1  ") && row("given up").contains("--set-ratio"), "{report}");
-    // Sets the ratio to its current value.
+    // Sets the ratio to its current value, which must end the skipping.
     show(&place, &holder, &["--set-ratio=nodes=0"]);
     becomes(json!([1, "MCL", false]));
     assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), TIMEOUT).code(), 1);
@@ -317,8 +332,8 @@ fn panics_of_callbacks_are_shown() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A program with the crate and the preload library has two Pagemill instances, in the folder of a process
-/// tree. The command sends requests to the instance with the caches.
+/// A program that uses the crate and also has the preload library contains two Pagemill instances. Its files are in the
+/// folder of a process tree. The command must send requests to the instance with the caches.
 #[test]
 fn caches_of_a_preloaded_program_are_shrunk() {
     let place = TestFolder::new();
@@ -334,7 +349,7 @@ fn caches_of_a_preloaded_program_are_shrunk() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A child that is forked during a command lists and shrinks its own caches, but none of its parent's.
+/// A child that is forked during a command must list and shrink its own caches, but none of its parent's.
 #[test]
 fn a_child_answers_for_itself() {
     let place = TestFolder::new();
@@ -360,7 +375,7 @@ fn a_child_answers_for_itself() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Many commands send different requests to one process at once, and all are answered.
+/// Many commands send different requests to one process at the same time. The process must answer all of them.
 #[test]
 fn concurrent_requests_are_answered() {
     let place = TestFolder::new();
@@ -382,8 +397,8 @@ fn concurrent_requests_are_answered() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Errors say whether a process is stopped, publishes no statistics, or ended during the request. A process
-/// without slab caches is not asked.
+/// The error must say whether a process is stopped, publishes no statistics, or ended during the request. A process
+/// without slab caches must get no request.
 #[test]
 fn errors_say_why_there_is_no_list() {
     let place = TestFolder::new();
@@ -421,8 +436,8 @@ fn errors_say_why_there_is_no_list() {
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
 }
 
-/// All requests are sent before the first wait, so two stopped processes delay the command no more than one.
-/// Both are reported, and the other process is listed.
+/// All requests must be sent before the command waits for the first answer, so that two stopped processes delay it no
+/// longer than one. Both must be reported, and the other process must be listed.
 #[test]
 fn stopped_processes_do_not_delay_others() {
     let place = TestFolder::new();
@@ -455,8 +470,8 @@ fn stopped_processes_do_not_delay_others() {
     holders.into_iter().for_each(|holder| assert_eq!(holder.end(), [1]));
 }
 
-/// Another user can neither list nor shrink the caches, by the command or by a request in the process's folder.
-/// Root can, as the process's user.
+/// Another user must be able neither to list nor to shrink the caches, by the command or by a request in the process's
+/// folder. Root must be able to, as the process's user.
 #[test]
 fn other_users_are_refused() {
     if !is_root() || is_missing("setpriv") {
@@ -473,7 +488,7 @@ fn other_users_are_refused() {
         command.env("XDG_RUNTIME_DIR", runtime);
         finish(command, TIMEOUT)
     };
-    // The other user tries an own folder, and the folder of the process.
+    // The other user tries a folder of its own and the folder of the process.
     for runtime in [place.path("none"), place.path("runtime")] {
         let end = as_other_user(&runtime);
         if end.code() >= 126 {
@@ -481,7 +496,7 @@ fn other_users_are_refused() {
         }
         assert_refused(&end, "is another user's: it answers user 0 only");
     }
-    // The process ignores a request that another user owns or can write, or that has a second link.
+    // The process must ignore a request that another user owns or can write, or that has a second link.
     let identity = process::identity(holder.pid()).unwrap();
     let figures = figures_of(&place, identity);
     let stopped = |change: &dyn Fn(&Path)| {
@@ -508,7 +523,7 @@ fn other_users_are_refused() {
     );
     assert_eq!(holder.end(), [1]);
 
-    // Root sends a request as the user of the process.
+    // Root must be able to send a request as the user of the process.
     fs::set_permissions(place.path("runtime"), fs::Permissions::from_mode(0o700)).unwrap();
     std::os::unix::fs::chown(place.path("runtime"), Some(OTHER_USER), Some(OTHER_USER)).unwrap();
     fs::remove_dir_all(place.path("runtime/pagemill")).unwrap();
@@ -528,7 +543,7 @@ fn other_users_are_refused() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Writes the published file of a process that claims to have slab caches.
+/// Writes a forged published file, by which a process seems to have slab caches.
 fn forge_figures(place: &TestFolder, identity: Identity) {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -544,8 +559,7 @@ fn forge_figures(place: &TestFolder, identity: Identity) {
     fs::write(figures_of(place, identity).as_str(), page).unwrap();
 }
 
-/// The command does not trust answers that another process may have written. The test writes such answers
-/// itself.
+/// The command must not trust answers that another process may have written. The test writes such answers itself.
 #[test]
 fn invalid_answers_are_refused() {
     let place = TestFolder::new();
@@ -580,8 +594,8 @@ fn invalid_answers_are_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // The file is opened without `create`, since the command may have removed it. A command's request is
-                // complete only some time after its file was created.
+                // The file is opened without `create`, since the command may have removed it. The loop waits because a
+                // request is complete only some time after its file was created.
                 while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.map(|file| std::os::unix::fs::FileExt::write_all_at(&file, answer, from as u64));

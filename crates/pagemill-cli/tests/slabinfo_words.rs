@@ -1,4 +1,4 @@
-//! `pagemill slabinfo`: messages for wrong arguments, and the behaviour while it waits.
+//! `pagemill slabinfo`: messages for wrong arguments, and its behaviour while it waits for a process.
 
 mod common;
 
@@ -17,8 +17,8 @@ fn program() {
     slab_program::run();
 }
 
-/// The output has the results of the caches that were shrunk in time. It has none of a shrink that continues or
-/// was not begun.
+/// The output must have the results of the caches that were shrunk in time. It must have no result for a shrink that
+/// continues or was not begun.
 #[test]
 fn unfinished_shrinks_have_no_result() {
     let place = TestFolder::new();
@@ -43,7 +43,8 @@ fn unfinished_shrinks_have_no_result() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Errors about an unknown cache name, or a cache name in place of a process id, show the right command line.
+/// Errors about an unknown cache name, or about a cache name in the place of a process id, must show the right command
+/// line.
 #[test]
 fn errors_show_the_right_command_line() {
     let place = TestFolder::new();
@@ -74,8 +75,8 @@ fn errors_show_the_right_command_line() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A signal ends a waiting command in the usual way, so a shell or service manager sees the usual status. No
-/// request is left behind.
+/// A signal must end a waiting command like any other program, so that a shell or service manager gets the usual
+/// status. No request may be left behind.
 #[test]
 fn a_signal_ends_a_waiting_command() {
     let place = TestFolder::new();
@@ -105,7 +106,7 @@ fn a_signal_ends_a_waiting_command() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// The help explains each column and flag, has example command lines, and fits 100 columns.
+/// The help must explain each column and flag, have example command lines, and fit 100 columns.
 #[test]
 fn help_explains_columns_and_flags() {
     let place = TestFolder::new();

@@ -14,7 +14,7 @@ fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/foreign").join(name)
 }
 
-/// Access to a purged page raises `SIGBUS`. All other faults raise their usual signal, no matter how and when
+/// Access to a purged page must raise `SIGBUS`. All other faults must raise their usual signal, no matter how and when
 /// handlers are installed.
 #[test]
 fn handlers_receive_their_own_signals() {
@@ -27,7 +27,7 @@ fn handlers_receive_their_own_signals() {
     }
 }
 
-/// Without a handler, a program ends by the same signal as without Pagemill.
+/// Without a handler, a program must end by the same signal as without Pagemill.
 #[test]
 fn programs_end_by_the_right_signal() {
     let place = TestFolder::new();
@@ -52,7 +52,7 @@ fn programs_end_by_the_right_signal() {
     }
 }
 
-/// The first process of a PID namespace is not ended by signals that it sends to itself, but by its own faults.
+/// The first process of a PID namespace ignores signals that it sends to itself, but its own faults must end it.
 #[test]
 fn the_first_process_of_a_namespace_ends_by_its_faults() {
     let place = TestFolder::new();
@@ -70,7 +70,7 @@ fn the_first_process_of_a_namespace_ends_by_its_faults() {
     assert!([128 + SIGBUS, 128 + SIGSEGV].contains(&end.code()), "{:?} {}", end.status, end.err);
 }
 
-/// In a program that is compiled for that, a C++ signal handler can throw an exception out of a fault.
+/// If a program is compiled accordingly, its C++ signal handler must be able to throw an exception out of a fault.
 #[test]
 fn handlers_may_throw() {
     let place = TestFolder::new();
@@ -78,8 +78,8 @@ fn handlers_may_throw() {
     finish(place.pagemill_run(&[], &program), TIMEOUT).assert_success();
 }
 
-/// Returns `pagemill run` of a program with a preloaded library, which purges pages before the program starts
-/// and accesses them at its end.
+/// Returns `pagemill run` of a program with a preloaded library. The library purges pages before the program starts,
+/// and accesses them at the program's end.
 fn with_purged_pages(place: &TestFolder, program: &Path, arguments: &[&str]) -> Option<Command> {
     let library = place.compile("strict_first.c", &["-shared", "-fPIC"])?;
     let mut command = place.pagemill_run(&[], program);
@@ -87,7 +87,7 @@ fn with_purged_pages(place: &TestFolder, program: &Path, arguments: &[&str]) -> 
     Some(command)
 }
 
-/// A Java program still handles its null references and stack overflows.
+/// A Java program must still handle its null references and stack overflows.
 #[test]
 fn java_handles_its_faults() {
     let place = TestFolder::new();
@@ -106,7 +106,7 @@ fn java_handles_its_faults() {
     assert!(end.err.contains("looked once more"), "{}", end.err);
 }
 
-/// A Go program with cgo still handles nil references, on several threads.
+/// A Go program with cgo must still handle nil references, on several threads.
 #[test]
 fn go_handles_its_faults() {
     let place = TestFolder::new();
@@ -127,7 +127,7 @@ fn go_handles_its_faults() {
     assert_eq!(end.out, format!("[1000 1000 1000 1000] {SIGBUS}\n"));
 }
 
-/// Rust still detects and reports a stack overflow.
+/// Rust must still detect and report a stack overflow.
 #[test]
 fn rust_reports_stack_overflows() {
     let place = TestFolder::new();

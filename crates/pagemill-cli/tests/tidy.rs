@@ -1,7 +1,6 @@
-//! Checks those rules of ARCHITECTURE.md and CONVENTIONS.md that a program can check, over the whole workspace.
+//! Checks the rules of ARCHITECTURE.md and CONVENTIONS.md that a program can check, over the whole workspace.
 //!
-//! The checks of code work on sources in which comments and strings are replaced by spaces, so line numbers
-//! stay the same.
+//! The checks of code replace comments and strings by spaces first. Line numbers therefore stay the same.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,14 +10,17 @@ use std::process::Command;
 /// Maximum number of lines of a file.
 const MAX_FILE_LINES: usize = 800;
 
-/// Lines of a function: more than the first value cause a warning, and more than the second a failure.
+/// Maximum number of lines of a function. A longer function causes a warning.
 const LONG_FN_LINES: usize = 70;
+/// A function with more lines makes the test fail.
 const MAX_FN_LINES: usize = 100;
 
-/// The crates of the library, bottom up: Cargo enforces their order. The last one is the facade.
+/// The crates of the library, from bottom to top. Cargo enforces their order. `pagemill`, which is not in the list,
+/// re-exports them.
 const LIBRARY: &[&str] = &["core", "heap", "volatile", "xarray", "store", "slab", "cache"];
 
-/// Modules of `crates/pagemill-core/src` and their layers. A module may name itself and modules of lower layers.
+/// Modules of `crates/pagemill-core/src` and their layers. The code of a module may name the module itself and modules
+/// of lower layers.
 const LAYERS: &[(&str, usize)] = &[
     ("units", 0),
     ("error", 1),
@@ -33,17 +35,17 @@ const LAYERS: &[(&str, usize)] = &[
     ("listing", 7),
 ];
 
-/// Exceptions to the layers: a module, another one of the same or a higher layer that the first may name, and the
-/// reason.
+/// Exceptions from the layers. Each is a module, another module that it may name although the layers forbid that, and
+/// the reason.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events is on the page of the counters")];
 
 /// Pronouns for people, which CONVENTIONS.md rejects: the thread, the caller or the function is named instead.
-const PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
+const PERSON_PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
 
-/// Maximum number of [`PRONOUNS`] in comments and in Markdown files. CONVENTIONS.md quotes them.
-const MAX_PRONOUNS: usize = 5;
+/// Maximum number of [`PERSON_PRONOUNS`] in all comments and Markdown files. CONVENTIONS.md quotes some.
+const MAX_PERSON_PRONOUNS: usize = 5;
 
-/// Files that may use retired terms: the first two list them, the others are about to be replaced.
+/// Files that may contain retired terms.
 const RETIRED_ALLOWED: &[&str] = &[
     GLOSSARY,
     "CONVENTIONS.md",
@@ -57,7 +59,7 @@ const RETIRED_ALLOWED: &[&str] = &[
     "crates/pagemill-cache/src/mapping/registered.rs",
 ];
 
-/// Identifiers with a retired term that are part of an interface: the name of a counter.
+/// Identifiers that may contain a retired term, because they are part of an interface: the name of a counter.
 const RETIRED_NAMES: &[&str] = &["books_mended", "BooksMended"];
 
 const GLOSSARY: &str = "docs/glossary.md";
@@ -83,12 +85,12 @@ impl File {
         self.path.starts_with("crates/")
     }
 
-    /// Returns whether the file is part of a product, and not of its integration tests.
+    /// Returns whether the file is part of a product. Integration tests are not.
     fn is_product(&self) -> bool {
         self.is_rust() && self.is_in_crates() && !self.path.contains("/tests/")
     }
 
-    /// Returns whether the file belongs to a crate of the library and is in the crate's folder `inside`.
+    /// Returns whether the file belongs to a crate of the library and is in the folder `inside` of that crate.
     fn is_in_library(&self, inside: &str) -> bool {
         let Some(rest) = self.path.strip_prefix("crates/pagemill") else { return false };
         let name = rest.split('/').next().unwrap_or("");
@@ -100,8 +102,8 @@ impl File {
         blank_comments_and_strings(&self.text)
     }
 
-    /// Returns the text for readers: the whole text of a Markdown file, or the comments of a Rust file without
-    /// code examples.
+    /// Returns the text that is written for readers: the whole text of a Markdown file, or the comments of a Rust file
+    /// without code examples.
     fn prose(&self) -> String {
         if self.path.ends_with(".md") {
             self.text.clone()
@@ -113,8 +115,7 @@ impl File {
     }
 }
 
-/// Returns the files of the repository that git does not ignore. Without git, returns all files but build
-/// output.
+/// Returns the files of the repository that git does not ignore. Without git, returns all files except build output.
 fn files() -> Vec<File> {
     let root = root();
     let listed = Command::new("git")
@@ -159,7 +160,7 @@ fn blank_comments_and_strings(text: &str) -> String {
     blank_all_but(Part::Code, text)
 }
 
-/// Replaces all text but that of the kind `kept` by spaces, and keeps newlines.
+/// Replaces all text of other kinds than `kept` by spaces, and keeps newlines.
 fn blank_all_but(kept: Part, text: &str) -> String {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;
@@ -204,8 +205,8 @@ fn len_of_comment(rest: &str) -> Option<usize> {
     rest.starts_with("/*").then_some(at.min(rest.len()))
 }
 
-/// Returns the length of the string or character literal at the start of `rest`; `None` if there is none.
-/// `before` is the text before `rest`.
+/// Returns the length of the string or character literal at the start of `rest`; `None` if `rest` starts with other
+/// text. `before` is the text before `rest`.
 fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     let is_in_word = before.ends_with(|last: char| last.is_alphanumeric() || last == '_');
     if !is_in_word && let Some(raw) = rest.trim_start_matches(['b', 'c']).strip_prefix('r') {
@@ -232,7 +233,7 @@ fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     Some(rest.len())
 }
 
-/// Returns the code before the test module, which is at the end of a file.
+/// Returns the code before the test module. The test module must be at the end of the file.
 fn without_tests(code: &str) -> &str {
     let mut at = 0;
     let mut lines = code.split_inclusive('\n').peekable();
@@ -262,7 +263,7 @@ fn assert_none(problems: &[String]) {
     assert!(problems.is_empty(), "{} problem(s):\n  {}\n", problems.len(), problems.join("\n  "));
 }
 
-/// Returns the first names of paths that start with `crate::`, with their offsets.
+/// Returns the first name after `crate::` in each path, with its offset.
 fn crate_names(code: &str) -> Vec<(usize, &str)> {
     let name_at = |at: usize| {
         let rest = &code[at..];
@@ -295,7 +296,7 @@ fn crate_names(code: &str) -> Vec<(usize, &str)> {
     names
 }
 
-/// Modules of the core name only modules of lower layers.
+/// Modules of the core must name only modules of lower layers.
 #[test]
 fn modules_name_only_lower_modules() {
     let layer = |name: &str| LAYERS.iter().find(|(module, _)| *module == name).map(|(_, layer)| *layer);
@@ -322,8 +323,8 @@ fn modules_name_only_lower_modules() {
     assert_none(&problems);
 }
 
-/// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. Each such line has a reason behind it
-/// (`#![allow(unsafe_code)] // the C ABI`), and no file has the line without unsafe code.
+/// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. A reason must follow on that line
+/// (`#![allow(unsafe_code)] // the C ABI`). A file without unsafe code must not have the line.
 #[test]
 fn unsafe_is_allowed_with_a_reason() {
     let mut problems = Vec::new();
@@ -342,14 +343,14 @@ fn unsafe_is_allowed_with_a_reason() {
     assert_none(&problems);
 }
 
-/// Returns how many of [`PRONOUNS`] a text has, in upper or lower case.
+/// Returns the number of [`PERSON_PRONOUNS`] in a text, in upper or lower case.
 fn pronouns_in(text: &str) -> usize {
     let text = text.to_ascii_lowercase();
-    PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
+    PERSON_PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
 }
 
-/// Comments and Markdown files name threads, callers and functions instead of [`PRONOUNS`]. If there are too
-/// many, the test prints the count of each file, the largest first.
+/// Comments and Markdown files must name threads, callers and functions instead of [`PERSON_PRONOUNS`]. If there are
+/// too many pronouns, the test prints the count of each file, the largest count first.
 #[test]
 fn sentences_name_their_subject() {
     let files = files();
@@ -357,13 +358,17 @@ fn sentences_name_their_subject() {
     let mut counts: Vec<(usize, &String)> = counted.collect();
     counts.sort_by(|one, other| other.cmp(one));
     let total: usize = counts.iter().map(|(count, _)| count).sum();
-    println!("{total} pronouns for people; at most {MAX_PRONOUNS}");
+    println!("{total} pronouns for people; at most {MAX_PERSON_PRONOUNS}");
     let list: Vec<String> = counts.iter().map(|(count, path)| format!("{count:5} {path}")).collect();
-    assert!(total <= MAX_PRONOUNS, "{total} of {PRONOUNS:?}, at most {MAX_PRONOUNS}:\n{}", list.join("\n"));
+    assert!(
+        total <= MAX_PERSON_PRONOUNS,
+        "{total} of {PERSON_PRONOUNS:?}, at most {MAX_PERSON_PRONOUNS}:\n{}",
+        list.join("\n")
+    );
 }
 
-/// Returns line and name of the public types of a file of the core that have no example. A type has an example
-/// if its documentation, or that of its re-export, has a code block, or names the type with the example
+/// Returns line and name of the public types of a file of the core that have no example. A type has an example in two
+/// cases: its documentation, or that of its re-export, contains a code block; or it names the type with the example
 /// (``Example: [`Cache`].``).
 fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize, &'text str)> {
     let (mut missing, mut documentation) = (Vec::new(), String::new());
@@ -390,7 +395,7 @@ fn reexports_with_example(text: &str) -> String {
     text.lines().zip(text.lines().skip(1)).filter(follows).map(|(_, line)| line).collect()
 }
 
-/// Every public type of the core has an example that compiles, or names the type whose example shows it.
+/// Every public type of the core must have an example that compiles, or name the type whose example shows it.
 #[test]
 fn public_types_have_examples() {
     let files = files();
@@ -412,24 +417,24 @@ fn public_types_have_examples() {
 
 /// Where a retired term of the glossary is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rejected {
+enum RejectedAs {
     /// In identifiers.
     Identifier,
     /// In identifiers, and as a word in comments and Markdown files.
     Word,
 }
 
-/// Returns the retired terms that the glossary rejects: from its chapter "Retired terms", the rows
-/// `| term, term | replacement | identifier |`, also with `word` in the last cell.
-fn retired_terms(glossary: &str) -> Vec<(String, Rejected)> {
+/// Returns the retired terms that the glossary rejects. Each row of its chapter "Retired terms" has the form `| term,
+/// term | replacement | identifier |`, or `word` in the last cell.
+fn retired_terms(glossary: &str) -> Vec<(String, RejectedAs)> {
     let chapter = glossary.split_once("\n## Retired terms").map_or("", |(_, rest)| rest);
     let chapter = chapter.split("\n## ").next().unwrap_or("");
     let mut terms = Vec::new();
     for row in chapter.lines().filter(|line| line.starts_with('|')) {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
         let rejected = match cells[..] {
-            [_, _, "identifier"] => Rejected::Identifier,
-            [_, _, "word"] => Rejected::Word,
+            [_, _, "identifier"] => RejectedAs::Identifier,
+            [_, _, "word"] => RejectedAs::Word,
             _ => continue,
         };
         terms.extend(cells[0].split(", ").map(|term| (term.to_owned(), rejected)));
@@ -463,7 +468,7 @@ fn words_of(identifier: &str) -> Vec<String> {
 }
 
 /// Returns the retired terms in a file, each with its line.
-fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)> {
+fn retired_in(file: &File, terms: &[(String, RejectedAs)]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     if file.is_rust() {
         let code = file.code();
@@ -474,13 +479,13 @@ fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)>
         }
     }
     let prose = file.prose().to_lowercase();
-    for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == Rejected::Word) {
+    for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == RejectedAs::Word) {
         found.extend(words(&prose, term).map(|at| (line_of(&prose, at), term.clone())));
     }
     found
 }
 
-/// Code, comments and Markdown files use the current terms of the glossary, and no retired ones.
+/// Code, comments and Markdown files must use the current terms of the glossary, and no retired ones.
 #[test]
 fn retired_terms_are_not_used() {
     let files = files();
@@ -495,14 +500,14 @@ fn retired_terms_are_not_used() {
     assert_none(&problems.collect::<Vec<_>>());
 }
 
-/// The check finds retired terms in identifiers of both styles and, if the glossary says so, in text. It finds
+/// The check must find retired terms in identifiers of both styles and, if the glossary says so, in text. It must find
 /// none in strings and in longer words.
 #[test]
 fn retired_terms_are_found() {
     let glossary = "## Terms\n| none | x | word |\n\n## Retired terms\n\n| retired | term | rejected as |\n|---|---|---|\n\
         | limbo, hall | list | word |\n| books | state | identifier |\n| turn | wait | - |\n\n## More\n| other | x | word |\n";
     let terms = retired_terms(glossary);
-    let expected = [("limbo", Rejected::Word), ("hall", Rejected::Word), ("books", Rejected::Identifier)];
+    let expected = [("limbo", RejectedAs::Word), ("hall", RejectedAs::Word), ("books", RejectedAs::Identifier)];
     assert_eq!(terms, expected.map(|(term, rejected)| (term.to_owned(), rejected)));
     let text = "/// The Limbo of a hallway; the books' turn.\nstruct MyLimbo(u8);\nfn check_books(turn: Hall) {}\n\
         const TEXT: &str = \"limbo\";\nlet limbos = bookshelf;\n";
@@ -523,8 +528,8 @@ fn files_are_short() {
     assert_none(&files().iter().filter(|file| file.is_rust()).filter_map(long).collect::<Vec<_>>());
 }
 
-/// Returns line, name and number of lines of each function with a body. The lines count from the signature to
-/// the closing brace.
+/// Returns line, name and number of lines of each function with a body. The lines are counted from the signature to the
+/// closing brace.
 fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     let mut functions = Vec::new();
     for at in words(code, "fn") {
@@ -551,7 +556,7 @@ fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     functions
 }
 
-/// Warns of functions that are longer than [`LONG_FN_LINES`], and fails for those longer than [`MAX_FN_LINES`].
+/// Functions longer than [`LONG_FN_LINES`] cause a warning. No function may be longer than [`MAX_FN_LINES`].
 #[test]
 fn functions_are_short() {
     let mut problems = Vec::new();
@@ -567,7 +572,7 @@ fn functions_are_short() {
     assert_none(&problems);
 }
 
-/// The sizes of the OS page and of the block are named constants, and do not occur as numbers.
+/// The sizes of the OS page and of the block are named constants, and must not occur as numbers.
 #[test]
 fn page_and_block_sizes_are_named() {
     let mut problems = Vec::new();
@@ -586,7 +591,7 @@ fn page_and_block_sizes_are_named() {
     assert_none(&problems);
 }
 
-/// The crates contain no markers of unfinished work and no debug macros.
+/// The crates must contain no markers of unfinished work and no debug macros.
 #[test]
 fn no_unfinished_work_is_left() {
     let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
@@ -613,7 +618,7 @@ fn tests_in(text: &str) -> Vec<&str> {
     after_marks.filter_map(|after| name(after).map(|(start, end)| &after[start..end])).collect()
 }
 
-/// Each cell of the table of operations on a folio names a test, and every test that the chapter names exists.
+/// Each cell of the table of operations on a folio must name a test. Every test that the chapter names must exist.
 #[test]
 fn the_tests_of_the_lock_table_exist() {
     let files = files();
@@ -643,7 +648,7 @@ fn the_tests_of_the_lock_table_exist() {
     assert_none(&problems);
 }
 
-/// No file contains a path of the machine where it was written.
+/// No file may contain a path of the machine on which it was written.
 #[test]
 fn no_file_names_a_machine() {
     let paths = ["work", "root", "home"].map(|folder| format!("/{folder}/"));
@@ -658,7 +663,7 @@ fn no_file_names_a_machine() {
     assert_none(&problems);
 }
 
-/// Every package uses the lints of the workspace.
+/// Every package must use the lints of the workspace.
 #[test]
 fn every_package_has_the_lints() {
     let mut problems = Vec::new();
@@ -672,9 +677,9 @@ fn every_package_has_the_lints() {
     assert_none(&problems);
 }
 
-/// Comments and strings are not code. Only comments are text for readers.
+/// Comments and strings must not count as code. Only comments must count as text for readers.
 #[test]
-fn code_comments_and_strings_are_told_apart() {
+fn code_comments_and_strings_are_distinguished() {
     let text = "fn a<'x>() { \"unsafe\"; 'u'; '\\''; r#\"unsafe \" \"#; b\"unsafe\" } // unsafe\n/* unsafe /* */ unsafe */ unsafe";
     let code = blank_comments_and_strings(text);
     assert_eq!(words(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);

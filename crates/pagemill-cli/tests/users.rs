@@ -1,5 +1,5 @@
-//! Another local user cannot affect a run, although the folders of both users are in the same parent folder.
-//! The tests run as root, and start programs as other users.
+//! Another local user must not be able to affect a run, although the folders of both users are in the same parent
+//! folder. The tests run as root and start programs as other users.
 
 mod common;
 
@@ -14,8 +14,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 const USER: u32 = 65_432;
 const OTHER: u32 = 65_433;
 
-/// Folders with the names of the user's folders that another user created first. Dropped folders are removed;
-/// only one test at a time has them.
+/// Folders with the names of the user's folders, which another user created first. Dropping the value removes them.
+/// Only one test at a time can have this value.
 struct ForeignFolders {
     folders: [PathBuf; 2],
     _one: MutexGuard<'static, ()>,
@@ -63,16 +63,16 @@ fn as_user(place: &TestFolder) -> Command {
     command
 }
 
-/// Returns the folders with random names in `/dev/shm` and `/tmp`. Pagemill creates one for `USER` if another user has
-/// taken the usual names.
+/// Returns the folders with random names in `/dev/shm` and `/tmp`. Pagemill creates one for `USER` if another user owns
+/// the usual names.
 fn own_folders() -> Vec<PathBuf> {
     let of = |folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let is_own = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(&format!("pagemill-{USER}-"));
     of("/dev/shm").chain(of("/tmp")).filter(is_own).collect()
 }
 
-/// Another user created both folders with the usual names. A limit still applies, the processes are found, and
-/// no folder is left.
+/// Another user has created both folders with the usual names. A limit must still apply, the processes must be found,
+/// and no folder may be left.
 #[test]
 fn another_user_cannot_stop_a_limit() {
     if cannot_change_user() {
@@ -89,7 +89,7 @@ fn another_user_cannot_stop_a_limit() {
     assert_eq!(own_folders(), Vec::<PathBuf>::new());
 }
 
-/// The next command removes the files that a killed run left.
+/// The next command must remove the files that a killed run left.
 #[test]
 fn files_of_a_killed_run_are_removed() {
     if cannot_change_user() {
@@ -100,7 +100,7 @@ fn files_of_a_killed_run_are_removed() {
     command.args(["run", "--limit", "300M", "--", "sh", "-c", "kill -s KILL $PPID; exec sleep 600"]);
     assert!(!finish(command, TIMEOUT).status.success());
     assert_eq!(own_folders().len(), 1);
-    // The program is killed some time after `run`, so the removal is retried.
+    // The program is killed some time after `run`. Only then can its files be removed, so the command is repeated.
     while !own_folders().is_empty() {
         let mut command = as_user(&place);
         command.args(["run", "--", "true"]);
@@ -108,7 +108,7 @@ fn files_of_a_killed_run_are_removed() {
     }
 }
 
-/// `sudo -E` keeps `XDG_RUNTIME_DIR`. Root then writes no file into the other user's folder.
+/// `sudo -E` keeps `XDG_RUNTIME_DIR`. Root must then write no file into the other user's folder.
 #[test]
 fn the_runtime_folder_of_another_user_is_not_used() {
     if cannot_change_user() {
@@ -121,6 +121,6 @@ fn the_runtime_folder_of_another_user_is_not_used() {
     command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
     assert_eq!(finish(command, TIMEOUT).code(), 6);
     assert_eq!(fs::read_dir(&runtime).unwrap().count(), 0);
-    // Root's own folder is shared by all its processes, so it is removed only if it is empty.
+    // All processes of root share root's own folder, so it is removed only if it is empty.
     drop(fs::remove_dir("/dev/shm/pagemill-0"));
 }

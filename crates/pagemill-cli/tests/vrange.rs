@@ -1,5 +1,5 @@
-//! `pagemill_vrange` in preloaded C programs: calls that end a mark, and more volatile memory than a group's
-//! limit allows.
+//! `pagemill_vrange` in preloaded C programs: calls that end a mark, and more volatile memory than the limit of the
+//! program's group allows.
 
 mod common;
 
@@ -8,8 +8,8 @@ use common::{TIMEOUT, TestFolder, finish};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory that is unmapped, replaced, moved, discarded or freed is no longer volatile. This holds in a grown
-/// program and on the libc fallback.
+/// Memory that is unmapped, replaced, moved, discarded or freed must no longer be volatile, both in a grown program and
+/// on the libc fallback.
 #[test]
 fn released_memory_is_no_longer_volatile() {
     let place = TestFolder::new();
@@ -20,8 +20,8 @@ fn released_memory_is_no_longer_volatile() {
     finish(not_grown, TIMEOUT).assert_success();
 }
 
-/// A program marks twice as much memory as its group's limit allows, which Pagemill did not allocate. The
-/// program is not killed, and the memory marked last is not purged.
+/// A program marks twice as much memory as its group's limit allows. Pagemill did not allocate this memory. The program
+/// must not be killed, and the memory marked last must not be purged.
 #[test]
 fn volatile_memory_survives_a_groups_limit() {
     let place = TestFolder::new();

@@ -1,4 +1,4 @@
-//! `pagemill vranges`: lists the volatile ranges of programs, with and without the preload library, and reports
+//! `pagemill vranges`: lists the volatile ranges of programs, with and without the preload library. It also reports
 //! processes that do not answer.
 #![allow(unsafe_code)] // marks memory of its own by address
 
@@ -61,7 +61,7 @@ fn assert_refused(end: &End, words: &str) {
     assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
 }
 
-/// A forked child whose only use of Pagemill is to mark memory is listed, too.
+/// A forked child uses Pagemill only to mark memory. The child must be listed, too.
 #[test]
 fn a_child_that_only_marks_is_listed() {
     let place = TestFolder::new();
@@ -115,15 +115,15 @@ fn program_age_seconds(holder: &ObservedProgram) -> f64 {
     up - ticks / 100.0 + 1.0
 }
 
-/// More ranges than one copy can hold are listed in order, each once, also for several commands at the same
-/// time. If the reader of the output stops reading, the command succeeds.
+/// More ranges than one answer can hold must be listed in order, each once, also if several commands run at the same
+/// time. If the reader of the output stops reading, the command must succeed.
 #[test]
 fn many_ranges_are_listed_to_many_commands() {
     const COUNT: u64 = 3000;
     let place = TestFolder::new();
     let Some(program) = place.compile("vranges.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], &program);
-    // The program starts on the libc fallback, and grows when it marks memory.
+    // The program starts on the libc fallback. It grows when it marks memory.
     command.arg(COUNT.to_string()).env_remove("PAGEMILL_AFTER");
     let holder = ObservedProgram::start(command);
     let page = os_page_bytes() as u64;
@@ -152,12 +152,12 @@ fn many_ranges_are_listed_to_many_commands() {
     holder.end();
 }
 
-/// The next tests run this test binary as a child with this variable set. In the child the test `program` is the
-/// program to observe.
+/// The next tests run this test binary as a child with this variable set. In the child, the test `program` is the
+/// program that the tests observe.
 const PROGRAM_VARIABLE: &str = "VRANGES_TEST_PROGRAM";
 
-/// State, behaviour, and purged bytes of the program's ranges: five handles, and one range that is also marked
-/// by address.
+/// State, behaviour, and purged bytes of the program's ranges. There are five handles, and one range that is also
+/// marked by address.
 const EXPECTED: [(&str, &str, &str, u64); 6] = [
     ("held", "full", "no", 0),
     ("volatile", "full", "all", 3 * MIB),
@@ -192,7 +192,7 @@ fn program() {
     let calm = make(1, Behaviour::Full);
     calm.mark().unwrap();
     let marked = make(2, Behaviour::Full);
-    // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
+    // SAFETY: there are no references to the bytes of the held range, which is unmarked before it is dropped.
     let mark = |mode| unsafe { pagemill.vranges.vrange(marked.addr(), marked.len_bytes(), mode, How::Full) };
     mark(Mode::Volatile).unwrap();
     let ranges = [&held, &lost, &part, &pinned, &calm, &marked];
@@ -228,7 +228,7 @@ fn assert_handles(place: &TestFolder, holder: &ObservedProgram) {
     assert_eq!(range_at(&list, holder.numbers[1])["size"], MIB);
 }
 
-/// A program that uses only the crate publishes statistics, is listed, and leaves no file behind.
+/// A program that uses only the crate must publish statistics, be listed, and leave no file behind.
 #[test]
 fn a_program_with_handles_is_listed() {
     let place = TestFolder::new();
@@ -243,8 +243,8 @@ fn a_program_with_handles_is_listed() {
     place.assert_no_files_left();
 }
 
-/// A program with the crate and the preload library has two Pagemill instances. Both are listed, in the folder
-/// of a process tree or in the user's folder.
+/// A program that uses the crate and has the preload library contains two Pagemill instances. Both must be listed,
+/// whether their files are in the folder of a process tree or in the user's folder.
 #[test]
 fn a_preloaded_program_with_handles_is_listed() {
     let place = TestFolder::new();
@@ -264,8 +264,8 @@ fn a_preloaded_program_with_handles_is_listed() {
     }
 }
 
-/// A stopped process does not answer. The command reports that in time and leaves no file behind, also after
-/// Ctrl-C. The process answers again once it continues.
+/// A stopped process does not answer. The command must report that in time and leave no file behind, also after Ctrl-C.
+/// The process must answer again once it continues.
 #[test]
 fn a_stopped_process_does_not_answer() {
     let place = TestFolder::new();
@@ -289,8 +289,8 @@ fn a_stopped_process_does_not_answer() {
     holder.end();
 }
 
-/// Errors say whether a process does not exist or publishes no statistics. A process without ranges is not
-/// asked.
+/// The error must say whether a process does not exist or publishes no statistics. A process without ranges must get no
+/// request.
 #[test]
 fn errors_say_why_there_is_no_list() {
     let place = TestFolder::new();
@@ -318,7 +318,7 @@ fn errors_say_why_there_is_no_list() {
     assert!(end.out.contains("PURGED"), "{}", end.out);
 }
 
-/// Writes the published file of a process that claims to have ranges.
+/// Writes a forged published file, by which a process seems to have ranges.
 fn forge_figures(place: &TestFolder, identity: Identity) -> PathBuf {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -336,7 +336,7 @@ fn forge_figures(place: &TestFolder, identity: Identity) -> PathBuf {
     path.as_str().into()
 }
 
-/// The command does not trust lists that another process may have written. The test writes such lists itself.
+/// The command must not trust lists that another process may have written. The test writes such lists itself.
 #[test]
 fn invalid_lists_are_refused() {
     let place = TestFolder::new();
@@ -375,7 +375,7 @@ fn invalid_lists_are_refused() {
         });
         assert_refused(&end, words);
         assert_eq!(requests(&place), Vec::<PathBuf>::new());
-        // A new published file restarts the numbers of the requests.
+        // With a new published file, the numbers of the requests start again.
         forge_figures(&place, identity);
     }
     fs::write(&figures, b"short").unwrap();

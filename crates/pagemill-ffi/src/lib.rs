@@ -10,16 +10,16 @@ use std::ffi::{c_int, c_void};
 
 /// # Safety
 ///
-/// As documented in include/pagemill.h: the contract of [`volatile::handle_fault`].
+/// As documented in include/pagemill.h: the caller must fulfil the contract of [`volatile::handle_fault`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_void, context: *mut c_void) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     c_int::from(unsafe { volatile::handle_fault(signal, info, context) })
 }
 
 /// # Safety
 ///
-/// As documented in include/pagemill.h: `amounts` points to writable memory.
+/// As documented in include/pagemill.h: `amounts` must point to writable memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut MemoryAmounts) -> c_int {
     match Instance::of_process() {
@@ -37,7 +37,7 @@ pub unsafe extern "C" fn pagemill_figures(amounts: *mut MemoryAmounts) -> c_int 
 
 /// # Safety
 ///
-/// As documented in include/pagemill.h: the contract of [`volatile::Vranges::vrange`].
+/// As documented in include/pagemill.h: the caller must fulfil the contract of [`volatile::Vranges::vrange`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_vrange(
     addr: *mut c_void,

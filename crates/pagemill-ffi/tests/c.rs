@@ -45,7 +45,8 @@ fn c_program_marks_and_unmarks() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
 }
 
-/// A C program reads its figures before, while and after 64 MiB are marked. They must be giveable only while marked.
+/// A C program reads its figures before 64 MiB are marked, while they are marked, and afterwards. They must be giveable
+/// only while they are marked.
 #[test]
 fn marked_memory_is_giveable_in_figures() {
     let folder = tempfile::tempdir().unwrap();
@@ -99,8 +100,8 @@ fn sleeping_program_is_purged_for_its_group() {
     assert!(gone >= 44, "{last}");
 }
 
-/// A C program with a `SIGSEGV` handler of its own marks twice the limit of its control group as strict. Reading purged
-/// pages must raise `SIGBUS`; other pages must read as written.
+/// A C program with a `SIGSEGV` handler of its own marks memory as strict, twice as much as the limit of its control
+/// group. Reading a purged page must raise `SIGBUS`, and other pages must read as written.
 #[test]
 fn purged_strict_memory_raises_sigbus() {
     let folder = tempfile::tempdir().unwrap();
@@ -118,23 +119,24 @@ fn purged_strict_memory_raises_sigbus() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// Requests the list of ranges of a process that publishes in this folder; `None` if the process does not publish.
+/// Requests the list of ranges of a process whose published files are in this folder; `None` if the process does not
+/// publish.
 fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
     std::fs::exists(figures.as_str()).unwrap().then(|| pagemill_volatile::ask(&figures, identity, || false).unwrap())
 }
 
-/// Lengths of the listed ranges in OS pages, ascending.
+/// Returns the lengths of the listed ranges in OS pages, in ascending order.
 fn page_counts(list: &List) -> Vec<usize> {
     let mut pages: Vec<_> = list.ranges.iter().map(|range| range.len_bytes / os_page_bytes()).collect();
     pages.sort_unstable();
     pages
 }
 
-/// Lists the marked ranges of a program, of a child that marks memory, and of a child that does not, with and without
-/// an exec before. Inherited marks must be listed, marks from before the exec must not, and no file may be left at the
-/// end.
+/// Lists the marked ranges of three processes: a program, a child that marks memory, and a child that does not. The
+/// test runs with and without an exec of the program. Inherited marks must be listed, and marks from before the exec
+/// must not. No file may be left at the end.
 #[test]
 fn marked_ranges_of_processes_are_listed() {
     let folder = tempfile::tempdir().unwrap();

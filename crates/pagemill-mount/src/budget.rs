@@ -10,23 +10,24 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
 
-/// Distance of a purge threshold from its limit while no growth was measured. For a group it is at least the limit
-/// divided by `MARGIN_DIVISOR`.
-const MARGIN_BYTES: u64 = 64 * BLOCK_BYTES as u64;
+/// Minimum distance of a purge threshold from its limit while the controller has real-time priority. For a group, the
+/// distance is at least the limit divided by `MARGIN_DIVISOR`.
+const MIN_MARGIN_BYTES: u64 = 64 * BLOCK_BYTES as u64;
 const MARGIN_DIVISOR: u64 = 5;
 
-/// This distance for a controller without real-time priority. 200 MiB were enough in a test where 64 MiB were not.
-const WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
+/// The minimum distance for a controller without real-time priority. In a test, 200 MiB were enough and 64 MiB were
+/// not.
+const MIN_WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 
-/// Files are purged while less than this part of the machine's memory is available. The size leaves half of this part
-/// free.
+/// Files are purged while less than this fraction (1/16) of the machine's memory is available. The computed size leaves
+/// half of this fraction available.
 const MACHINE_DIVISOR: u64 = 16;
 
 /// Upper bound for how fast memory can be filled, in bytes per second.
-const FASTEST: u64 = 32 << 30;
+const FASTEST_BYTES_PER_SECOND: u64 = 32 << 30;
 
-/// Bounds of the pause between two checks of the limits. The longest is short because an unknown group can fill its
-/// memory during a pause. It means a hundred wake-ups per second, half a percent of a CPU.
+/// Bounds of the pause between two checks of the limits. The maximum is short because an unknown group can fill its
+/// memory during a pause. The maximum causes a hundred wake-ups per second, which cost half a percent of a CPU.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
@@ -49,19 +50,20 @@ impl Bound {
     }
 }
 
-/// A limit and its usage.
+/// A limit, the usage that counts against it, and its purge threshold.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Line {
+pub struct LimitUsage {
     pub bound: Bound,
     pub name: String,
     pub limit_bytes: u64,
     pub used_bytes: u64,
     /// The part of the usage that cannot be purged.
     pub fixed_bytes: u64,
+    /// The purge threshold: files are purged while `used_bytes` is above it.
     pub mark_bytes: u64,
 }
 
-impl Line {
+impl LimitUsage {
     /// Returns the bytes to purge: the usage above the purge threshold.
     pub fn excess_bytes(&self) -> u64 {
         self.used_bytes.saturating_sub(self.mark_bytes)
@@ -76,17 +78,17 @@ impl Line {
 /// The result of one check of the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
-    pub lines: Vec<Line>,
+    pub lines: Vec<LimitUsage>,
     /// The size to set.
     pub size_bytes: u64,
 }
 
 impl Budget {
-    /// Computes thresholds and size. `size_bytes` is the requested size, `fill` the usage of the file system. `held`
-    /// returns the memory of the volatile files that count for a limit.
+    /// Computes thresholds and size. `size_bytes` is the requested size, `usage` the usage of the file system. `held`
+    /// returns the memory of the volatile files whose purge lowers the usage of a limit.
     pub fn new(
         size_bytes: u64,
-        fill: FileSystemUsage,
+        usage: FileSystemUsage,
         groups: &[Sample],
         machine: Option<Machine>,
         margins: Margins,
@@ -95,13 +97,13 @@ impl Budget {
         let line = |bound, name: &str, limit_bytes: u64, used_bytes: u64| {
             let fixed_bytes = used_bytes.saturating_sub(held(bound));
             let mark_bytes = margins.mark_bytes(bound, limit_bytes, fixed_bytes);
-            Line { bound, name: name.to_owned(), limit_bytes, used_bytes, fixed_bytes, mark_bytes }
+            LimitUsage { bound, name: name.to_owned(), limit_bytes, used_bytes, fixed_bytes, mark_bytes }
         };
-        let mut lines = vec![line(Bound::Size, "size", size_bytes, fill.used_bytes)];
+        let mut lines = vec![line(Bound::Size, "size", size_bytes, usage.used_bytes)];
         let mut headroom = u64::MAX;
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            // A group that has written next to nothing here does not limit the size for all users.
+            // A group that has written almost nothing to this file system must not reduce the size for all users.
             let guard_bytes = guard_bytes(group.limit_bytes);
             if group.here_bytes >= guard_bytes {
                 headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
@@ -110,7 +112,7 @@ impl Budget {
         if let Some(Machine { total_bytes, available_bytes, .. }) = machine {
             let (kept_bytes, used_bytes) = (total_bytes / MACHINE_DIVISOR, total_bytes.saturating_sub(available_bytes));
             let mark_bytes = total_bytes - kept_bytes;
-            lines.push(Line {
+            lines.push(LimitUsage {
                 bound: Bound::Machine,
                 name: "machine".into(),
                 limit_bytes: total_bytes,
@@ -120,15 +122,15 @@ impl Budget {
             });
             headroom = headroom.min(available_bytes.saturating_sub(kept_bytes / 2));
         }
-        // The size is never below the usage, which tmpfs refuses, and never 0, which means unlimited.
+        // The size is at least the usage, since tmpfs refuses a smaller one. It is never 0, since 0 means unlimited.
         let size_bytes =
-            size_bytes.min(fill.used_bytes.saturating_add(headroom)).max(fill.used_bytes).max(BLOCK_BYTES as u64);
+            size_bytes.min(usage.used_bytes.saturating_add(headroom)).max(usage.used_bytes).max(BLOCK_BYTES as u64);
         Self { lines, size_bytes }
     }
 
     /// Returns the smallest distance between usage and a purge threshold.
     pub fn room_bytes(&self) -> u64 {
-        self.lines.iter().map(Line::room_bytes).min().unwrap_or(u64::MAX)
+        self.lines.iter().map(LimitUsage::room_bytes).min().unwrap_or(u64::MAX)
     }
 
     /// Returns the smallest distance between usage and a limit. Ignores the limits in `except`.
@@ -137,9 +139,9 @@ impl Budget {
         lines.map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns whether usage is so far above a purge threshold that opens must wait if writers are fast: above by more
-    /// than a quarter of the distance between the threshold and its limit. Ignores the limits in `except`, and limits
-    /// for which the memory that cannot be purged alone is that much.
+    /// Returns whether opens must wait while writers are fast: usage is above a purge threshold by more than a quarter
+    /// of the distance between that threshold and its limit. Ignores the limits in `except`. Also ignores limits for
+    /// which the memory that cannot be purged exceeds the same mark, because a purge cannot end the delay.
     pub fn is_close_to_limit(&self, except: &[Bound]) -> bool {
         self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
             let threshold_bytes = line.mark_bytes + line.limit_bytes.saturating_sub(line.mark_bytes) / 4;
@@ -147,21 +149,25 @@ impl Budget {
         })
     }
 
-    /// Returns how long a writer at the rate `FASTEST` needs to reach a purge threshold, between 1 and 10 ms.
+    /// Returns how long a writer at the rate `FASTEST_BYTES_PER_SECOND` needs to reach a purge threshold, between 1 and
+    /// 10 ms.
     pub fn pause(&self) -> Duration {
-        Duration::from_nanos((u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST)) as u64)
-            .clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
+        Duration::from_nanos(
+            (u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST_BYTES_PER_SECOND)) as u64,
+        )
+        .clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
     }
 
-    /// Returns whether the current size must be changed. A size that is too large by a block or more is changed at
-    /// once, one that is too small when the file system is nearly full or the difference is large.
-    pub fn wants_size(&self, fill: FileSystemUsage) -> bool {
-        let (now, right) = (fill.size_bytes, self.size_bytes);
+    /// Returns whether the file system's current size (`usage.size_bytes`) must be changed to the computed one. A
+    /// current size that is too large by a block or more must be changed at once. One that is too small must be changed
+    /// if the file system is nearly full or if the difference is large.
+    pub fn wants_size(&self, usage: FileSystemUsage) -> bool {
+        let (now, right) = (usage.size_bytes, self.size_bytes);
         let near_bytes = 16 * BLOCK_BYTES as u64;
         if right < now {
             return now - right >= BLOCK_BYTES as u64;
         }
-        let is_full = now.saturating_sub(fill.used_bytes) < 2 * near_bytes;
+        let is_full = now.saturating_sub(usage.used_bytes) < 2 * near_bytes;
         (is_full && right - now >= BLOCK_BYTES as u64) || right - now >= near_bytes.max(now / 16)
     }
 }
@@ -169,24 +175,27 @@ impl Budget {
 /// What determines the distance of purge thresholds from their limits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Margins {
-    /// The controller has real-time priority.
+    /// The controller has real-time priority, so its checks are rarely late.
     pub is_preferred: bool,
-    /// Predicted growth before the next check ([`crate::rate_limiter`]).
-    pub foreseen_bytes: u64,
+    /// Predicted growth before the next check ([`crate::growth_predictor`]).
+    pub predicted_bytes: u64,
 }
 
 impl Margins {
-    /// Returns the purge threshold, given that `fixed_bytes` of the usage cannot be purged.
+    /// Returns the purge threshold of a limit, given that `fixed_bytes` of the usage cannot be purged.
     ///
-    /// The distance between threshold and limit is the larger of two values. The first does not depend on writers. For
-    /// a group, beyond whose limit the kernel kills, it is 128 MiB or a fifth of the limit, whichever is more, but at
-    /// most a quarter. For the size, where a write only fails, it is 128 MiB, but at most an eighth. Without real-time
-    /// priority it is 200 MiB instead of 128, and at most twice that part.
+    /// The distance between threshold and limit is the larger of two values. The first value does not depend on
+    /// writers:
     ///
-    /// The second is the predicted growth, at most five eighths of a group's limit and three eighths of the size. It
-    /// lowers the threshold only so far that a quarter of the limit is left to the newest volatile files.
+    /// - For a group: 128 MiB or a fifth of the limit, whichever is more, but at most a quarter of the limit. The
+    ///   kernel kills processes beyond a group's limit.
+    /// - For the size: 128 MiB, but at most an eighth of the size. Beyond the size, only writes fail.
+    /// - Without real-time priority: 200 MiB instead of 128, and at most twice the fraction.
+    ///
+    /// The second value is the predicted growth, but at most five eighths of a group's limit, or three eighths of the
+    /// size. It must leave a quarter of the limit above `fixed_bytes` for the newest volatile files.
     fn mark_bytes(self, bound: Bound, limit_bytes: u64, fixed_bytes: u64) -> u64 {
-        let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
+        let least = if self.is_preferred { MIN_MARGIN_BYTES } else { MIN_WIDE_MARGIN_BYTES };
         let part = if self.is_preferred { 1 } else { 2 };
         let (unmeasured, most) = match bound {
             Bound::Group(_) => {
@@ -194,7 +203,7 @@ impl Margins {
             }
             Bound::Size | Bound::Machine => (least.min(limit_bytes / 8 * part), limit_bytes / 8 * 3),
         };
-        let for_the_fast = limit_bytes - self.foreseen_bytes.min(most);
+        let for_the_fast = limit_bytes - self.predicted_bytes.min(most);
         (limit_bytes - unmeasured).min(for_the_fast.max(fixed_bytes.saturating_add(limit_bytes / 4)))
     }
 }
@@ -208,9 +217,9 @@ mod tests {
 
     const NOTHING: fn(Bound) -> u64 = |_| 0;
 
-    const PREFERRED: Margins = Margins { is_preferred: true, foreseen_bytes: 0 };
+    const PREFERRED: Margins = Margins { is_preferred: true, predicted_bytes: 0 };
 
-    fn fill(size: u64, used: u64) -> FileSystemUsage {
+    fn usage(size: u64, used: u64) -> FileSystemUsage {
         FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, inodes: 0 }
     }
 
@@ -230,12 +239,12 @@ mod tests {
     /// than what fits below the limit.
     #[test]
     fn a_group_bounds_the_size() {
-        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, usage(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
         assert_eq!(budget.size_bytes / MIB, 400 + (512 - 420) - 8);
-        assert!(budget.wants_size(fill(8192, 400)));
-        assert!(!budget.wants_size(fill(484, 400)));
+        assert!(budget.wants_size(usage(8192, 400)));
+        assert!(!budget.wants_size(usage(484, 400)));
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
     }
 
@@ -244,7 +253,7 @@ mod tests {
     #[test]
     fn opens_wait_close_to_a_limit() {
         let budget = |used: u64, held: u64| {
-            Budget::new(8192 * MIB, fill(8192, 400), &[group(512, used)], None, PREFERRED, |_| held * MIB)
+            Budget::new(8192 * MIB, usage(8192, 400), &[group(512, used)], None, PREFERRED, |_| held * MIB)
         };
         let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except);
         assert_eq!([300, 416, 417].map(|used| is_close(used, 100, &[])), [false, false, true]);
@@ -255,15 +264,15 @@ mod tests {
 
     /// A group near its limit has written only 1 MiB here. It must not limit the size, but its files must be purged.
     #[test]
-    fn strangers_limits_do_not_bound_the_size() {
+    fn limits_of_nonwriters_do_not_bound_the_size() {
         let stranger = Sample { here_bytes: MIB, ..group(64, 60) };
-        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[stranger], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, usage(8192, 400), &[stranger], None, PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 8192 * MIB);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 12);
     }
 
-    /// Purge thresholds of several limits. They must be lower without real-time priority and for fast writers, and
-    /// below small limits by a quarter of the limit (a half without priority).
+    /// Computes purge thresholds of several limits. A threshold must be lower without real-time priority and for fast
+    /// writers. For a small limit, the distance must be a quarter of the limit (a half without priority).
     #[test]
     fn margins_fit_the_limit() {
         let mark = |margins: Margins, limit: u64, fixed: u64| {
@@ -273,61 +282,61 @@ mod tests {
         assert_eq!(mark(Margins::default(), 512, 0), 512 - 200);
         assert_eq!((mark(PREFERRED, 100, 0), mark(Margins::default(), 100, 0)), (75, 50));
         assert_eq!(mark(PREFERRED, 10_000, 0), 8000);
-        let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
+        let fast = Margins { predicted_bytes: 300 * MIB, ..PREFERRED };
         assert_eq!((mark(fast, 1000, 0), mark(fast, 512, 0), mark(fast, 400, 0)), (700, 212, 150));
-        // The prediction leaves room for the memory that cannot be purged and the newest files, up to the usual
-        // threshold.
+        // Fast writers lower the threshold only so far that the fixed memory and a quarter of the limit fit below it,
+        // and never raise it.
         assert_eq!((mark(fast, 512, 100), mark(fast, 512, 300)), (228, 384));
     }
 
     /// The purge threshold of small file systems must be seven eighths of the size (three quarters without priority),
     /// and lower only for fast writers.
     #[test]
-    fn small_sizes_are_used() {
+    fn small_sizes_have_narrow_margins() {
         let mark = |margins: Margins, size: u64| margins.mark_bytes(Bound::Size, size * MIB, 0) / MIB;
         assert_eq!([64, 200, 8192].map(|size| mark(PREFERRED, size)), [56, 175, 8064]);
         assert_eq!([64, 200, 8192].map(|size| mark(Margins::default(), size)), [48, 150, 7992]);
-        let faster = |mib: u64| mark(Margins { foreseen_bytes: mib * MIB, ..PREFERRED }, 200);
+        let faster = |mib: u64| mark(Margins { predicted_bytes: mib * MIB, ..PREFERRED }, 200);
         assert_eq!([10, 40, 60, 1000].map(faster), [175, 160, 140, 125]);
     }
 
     /// Far from every limit the size must be the requested one and the pause the longest. If the machine has little
     /// memory, both the size and the purge threshold must follow.
     #[test]
-    fn far_from_limits_there_is_time() {
+    fn far_from_limits_the_pause_is_longest() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
-        let budget = Budget::new(8192 * MIB, fill(8192, 0), &[], Some(machine), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, usage(8192, 0), &[], Some(machine), PREFERRED, NOTHING);
         assert_eq!((budget.size_bytes, budget.pause()), (8192 * MIB, LONGEST_PAUSE));
-        assert!(!budget.wants_size(fill(8192, 0)));
+        assert!(!budget.wants_size(usage(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
-        let budget = Budget::new(8192 * MIB, fill(8192, 4000), &[], Some(short), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, usage(8192, 4000), &[], Some(short), PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes / MIB, 4000 + 500);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
 
-    /// The set size is smaller than the computed one. It must be raised when usage comes near it or the difference is
-    /// large, and not for a few MiB.
+    /// The current size is smaller than the computed one. It must be raised when usage comes near it or the difference
+    /// is large, but not for a few MiB.
     #[test]
     fn a_small_size_is_raised_in_time() {
-        let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
-        assert!(budget.wants_size(fill(1000, 980)) && budget.wants_size(fill(1000, 900)));
+        let budget = Budget::new(8192 * MIB, usage(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
+        assert!(budget.wants_size(usage(1000, 980)) && budget.wants_size(usage(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
-        assert!(!close.wants_size(fill(1000, 900)), "not worth the call");
-        assert!(close.wants_size(fill(1000, 970)));
+        assert!(!close.wants_size(usage(1000, 900)), "not worth the call");
+        assert!(close.wants_size(usage(1000, 970)));
     }
 
     proptest! {
-        /// For any usage and limits: the size must be at least the usage and a block, at most the requested size unless
-        /// usage is above it, and no computation may overflow.
+        /// Any usage and limits. The size must be at least the usage and at least a block. It must be at most the
+        /// requested size, unless usage is above that size. No computation may overflow.
         #[test]
-        fn sizes_are_possible(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
-            let fill = FileSystemUsage { size_bytes: size, used_bytes: used, inodes: 0 };
+        fn sizes_stay_in_their_bounds(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
+            let usage = FileSystemUsage { size_bytes: size, used_bytes: used, inodes: 0 };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
-            let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED, NOTHING);
+            let budget = Budget::new(size, usage, &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
-            let _ = (budget.pause(), budget.wants_size(fill));
+            let _ = (budget.pause(), budget.wants_size(usage));
         }
     }
 }

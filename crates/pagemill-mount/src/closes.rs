@@ -1,17 +1,17 @@
-//! Decides whether the kernel reports closes of files. Each close event costs the closing process about a
+//! Decides whether the kernel reports closes of files. Each reported close costs the closing process about a
 //! microsecond.
 //!
-//! When processes close many small files in a row, the events cost more than they are worth. While processes continue
-//! to do so and the file system is far from its limits, close events are off: a *quiet time*. Every quarter of a second
-//! the events are turned on for 10 ms to measure the rate of closes. A full scan afterwards finds the files that were
-//! closed during quiet times (the *missed* files).
+//! When processes close many small files in a row, the events cost more than they save. Close events are then off while
+//! the closes continue and the file system is far from its limits: a *quiet time*. Every quarter of a second, the
+//! events are turned on for 10 ms to measure the rate of closes. After the quiet times, a full scan finds the files
+//! that were closed in them (the *missed* files).
 
 use std::time::{Duration, Instant};
 
-/// Close events are turned off if the rate is at least this...
+/// Close events are turned off only if at least this many files are closed per second.
 const MIN_CLOSES_PER_SECOND: u128 = 10_000;
 
-/// ...and the closed files occupy less memory than this on average.
+/// Close events are turned off only if the closed files have less memory than this on average.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
 
 /// How long the rate of closes is measured.
@@ -20,10 +20,10 @@ const MEASURE_PERIOD: Duration = Duration::from_millis(10);
 /// How long close events stay off before the next measurement.
 const QUIET_PERIOD: Duration = Duration::from_millis(250);
 
-/// The scan for missed files starts this long after the end of the last quiet time...
+/// The scan for missed files starts this long after the end of the last quiet time.
 const SCAN_DELAY: Duration = Duration::from_secs(1);
 
-/// ...and at the latest this long after the end of the first.
+/// The scan for missed files starts at the latest this long after the end of the first quiet time.
 const MAX_SCAN_DELAY: Duration = Duration::from_secs(5);
 
 /// Whether to turn the kernel's close events on (`Enable`) or off (`Disable`).
@@ -60,7 +60,8 @@ impl Closes {
         self.held_bytes += held_bytes;
     }
 
-    /// Returns the change to make now. `has_room` states that unreported files cannot reach a limit.
+    /// Returns the change to make now, if any. `has_room` states that files whose closes are not reported cannot reach
+    /// a limit.
     pub fn next_change(&mut self, now: Instant, has_room: bool) -> Option<CloseEventsChange> {
         let took = now.saturating_duration_since(self.since);
         if !self.is_enabled {
@@ -86,7 +87,7 @@ impl Closes {
         change
     }
 
-    /// Returns whether the scan for missed files is due; true once after a series of quiet times. If `has_room`
+    /// Returns whether the scan for missed files is due. Returns true once after a series of quiet times. If `has_room`
     /// is false, the scan is due as soon as events are on.
     pub fn is_scan_due(&mut self, now: Instant, has_room: bool) -> bool {
         let is_over =

@@ -3,7 +3,7 @@
 //! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
 //! JSON, and the answer is also one line.
 
-use crate::control_loop::{ControlLoop, Settings, say};
+use crate::control_loop::{ControlLoop, Settings, print_message};
 use crate::file_access::FileAccess;
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
@@ -21,7 +21,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Timeout of reads from and writes to a client, and of waiting for the status from the control loop.
+/// Timeout of reads from a client, of writes to a client, and of the control loop's answer to a status request.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of concurrent clients.
@@ -95,10 +95,12 @@ pub enum EndReason {
     Abandoned,
 }
 
-/// What ends a controller, besides signals.
+/// When a controller ends, apart from signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
+    /// The file system is no longer mounted anywhere.
     Unmounted,
+    /// No other process can reach the file system, or it is no longer mounted anywhere.
     Abandoned,
 }
 
@@ -151,7 +153,7 @@ struct ServerState {
 fn accept(listener: &UnixListener, state: &Arc<ServerState>) {
     for client in listener.incoming() {
         let Ok(client) = client else {
-            // The process may be out of file descriptors.
+            // Accepting failed, possibly because the process is out of file descriptors.
             thread::sleep(Duration::from_millis(100));
             continue;
         };
@@ -227,17 +229,19 @@ pub fn unmount(point: &Path, device: u64, controller: u32, retry_time: Duration)
 }
 
 /// Waits until the file system is no longer mounted, and sends [`EndReason::Unmounted`] to `ends`. With
-/// [`Until::Abandoned`] also sends [`EndReason::Abandoned`] while no other process can reach the file system.
+/// [`Until::Abandoned`], also sends [`EndReason::Abandoned`] each time it finds that no other process can reach the
+/// file system.
 fn watch_mounts(device: u64, until: Until, ends: &Sender<EndReason>) {
-    // The kernel reports changes of mounts at once, but the end of a process must be polled for.
-    const NOW_AND_THEN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
+    // Interval of the check for [`Until::Abandoned`]. The kernel reports changes of mounts at once, but not the end of
+    // a process.
+    const POLL_INTERVAL: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
     let Ok(table) = File::open("/proc/self/mountinfo") else { return };
     while mounting::is_mounted(device) {
         if until == Until::Abandoned && mounting::is_abandoned(device) && ends.send(EndReason::Abandoned).is_err() {
             return;
         }
         let mut fds = [PollFd::new(&table, PollFlags::PRI)];
-        if poll(&mut fds, Some(&NOW_AND_THEN)).is_err_and(|error| error != rustix::io::Errno::INTR) {
+        if poll(&mut fds, Some(&POLL_INTERVAL)).is_err_and(|error| error != rustix::io::Errno::INTR) {
             return;
         }
     }
@@ -254,6 +258,8 @@ pub enum RequestOutcome<T> {
     NoController,
 }
 
+/// Sends a request to the controller of a file system. `read` extracts the result from the answer; `None` means that
+/// the answer is of another kind.
 fn send_request<T>(
     device: u64,
     request: &Request,
@@ -293,6 +299,9 @@ pub fn request_purge(device: u64, bytes: u64) -> RequestOutcome<u64> {
 
 /// Reports that the file system stays mounted after its controller ends.
 pub fn report_still_mounted(point: &Path, refusal: &Refusal) {
-    say(&format!("{refusal}"));
-    say(&format!("{0} stays mounted without a controller; `pagemill mount {0}` takes it over", point.display()));
+    print_message(&format!("{refusal}"));
+    print_message(&format!(
+        "{0} stays mounted without a controller; `pagemill mount {0}` takes it over",
+        point.display()
+    ));
 }

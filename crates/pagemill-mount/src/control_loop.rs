@@ -5,15 +5,15 @@
 //! The loop shares no state, so it holds no lock while it works. Other threads send it requests through the
 //! [`SubmissionQueue`].
 
-use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
+use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins};
 use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
 use crate::file_access::{FileAccess, FileSystemUsage};
 use crate::file_table::{FileTable, now_ns};
 use crate::groups::Groups;
+use crate::growth_predictor::GrowthPredictor;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
-use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
 use crate::status::{Counts, LineStatus, Status};
 use crate::submissions::{LoopRequest, ScanMessage, SubmissionQueue};
@@ -35,12 +35,12 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// Pause between two reads of the event queue. If each event woke the control loop, the writer's close would cost three
-/// times as much.
+/// Pause between two reads of the event queue. If every event woke the control loop, a close would cost the writer
+/// three times as much.
 const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Bytes of one read of the event queue (some fifty events), and time limit of all reads after one pause. The limit is
-/// needed because any user can close files at any rate, and this thread runs at high priority. If the kernel's queue
+/// Limits for reading events: bytes of one read (some fifty events), and time of all reads after one pause. The time is
+/// limited because any user can close files at any rate, and this thread runs at high priority. If the kernel's queue
 /// overflows, a scan finds the files.
 const EVENT_BYTES: usize = 4 << 10;
 const DRAIN_SLICE: Duration = Duration::from_millis(1);
@@ -49,46 +49,46 @@ const DRAIN_SLICE: Duration = Duration::from_millis(1);
 /// lost events.
 const MAX_FAILED_READS: u32 = 100;
 
-/// Time limit of purging before the control loop reads the limits again or does its other work.
+/// Time for which the control loop purges before it reads the limits again or does its other work.
 const SLICE: Duration = Duration::from_millis(2);
 
-/// If the room below every purge threshold is at least this large and usage is stable, checks read only the file
-/// system's usage. With less room below a group's threshold, the kernel must watch that group's usage (an alarm).
-const ROOM_FOR_EASE: u64 = 512 * BLOCK_BYTES as u64;
+/// Minimum room below every purge threshold at which checks of a stable file system read only its usage, and no limits.
+/// If the room below a group's threshold is less, the kernel must watch that group's usage (an alarm).
+const ROOM_FOR_SHORT_CHECKS: u64 = 512 * BLOCK_BYTES as u64;
 
-/// Pause between checks while usage is stable but an alarm cannot be set, and while nothing can be purged.
-const STILL_PAUSE: Duration = Duration::from_millis(4);
-const NOTHING_PAUSE: Duration = Duration::from_millis(16);
+/// Pauses between checks while usage is stable: if an alarm cannot be set, and if nothing can be purged.
+const STABLE_PAUSE: Duration = Duration::from_millis(4);
+const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
 
-/// The file system must grow this much, and this much time must pass, before unknown writers are searched for again.
-const GROWN_BYTES: u64 = 8 * BLOCK_BYTES as u64;
-const GROWN_PAUSE: Duration = Duration::from_millis(20);
+/// Unknown writers are searched for again after the file system has grown by this much and this much time has passed.
+const SEARCH_GROWTH_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long a purge is delayed when the worker has its file open, and when it waits for a scan.
+/// Delay of a purge whose file the worker has open; delay of a purge that waits for a scan.
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
-/// Close events may be off while the room below every purge threshold is at least `QUIET_TIMES` times the predicted
-/// growth (some two seconds of growth) and at least `QUIET_ROOM`.
-const QUIET_TIMES: u64 = 50;
+/// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
+/// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
+const QUIET_GROWTH_FACTOR: u64 = 50;
 const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
 
 /// Interval at which limits are read while usage is stable.
-const SAMPLE_LASTS: Duration = Duration::from_millis(200);
+const LIMITS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Number of checks without a change after which usage counts as stable.
-const STILL_LOOKS: u32 = 16;
+/// Number of consecutive checks with unchanged usage after which usage counts as stable.
+const STABLE_CHECKS: u32 = 16;
 
 /// Interval at which the machine's available memory is read while at least an eighth of all memory is available.
-const MACHINE_LASTS: Duration = Duration::from_millis(10);
+const MACHINE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Opens are delayed while the room below a limit is at most this many times the predicted growth (some 160 ms of
 /// growth).
-const FAST_TIMES: u64 = 4;
+const FAST_GROWTH_FACTOR: u64 = 4;
 
-/// How long opens are allowed without a new reading of the usage: `READING_LASTS` while the control loop purges,
-/// otherwise until the next check is late by `LATE`.
-const READING_LASTS: Duration = Duration::from_millis(8);
+/// How long opens remain allowed after a reading of the usage: `READING_MAX_AGE` while the control loop purges;
+/// otherwise until `LATE` after the time at which the next check is due.
+const READING_MAX_AGE: Duration = Duration::from_millis(8);
 const LATE: Duration = Duration::from_millis(4);
 
 /// Settings of a mounted file system.
@@ -102,6 +102,7 @@ pub struct Settings {
     pub worker: Vec<OsString>,
 }
 
+/// A purge that a client requested and that has not ended.
 struct PendingPurge {
     left_bytes: u64,
     freed_bytes: u64,
@@ -122,8 +123,8 @@ pub struct ControlLoop {
     table: FileTable,
     started: Instant,
     budget: Budget,
-    fill: FileSystemUsage,
-    rate_limiter: RateLimiter,
+    usage: FileSystemUsage,
+    growth_predictor: GrowthPredictor,
     duty: Duty,
     /// `None` where the kernel cannot delay opens.
     throttle: Option<OpenThrottle>,
@@ -132,27 +133,31 @@ pub struct ControlLoop {
     /// Usage and time when writers were last searched for.
     grown: (u64, Instant),
     /// Number of known groups at the last check.
-    learned: u32,
+    groups_added: u32,
     purges: Vec<PendingPurge>,
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
-    /// The limits whose purge threshold was exceeded at the last check, though no file could be purged.
+    /// The limits whose purge threshold was exceeded at the last check although no file could be purged for them.
     blocked: Vec<Bound>,
-    /// There is a group of which it is unknown whether it writes here ([`Groups::find_writers`]).
+    /// The last search for writers found a suspect that may write here without the controller's knowledge
+    /// ([`Groups::find_writers`]).
     has_suspects: bool,
+    /// When the event queue was last read.
     drained: Instant,
     has_events: bool,
     /// Consecutive reads of events that failed.
     failed_reads: u32,
-    look_at: Instant,
+    /// Time of the next check.
+    next_check_at: Instant,
     /// When limits were last read.
     sampled: Instant,
-    still_looks: u32,
+    /// Number of consecutive checks in which the usage did not change.
+    stable_checks: u32,
 }
 
 impl ControlLoop {
-    /// Creates a control loop for the file system: scans all files, and checks the limits once.
+    /// Creates a control loop for the file system. Scans all files, and checks the limits once.
     ///
     /// # Errors
     ///
@@ -162,12 +167,12 @@ impl ControlLoop {
         let access = Arc::new(access);
         let listener = Listener::new(access.root());
         if let Err(error) = &listener {
-            say(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
+            print_message(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
         }
         // Many folders may be open at a time. Without a free descriptor the limits could not be read.
         pagemill_sys::process::raise_descriptor_limit();
         let now = Instant::now();
-        let fill = access.usage()?;
+        let usage = access.usage()?;
         let mut groups = Groups::new("");
         for folder in &settings.groups {
             groups.add_folder(folder).map_err(|error| {
@@ -178,27 +183,27 @@ impl ControlLoop {
         let mut control_loop = Self {
             table: FileTable::new(access.clone(), groups, settings.worker.clone()),
             started: now,
-            budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default(), |_| 0),
-            fill,
-            rate_limiter: RateLimiter::new(fill.used_bytes, now),
+            budget: Budget::new(settings.size_bytes, usage, &[], None, Margins::default(), |_| 0),
+            usage,
+            growth_predictor: GrowthPredictor::new(usage.used_bytes, now),
             duty: Duty::default(),
             throttle: None,
             machine: None,
             is_preferred: false,
-            grown: (fill.used_bytes, now),
-            learned: 0,
+            grown: (usage.used_bytes, now),
+            groups_added: 0,
             purges: Vec::new(),
             backlog: VecDeque::new(),
-            scanning: Scanning::new(fill),
+            scanning: Scanning::new(usage),
             closes: Closes::new(now),
             blocked: Vec::new(),
             has_suspects: false,
             drained: now,
             has_events: false,
             failed_reads: 0,
-            look_at: now,
+            next_check_at: now,
             sampled: now,
-            still_looks: 0,
+            stable_checks: 0,
             submissions: Arc::new(SubmissionQueue::new()?),
             listener: listener.ok(),
             settings,
@@ -207,12 +212,12 @@ impl ControlLoop {
         scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.record_scan_item(found))?;
         control_loop.table.counts.scans = 1;
         control_loop.throttle = control_loop.can_delay_opens().then(OpenThrottle::default);
-        control_loop.look();
+        control_loop.check_limits();
         Ok(control_loop)
     }
 
-    /// Returns whether opens may be delayed. Only root can delay opens. If the worker's program is a file of this
-    /// mount, opens must not be delayed: a new worker would wait for a controller that may have been killed.
+    /// Returns whether opens may be delayed. Requires root. False if the worker's program is a file of this mount: the
+    /// start of a worker would then wait for the controller, which may have been killed.
     fn can_delay_opens(&self) -> bool {
         let program = self.settings.worker.first().and_then(|program| std::fs::metadata(program).ok());
         let is_elsewhere = program.is_none_or(|program| program.dev() != self.access.device());
@@ -255,8 +260,8 @@ impl ControlLoop {
                     }
                 }
             }
-            if Instant::now() >= self.look_at {
-                self.look();
+            if Instant::now() >= self.next_check_at {
+                self.check_limits();
             }
             self.work_on_purges();
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
@@ -280,7 +285,7 @@ impl ControlLoop {
                 ScanMessage::ScanItem(found) => self.table.record_scan_item(found),
                 ScanMessage::ScanEnded => {
                     self.table.forget_unseen(self.scanning.began_ns());
-                    self.scanning.end(self.fill);
+                    self.scanning.end(self.usage);
                 }
             }
         }
@@ -289,7 +294,7 @@ impl ControlLoop {
     /// Sleeps until there is work.
     fn wait(&mut self) {
         let now = Instant::now();
-        let mut until = self.look_at;
+        let mut until = self.next_check_at;
         if self.has_events {
             until = until.min(self.drained + DRAIN_PAUSE);
         }
@@ -325,7 +330,7 @@ impl ControlLoop {
         }
         if is_alarmed {
             self.table.groups.take_alarms();
-            self.look_at = Instant::now();
+            self.next_check_at = Instant::now();
         }
         self.has_events |= has_events;
     }
@@ -344,18 +349,18 @@ impl ControlLoop {
         let before = (self.table.counts.events, self.table.closed_bytes);
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
-                Event::Lost => self.table.lost_events(),
+                Event::Lost => self.table.record_lost_events(),
                 Event::Written { folder, name, pid } => self.table.record_written(folder, name, pid),
-                Event::FolderMoved { folder, name } => self.table.folder_moved(folder, name),
+                Event::FolderMoved { folder, name } => self.table.record_moved_folder(folder, name),
             });
             match result {
                 Ok(true) => self.failed_reads = 0,
                 Ok(false) => break,
                 Err(error) => {
                     self.failed_reads += 1;
-                    self.table.lost_events();
+                    self.table.record_lost_events();
                     if self.failed_reads >= MAX_FAILED_READS {
-                        say(&format!("reading events fails ({error}): only periodic scans find new files"));
+                        print_message(&format!("reading events fails ({error}): only periodic scans find new files"));
                         self.table.end_batch();
                         return;
                     }
@@ -368,9 +373,9 @@ impl ControlLoop {
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
         // Usage changes again, or the limit of a new group must be read: check at once.
-        if self.still_looks > STILL_LOOKS || self.table.groups.learned() != self.learned {
-            self.still_looks = 0;
-            self.look_at = Instant::now();
+        if self.stable_checks > STABLE_CHECKS || self.table.groups.groups_added() != self.groups_added {
+            self.stable_checks = 0;
+            self.next_check_at = Instant::now();
         }
     }
 
@@ -378,7 +383,8 @@ impl ControlLoop {
     fn listen(&mut self) {
         let now = Instant::now();
         let room = self.budget.room_bytes();
-        let has_room = room >= QUIET_ROOM.max(self.rate_limiter.lately_foreseen_bytes().saturating_mul(QUIET_TIMES))
+        let has_room = room
+            >= QUIET_ROOM.max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
             && !self.has_suspects;
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
@@ -386,7 +392,7 @@ impl ControlLoop {
             if listener.listen_to_closes(self.access.root(), change == CloseEventsChange::Enable).is_err()
                 && change == CloseEventsChange::Enable
             {
-                say("the kernel no longer reports closes: only periodic scans find new files");
+                print_message("the kernel no longer reports closes: only periodic scans find new files");
             }
             self.table.counts.quiet_times += u64::from(change == CloseEventsChange::Disable);
         }
@@ -395,18 +401,21 @@ impl ControlLoop {
 
     /// Checks every limit, sets the size, purges while usage is above a purge threshold, and sets the time of the next
     /// check.
-    fn look(&mut self) {
+    fn check_limits(&mut self) {
         let (begun, worked) = (Instant::now(), processor_time());
         // Usage has been stable for long and no limit is near: read only the file system's usage.
-        let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
-        if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.usage().is_ok_and(|fill| fill == self.fill) {
-            self.look_at = begun + LONGEST_PAUSE;
-            self.allow_opens_until(self.look_at + LATE);
+        let is_still = self.stable_checks >= STABLE_CHECKS && self.budget.room_bytes() >= ROOM_FOR_SHORT_CHECKS;
+        if is_still
+            && begun < self.sampled + LIMITS_INTERVAL
+            && self.access.usage().is_ok_and(|usage| usage == self.usage)
+        {
+            self.next_check_at = begun + LONGEST_PAUSE;
+            self.allow_opens_until(self.next_check_at + LATE);
             return;
         }
         let mut blocked: Vec<Bound> = Vec::new();
-        let mut is_behind = false;
-        let was = (self.fill.used_bytes, self.used_of_groups());
+        let mut is_purge_unfinished = false;
+        let was = (self.usage.used_bytes, self.sum_of_usages());
         loop {
             self.sample();
             self.throttle_opens();
@@ -420,98 +429,104 @@ impl ControlLoop {
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
-                is_behind = freed.is_some_and(|bytes| bytes > 0);
+                is_purge_unfinished = freed.is_some_and(|bytes| bytes > 0);
                 break;
             }
         }
         self.table.counts.nothing_to_purge += u64::from(!blocked.is_empty() && self.blocked.is_empty());
         let is_blocked = !blocked.is_empty();
         self.blocked = blocked;
-        let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
-        self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
+        let has_moved = was != (self.usage.used_bytes, self.sum_of_usages());
+        self.stable_checks = if has_moved { 0 } else { self.stable_checks.saturating_add(1) };
         // The loop uses at most half of a CPU, however many limits there are. Only CPU time counts: after a wait for a
         // lock or for the CPU no further pause is needed.
         let worked = processor_time().saturating_sub(worked);
         let pause = self.pause(is_blocked);
-        let next = self.duty.next_look(self.sampled, Instant::now(), pause, worked);
-        // After an unfinished purge there is no pause, because writers on other CPUs do not pause either.
-        self.look_at = if is_behind { Instant::now() } else { next };
-        self.allow_opens_until(self.look_at + LATE);
+        let next = self.duty.next_check(self.sampled, Instant::now(), pause, worked);
+        // If a purge is unfinished, the next check follows without a pause, because writers on other CPUs do not pause
+        // either.
+        self.next_check_at = if is_purge_unfinished { Instant::now() } else { next };
+        self.allow_opens_until(self.next_check_at + LATE);
     }
 
-    /// Delays opens while writers are fast, if a file can be purged for a limit that the writers may reach.
+    /// Delays opens while writers are fast, if a file can be purged for a limit that these writers may reach.
     fn throttle_opens(&mut self) {
-        let fast_bytes = self.rate_limiter.lately_foreseen_bytes().saturating_mul(FAST_TIMES);
+        let fast_bytes = self.growth_predictor.recently_predicted_bytes().saturating_mul(FAST_GROWTH_FACTOR);
         let room_bytes = self.budget.room_to_limit_bytes(&self.blocked);
         let has_fast_writers = self.table.index.count() > 0 && fast_bytes > 0 && fast_bytes >= room_bytes;
         let Some(throttle) = &mut self.throttle else { return };
         if let Err(error) = throttle.update(self.access.root(), has_fast_writers, self.sampled) {
-            say(&format!("the kernel does not delay opens ({error}): a fast writer may find the file system full"));
+            print_message(&format!(
+                "the kernel does not delay opens ({error}): a fast writer may find the file system full"
+            ));
             throttle.end(self.access.root());
             self.throttle = None;
         }
-        self.allow_opens_until(self.sampled + READING_LASTS);
+        self.allow_opens_until(self.sampled + READING_MAX_AGE);
     }
 
-    /// Allows opens until this time, unless usage is close to a limit for which files can be purged.
+    /// Allows opens until the time `until`. Allows none if usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
         let Some(throttle) = &self.throttle else { return };
         throttle.allow_until(if self.budget.is_close_to_limit(&self.blocked) { self.started } else { until });
     }
 
-    fn used_of_groups(&self) -> u64 {
+    /// Returns the sum of the usages of all limits except the machine's. The sum is only compared with earlier sums.
+    fn sum_of_usages(&self) -> u64 {
         let groups = self.budget.lines.iter().filter(|line| line.bound != Bound::Machine);
         groups.fold(0, |sum, line| sum.wrapping_add(line.used_bytes))
     }
 
+    /// Returns the time between the last sample and the next check.
     fn pause(&mut self, is_blocked: bool) -> Duration {
         let pause = self.budget.pause();
-        if self.still_looks < STILL_LOOKS {
+        if self.stable_checks < STABLE_CHECKS {
             return pause;
         }
         if is_blocked {
-            return pause.max(NOTHING_PAUSE);
+            return pause.max(BLOCKED_PAUSE);
         }
         // Near a group's purge threshold the kernel can watch the usage (an alarm).
         let groups = &mut self.table.groups;
-        let is_alarmed = |line: &Line| match line.bound {
+        let is_alarmed = |line: &LimitUsage| match line.bound {
             Bound::Group(watch) => {
                 let alarm = line.mark_bytes + (line.limit_bytes - line.mark_bytes) / 8;
                 line.used_bytes < alarm && groups.set_alarm(watch, alarm)
             }
             _ => false,
         };
-        let near = self.budget.lines.iter().filter(|line| line.room_bytes() < ROOM_FOR_EASE);
+        let near = self.budget.lines.iter().filter(|line| line.room_bytes() < ROOM_FOR_SHORT_CHECKS);
         if near.map(is_alarmed).fold(true, |all, is_alarmed| all & is_alarmed) {
             LONGEST_PAUSE
         } else {
-            pause.max(STILL_PAUSE)
+            pause.max(STABLE_PAUSE)
         }
     }
 
     /// Reads usage and limits from the kernel, and sets the resulting size.
     fn sample(&mut self) {
         self.sampled = Instant::now();
-        self.fill = self.access.usage().unwrap_or(self.fill);
+        self.usage = self.access.usage().unwrap_or(self.usage);
         if self.table.groups.list_suspects_if_due() {
             let access = self.access.clone();
             self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(&access, folders, from));
         }
         self.find_writers();
-        self.learned = self.table.groups.learned();
+        self.groups_added = self.table.groups.groups_added();
         let groups = self.table.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
-            at.elapsed() > MACHINE_LASTS || machine.available_bytes < machine.total_bytes / 8
+            at.elapsed() > MACHINE_INTERVAL || machine.available_bytes < machine.total_bytes / 8
         };
         if self.machine.as_ref().is_none_or(is_old) {
             self.machine = cgroup::machine("").ok().map(|machine| (machine, Instant::now()));
         }
         let machine = self.machine.map(|(machine, _)| machine);
-        self.rate_limiter.look(self.fill.used_bytes, Instant::now());
-        let margins = Margins { is_preferred: self.is_preferred, foreseen_bytes: self.rate_limiter.foreseen_bytes() };
+        self.growth_predictor.record_usage(self.usage.used_bytes, Instant::now());
+        let margins =
+            Margins { is_preferred: self.is_preferred, predicted_bytes: self.growth_predictor.predicted_bytes() };
         let held = |bound: Bound| self.table.held_bytes(bound.group());
-        self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, margins, held);
-        if self.budget.wants_size(self.fill) {
+        self.budget = Budget::new(self.settings.size_bytes, self.usage, &groups, machine, margins, held);
+        if self.budget.wants_size(self.usage) {
             match self.access.set_size(self.budget.size_bytes) {
                 Ok(()) => self.table.counts.size_changes += 1,
                 // Another process wrote meanwhile, so usage is above the new size. The next check tries again.
@@ -524,22 +539,22 @@ impl ControlLoop {
     /// closed.
     fn find_writers(&mut self) {
         let (used, at) = self.grown;
-        if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
+        if self.usage.used_bytes >= used.saturating_add(SEARCH_GROWTH_BYTES) && at.elapsed() >= SEARCH_PAUSE {
             let access = self.access.clone();
             let charged = |folders: &[String], from| openfiles::charged_memory(&access, folders, from);
             self.has_suspects = self.table.groups.find_writers(charged);
-            self.grown = (self.fill.used_bytes, Instant::now());
+            self.grown = (self.usage.used_bytes, Instant::now());
         }
-        self.grown.0 = self.grown.0.min(self.fill.used_bytes);
+        self.grown.0 = self.grown.0.min(self.usage.used_bytes);
     }
 
-    /// Purges for a limit within one slice. Returns the bytes freed; `None` if no file that may be purged is left.
-    fn purge_for(&mut self, line: &Line) -> Option<u64> {
+    /// Purges for a limit during one time slice. Returns the bytes freed; `None` if no file that may be purged is left.
+    fn purge_for(&mut self, line: &LimitUsage) -> Option<u64> {
         let (begun, began_ns, mut freed) = (Instant::now(), now_ns(), 0);
         while freed < line.excess_bytes() && begun.elapsed() < SLICE {
             match self.table.purge_one(line.bound.group(), line.excess_bytes() - freed, began_ns) {
                 Some(bytes) => {
-                    self.rate_limiter.freed(bytes);
+                    self.growth_predictor.freed(bytes);
                     freed += bytes;
                 }
                 None => return (freed > 0).then_some(freed),
@@ -559,7 +574,7 @@ impl ControlLoop {
             while purge.left_bytes > 0 && begun.elapsed() < SLICE {
                 match self.table.purge_one(None, purge.left_bytes, purge.began_ns) {
                     Some(bytes) => {
-                        self.rate_limiter.freed(bytes);
+                        self.growth_predictor.freed(bytes);
                         purge.left_bytes = purge.left_bytes.saturating_sub(bytes);
                         purge.freed_bytes += bytes;
                     }
@@ -567,7 +582,8 @@ impl ControlLoop {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
-                    // Tries once more after a scan that starts from now on. Then the purge ends.
+                    // No file is left to purge. Waits for a scan that starts from now on, and tries once more. Then the
+                    // purge ends.
                     None => match purge.scans {
                         None => {
                             purge.scans = Some(self.table.counts.scans + 1 + u64::from(self.scanning.is_running()));
@@ -590,10 +606,11 @@ impl ControlLoop {
         self.purges.append(&mut purges);
     }
 
+    /// Collects the status for a client.
     fn status(&mut self) -> Status {
         let is_fresh = self.table.recheck_volatile_files();
         let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };
-        let line = |line: &Line| LineStatus {
+        let line = |line: &LimitUsage| LineStatus {
             kind: match line.bound {
                 Bound::Size => "size",
                 Bound::Group(_) => "group",
@@ -605,14 +622,14 @@ impl ControlLoop {
             used_bytes: line.used_bytes,
             mark_bytes: line.mark_bytes,
         };
-        let fill = self.access.usage().unwrap_or(self.fill);
+        let usage = self.access.usage().unwrap_or(self.usage);
         Status {
             mount_point: self.settings.mount_point.to_string_lossy().into_owned(),
             controller_pid: Some(std::process::id()),
             asked_bytes: self.settings.size_bytes,
-            size_bytes: fill.size_bytes,
-            used_bytes: fill.used_bytes,
-            inodes: fill.inodes,
+            size_bytes: usage.size_bytes,
+            used_bytes: usage.used_bytes,
+            inodes: usage.inodes,
             volatile_files: self.table.index.count() as u64,
             volatile_bytes: self.table.held_bytes(None),
             volatile_age_seconds: volatile_age.as_secs_f64(),
@@ -636,6 +653,6 @@ fn processor_time() -> Duration {
 }
 
 /// Prints a message to standard error.
-pub fn say(message: &str) {
+pub fn print_message(message: &str) {
     let _ = writeln!(io::stderr(), "pagemill: {message}");
 }

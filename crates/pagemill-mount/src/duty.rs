@@ -1,34 +1,34 @@
-//! Limits the part of a CPU that the control loop uses (its duty cycle), without delaying the loop after a stall.
+//! Limits the fraction of a CPU that the control loop uses (its duty cycle), without delaying the loop after a stall.
 //!
 //! The control loop checks all limits periodically and sleeps in between. The sleep should be at least as long as a
-//! check works. The CPU time of the last check is no good measure: it includes time in which a hypervisor ran other
-//! guests on the CPU. If the loop slept as long after such a stall of tens of milliseconds, writers could reach a
-//! limit. Long work repeats and stalls do not, so the estimate is the mean of the last four checks without the longest
-//! one.
+//! check uses the CPU. The CPU time of the last check alone is a bad measure: it includes *stalls*, in which a
+//! hypervisor ran other guests on the CPU. A stall can take tens of milliseconds. If the loop slept for as long
+//! afterwards, writers could reach a limit. Long checks repeat and stalls do not, so the estimate is the mean of the
+//! last four checks without the longest one.
 
 use std::time::{Duration, Instant};
 
 /// Number of recent checks in the estimate. The longest of them does not count.
-const LOOKS: usize = 4;
+const CHECKS: usize = 4;
 
 /// CPU times of the last checks, which determine how long the control loop sleeps.
 #[derive(Clone, Debug, Default)]
 pub struct Duty {
-    worked: [Duration; LOOKS],
+    worked: [Duration; CHECKS],
     next: usize,
 }
 
 impl Duty {
-    /// Returns the time of the next check, after a check that ended at `now` and used the CPU for `worked`.
+    /// Returns the time of the next check. The last check ended at `now` and used the CPU for `worked`.
     ///
-    /// The next check is due `pause` after `sampled`, the time at which the last one read the usage. So a check that
-    /// was delayed by a stall is soon followed by the next. But at least the estimated CPU time of a check passes after
+    /// The next check is due `pause` after `sampled`, the time at which the last check read the usage. So a check that
+    /// was delayed by a stall is soon followed by another. But at least the estimated CPU time of a check passes after
     /// `now`, so that the loop uses at most half of a CPU.
-    pub fn next_look(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
+    pub fn next_check(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
         self.worked[self.next] = worked;
-        self.next = (self.next + 1) % LOOKS;
+        self.next = (self.next + 1) % CHECKS;
         let longest = self.worked.iter().max().copied().unwrap_or_default();
-        let usual = (self.worked.iter().sum::<Duration>() - longest) / (LOOKS as u32 - 1);
+        let usual = (self.worked.iter().sum::<Duration>() - longest) / (CHECKS as u32 - 1);
         (sampled + pause).max(now + usual)
     }
 }
@@ -39,14 +39,14 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Simulates checks with these CPU times, each of which reads the usage when it begins. Returns the sleeps after
-    /// them.
+    /// Simulates checks with these CPU times, each of which reads the usage when it begins. Returns the sleep after
+    /// each.
     fn rests(pause: Duration, worked: &[Duration]) -> Vec<Duration> {
         let (mut duty, mut now) = (Duty::default(), Instant::now());
         let look = |worked: &Duration| {
             let sampled = now;
             now += *worked;
-            let next = duty.next_look(sampled, now, pause, *worked);
+            let next = duty.next_check(sampled, now, pause, *worked);
             let rest = next.saturating_duration_since(now);
             now = next;
             rest
@@ -54,8 +54,8 @@ mod tests {
         worked.iter().map(look).collect()
     }
 
-    /// Among short checks, one takes 65 ms of CPU time, a stall. The usage that it read is old, so the next check must
-    /// follow without the usual pause.
+    /// One of several short checks takes 65 ms of CPU time because of a stall. The usage that it read is old, so the
+    /// next check must follow without the usual pause.
     #[test]
     fn a_stall_is_not_followed_by_a_pause() {
         let quick = MS / 10;
@@ -63,20 +63,20 @@ mod tests {
         assert_eq!(rests, [MS - quick, MS - quick, MS - quick, MS - quick, quick, MS - quick]);
     }
 
-    /// Three of four checks are long. After each check the sleep must be more than two thirds of the CPU time of a long
-    /// one.
+    /// Three of four checks are long. After each check, the sleep must be more than two thirds of the CPU time of a
+    /// long check.
     #[test]
     fn uneven_work_is_followed_by_a_rest() {
         let rests = rests(MS, &[15 * MS, 15 * MS, 15 * MS, MS / 10].repeat(4));
-        assert!(rests[LOOKS..].iter().all(|rest| *rest > 10 * MS), "{rests:?}");
+        assert!(rests[CHECKS..].iter().all(|rest| *rest > 10 * MS), "{rests:?}");
     }
 
-    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or the rest of the pause if that is
+    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or the rest of the pause if the rest is
     /// longer.
     #[test]
     fn long_work_is_followed_by_a_rest() {
-        assert_eq!(rests(MS, &[15 * MS; 6])[LOOKS - 1..], [15 * MS; 3]);
-        assert_eq!(rests(20 * MS, &[15 * MS; 6])[LOOKS - 1..], [15 * MS; 3]);
-        assert_eq!(rests(40 * MS, &[15 * MS; 6])[LOOKS - 1..], [25 * MS; 3]);
+        assert_eq!(rests(MS, &[15 * MS; 6])[CHECKS - 1..], [15 * MS; 3]);
+        assert_eq!(rests(20 * MS, &[15 * MS; 6])[CHECKS - 1..], [15 * MS; 3]);
+        assert_eq!(rests(40 * MS, &[15 * MS; 6])[CHECKS - 1..], [25 * MS; 3]);
     }
 }

@@ -22,6 +22,7 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// `trusted.` ones.
 const FAMILIES: [&str; 2] = ["user.", "trusted."];
 
+/// Flags of `open_tree` that clone a mount.
 const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
 /// Attributes of a file or folder, from one `stat` call.
@@ -35,10 +36,10 @@ pub struct FileAttributes {
     pub len_bytes: u64,
     /// Memory that the file occupies.
     pub held_bytes: u64,
-    /// Time of the last access (`atime`) or of the last change (`ctime`), whichever is later. Users can set `atime`
-    /// back, but not `ctime`.
+    /// Last access (`atime`) or last change (`ctime`), whichever is later, in nanoseconds since 1970. Users can set
+    /// `atime` back, but not `ctime`.
     pub used_ns: i64,
-    /// Last change of contents or attributes.
+    /// Last change of contents or attributes (`ctime`), in nanoseconds since 1970.
     pub changed_ns: i64,
 }
 
@@ -124,6 +125,7 @@ impl FileAccess {
         Self::clone(mount::open_tree(mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?)
     }
 
+    /// Opens the root folder of the cloned mount.
     fn clone(tree: OwnedFd) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Self::of_root(retry_on_intr(|| fs::openat(&tree, ".", flags, Mode::empty()))?)
@@ -180,7 +182,7 @@ impl FileAccess {
     }
 
     /// Returns the size that the user requested for the mount, if it was recorded.
-    pub fn asked_size(&self) -> Option<u64> {
+    pub fn requested_size(&self) -> Option<u64> {
         FAMILIES.iter().rev().find_map(|family| number_attribute(&self.root, family, SIZE))
     }
 
@@ -190,7 +192,7 @@ impl FileAccess {
     /// # Errors
     ///
     /// Errors of `fsetxattr`.
-    pub fn note_asked_size(&self, bytes: u64) -> io::Result<()> {
+    pub fn record_requested_size(&self, bytes: u64) -> io::Result<()> {
         let value = bytes.to_string();
         let set = |family| fs::fsetxattr(&self.root, format!("{family}{SIZE}"), value.as_bytes(), XattrFlags::empty());
         Ok(set(FAMILIES[1]).or_else(|_| set(FAMILIES[0]))?)
@@ -289,8 +291,8 @@ pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io
     read_listed_marks(fitting_names(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
 }
 
-/// Returns the attribute names that a list call stored. `None` if the names did not fit; the caller then queries each
-/// attribute.
+/// Returns the attribute names that a list call stored in `names`. Returns `None` if the names did not fit; the caller
+/// then queries each attribute.
 fn fitting_names(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
     match listed {
         Ok(len) => Ok(Some(&names[..len])),
@@ -306,7 +308,7 @@ fn read_listed_marks(
     get: impl Fn(&str, &mut [u8]) -> rustix::io::Result<usize>,
     mut bad: impl FnMut(BadMark),
 ) -> io::Result<Marks> {
-    // Most files have no attributes. Their values need not be queried.
+    // Most files have no attributes, and then no value is queried.
     if names.is_some_and(<[u8]>::is_empty) {
         return Ok(Marks::default());
     }
@@ -344,12 +346,12 @@ pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<
     }
 }
 
-/// Returns the offset from which an open file was purged; `None` if it was not.
+/// Returns the offset from which the contents of an open file were purged; `None` if nothing was purged.
 pub fn purged_from(fd: impl AsFd) -> Option<u64> {
     FAMILIES.iter().find_map(|family| number_attribute(&fd, family, PURGED))
 }
 
-/// Reads an attribute of one family as a number.
+/// Reads an attribute as a number. `family` is the prefix of the attribute's name.
 fn number_attribute(fd: impl AsFd, family: &str, attribute: &str) -> Option<u64> {
     let mut value = [0; 24];
     let len = fs::fgetxattr(&fd, format!("{family}{attribute}"), &mut value[..]).ok()?;
@@ -365,7 +367,7 @@ pub fn clear_purged(fd: impl AsFd) -> io::Result<()> {
     for family in FAMILIES {
         match fs::fremovexattr(&fd, format!("{family}{PURGED}")) {
             Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
-            // Only root may change the `trusted.` family.
+            // Without root, an attribute of the `trusted.` family cannot be removed, and the error is ignored.
             Err(Errno::PERM) if family != FAMILIES[0] => {}
             Err(error) => return Err(error.into()),
         }

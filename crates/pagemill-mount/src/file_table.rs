@@ -1,7 +1,7 @@
 //! The controller's record of the file system: the folders, the volatile files, the memory groups and the worker's
 //! queue. Events and scans update the record, and purges take files from it one at a time.
 
-use crate::control_loop::say;
+use crate::control_loop::print_message;
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
@@ -22,12 +22,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Delay between a file's close and its examination by the worker. Many files are reopened soon after their close. A
-/// volatile file may also be purged soon, and a purge fails while the worker has the file open.
+/// Delay between a file's close and its examination by the worker, for other files and for volatile ones. Many files
+/// are reopened soon after their close. A volatile file may also be purged soon, and its purge fails while the worker
+/// has it open.
 const EXAMINE_DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
-/// Maximum age of recorded folder marks that are used for a file that a scan found. Older ones are read again.
+/// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
 /// Maximum number of folders that are open at a time during a batch of events.
@@ -39,8 +40,7 @@ const MAX_RECHECKED_FILES: usize = 1024;
 /// Maximum number of paths for which a bad mark is reported.
 const MAX_REPORTED_PATHS: usize = 100;
 
-/// If a closed file has at least this much memory, its own marks are read at once. There are too many smaller files to
-/// do so.
+/// A closed file with at least this much memory has its own marks read at once. Smaller files are too many for that.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
 /// An open folder of the current batch of events, and the marks of its ancestors.
@@ -86,8 +86,8 @@ impl FileTable {
     /// Creates an empty table. `worker` is the command line of the worker process.
     pub fn new(access: Arc<FileAccess>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         let own_group = groups.of_self();
-        // Without permission to read page charges, the controller also gets no process ids in events. All files then
-        // count as written by this process's group.
+        // Without permission to read page charges, the controller also gets no process ids in events. It then treats
+        // all files as written by its own group.
         if !pages::may_ask_for_group() {
             groups.trust(own_group);
         }
@@ -111,8 +111,8 @@ impl FileTable {
         }
     }
 
-    /// Records that the kernel's event queue overflowed.
-    pub fn lost_events(&mut self) {
+    /// Records that events were lost because the kernel's event queue overflowed.
+    pub fn record_lost_events(&mut self) {
         self.counts.events_lost += 1;
         self.wants_scan = true;
     }
@@ -123,15 +123,15 @@ impl FileTable {
         self.batch_began = Instant::now();
     }
 
-    /// Handles an event of a renamed folder. The paths of all files in the folder change.
-    pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
+    /// Records that a folder was renamed, which changes the paths of all files in it.
+    pub fn record_moved_folder(&mut self, folder: Handle<'_>, name: &OsStr) {
         self.open_folders.clear();
         let parent = self.folders.find(&self.access, folder);
         let is_learned = parent.is_some_and(|parent| self.folders.record_subfolder(&self.access, parent, name));
         self.wants_scan |= !is_learned;
     }
 
-    /// Handles an event of a file `name` that a process closed after writing, or renamed to `name`.
+    /// Records that a process closed the file `name` after writing to it, or renamed a file to `name`.
     pub fn record_written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
@@ -190,12 +190,12 @@ impl FileTable {
         );
         self.closed_bytes += seen.held_bytes;
         let group = self.group_of_writer(pid);
-        self.groups.brought(group, seen.held_bytes);
+        self.groups.record_written_bytes(group, seen.held_bytes);
         self.record_file(folder.inode, name, &seen, marks, group, now_ns());
     }
 
-    /// Returns the group of the process that closed a file. In a user namespace events carry no process id; the result
-    /// is then the controller's group.
+    /// Returns the group of the process that closed a file. In a user namespace, events carry no process id, so the
+    /// result is the controller's group.
     fn group_of_writer(&mut self, pid: u32) -> GroupId {
         if pid == 0 {
             return self.own_group;
@@ -214,7 +214,7 @@ impl FileTable {
         self.counts.bad_marks += 1;
         if self.reported_paths.len() < MAX_REPORTED_PATHS && self.reported_paths.insert(path.clone()) {
             // Any user can choose names, and control characters must not reach a terminal.
-            say(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
+            print_message(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
         }
     }
 
@@ -264,8 +264,8 @@ impl FileTable {
         purge::finish(fd.as_fd(), name, |fd, seen| is_still_volatile(&folders, &self.access, folder, fd, seen));
     }
 
-    /// Removes the volatile files that the completed scan did not find, unless they were used since `began_ns`, when
-    /// the scan began.
+    /// Removes from the index the volatile files that the completed scan did not find. Keeps those used since
+    /// `began_ns`, the time at which the scan began.
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
         self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
@@ -307,11 +307,11 @@ impl FileTable {
             None => drop(self.index.remove(seen.inode)),
         }
         let delay = if part.is_some() { VOLATILE_EXAMINE_DELAY } else { EXAMINE_DELAY };
-        self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
+        self.pages.queue_file(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
-    /// Reads the attributes of all volatile files again, since some may have been removed or have shrunk. Returns
-    /// `false` if the files are too many to do so.
+    /// Reads the attributes of all volatile files again, since files may have been removed or have shrunk. Returns
+    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`.
     pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
@@ -342,15 +342,15 @@ impl FileTable {
         self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.lowers_usage_of(group, watch)))
     }
 
-    /// Purges the least recently used volatile file, or its end. Returns the bytes freed: 0 if this file could not be
-    /// purged, so that the caller tries the next.
+    /// Purges the least recently used volatile file: the whole file, or its end. Returns the bytes freed. Returns 0 if
+    /// this file could not be purged; the caller then calls again for the next file.
     ///
-    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if none of
-    /// the considered files was last used before `began_ns`.
+    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if no such
+    /// file was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.lowers_usage_of(group, watch)))?;
-        // The files are in order of last use, so all other files were used after `began_ns`, too.
+        // The least recently used file was used after `began_ns`, so all others were, too.
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
@@ -368,9 +368,9 @@ impl FileTable {
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
         let folders = RefCell::new(&mut self.folders);
-        let may_go =
+        let may_purge =
             |fd: &OwnedFd, seen: &FileAttributes| is_still_volatile(&folders, &self.access, file.folder, fd, seen);
-        match purge::purge(&target, want_bytes, may_go) {
+        match purge::purge(&target, want_bytes, may_purge) {
             PurgeOutcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
                 let (files, sum) = match file.part {
@@ -388,7 +388,7 @@ impl FileTable {
                 Some(0)
             }
             PurgeOutcome::Open => {
-                let is_worker = self.pages.is_given(inode);
+                let is_worker = self.pages.is_sent(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.skipped_for_worker |= is_worker;
                 // A file that a user has open counts as used now. A file that the worker has open counts as used at
@@ -406,8 +406,8 @@ impl FileTable {
 /// open.
 fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
     let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
-    // The search for data takes the file's lock, which a slow writer can hold for long. A lease is granted only
-    // if no other process has the file open.
+    // The search for data takes the file's lock, for which a slow writer could make this thread wait long. So a lease
+    // is taken first: it is granted only if no other process has the file open.
     pages::take_lease(fd.as_fd()).ok()?;
     let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
     let inode = pages::charged_group(fd.as_fd(), at).ok()?;

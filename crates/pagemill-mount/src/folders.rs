@@ -19,6 +19,7 @@ const MAX_DEPTH: usize = 256;
 /// Maximum number of folders in the table.
 const MAX_FOLDERS: usize = 1 << 20;
 
+/// A folder: its position in the tree, its marks and rights, and when these were read.
 struct Folder {
     parent: u64,
     name: OsString,
@@ -32,6 +33,7 @@ pub struct Folders {
     root: u64,
 }
 
+/// Reads the marks and rights of an open folder.
 fn read_ancestor(fd: &OwnedFd, seen: &FileAttributes) -> io::Result<Ancestor> {
     // Bad values are ignored here: the next scan reports them.
     Ok(Ancestor {
@@ -92,8 +94,8 @@ impl Folders {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    /// Returns the inode of an event's folder. If the folder's path is unknown, asks the kernel for the path and
-    /// records it; that needs privileges. `None` means that the path is still unknown and a scan is needed.
+    /// Returns the inode of an event's folder. If the folder's path is unknown, gets the path from the kernel, which
+    /// requires privileges, and records it. `None` means that the path is still unknown and a scan is needed.
     pub fn find(&mut self, access: &FileAccess, handle: Handle<'_>) -> Option<u64> {
         let inode = handle.inode()?;
         if self.chain(inode).is_some() {

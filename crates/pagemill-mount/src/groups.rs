@@ -19,78 +19,89 @@ use std::time::{Duration, Instant};
 /// Id of a group in [`Groups`]; [`UNKNOWN`] is 0.
 pub type GroupId = u32;
 
+/// The id that stands for every group that is not in the table.
 pub const UNKNOWN: GroupId = 0;
 
 /// Maximum number of known groups. Files written by further groups count as written by an unknown group.
 const MAX_GROUPS: usize = 512;
 
-/// Interval at which limits are read again.
-const LIMITS_LAST: Duration = Duration::from_millis(500);
+/// Maximum age of the limits that were read; older ones are read again.
+const LIMITS_MAX_AGE: Duration = Duration::from_millis(500);
 
-/// How long the group of a process is cached. Processes can move to another group.
-const PROCESSES_LAST: Duration = Duration::from_secs(1);
+/// Maximum age of a process's cached group. The cache expires because processes can move to another group.
+const PROCESS_GROUP_MAX_AGE: Duration = Duration::from_secs(1);
 
-/// Interval at which the limited groups of the machine are listed (more often while the file system grows). Listing
-/// takes at most 1/`LIST_SHARE` of the time. The list has at most `MAX_SUSPECTS` groups.
-const SUSPECTS_LAST: Duration = Duration::from_secs(5);
-const LIST_SHARE: u32 = 20;
+/// Maximum age of the list of suspects; [`Groups::list_suspects_if_due`] makes a new list after that.
+/// [`Groups::find_writers`] may list more often, but lists for at most 1/`LIST_TIME_DIVISOR` of the time. The list has
+/// at most `MAX_SUSPECTS` groups.
+const SUSPECTS_MAX_AGE: Duration = Duration::from_secs(5);
+const LIST_TIME_DIVISOR: u32 = 20;
 const MAX_SUSPECTS: usize = 256;
 
-/// If a suspect's memory in tmpfs files grows by more than this, the open files of its processes are examined.
-const WRITTEN_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+/// The open files of a suspect's processes are examined after the suspect's memory in tmpfs files has grown by more
+/// than this.
+const SUSPECT_GROWTH_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
-/// Memory below a group's limit for writes during a change of the size, for page tables, and for other memory that is
-/// not in files.
-const GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+/// The usual number of bytes below a group's limit that files may not fill ([`guard_bytes`]). They are left for page
+/// tables, for other memory that is not in files, and for writes that happen while the size is changed.
+const MIN_GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+/// A limit divided by this number is used instead of `MIN_GUARD_BYTES` if it is more.
 const GUARD_DIVISOR: u64 = 64;
 
-/// Returns the memory below a group's limit that files may not fill. The limit bounds the size only if the group has
-/// also written at least this much here.
+/// Returns the memory below a group's limit that files may not fill, at most a quarter of the limit. The group's limit
+/// bounds the size of this file system only if the group has written at least this much to this file system.
 pub fn guard_bytes(limit_bytes: u64) -> u64 {
-    GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
+    MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
-/// A [`GroupKind::Writer`] that has not written for this long is removed from the table, and its limit no longer
-/// counts.
-const WRITERS_LAST: Duration = Duration::from_secs(60);
+/// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
+/// no longer bounds the size.
+const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
 
-/// How long a peak of a group's memory in tmpfs files counts.
-const MOST_LASTS: Duration = Duration::from_secs(10);
+/// A peak of a group's memory in tmpfs files counts for this long, then the peak is forgotten.
+const PEAK_MAX_AGE: Duration = Duration::from_secs(10);
 
 /// Maximum number of processes whose group is cached.
 const MAX_PROCESSES: usize = 4096;
 
+/// A known memory group.
 struct Group {
     hierarchy: Hierarchy,
-    /// Indexes in `Groups::watches` of those among this group and its ancestors that have a limit.
+    /// Indexes in `Groups::watches` of the limits that apply to this group: its own and those of its ancestors.
     watches: Vec<usize>,
+    /// Inode number of the cgroup folder.
     inode: u64,
     kind: GroupKind,
-    /// When a process of the group was last seen to write here.
+    /// When a process of the group last wrote to this file system, as far as is known.
     wrote_at: Instant,
-    /// Bytes that the group is known to have written here: in files that its processes closed or have open.
-    brought_bytes: u64,
+    /// Bytes that the group is known to have written to this file system, in files that its processes closed or have
+    /// open.
+    written_bytes: u64,
 }
 
 /// How long a group stays in the table, and how much of its memory counts as memory of this file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GroupKind {
-    /// Stays while it writes. Counts with the bytes that it is known to have written here.
+    /// A group that is removed when it stops writing. Counts with the bytes that it is known to have written here.
     Writer,
-    /// Always stays. Counts with the bytes that it is known to have written here.
+    /// A group that is never removed while its folder exists. Counts with the bytes that it is known to have written
+    /// here.
     Kept,
-    /// Always stays. All its memory in tmpfs files counts: the user named the group, or no other group can be
-    /// distinguished.
+    /// A group that is never removed while its folder exists. All its memory in tmpfs files counts, because the user
+    /// named the group, or because the controller cannot distinguish groups.
     Trusted,
 }
 
-/// A limited group that may write here (a *suspect*). No event names a process of the group before that process closes
-/// its first file, which may be too late. So when the file system grows, the group's memory in tmpfs files is compared
-/// with its last value. If that has grown, the open files of the group's processes are examined.
+/// A limited group that may write to this file system without the controller's knowledge (a *suspect*). Events name a
+/// process only when the process closes a file, which may be too late. So when the file system grows, the suspect's
+/// memory in tmpfs files is compared with the last value. If that memory has grown, the open files of the group's
+/// processes are examined.
 struct Suspect {
     folder: String,
     inode: u64,
     limit_bytes: u64,
+    /// Memory of the group in tmpfs files when its open files were last examined, or less if the memory shrank since
+    /// then.
     shared_bytes: u64,
     /// Index of the group's process that is examined next.
     next_process: usize,
@@ -103,7 +114,7 @@ struct Watch {
     version: Version,
     limit: Limit,
     /// Recent peak of the group's memory in tmpfs files, and the time of the peak.
-    most_shared: Option<(u64, Instant)>,
+    peak_shared: Option<(u64, Instant)>,
     /// The last sample, used until the next successful read.
     last: Option<Sample>,
     /// Usage above which the kernel wakes the controller, and the event source for it (cgroup version 1 only).
@@ -120,8 +131,9 @@ pub struct Sample {
     pub working_set_bytes: u64,
     /// Bytes that the group can still use until the kernel kills one of its processes.
     pub hard_room_bytes: u64,
-    /// Memory known to be in this file system: the bytes that the group wrote here, but at most the recent peak of its
-    /// memory in tmpfs files. The peak counts because a group that has filled memory once may fill it again.
+    /// Memory of the group that counts as memory of this file system: the bytes that the group wrote here, but at most
+    /// the recent peak of its memory in tmpfs files. The peak is used because a group that has filled memory once may
+    /// fill it again.
     pub here_bytes: u64,
 }
 
@@ -131,7 +143,9 @@ pub struct Groups {
     last_id: GroupId,
     by_folder: HashMap<String, GroupId>,
     by_inode: HashMap<u64, GroupId>,
+    /// The cached group of each process, and when it was read.
     by_process: HashMap<u32, (GroupId, Instant)>,
+    /// The limited groups.
     watches: Vec<Watch>,
     limits_read_at: Option<Instant>,
     suspects: Vec<Suspect>,
@@ -180,9 +194,9 @@ impl Groups {
     }
 
     /// Records that a process of `group` closed a file here with this much memory.
-    pub fn brought(&mut self, group: GroupId, bytes: u64) {
+    pub fn record_written_bytes(&mut self, group: GroupId, bytes: u64) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.brought_bytes = group.brought_bytes.saturating_add(bytes);
+            group.written_bytes = group.written_bytes.saturating_add(bytes);
             group.wrote_at = Instant::now();
         }
     }
@@ -191,7 +205,7 @@ impl Groups {
     /// known.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
-            && at.elapsed() < PROCESSES_LAST
+            && at.elapsed() < PROCESS_GROUP_MAX_AGE
             && let Some(known) = self.groups.get_mut(group)
         {
             known.wrote_at = Instant::now();
@@ -224,7 +238,7 @@ impl Groups {
         if let Some(group) = self.by_inode.get(&inode) {
             return *group;
         }
-        let found = self.top().and_then(|top| find_folder(top.into(), inode, 0));
+        let found = self.top_folder().and_then(|top| find_folder(top.into(), inode, 0));
         let hierarchy = found.and_then(|folder| Hierarchy::find_at(&self.root, folder.to_str()?).ok());
         let group = hierarchy.map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
         if self.by_inode.len() < MAX_GROUPS {
@@ -234,7 +248,7 @@ impl Groups {
     }
 
     /// Returns the topmost visible folder of the hierarchy.
-    fn top(&self) -> Option<String> {
+    fn top_folder(&self) -> Option<String> {
         let hierarchy = &self.groups.values().next()?.hierarchy;
         let folders = (0..MAX_LEVELS).map_while(|level| hierarchy.folder(level));
         folders.last().map(|path| path.as_str().to_owned())
@@ -242,17 +256,18 @@ impl Groups {
 
     /// Finds limited groups that write here before their processes close a file.
     ///
-    /// The caller calls this when the file system has grown. For each suspect with more memory in tmpfs files than
-    /// before, `charged` examines the open files of its processes (arguments: cgroup folders, index of the first
-    /// process). Takes some 40 us per limited group of the machine, plus the time of `charged`.
+    /// Must be called after the file system has grown. Selects the suspects with more memory in tmpfs files than
+    /// before, and calls `charged` to examine the open files of their processes. The arguments of `charged` are cgroup
+    /// folders and the index of the first process. Takes some 40 us per limited group of the machine, plus the time of
+    /// `charged`.
     ///
-    /// Returns whether the memory of a suspect has grown that is not known to have written enough here for its limit to
-    /// count.
+    /// Returns whether any suspect has grown without a known cause: its groups are not known to have written enough
+    /// here for the suspect's limit to bound the size.
     pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) -> bool {
-        if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
+        if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_TIME_DIVISOR) {
             self.list_suspects();
         }
-        let proved = |suspect: &Suspect| self.brought_below(&suspect.folder) >= guard_bytes(suspect.limit_bytes);
+        let proved = |suspect: &Suspect| self.written_bytes_below(&suspect.folder) >= guard_bytes(suspect.limit_bytes);
         let proved: Vec<bool> = self.suspects.iter().map(proved).collect();
         let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return false };
         let mut grown = Vec::new();
@@ -267,22 +282,22 @@ impl Groups {
         }
         let mut is_open = false;
         for (at, shared_bytes) in grown {
-            is_open |= !self.look_for_proof(at, shared_bytes, &mut charged);
+            is_open |= !self.examine_suspect(at, shared_bytes, &mut charged);
         }
         is_open
     }
 
     /// Returns the bytes that groups at or below a cgroup folder are known to have written here.
-    fn brought_below(&self, folder: &str) -> u64 {
+    fn written_bytes_below(&self, folder: &str) -> u64 {
         let is_below =
             |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         let below = self.by_folder.iter().filter(|(path, _)| is_below(path));
-        below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.brought_bytes).fold(0, u64::saturating_add)
+        below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.written_bytes).fold(0, u64::saturating_add)
     }
 
     /// Examines the open files of a suspect's processes. Returns whether its groups are now known to have written
     /// enough here for the suspect's limit to count.
-    fn look_for_proof(
+    fn examine_suspect(
         &mut self,
         at: usize,
         shared_bytes: u64,
@@ -293,7 +308,7 @@ impl Groups {
         find_folders(&(&suspect.folder).into(), 0, &mut folders);
         let found = charged(&folders, suspect.next_process);
         if found.is_complete {
-            // Skips the suspect until its memory has grown by `WRITTEN_BYTES` again.
+            // Skips the suspect until its memory has grown by `SUSPECT_GROWTH_BYTES` again.
             (suspect.shared_bytes, suspect.next_process) = (shared_bytes, 0);
         } else {
             suspect.next_process += found.processes;
@@ -302,17 +317,17 @@ impl Groups {
         for (inode, bytes) in found.bytes {
             let group = self.of_inode(inode);
             if let Some(group) = self.groups.get_mut(&group) {
-                group.brought_bytes = group.brought_bytes.max(bytes);
+                group.written_bytes = group.written_bytes.max(bytes);
                 group.wrote_at = Instant::now();
             }
         }
-        self.brought_below(&folder) >= guard
+        self.written_bytes_below(&folder) >= guard
     }
 
-    /// Finds groups that have not written for half of `WRITERS_LAST` but still have files open here, and records them
-    /// as writing now.
+    /// Calls `charged` for each group that has not written for half of `WRITER_MAX_IDLE`. If the group still has files
+    /// of this file system open, its last write counts as now.
     pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
-        let is_due = |group: &&mut Group| group.brought_bytes > 0 && group.wrote_at.elapsed() > WRITERS_LAST / 2;
+        let is_due = |group: &&mut Group| group.written_bytes > 0 && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
         for group in self.groups.values_mut().filter(is_due) {
             let folder = group.hierarchy.folder(0).map(|folder| folder.as_str().to_owned());
             if folder.is_some_and(|folder| charged(&[folder], 0).bytes.contains_key(&group.inode)) {
@@ -322,23 +337,23 @@ impl Groups {
     }
 
     /// Lists the limited groups if the last list is 5 s old, so that their memory is known before they write here.
-    /// Returns whether they were listed.
+    /// Returns whether a new list was made.
     pub fn list_suspects_if_due(&mut self) -> bool {
-        let is_due = self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_LAST);
+        let is_due = self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_MAX_AGE);
         if is_due {
             self.list_suspects();
         }
         is_due
     }
 
-    /// Lists the limited groups of the machine as suspects. All memory of a group that was not in the last list counts
-    /// as written since then.
+    /// Lists the limited groups of the machine as suspects. If a group was not in the last list, all its memory in
+    /// tmpfs files counts as written after that list. The first list is an exception: only later growth counts.
     fn list_suspects(&mut self) {
         let begun = Instant::now();
         // Drops removed groups first, because a group that was created again under the old name is a different group.
-        self.drop_gone();
+        self.remove_gone_groups();
         let mut folders = Vec::new();
-        if let Some(top) = self.top() {
+        if let Some(top) = self.top_folder() {
             find_folders(&top.into(), 0, &mut folders);
         }
         let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
@@ -370,7 +385,7 @@ impl Groups {
             return *id;
         }
         if self.groups.len() >= MAX_GROUPS {
-            self.drop_gone();
+            self.remove_gone_groups();
             if self.groups.len() >= MAX_GROUPS {
                 return UNKNOWN;
             }
@@ -381,19 +396,19 @@ impl Groups {
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
         let (kind, wrote_at) = (GroupKind::Writer, Instant::now());
-        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, brought_bytes: 0 });
+        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, written_bytes: 0 });
         self.limits_read_at = None;
         id
     }
 
     /// Removes groups that no longer exist, and those of kind [`GroupKind::Writer`] that have not written for long.
     /// Their ids are not reused: files charged to them count as charged to an unknown group.
-    fn drop_gone(&mut self) {
+    fn remove_gone_groups(&mut self) {
         let is_there = |group: &mut Group| {
             let folder = group.hierarchy.folder(0);
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
-            let is_writer = group.wrote_at.elapsed() < WRITERS_LAST;
-            group.brought_bytes = if is_writer { group.brought_bytes } else { 0 };
+            let is_writer = group.wrote_at.elapsed() < WRITER_MAX_IDLE;
+            group.written_bytes = if is_writer { group.written_bytes } else { 0 };
             let is_watched = is_writer || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
@@ -414,13 +429,13 @@ impl Groups {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
 
-    /// Reads the limits of all groups and their ancestors, unless they were read less than `LIMITS_LAST` ago.
+    /// Reads the limits of all groups and their ancestors, unless they were read less than `LIMITS_MAX_AGE` ago.
     fn read_limits(&mut self) {
-        if self.limits_read_at.is_some_and(|at| at.elapsed() < LIMITS_LAST) {
+        if self.limits_read_at.is_some_and(|at| at.elapsed() < LIMITS_MAX_AGE) {
             return;
         }
         self.limits_read_at = Some(Instant::now());
-        self.drop_gone();
+        self.remove_gone_groups();
         let mut before = std::mem::take(&mut self.watches);
         for group in self.groups.values_mut() {
             group.watches.clear();
@@ -437,15 +452,15 @@ impl Groups {
                         if limit == Limit::NONE {
                             continue;
                         }
-                        let (alarm, last, most_shared) =
-                            old.map_or((None, None, None), |watch| (watch.alarm, watch.last, watch.most_shared));
+                        let (alarm, last, peak_shared) =
+                            old.map_or((None, None, None), |watch| (watch.alarm, watch.last, watch.peak_shared));
                         let name = hierarchy.name(&folder).to_owned();
                         self.watches.push(Watch {
                             folder,
                             name,
                             version: hierarchy.version,
                             limit,
-                            most_shared,
+                            peak_shared,
                             last,
                             alarm,
                         });
@@ -457,24 +472,24 @@ impl Groups {
         }
     }
 
-    /// Returns how many groups were added so far, including those that were removed again.
-    pub fn learned(&self) -> u32 {
+    /// Returns how many groups have been added so far, including groups that were removed again.
+    pub fn groups_added(&self) -> u32 {
         self.last_id
     }
 
     /// Returns limit and usage of every limited group. Takes some 30 us per limited group.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
-        let proved = self.proved_bytes();
+        let proved = self.written_bytes_by_watch();
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
         let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
             let usage = hierarchy.usage_bytes(&watch.folder)?;
             let held = hierarchy.memory(&watch.folder)?;
             let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
-            let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > MOST_LASTS;
-            if watch.most_shared.as_ref().is_none_or(is_most) {
-                watch.most_shared = Some((held.shared_bytes, Instant::now()));
+            let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > PEAK_MAX_AGE;
+            if watch.peak_shared.as_ref().is_none_or(is_most) {
+                watch.peak_shared = Some((held.shared_bytes, Instant::now()));
             }
             Ok(Sample {
                 watch: at,
@@ -482,7 +497,7 @@ impl Groups {
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                here_bytes: watch.most_shared.map_or(0, |(most, _)| most).min(proved[at]),
+                here_bytes: watch.peak_shared.map_or(0, |(most, _)| most).min(proved[at]),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {
@@ -497,10 +512,10 @@ impl Groups {
     }
 
     /// Returns for each limited group the bytes that the group and its descendants are known to have written here.
-    fn proved_bytes(&self) -> Vec<u64> {
+    fn written_bytes_by_watch(&self) -> Vec<u64> {
         let mut proved = vec![0u64; self.watches.len()];
         for group in self.groups.values() {
-            let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.brought_bytes };
+            let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.written_bytes };
             for &watch in &group.watches {
                 proved[watch] = proved[watch].saturating_add(bytes);
             }
@@ -535,10 +550,10 @@ impl Groups {
     }
 }
 
-/// Adds the folder `at` and the folders below it to `found`, some 1024 at most.
+/// Adds the folder `at` and the folders below it to `found`. Stops at some `MAX_FOUND` folders.
 fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
-    const MOST: usize = 1024;
-    if depth == MAX_LEVELS || found.len() >= MOST {
+    const MAX_FOUND: usize = 1024;
+    if depth == MAX_LEVELS || found.len() >= MAX_FOUND {
         return;
     }
     found.extend(at.to_str().map(str::to_owned));
@@ -594,8 +609,8 @@ mod tests {
         }
     }
 
-    /// Two processes in groups below a limit write. Each group must be added once, the limits on the groups and their
-    /// parent must be read, and freeing must count only for limits above the charged group.
+    /// Two processes in groups below a limit write. Each group must be added once. The limits on the groups and on
+    /// their parent must be read. Freeing memory must lower the usage only of limits above the charged group.
     #[test]
     fn limits_above_writers_are_watched() {
         let tree = Tree::new();
@@ -625,7 +640,7 @@ mod tests {
     /// A group must count with the bytes that it wrote here, at most its memory in tmpfs files. A group that the user
     /// named must count with all its memory in tmpfs files.
     #[test]
-    fn what_was_brought_is_what_counts() {
+    fn counted_bytes_are_those_written_here() {
         let tree = Tree::new();
         tree.group("/app", "1000", 400);
         tree.group("/named", "1000", 400);
@@ -635,16 +650,16 @@ mod tests {
         groups.add_folder(&format!("{}/cg/named", tree.root())).unwrap();
         let here = |groups: &mut Groups| groups.sample().iter().map(|sample| sample.here_bytes).collect::<Vec<_>>();
         assert_eq!(here(&mut groups), [0, 60]);
-        groups.brought(app, 50);
+        groups.record_written_bytes(app, 50);
         assert_eq!(here(&mut groups), [50, 60]);
-        groups.brought(app, 50);
+        groups.record_written_bytes(app, 50);
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
     }
 
-    /// Groups fill memory before they close a file. A group with open files here must be found. A group without must be
-    /// examined once, and again only after its memory has grown.
+    /// Groups fill memory before they close a file. A group with open files here must be found. A group without open
+    /// files must be examined once, and again only after its memory has grown.
     #[test]
-    fn writers_are_found_by_what_they_have_open() {
+    fn writers_are_found_by_their_open_files() {
         let tree = Tree::new();
         for name in ["/own", "/a", "/b"] {
             tree.group(name, "1000000000", 0);
@@ -665,23 +680,23 @@ mod tests {
                 ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 }
             })
         };
-        assert!(!find(&mut groups, &open) && groups.learned() == 1 && asked.get() == 0);
+        assert!(!find(&mut groups, &open) && groups.groups_added() == 1 && asked.get() == 0);
         let holds = |name: &str, bytes: u64| tree.set(&format!("/cg/{name}/memory.stat"), &format!("shmem {bytes}\n"));
-        holds("b", 100 * WRITTEN_BYTES);
+        holds("b", 100 * SUSPECT_GROWTH_BYTES);
         assert!(find(&mut groups, &open), "it may write here");
-        assert_eq!((groups.learned(), asked.get()), (1, 1));
+        assert_eq!((groups.groups_added(), asked.get()), (1, 1));
         assert!(!find(&mut groups, &open) && asked.get() == 0, "it holds the same");
-        holds("b", 102 * WRITTEN_BYTES);
-        open.insert(inode("b"), 101 * WRITTEN_BYTES);
+        holds("b", 102 * SUSPECT_GROWTH_BYTES);
+        open.insert(inode("b"), 101 * SUSPECT_GROWTH_BYTES);
         assert!(!find(&mut groups, &open), "it does");
         let samples = groups.sample();
-        assert!(samples.iter().any(|sample| sample.name == "/b" && sample.here_bytes == 101 * WRITTEN_BYTES));
+        assert!(samples.iter().any(|sample| sample.name == "/b" && sample.here_bytes == 101 * SUSPECT_GROWTH_BYTES));
         // All memory of a group that is new, or was created again, counts as written since the last list.
         std::fs::remove_dir_all(format!("{}/cg/a", tree.root())).unwrap();
         tree.group("/other", "max", 0);
         for name in ["new", "a"] {
             tree.group(&format!("/{name}"), "1000000000", 0);
-            holds(name, 2 * WRITTEN_BYTES);
+            holds(name, 2 * SUSPECT_GROWTH_BYTES);
         }
         groups.list_suspects();
         assert!(find(&mut groups, &HashMap::new()) && asked.get() == 2);
@@ -691,16 +706,16 @@ mod tests {
             groups.groups.get_mut(&id).unwrap().wrote_at = Instant::now().checked_sub(by).unwrap();
             groups.limits_read_at = None;
         };
-        age(&mut groups, WRITERS_LAST * 3 / 4);
+        age(&mut groups, WRITER_MAX_IDLE * 3 / 4);
         groups.renew_writers(|_, _| ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 });
         let id = groups.by_inode[&inode("b")];
-        assert!(groups.groups[&id].wrote_at.elapsed() < WRITERS_LAST / 2);
-        age(&mut groups, 2 * WRITERS_LAST);
+        assert!(groups.groups[&id].wrote_at.elapsed() < WRITER_MAX_IDLE / 2);
+        age(&mut groups, 2 * WRITER_MAX_IDLE);
         assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
     }
 
-    /// A group with charged files is removed. Its files must count for every limit, because the kernel passes the pages
-    /// to the parent group.
+    /// A group is removed while files are still charged to it. The files must count for every limit, because the kernel
+    /// moves the charges to the parent group.
     #[test]
     fn removed_groups_are_unknown() {
         let tree = Tree::new();

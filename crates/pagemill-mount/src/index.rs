@@ -4,8 +4,8 @@ use crate::groups::GroupId;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 
-/// Maximum number of indexed files (some 200 bytes each). While the index is full, further files are not added and so
-/// not purged. A later scan may add them.
+/// Maximum number of indexed files, some 200 bytes each. While the index is full, no further file is added, so other
+/// volatile files are not purged. A later scan may add them.
 pub const MAX_FILES: usize = 1 << 20;
 
 /// What a purge of a file frees: the whole file, or its end.
@@ -26,7 +26,7 @@ pub struct VolatileFile {
     pub group: GroupId,
 }
 
-/// The volatile files by inode, and for each group in the order of last use.
+/// The volatile files by inode. For each group also their order of last use.
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, VolatileFile>,
@@ -88,8 +88,8 @@ impl Index {
         self.files.len()
     }
 
-    /// Returns the sum of the memory, when it was last read, of the files in groups for which `is_selected` returns
-    /// true.
+    /// Returns the total memory of the files in groups for which `is_selected` returns true. The memory of each file is
+    /// that at its last reading.
     pub fn held_bytes(&self, is_selected: impl Fn(GroupId) -> bool) -> u64 {
         let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));
         selected.map(|(_, group_files)| group_files.held_bytes).sum()
@@ -114,7 +114,7 @@ mod tests {
         VolatileFile { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, group }
     }
 
-    /// `oldest` returns the least recently used file of the selected groups, whatever the order of insertion.
+    /// `oldest` must return the least recently used file of the selected groups, whatever the order of insertion.
     #[test]
     fn the_least_recently_used_file_is_returned() {
         let mut index = Index::default();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     proptest! {
-        /// After any inserts and removals the sums and the order equal those of a plain list.
+        /// After any inserts and removals, the sums and the order must equal those of a plain list.
         #[test]
         fn the_index_equals_a_sorted_list(steps in steps()) {
             let (mut index, mut list) = (Index::default(), HashMap::new());

@@ -61,7 +61,7 @@ fn unescape(word: &[u8]) -> Vec<u8> {
 
 /// Returns all mounts in stacking order: a mount that covers another comes later.
 fn mounts() -> io::Result<Vec<MountLine>> {
-    // The text is read as bytes: a mount point may contain any.
+    // The text is read as bytes, since a mount point may contain any byte except zero.
     let text = fs::read("/proc/self/mountinfo")?;
     Ok(text.split(|byte| *byte == b'\n').filter_map(MountLine::parse).collect())
 }
@@ -197,7 +197,7 @@ pub fn default_size() -> u64 {
 pub struct Mounted {
     pub point: PathBuf,
     pub access: FileAccess,
-    /// The requested size.
+    /// The size that the user requested; the current size may be smaller.
     pub size_bytes: u64,
     /// The file system was already mounted, without a controller.
     pub was_taken_over: bool,
@@ -244,14 +244,14 @@ impl MountRequest {
             return Err(Refusal::Running(point));
         }
         let now = access.usage().map_err(refusal_for("the mount cannot be read"))?.size_bytes;
-        let size_bytes = self.size_bytes.or_else(|| access.asked_size()).unwrap_or(now);
+        let size_bytes = self.size_bytes.or_else(|| access.requested_size()).unwrap_or(now);
         Ok(Self::with_recorded_size(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
     }
 
-    /// Records the requested size in the file system. If recording fails, a later controller uses the size that the
-    /// file system has at its start.
+    /// Records the requested size in the file system, for a later controller. If recording fails, a later controller
+    /// uses the file system's current size instead.
     fn with_recorded_size(mounted: Mounted) -> Mounted {
-        let _ = mounted.access.note_asked_size(mounted.size_bytes);
+        let _ = mounted.access.record_requested_size(mounted.size_bytes);
         mounted
     }
 
@@ -274,7 +274,7 @@ impl MountRequest {
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         mount::move_mount(&mount, "", &below, "", flags)
             .map_err(|error| refusal_for("tmpfs cannot be mounted")(error.into()))?;
-        // The clone follows the attachment: before Linux 6.15 an unattached mount could not be cloned.
+        // The clone is made after the mount is attached: before Linux 6.15 an unattached mount could not be cloned.
         let access = FileAccess::of_mount(&mount).map_err(|error| {
             drop(mount);
             let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
@@ -315,7 +315,7 @@ fn lock(folder: &Path) -> io::Result<fs::File> {
     Ok(lock)
 }
 
-/// Removes the sockets of controllers that were killed. The caller must have locked the folder.
+/// Removes the sockets of controllers that were killed. The caller must hold the lock of the folder.
 fn remove_dead_sockets(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
@@ -329,9 +329,8 @@ fn remove_dead_sockets(folder: &Path) {
 
 /// Listens on a socket at `path`, and replaces the socket of a controller that has ended.
 ///
-/// Locks the folder meanwhile. Between `bind` and `listen` a socket refuses connections, like the socket of a dead
-/// controller. Without the lock, another process that removes dead sockets (`remove_dead_sockets`) could remove the
-/// new socket.
+/// Holds the lock of the folder during the call. Between `bind` and `listen`, a socket refuses connections like the
+/// socket of a dead controller. Without the lock, `remove_dead_sockets` in another process could remove the new socket.
 ///
 /// # Errors
 ///
@@ -378,8 +377,8 @@ pub fn find_own_mount(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     }
 }
 
-/// Unmounts the file system with this device from `point`, if it is mounted there. If another process mounts a second
-/// file system at `point` between the check and the call, the second one is unmounted instead.
+/// Unmounts the file system with this device number from `point`, if it is mounted there. The check and the unmount are
+/// separate calls: a file system that another process mounts at `point` between them is unmounted instead.
 ///
 /// # Errors
 ///
@@ -459,13 +458,13 @@ impl fmt::Display for FileSystemUser {
 
 /// Returns the visible processes that use a file system, except this process, `controller` and their children.
 pub fn users(device: u64, controller: u32) -> Vec<FileSystemUser> {
-    const MOST: usize = 20;
+    const MAX_USERS: usize = 20;
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let own = [std::process::id(), controller];
     let is_own = |pid: u32| own.contains(&pid) || parent(pid).is_some_and(|parent| own.contains(&parent));
     let others = pids.filter(|pid| !is_own(*pid));
-    others.filter_map(|pid| user(pid, device)).take(MOST).collect()
+    others.filter_map(|pid| user(pid, device)).take(MAX_USERS).collect()
 }
 
 fn parent(pid: u32) -> Option<u32> {
@@ -513,7 +512,8 @@ mod tests {
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }
 
-    /// A mount is refused for several reasons. Each error must name the obstacle, and nothing may have changed.
+    /// Mounts that must be refused for several reasons. Each error must name the obstacle, and nothing may have
+    /// changed.
     #[test]
     fn a_refusal_names_the_obstacle() {
         let folder = tempfile::tempdir().unwrap();
@@ -532,8 +532,8 @@ mod tests {
         assert!(matches!(unmount(Path::new("/proc"), 1, 0), Err(Refusal::NotOurs(_))));
     }
 
-    /// Sockets are created while another thread continuously removes dead sockets. Each new socket must exist
-    /// afterwards.
+    /// One thread creates sockets while another thread continuously removes dead sockets. Each new socket must still
+    /// exist afterwards.
     #[test]
     fn a_sweep_keeps_new_sockets() {
         let folder = tempfile::tempdir().unwrap();

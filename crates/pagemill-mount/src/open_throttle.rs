@@ -2,16 +2,18 @@
 //!
 //! A writer at full speed fills the distance between a purge threshold and its limit in some ten milliseconds. The
 //! control loop can be late by more than that, for example when a hypervisor runs other guests on its CPU. The writer
-//! would then get `ENOSPC`. While fast writers are active, the kernel asks this module before each open of a file (the
-//! throttle is *active*). An open waits while usage is close to a limit, and while the last reading of usage is old. So
-//! if the control loop is late, only files that are already open can fill the file system.
+//! would then get `ENOSPC`.
 //!
-//! An open waits at most `MAX_WAIT`. Opens do not wait because of limits for which nothing can be purged. Folders,
-//! other file systems and files that are already open are not affected. The throttle needs root; without it opens are
-//! not delayed.
+//! While fast writers exist, the throttle is *active*: the kernel asks this module before each open of a file. An open
+//! waits while usage is close to a limit, or while the last reading of usage is old. So if the control loop is late,
+//! only files that are already open can fill the file system.
 //!
-//! The kernel opens each file for the listener too, which can block: a process may hold a lease on it. The listener is
-//! then ended, which allows all opens, and a new one starts later.
+//! An open waits at most `MAX_WAIT`. Limits for which nothing can be purged delay no opens. Opens of folders, opens on
+//! other file systems, and files that are already open are not affected. The throttle requires root; without root,
+//! opens are not delayed.
+//!
+//! For each event the kernel also opens the file in the listener. That open can block, because a process may hold a
+//! lease on the file. The controller then ends the listener, which allows all opens, and starts a new one later.
 
 use pagemill_sys::open_permission::{DelayedOpen, OpenPermissions};
 use pagemill_sys::task;
@@ -27,29 +29,31 @@ use std::time::{Duration, Instant};
 /// Maximum delay of one open.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
-/// Maximum number of delayed opens, each of which uses a descriptor. Beyond that, the oldest is allowed.
+/// Maximum number of delayed opens; each uses a descriptor. One more open allows the oldest one.
 const MAX_DELAYED: usize = 256;
 
 /// The throttle stays active this long after writers were last fast enough.
-const ACTIVE_LASTS: Duration = Duration::from_secs(1);
+const ACTIVE_TIME: Duration = Duration::from_secs(1);
 
-/// A listener is ended after it has blocked for `MAX_BLOCKED` in one open, or for `MAX_BLOCKED_IN_ALL` in all opens
-/// since the throttle became active. The next listener starts after `RESTART_PAUSE`.
+/// The controller ends a listener that has blocked for `MAX_BLOCKED` in one read of an event, or for
+/// `MAX_BLOCKED_IN_ALL` in all such reads since the throttle became active. The next listener starts after
+/// `RESTART_PAUSE`.
 const MAX_BLOCKED: Duration = Duration::from_millis(50);
 const MAX_BLOCKED_IN_ALL: Duration = Duration::from_millis(200);
 const RESTART_PAUSE: Duration = Duration::from_secs(10);
 
-/// Reading an event takes microseconds. Longer reads count as blocked.
+/// A read of an event normally takes microseconds. A read that takes longer than this counts as blocked.
 const BLOCKED_READ: Duration = Duration::from_millis(2);
 
-/// The listener's thread has real-time priority. After each such time of uninterrupted work it sleeps for the same
-/// time.
+/// Maximum time of uninterrupted work of the listener's thread, which has real-time priority. The thread then sleeps
+/// for the same time.
 const WORK_SLICE: Duration = Duration::from_millis(1);
 
 /// Delays opens of one file system. Dropping the value allows all opens.
 pub struct OpenThrottle {
     /// `None` until the first fast writer, and for a while after a listener was ended.
     listener: Option<Listener>,
+    /// Earliest start of the next listener.
     start_at: Option<Instant>,
     max_wait: Duration,
     active_until: Option<Instant>,
@@ -64,8 +68,8 @@ impl Default for OpenThrottle {
 }
 
 impl OpenThrottle {
-    /// Activates the throttle while writers are fast, and deactivates it a second later. `root` is open in the
-    /// controller's private mount, whose opens are never delayed.
+    /// Activates the throttle while writers are fast, and deactivates it a second after they were last fast. `root` is
+    /// a folder of the controller's private mount; opens through that mount are never delayed.
     ///
     /// # Errors
     ///
@@ -85,7 +89,7 @@ impl OpenThrottle {
                 listener.shared.blocked_ns.store(0, Relaxed);
                 listener.shared.permissions.start(root)?;
             }
-            self.active_until = Some(now + ACTIVE_LASTS);
+            self.active_until = Some(now + ACTIVE_TIME);
         } else if self.active_until.is_some_and(|until| until <= now) {
             self.active_until = None;
             if let Some(Listener { shared }) = &self.listener {
@@ -96,7 +100,7 @@ impl OpenThrottle {
         Ok(())
     }
 
-    /// Ends the listener: allows all opens, until the next [`Self::update`].
+    /// Ends the listener and so allows all opens. [`Self::update`] may start another listener.
     pub fn end(&mut self, root: BorrowedFd<'_>) {
         if let Some(listener) = self.listener.take() {
             listener.shared.permissions.stop(root);
@@ -122,7 +126,7 @@ impl OpenThrottle {
     }
 }
 
-/// The thread that answers the kernel. Dropping the value ends it.
+/// A thread that answers the kernel's requests for permission to open. Dropping the value ends the thread.
 struct Listener {
     shared: Arc<Shared>,
 }
@@ -205,7 +209,8 @@ impl Shared {
     fn allow_until(&self, until: Instant) {
         let until_ns = until.saturating_duration_since(self.created).as_nanos() as u64;
         self.allowed_until_ns.store(until_ns, SeqCst);
-        // The thread stores `waiting` and then reads the time again, so at least one of the two sees the other's store.
+        // The thread stores `waiting` and then reads `allowed_until_ns`; this function stores `allowed_until_ns` and
+        // then reads `waiting`. So at least one of the two threads sees the other's store.
         if self.waiting.load(SeqCst) > 0 && self.is_allowed() {
             self.wake();
         }
@@ -223,7 +228,8 @@ impl Shared {
             || self.has_read_error.load(Relaxed)
     }
 
-    /// Reads the next event. On an error the kernel has refused an open, so the control loop must end the listener.
+    /// Reads the next event. After an error the kernel has already refused an open, so the control loop must end the
+    /// listener.
     fn read(&self) -> Option<DelayedOpen> {
         let begun_ns = self.now_ns();
         self.reading_since_ns.store(begun_ns, Relaxed);
@@ -389,8 +395,8 @@ mod tests {
     }
 
     /// Files are opened while the throttle is active. Each open must wait until opens are allowed or the throttle ends.
-    /// Without an active throttle no open may wait. Opens have a long time limit here, so that a lost wake-up would be
-    /// noticed.
+    /// Without an active throttle, no open may wait. The time limit of an open is long in this test, so that a lost
+    /// wake-up is noticed.
     #[test]
     fn opens_wait_for_the_control_loop() {
         let (mut throttle, ram, access) = match active_throttle(10 * LONG) {
@@ -409,10 +415,10 @@ mod tests {
             throttle.allow_until(start + 10 * LONG);
             delayed.join().unwrap();
         }
-        // Writers were fast a moment ago: the throttle stays active until a second later.
+        // Writers were fast a moment ago, so the throttle must stay active for another second.
         throttle.update(access.root(), false, start).unwrap();
         assert!(throttle.is_active());
-        throttle.update(access.root(), false, start + 2 * ACTIVE_LASTS + LONG).unwrap();
+        throttle.update(access.root(), false, start + 2 * ACTIVE_TIME + LONG).unwrap();
         assert!(!throttle.is_active());
         ram.open().join().unwrap();
         assert_eq!(throttle.delayed_opens(), 20);

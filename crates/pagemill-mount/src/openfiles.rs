@@ -1,5 +1,5 @@
-//! Finds the files of one file system that processes of given memory groups have open or mapped, and the groups
-//! that are charged for the pages.
+//! Finds the files that processes of given memory groups have open or mapped in one file system, and the memory groups
+//! that are charged for the pages of these files.
 //!
 //! The result shows which groups write to the file system, even before their processes close a file. Requires root, to
 //! inspect other processes and pages. Opens only files of this file system, which never wait for a device or a network.
@@ -12,8 +12,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit of one call of [`charged_memory`]. Each call examines at least one process, and the caller can let the
-/// next call start after the last examined process.
+/// Time limit of one call of [`charged_memory`]. Each call examines at least one process. The caller can continue with
+/// the next process in another call.
 const TIME_LIMIT: Duration = Duration::from_millis(3);
 
 /// Maximum number of files examined per process.
@@ -46,7 +46,7 @@ fn charged_within(time_limit: Duration, of: FileSystem<'_>, folders: &[String], 
     pids.rotate_left(from);
     let (mut found, mut seen) = (ChargedMemory::default(), HashSet::new());
     for pid in &pids {
-        // On a busy machine the time limit may pass before the first process was examined.
+        // At least one process is examined, even if the time limit has passed before, as it may on a busy machine.
         if found.processes > 0 && begun.elapsed() > time_limit {
             return found;
         }
@@ -87,30 +87,32 @@ fn open_paths(pid: u32, device: u64) -> Vec<PathBuf> {
     found
 }
 
+/// Splits a text into its lines.
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|byte| *byte == b'\n')
 }
 
-/// Parses a line of `mountinfo`. Returns the mount id, if the mount is of the device.
+/// Parses a line of `mountinfo`. Returns the mount id if the mount is of the device `device`, else `None`.
 fn mount_id<'line>(line: &'line [u8], device: &[u8]) -> Option<&'line [u8]> {
     let mut words = line.split(|byte| *byte == b' ');
     let id = words.next()?;
     (words.nth(1)? == device).then_some(id)
 }
 
-/// Parses a line of `maps`. Returns the address range, if the mapping is of the device.
+/// Parses a line of `maps`. Returns the address range if the mapping is of the device `device`, else `None`.
 fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
     let mut words = line.split(|byte| *byte == b' ');
     let range = std::str::from_utf8(words.next()?).ok()?;
     (words.nth(2)? == device).then(|| range.to_owned())
 }
 
-/// Adds a file's memory to the groups charged for it. Each group counts in proportion to its part of the
-/// sampled pages.
+/// Adds a file's memory to the groups charged for its pages, in proportion to the sampled pages of each group. Counts
+/// each file once.
 fn add_file_memory(path: &PathBuf, of: FileSystem<'_>, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
     let Ok(file) = fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else { return };
     let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == of.1);
-    // The path below `/proc` leads to the users' mount, where an open may wait for this very thread (`open_throttle`).
+    // An open of the path below `/proc` could wait for this thread, since it goes through the users' mount
+    // (`open_throttle`).
     let Ok(file) = pages::open_through(of.0, file.as_fd()) else { return };
     let Ok(seen_file) = crate::file_access::attributes(&file) else { return };
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
@@ -127,7 +129,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    /// `mount_id` and `mapped_range` return a value only for lines of the given device.
+    /// `mount_id` and `mapped_range` must return a value only for lines of the given device.
     #[test]
     fn lines_of_other_devices_are_ignored() {
         let mount = b"36 35 0:79 / /mnt/a rw - tmpfs pagemill rw";
@@ -138,8 +140,8 @@ mod tests {
         assert_eq!(mapped_range(map, b"00:50"), None);
     }
 
-    /// An open file counts for this process's group on its own file system and on no other. A group without
-    /// processes has no open files.
+    /// An open file must count for this process's group on its own file system and on no other. A group without
+    /// processes must have no open files.
     #[test]
     fn open_files_are_found() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -153,7 +155,7 @@ mod tests {
         let group = folder.path().join("group");
         std::fs::create_dir(&group).unwrap();
         std::fs::write(group.join("cgroup.procs"), format!("{}\n", std::process::id())).unwrap();
-        // With a time limit of zero one process is examined all the same.
+        // Even with a time limit of zero, one process must be examined.
         let root = std::fs::File::open(folder.path()).unwrap();
         let folders = [group.to_string_lossy().into_owned()];
         let of = |device: u64| charged_within(Duration::ZERO, (root.as_fd(), device), &folders, 5);

@@ -10,7 +10,7 @@
 //! milliseconds on a busy machine: the new process runs at normal priority until it executes its program, and the
 //! thread that starts it sleeps until then.
 
-use crate::control_loop::say;
+use crate::control_loop::print_message;
 use crate::file_access::{FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
@@ -29,15 +29,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// First delay of the retry of a busy file, which doubles with each try, and number of tries. A job postponed for lack
-/// of CPU time is always retried after `RETRY`.
+/// Delay before a busy file is tried again, which doubles with each try, and the maximum number of tries. A job
+/// postponed for lack of CPU time is retried after `RETRY`, without a limit.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
 
 /// Maximum number of waiting files; a later scan finds the others again.
 const MAX_WAITING: usize = 1 << 16;
 
-/// Maximum number of finished files in the table `known`, which keeps unchanged files from being examined again.
+/// Maximum number of entries in the table `known`: finished files, which are examined again only after a change.
 const MAX_KNOWN: usize = 1 << 18;
 
 /// Minimum and maximum pause before another worker is started. The pause doubles with each lost worker until a worker
@@ -47,10 +47,11 @@ const RESTART: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60)
 /// How long a controller that ends waits for a worker that is being started.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Minimum and maximum time for which the group in which a worker was lost is avoided. The time doubles with each loss.
+/// Minimum and maximum time for which a group is avoided after a worker was lost in it. The time doubles with each
+/// loss.
 const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
 
-/// Returns the start of the range, doubled `times` times, at most its end.
+/// Returns the start of the range, doubled `times` times, but at most the end of the range.
 fn doubled(range: &Range<Duration>, times: u32) -> Duration {
     range.start.saturating_mul(1 << times.min(16)).min(range.end)
 }
@@ -73,21 +74,28 @@ impl Domain {
     }
 }
 
+/// Until when a domain is avoided, and the number of workers lost in it.
 #[derive(Clone, Copy)]
 struct Avoided {
     until: Instant,
     losses: u32,
 }
 
+/// A file that waits for the worker.
 struct Waiting {
+    /// Inode of the file's folder.
     folder: u64,
     name: OsString,
     huge: Huge,
+    /// The group that is charged for the file, if known.
     group: GroupId,
-    /// The group that the worker's job names, and the groups that are avoided together with this group.
+    /// The group that the worker enters for this file, and the groups that are avoided together with it. `None` while
+    /// the file has not been sent, or if the group is unknown.
     entered: Option<(String, Domain)>,
+    /// Last change of the file when it was queued, in nanoseconds since 1970.
     changed_ns: i64,
     tries: u32,
+    /// Earliest time to send the file to the worker.
     due: Instant,
 }
 
@@ -102,9 +110,13 @@ pub struct PageWork {
     /// Number of workers lost since a worker last answered a job.
     lost_in_a_row: u32,
     avoided: HashMap<Domain, Avoided>,
+    /// Files that wait, by inode.
     waiting: HashMap<u64, Waiting>,
+    /// The waiting files in the order in which they become due: time and inode.
     order: BTreeMap<(Instant, u64), ()>,
-    given: HashMap<u64, Waiting>,
+    /// Files that were sent to the worker and not answered, by inode.
+    sent: HashMap<u64, Waiting>,
+    /// Finished files by inode: last change and page policy, with which a later scan compares them.
     known: HashMap<u64, (i64, Huge)>,
 }
 
@@ -120,14 +132,14 @@ impl PageWork {
             avoided: HashMap::new(),
             waiting: HashMap::new(),
             order: BTreeMap::new(),
-            given: HashMap::new(),
+            sent: HashMap::new(),
             known: HashMap::new(),
         }
     }
 
     /// Queues a file with the attributes `seen`, to be examined after `delay`. Ignores files that need no huge page
     /// work, and files that were examined and have not changed since.
-    pub fn note(
+    pub fn queue_file(
         &mut self,
         folder: u64,
         name: &OsStr,
@@ -144,10 +156,13 @@ impl PageWork {
         let due = Instant::now() + delay;
         let name = name.to_owned();
         let changed_ns = seen.changed_ns;
-        self.put(seen.inode, Waiting { folder, name, huge, group, entered: None, changed_ns, tries: 0, due });
+        self.insert_waiting(
+            seen.inode,
+            Waiting { folder, name, huge, group, entered: None, changed_ns, tries: 0, due },
+        );
     }
 
-    /// Removes a waiting file from the queue, because the file is about to be purged.
+    /// Removes a waiting file from the queue. Called before the file is purged.
     pub fn forget(&mut self, inode: u64) {
         if let Some(waiting) = self.waiting.remove(&inode) {
             self.order.remove(&(waiting.due, inode));
@@ -155,11 +170,11 @@ impl PageWork {
     }
 
     /// Returns whether this file was sent to the worker and not answered yet.
-    pub fn is_given(&self, inode: u64) -> bool {
-        self.given.contains_key(&inode)
+    pub fn is_sent(&self, inode: u64) -> bool {
+        self.sent.contains_key(&inode)
     }
 
-    fn put(&mut self, inode: u64, waiting: Waiting) {
+    fn insert_waiting(&mut self, inode: u64, waiting: Waiting) {
         let due = waiting.due;
         if let Some(before) = self.waiting.insert(inode, waiting) {
             self.order.remove(&(before.due, inode));
@@ -167,8 +182,8 @@ impl PageWork {
         self.order.insert((due, inode), ());
     }
 
-    /// Processes the worker's answers and sends the worker the jobs that are due. `charged` returns the group charged
-    /// for a file.
+    /// Processes the worker's answers and sends it the jobs that are due. `charged` returns the group charged for a
+    /// file.
     pub fn work(
         &mut self,
         access: &Arc<FileAccess>,
@@ -178,12 +193,11 @@ impl PageWork {
         charged: impl Fn(&mut Groups, &Path, &OsStr) -> GroupId,
     ) {
         self.take_started();
-        self.take_done(counts);
+        self.take_replies_of_worker(counts);
         let now = Instant::now();
-        // The check also runs while no file is queued: while the worker has a file open, the file cannot be
-        // purged.
+        // This check also runs while no file is queued, because a file cannot be purged while the worker has it open.
         if self.worker.as_ref().and_then(Worker::stuck_at).is_some_and(|at| at < now) {
-            self.lose(now, counts);
+            self.drop_worker(now, counts);
         }
         while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
             if due > now || !self.is_ready(access, now) {
@@ -201,21 +215,22 @@ impl PageWork {
             waiting.entered = groups.folder(group).and_then(|group| Domain::of(&group).map(|domain| (group, domain)));
             if let Some(until) = waiting.entered.as_ref().and_then(|(_, domain)| self.avoided_until(domain, now)) {
                 waiting.due = until;
-                self.put(inode, waiting);
+                self.insert_waiting(inode, waiting);
                 continue;
             }
             let entered = waiting.entered.as_ref().map(|(group, _)| group.clone());
             let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, entered);
-            let is_given = self.worker.as_mut().is_some_and(|worker| worker.send_job(&job).is_ok());
-            if is_given {
-                self.given.insert(inode, waiting);
+            let is_sent = self.worker.as_mut().is_some_and(|worker| worker.send_job(&job).is_ok());
+            if is_sent {
+                self.sent.insert(inode, waiting);
             } else {
-                self.put(inode, waiting);
-                self.lose(now, counts);
+                self.insert_waiting(inode, waiting);
+                self.drop_worker(now, counts);
             }
         }
     }
 
+    /// Returns the end of the time for which the domain is avoided; `None` if it is not avoided now.
     fn avoided_until(&self, domain: &Domain, now: Instant) -> Option<Instant> {
         self.avoided.get(domain).map(|avoided| avoided.until).filter(|until| *until > now)
     }
@@ -226,7 +241,10 @@ impl PageWork {
         self.avoided.retain(|_, avoided| now < avoided.until + AVOID.end);
         let losses = self.avoided.get(domain).map_or(0, |avoided| avoided.losses + 1);
         let pause = doubled(&AVOID, losses);
-        say(&format!("the worker for huge pages ended in {group}: files charged there wait {} s", pause.as_secs()));
+        print_message(&format!(
+            "the worker for huge pages ended in {group}: files charged there wait {} s",
+            pause.as_secs()
+        ));
         self.avoided.insert(domain.clone(), Avoided { until: now + pause, losses });
     }
 
@@ -235,16 +253,17 @@ impl PageWork {
         if self.worker.is_none() && self.starting.is_none() && self.retry_at.is_none_or(|at| at <= now) {
             let (program, access) = (self.program.clone(), access.clone());
             let (sender, starting) = mpsc::channel();
-            // If the receiver was dropped, the worker is dropped too, which closes its socket and ends the process.
+            // If the queue was dropped meanwhile, the send fails and the worker is dropped. That closes its socket and
+            // ends the process.
             match task::spawn(c"starter", move || _ = sender.send(Worker::start(&program, &access))) {
                 Ok(()) => self.starting = Some(starting),
-                Err(error) => self.note_failure(&error),
+                Err(error) => self.report_start_failure(&error),
             }
         }
         self.worker.as_ref().is_some_and(Worker::can_accept_job)
     }
 
-    /// Uses the worker that was started meanwhile, if the start has ended.
+    /// Uses the worker of a start that has completed.
     fn take_started(&mut self) {
         let Some(starting) = &self.starting else { return };
         let result = match starting.try_recv() {
@@ -255,22 +274,23 @@ impl PageWork {
         self.starting = None;
         match result {
             Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
-            Err(error) => self.note_failure(&error),
+            Err(error) => self.report_start_failure(&error),
         }
     }
 
-    fn note_failure(&mut self, error: &io::Error) {
-        say(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));
+    /// Reports that no worker could be started. The next start is tried a minute later.
+    fn report_start_failure(&mut self, error: &io::Error) {
+        print_message(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));
         self.retry_at = Some(Instant::now() + Duration::from_secs(60));
     }
 
     /// Drops a lost or stuck worker and queues its files again.
-    fn lose(&mut self, now: Instant, counts: &mut Counts) {
+    fn drop_worker(&mut self, now: Instant, counts: &mut Counts) {
         let current = self.worker.take().and_then(|worker| worker.current_inode());
         self.retry_at = Some(now + doubled(&RESTART, self.lost_in_a_row));
         self.lost_in_a_row += 1;
         counts.worker_restarts += 1;
-        for (inode, mut waiting) in std::mem::take(&mut self.given) {
+        for (inode, mut waiting) in std::mem::take(&mut self.sent) {
             if Some(inode) == current {
                 if let Some((group, domain)) = &waiting.entered {
                     self.avoid(group, domain, now);
@@ -281,42 +301,42 @@ impl PageWork {
             // After too many tries the file waits for a later scan. A file that was written meanwhile is already
             // queued.
             if waiting.tries <= MAX_TRIES && !self.waiting.contains_key(&inode) {
-                self.put(inode, waiting);
+                self.insert_waiting(inode, waiting);
             }
         }
     }
 
-    fn take_done(&mut self, counts: &mut Counts) {
+    fn take_replies_of_worker(&mut self, counts: &mut Counts) {
         let Some(worker) = &mut self.worker else { return };
         let mut done = Vec::new();
         let taken = worker.take_replies(&mut done);
         if !done.is_empty() {
             self.lost_in_a_row = 0;
         }
-        done.into_iter().for_each(|done| self.note_done(done, counts));
+        done.into_iter().for_each(|done| self.record_reply(done, counts));
         if taken.is_err() {
-            self.lose(Instant::now(), counts);
+            self.drop_worker(Instant::now(), counts);
         }
     }
 
-    fn note_done(&mut self, done: WorkerReply, counts: &mut Counts) {
+    fn record_reply(&mut self, done: WorkerReply, counts: &mut Counts) {
         counts.huge_blocks += done.huge_blocks;
         counts.split_blocks += done.split_blocks;
         counts.sparse_bytes += done.freed_bytes;
         counts.collapse_busy += u64::from(done.is_busy);
         counts.collapse_postponed += u64::from(done.is_postponed);
         counts.collapse_no_memory += u64::from(done.has_no_memory);
-        let Some(mut waiting) = self.given.remove(&done.inode) else { return };
+        let Some(mut waiting) = self.sent.remove(&done.inode) else { return };
         if done.is_postponed && !self.waiting.contains_key(&done.inode) {
             waiting.due = Instant::now() + RETRY;
-            self.put(done.inode, waiting);
+            self.insert_waiting(done.inode, waiting);
             return;
         }
         let is_unfinished = done.is_busy || done.has_no_memory;
         if is_unfinished && waiting.tries < MAX_TRIES && !self.waiting.contains_key(&done.inode) {
             waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
             waiting.tries += 1;
-            self.put(done.inode, waiting);
+            self.insert_waiting(done.inode, waiting);
             return;
         }
         // The next scan queues the file again.
@@ -326,13 +346,13 @@ impl PageWork {
         if self.known.len() >= MAX_KNOWN {
             self.known.clear();
         }
-        // If the worker has changed the file, a scan queues the file once more, and the worker then finds nothing to
+        // The worker's own changes may make a later scan queue the file once more. The worker then finds nothing to
         // change.
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 
-    /// Returns the earlier of two times: when the next job can be sent or the next worker started, and when the worker
-    /// counts as stuck.
+    /// Returns when the queue needs the control loop next: when the next job can be sent, when the next worker can be
+    /// started, or when the current worker counts as stuck, whichever is earliest.
     pub fn due(&self) -> Option<Instant> {
         let first = self.order.first_key_value().map(|((due, _), ())| *due);
         let next = match &self.worker {
@@ -356,14 +376,14 @@ impl PageWork {
 
     /// Returns the number of files that wait or were sent to the worker.
     pub fn count(&self) -> usize {
-        self.waiting.len() + self.given.len()
+        self.waiting.len() + self.sent.len()
     }
 }
 
 impl Drop for PageWork {
-    /// Waits for a worker that is being started, and drops it. Otherwise the process would start later and keep the
-    /// mount's root folder open. The wait has a timeout, because the worker's program may be on a file system that does
-    /// not answer.
+    /// Waits for a worker that is being started, and drops it. Without the wait, the process would start later and keep
+    /// the mount's root folder open. The wait has a timeout, because the worker's program may be on a file system that
+    /// does not respond.
     fn drop(&mut self) {
         if let Some(starting) = self.starting.take() {
             let _ = starting.recv_timeout(START_TIMEOUT);
@@ -383,7 +403,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     /// Shell program of a worker that kills itself on the file with inode 7 and answers every other job at once.
-    const DEADLY: &str = r#"while read -r line; do
+    const DYING_WORKER: &str = r#"while read -r line; do
         inode=${line#*:}; inode=${inode%%,*}
         [ "$inode" = 7 ] && kill -s KILL $$
         echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"is_postponed\":false,\"has_no_memory\":false}" >&0
@@ -404,8 +424,8 @@ mod tests {
         }
     }
 
-    /// A worker dies on the first of several files. The next worker must examine the other files. The group in which
-    /// the first worker died must be avoided.
+    /// A worker dies on the first of several files. The next worker must examine the other files, and the group in
+    /// which the first worker died must be avoided.
     #[test]
     fn a_lost_worker_loses_no_other_file() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -415,12 +435,19 @@ mod tests {
         if groups.folder(own).is_none() {
             return println!("skipped: no memory control group");
         }
-        let mut work = PageWork::new(["sh", "-c", DEADLY].map(OsString::from).to_vec());
+        let mut work = PageWork::new(["sh", "-c", DYING_WORKER].map(OsString::from).to_vec());
         let mut counts = Counts::default();
         // All files are sent to one worker, the file with inode 7 first.
-        work.note(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
+        work.queue_file(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
         for inode in 8..13 {
-            work.note(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, UNKNOWN, Duration::ZERO);
+            work.queue_file(
+                access.root_inode(),
+                OsStr::new("other"),
+                &seen(inode),
+                Huge::Auto,
+                UNKNOWN,
+                Duration::ZERO,
+            );
         }
         let begun = Instant::now();
         while counts.huge_blocks < 5 {
@@ -428,13 +455,13 @@ mod tests {
             work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
             std::thread::sleep(Duration::from_millis(1));
         }
-        let others: Vec<u64> = work.waiting.keys().chain(work.given.keys()).copied().collect();
+        let others: Vec<u64> = work.waiting.keys().chain(work.sent.keys()).copied().collect();
         assert_eq!((counts.huge_blocks, others), (5, vec![7]));
         let most = 1 + begun.elapsed().as_secs() / AVOID.start.as_secs();
         assert!((1..=most).contains(&counts.worker_restarts), "{} restarts", counts.worker_restarts);
         let domain = Domain::of(&groups.folder(own).unwrap()).unwrap();
         assert!(work.avoided_until(&domain, begun).is_some());
-        let file = work.waiting.get(&7).or_else(|| work.given.get(&7)).unwrap();
+        let file = work.waiting.get(&7).or_else(|| work.sent.get(&7)).unwrap();
         assert!(file.due >= begun + RETRY);
     }
 
@@ -445,8 +472,8 @@ mod tests {
         assert_eq!([0, 1, 6].map(|times| doubled(&AVOID, times).as_secs()), [60, 120, 3600]);
     }
 
-    /// A worker takes long to start. The control loop's calls must return meanwhile. The test has a lease on the
-    /// worker's program, so that its execution blocks until the test closes the file.
+    /// A worker takes long to start, because the test has a lease on the worker's program. The control loop's calls
+    /// must return meanwhile. The program can run only after the test closes the file.
     #[test]
     fn starting_a_worker_does_not_wait_for_it() {
         let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -468,12 +495,13 @@ mod tests {
             if error.kind() != io::ErrorKind::WouldBlock {
                 return println!("skipped: no lease on a program: {error}");
             }
-            // The descriptor that wrote the program may be open in a process that a parallel test started.
+            // A process that a parallel test started may still have inherited the descriptor with which the program was
+            // written.
             assert!(begun.elapsed().as_secs() < 600, "the program stays open");
             std::thread::yield_now();
         }
         let mut work = PageWork::new(vec![program.into(), "3600".into()]);
-        work.note(access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, UNKNOWN, Duration::ZERO);
+        work.queue_file(access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, UNKNOWN, Duration::ZERO);
         let mut step = |work: &mut PageWork| work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
 
         while pages::has_lease(lease.as_fd()) {

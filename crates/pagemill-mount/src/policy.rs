@@ -6,12 +6,12 @@ use pagemill_core::units::BLOCK_BYTES;
 use std::fmt;
 use std::str::FromStr;
 
-/// Attribute names without their family: `user.`, or `trusted.` where tmpfs has no `user.` attributes (before
-/// Linux 6.6).
+/// Names of the attributes with the marks, without their family. The family is `user.`, or `trusted.` where tmpfs has
+/// no `user.` attributes (before Linux 6.6).
 pub const VOLATILE: &str = "pagemill.volatile";
 pub const HUGE: &str = "pagemill.huge";
-/// Offset from which a partially volatile file was purged. Pagemill sets this attribute; a program that writes
-/// the file again removes it.
+/// Attribute with the offset from which a partially volatile file was purged. Pagemill sets it; a program that writes
+/// the purged contents again removes it.
 pub const PURGED: &str = "pagemill.purged";
 /// Attribute of the root folder: the size that the user requested. The current size can be smaller.
 pub const SIZE: &str = "pagemill.size";
@@ -95,14 +95,14 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// Returns these marks, and those of `outer` where a mark is missing.
+    /// Returns these marks. Where a mark is missing, returns that of `outer`.
     pub fn or(self, outer: Self) -> Self {
         Self { volatile: self.volatile.or(outer.volatile), huge: self.huge.or(outer.huge) }
     }
 
-    /// Returns the marks that only the file's owner could have set. If its group or all users may write to the
-    /// file, any of them may have set the volatile mark. Such a mark is ignored, since it would let a user
-    /// delete the contents of a file that this user may not delete.
+    /// Returns these marks without the volatile mark if `is_writable_by_others`: a user other than the owner may have
+    /// set the mark. With that mark, such a user could delete the contents of a file that the user may not delete. The
+    /// mark `none` remains.
     #[must_use]
     pub fn trusted(self, is_writable_by_others: bool) -> Self {
         let volatile = self.volatile.filter(|volatile| *volatile == Volatile::None || !is_writable_by_others);
@@ -135,9 +135,9 @@ pub struct Ancestor {
 ///
 /// If other users may write to the file, `own` must not contain its volatile mark ([`Marks::trusted`]).
 ///
-/// A mark must not have more effect than the rights of the user that set it. A folder's mark applies to the
-/// files directly in it, which the folder's owner can delete anyway. It applies to deeper files only if root or
-/// the file's owner owns the folder, and no other user may write to the folder.
+/// A mark must not have more effect than the rights of the user that set it. A folder's mark applies to the files
+/// directly in the folder, which the folder's owner can delete anyway. It applies to files in subfolders only if two
+/// conditions hold: root or the file's owner owns the folder, and no other user may write to the folder.
 pub fn effective_marks(own: Marks, owner: u32, ancestors: impl IntoIterator<Item = Ancestor>) -> Marks {
     let mut marks = own;
     for (level, folder) in ancestors.into_iter().enumerate() {
@@ -185,8 +185,8 @@ mod tests {
         assert_eq!(huge(Huge::Always).trusted(true), huge(Huge::Always));
     }
 
-    /// Several ancestors have marks. For each attribute the mark of the file or of the nearest ancestor that has one
-    /// must apply.
+    /// Several ancestors have marks. For each attribute, the file's own mark must apply, else that of the nearest
+    /// ancestor with a mark.
     #[test]
     fn the_nearest_mark_wins() {
         let huge = Marks { volatile: None, huge: Some(Huge::Never) };

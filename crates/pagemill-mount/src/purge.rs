@@ -1,14 +1,15 @@
 //! Frees one file's memory: the whole file, or its end.
 //!
-//! Requests a write lease on the file first. The kernel refuses the lease while another process has the file open or
-//! mapped, and delays later opens until this process closes its descriptor. So no mapping loses its pages.
+//! A purge requests a write lease on the file first. The kernel refuses the lease while another process has the file
+//! open or mapped. Once the lease is granted, the kernel delays later opens until this process closes its descriptor.
+//! So no mapping loses its pages.
 //!
-//! Other processes can rename files meanwhile. So a file that is purged as a whole is first renamed to a temporary name
-//! (its *private name*), then checked, and only then unlinked. If the renamed file is not the expected one, or if a
-//! process waits to open the file, its old name is restored. The private name contains the old name and the inode, so
-//! that the next controller can finish or undo the purge if this controller is killed.
+//! Other processes can rename files during a purge. So a purge of a whole file first renames the file to a temporary
+//! name (its *private name*), then checks the file, and only then unlinks it. The purge restores the old name if the
+//! renamed file is not the expected one, or if a process waits to open the file. The private name contains the old name
+//! and the inode number. If the controller is killed, the next controller can therefore finish or undo the purge.
 
-use crate::control_loop::say;
+use crate::control_loop::print_message;
 use crate::file_access::{self, FileAttributes};
 use crate::index::PurgePart;
 use crate::policy::PURGED;
@@ -22,9 +23,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 /// Prefix of private names. The inode number and the old name follow.
-const TAKEN: &str = ".pagemill-purge-";
+const PRIVATE_PREFIX: &str = ".pagemill-purge-";
 
-/// Infix of the new name of a file whose old name was used for a new file meanwhile: old name, infix, inode number.
+/// Part of the name that a file gets if its old name cannot be restored, because a new file has it. The name consists
+/// of the old name, this text and the inode number.
 const RESCUED: &str = ".pagemill-rescued-";
 
 /// Maximum length of a name.
@@ -35,11 +37,12 @@ const MAX_NAME: usize = 255;
 pub enum PurgeOutcome {
     /// The file, or its end, was freed. `left_bytes` of the file's memory remain.
     Freed { bytes: u64, left_bytes: u64 },
-    /// The file was used later than its `Target` says, at this time in nanoseconds since 1970.
+    /// The file was used later than `Target::used_ns`: at this time, in nanoseconds since 1970.
     Used(i64),
     /// Another process has the file open or mapped.
     Open,
-    /// The file is missing, is another one, is not volatile, has several names, or cannot be opened.
+    /// There is nothing to purge under this name: the file is missing, is another file, is not volatile, has several
+    /// names, or cannot be opened.
     Gone,
 }
 
@@ -49,6 +52,7 @@ pub struct Target<'a> {
     pub name: &'a OsStr,
     pub inode: u64,
     pub part: PurgePart,
+    /// The time of the last use that the caller knows, in nanoseconds since 1970. A file used later is not purged.
     pub used_ns: i64,
 }
 
@@ -59,22 +63,23 @@ fn outcome_of(error: io::Error) -> PurgeOutcome {
     }
 }
 
-/// Decides whether a file may be purged. Called with the open file and its attributes, and usually under the lease.
-pub trait MayGo: Fn(&OwnedFd, &FileAttributes) -> bool {}
+/// A check whether a file may be purged. It gets the open file and its attributes. All calls but the first of a purge
+/// of a whole file run while the lease is held.
+pub trait MayPurge: Fn(&OwnedFd, &FileAttributes) -> bool {}
 
-impl<T: Fn(&OwnedFd, &FileAttributes) -> bool> MayGo for T {}
+impl<T: Fn(&OwnedFd, &FileAttributes) -> bool> MayPurge for T {}
 
 /// Frees the whole file, or some `want_bytes` from its end, according to `target.part`.
-pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeOutcome {
+pub fn purge(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) -> PurgeOutcome {
     let result = match target.part {
-        PurgePart::Whole => purge_whole(target, may_go),
-        PurgePart::Tail => purge_tail(target, want_bytes, may_go),
+        PurgePart::Whole => purge_whole(target, may_purge),
+        PurgePart::Tail => purge_tail(target, want_bytes, may_purge),
     };
     result.unwrap_or_else(outcome_of)
 }
 
 /// Opens the file and obtains the lease, if the file is the expected one and was not used since `target.used_ns`.
-fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileAttributes), PurgeOutcome>> {
+fn open_with_lease(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileAttributes), PurgeOutcome>> {
     let fd = file_access::open_file(target.folder, target.name, flags)?;
     let seen = file_access::attributes(&fd)?;
     if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
@@ -87,18 +92,18 @@ fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileA
     Ok(Ok((fd, seen)))
 }
 
-fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
+fn purge_whole(target: &Target<'_>, may_purge: impl MayPurge) -> io::Result<PurgeOutcome> {
     // A file whose private name would be too long is not purged, because the purge could not be undone.
-    let Some(ours) = taken_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
-    let (fd, seen) = match take(target, OFlags::RDONLY)? {
+    let Some(ours) = private_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
+    let (fd, seen) = match open_with_lease(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
-    if !may_go(&fd, &seen) {
+    if !may_purge(&fd, &seen) {
         return Ok(PurgeOutcome::Gone);
     }
     file_access::rename(target.folder, target.name, &ours)?;
-    Ok(finish_whole(target, &fd, &seen, &ours, may_go))
+    Ok(finish_whole(target, &fd, &seen, &ours, may_purge))
 }
 
 /// Completes a purge after the file was renamed to the private name `ours`.
@@ -107,19 +112,19 @@ fn finish_whole(
     fd: &OwnedFd,
     seen: &FileAttributes,
     ours: &OsStr,
-    may_go: impl MayGo,
+    may_purge: impl MayPurge,
 ) -> PurgeOutcome {
     let is_right = || {
         let now = file_access::attributes_at(target.folder, ours)
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
-        now && may_go(fd, seen)
+        now && may_purge(fd, seen)
     };
-    // A process that opens the file by its old name may already wait for the lease. It must get a file that is not
-    // unlinked.
-    let is_awaited = !pages::has_lease(fd.as_fd());
-    if is_awaited || !is_right() {
-        give_back(target.folder, ours, target.name, target.inode);
-        return if is_awaited { PurgeOutcome::Open } else { PurgeOutcome::Gone };
+    // A process that opened the file by its old name may already wait for the end of the lease. It must get a file that
+    // is not unlinked.
+    let is_open_waiting = !pages::has_lease(fd.as_fd());
+    if is_open_waiting || !is_right() {
+        restore_name(target.folder, ours, target.name, target.inode);
+        return if is_open_waiting { PurgeOutcome::Open } else { PurgeOutcome::Gone };
     }
     match fs::unlinkat(target.folder, ours, AtFlags::empty()) {
         Ok(()) => PurgeOutcome::Freed { bytes: seen.held_bytes, left_bytes: 0 },
@@ -127,8 +132,8 @@ fn finish_whole(
     }
 }
 
-/// Restores a file's old name. If a new file has that name, gives the old file a third name and prints it.
-fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
+/// Restores a file's old name. If a new file has that name, the old file gets a third name, which is printed.
+fn restore_name(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
     let Err(error) = file_access::rename(folder, ours, name) else { return };
     if error.kind() == io::ErrorKind::AlreadyExists {
         let mut rescued = name.as_bytes().to_vec();
@@ -137,12 +142,16 @@ fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
         let rescued = OsString::from_vec(rescued);
         let _ = file_access::rename(folder, ours, &rescued);
         let (name, rescued) = (name.to_string_lossy(), rescued.to_string_lossy());
-        say(&format!("a new file `{}` exists: the old one is now `{}`", name.escape_debug(), rescued.escape_debug()));
+        print_message(&format!(
+            "a new file `{}` exists: the old one is now `{}`",
+            name.escape_debug(),
+            rescued.escape_debug()
+        ));
     }
 }
 
-fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
-    let (fd, seen) = match take(target, OFlags::RDWR)? {
+fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) -> io::Result<PurgeOutcome> {
+    let (fd, seen) = match open_with_lease(target, OFlags::RDWR)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
@@ -153,15 +162,15 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
         // wait to open the file.
         let is_there = file_access::attributes_at(target.folder, target.name)
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
-        if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
+        if !is_there || !may_purge(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
             return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(PurgeOutcome::Gone) };
         }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
-        // A cut inside a hole at the end frees no memory. So each cut removes at least an eighth of the file,
-        // and the loop ends.
-        len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
-        // Records the new length before truncating. After a crash in between no bytes are missing, and a reader only
-        // trusts fewer bytes than there are.
+        // A hole at the end of the file frees no memory when it is cut. So each cut removes at least an eighth of the
+        // file; otherwise the loop could run very long.
+        len_bytes = shortened_len(len_bytes, missing.max(len_bytes / 8));
+        // The new length is recorded before the file is truncated. After a crash between the two calls no bytes are
+        // missing; a reader only trusts fewer bytes than are valid.
         let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         file_access::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
@@ -170,23 +179,24 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     freed(left_bytes)
 }
 
-/// Returns a length shorter by `bytes` or more: a multiple of a block if `bytes` is at least a block, else of a page.
-fn cut(len_bytes: u64, bytes: u64) -> u64 {
+/// Returns a shorter length, by `bytes` or more. The result is a multiple of a block if `bytes` is at least a block,
+/// else of a page.
+fn shortened_len(len_bytes: u64, bytes: u64) -> u64 {
     let rest = len_bytes.saturating_sub(bytes.max(1));
     let unit = if bytes >= BLOCK_BYTES as u64 { BLOCK_BYTES } else { os_page_bytes() } as u64;
     rest - rest % unit
 }
 
 /// Returns the private name for a file; `None` if that name would be too long.
-fn taken_name(inode: u64, name: &OsStr) -> Option<OsString> {
-    let mut ours = format!("{TAKEN}{inode:x}-").into_bytes();
+fn private_name(inode: u64, name: &OsStr) -> Option<OsString> {
+    let mut ours = format!("{PRIVATE_PREFIX}{inode:x}-").into_bytes();
     ours.extend_from_slice(name.as_bytes());
     (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
 }
 
 /// Parses a private name. Returns the inode and the old name.
-fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
-    let rest = name.as_bytes().strip_prefix(TAKEN.as_bytes())?;
+fn parse_private_name(name: &OsStr) -> Option<(u64, &OsStr)> {
+    let rest = name.as_bytes().strip_prefix(PRIVATE_PREFIX.as_bytes())?;
     let at = rest.iter().position(|byte| *byte == b'-')?;
     let inode = u64::from_str_radix(std::str::from_utf8(&rest[..at]).ok()?, 16).ok()?;
     Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
@@ -194,26 +204,26 @@ fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
 
 /// Returns whether `name` is a private name.
 pub fn is_ours(name: &OsStr) -> bool {
-    parse_taken(name).is_some()
+    parse_private_name(name).is_some()
 }
 
 /// Finishes or undoes the purge of a killed controller, if `name` is a private name (`.pagemill-purge-INODE-NAME`).
 ///
-/// Unlinks the file if it has that inode and no other name, and `may_go` returns true. Otherwise restores the file's
-/// old name. A file to unlink that another process has open keeps the private name until the next scan. Returns whether
-/// `name` is a private name.
-pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
-    let Some((inode, old)) = parse_taken(name) else { return false };
+/// Unlinks the file if it has that inode and no other name, and `may_purge` returns true. If another process has such a
+/// file open, the file keeps its private name until the next scan. All other files get their old name back. Returns
+/// whether `name` is a private name.
+pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_purge: impl MayPurge) -> bool {
+    let Some((inode, old)) = parse_private_name(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };
     let Ok(seen) = file_access::attributes(&fd) else { return true };
     let target = Target { folder, name: old, inode, part: PurgePart::Whole, used_ns: i64::MAX };
-    if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
+    if seen.inode == inode && seen.is_file() && seen.links == 1 && may_purge(&fd, &seen) {
         // If the file is still open, the next scan removes it.
         if pages::take_lease(fd.as_fd()).is_ok() {
-            finish_whole(&target, &fd, &seen, name, may_go);
+            finish_whole(&target, &fd, &seen, name, may_purge);
         }
     } else {
-        give_back(folder, name, old, seen.inode);
+        restore_name(folder, name, old, seen.inode);
     }
     true
 }
@@ -258,10 +268,10 @@ mod tests {
         }
     }
 
-    /// A file is purged while it is open, replaced, used, hard-linked or no longer volatile, and through a symbolic
-    /// link. It must stay each time. Without an obstacle the file must be removed.
+    /// A purge is tried while the file is open, after it was replaced, used, hard-linked or made nonvolatile, and
+    /// through a symbolic link. The file must remain each time. Without an obstacle the file must be removed.
     #[test]
-    fn only_what_was_meant_goes() {
+    fn only_the_intended_file_is_purged() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let page = os_page_bytes();
         let inode = folder.write("a", page);
@@ -289,21 +299,23 @@ mod tests {
         assert_eq!(folder.names(), ["link", &long]);
     }
 
-    /// Another file is renamed to the target's name between check and rename. It must keep its contents and get the
-    /// name back. The same holds if `may_go` forbids the purge, or if a new file has the name.
+    /// Another file is renamed to the target's name between the check and the purge's rename. That file must keep its
+    /// contents and get its name back. A file must also get its name back if `may_purge` forbids the purge, and get a
+    /// third name if a new file has the old one.
     #[test]
     fn a_replaced_file_gets_its_name_back() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let (old, new) = (folder.write("a", 10), folder.write("other", 20));
-        let ours = taken_name(old, OsStr::new("a")).unwrap();
+        let ours = private_name(old, OsStr::new("a")).unwrap();
         // The state in `purge_whole` if another process renames its file just before.
         std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
         assert_eq!(file_access::attributes_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
-        // The controller was killed after it renamed the right file: the file is removed, unless `may_go` forbids that.
-        let ours = taken_name(new, OsStr::new("a")).unwrap();
+        // The controller was killed after it renamed the right file: the file is removed, unless `may_purge` forbids
+        // that.
+        let ours = private_name(new, OsStr::new("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
         assert_eq!(folder.names(), ["a"]);
@@ -313,15 +325,15 @@ mod tests {
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
         let rescued = format!("a{RESCUED}{new:x}");
         assert_eq!((folder.names(), folder.at(&rescued).metadata().unwrap().len()), (vec!["a".into(), rescued], 20));
-        let ours = taken_name(folder.write("b", 1), OsStr::new("b")).unwrap();
+        let ours = private_name(folder.write("b", 1), OsStr::new("b")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("b"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names().len(), 2);
         assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz"), |_, _| true));
     }
 
-    /// Another process opens the file during the check, and waits for the lease. The purge must stop, and the process
-    /// must get the file with its name.
+    /// Another process opens the file while the purge checks it, and waits for the lease. The purge must stop, and the
+    /// process must get the file under its name.
     #[test]
     fn a_waiting_open_gets_the_file() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -352,10 +364,10 @@ mod tests {
         opener.into_inner().unwrap().join().unwrap().unwrap();
     }
 
-    /// The end of a file is purged twice. Each purge must cut whole pages and record the offset in the attribute; the
-    /// file must remain. A purge of a file with a hole at its end must end, too.
+    /// The end of a file is purged twice. Each purge must cut whole pages and record the offset in the attribute, and
+    /// the file must remain. A purge of a file with a hole at its end must end, too.
     #[test]
-    fn tails_go_and_say_so() {
+    fn purged_tails_are_recorded() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let page = os_page_bytes() as u64;
         let inode = folder.write("a", 10 * page as usize + 5);
@@ -378,9 +390,9 @@ mod tests {
     #[test]
     fn cuts_end_on_pages() {
         let (page, block) = (os_page_bytes() as u64, BLOCK_BYTES as u64);
-        assert_eq!(cut(10 * page + 5, 1), 10 * page);
-        assert_eq!(cut(10 * page, 1), 9 * page);
-        assert_eq!(cut(5 * block + 7, block), 4 * block);
-        assert_eq!((cut(page, block), cut(5, 0)), (0, 0));
+        assert_eq!(shortened_len(10 * page + 5, 1), 10 * page);
+        assert_eq!(shortened_len(10 * page, 1), 9 * page);
+        assert_eq!(shortened_len(5 * block + 7, block), 4 * block);
+        assert_eq!((shortened_len(page, block), shortened_len(5, 0)), (0, 0));
     }
 }

@@ -20,18 +20,18 @@ use std::time::{Duration, Instant};
 /// Minimum and maximum of the interval between two periodic scans.
 const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
-/// Periodic scans may run for 1/`SCAN_SHARE` of the time.
-const SCAN_SHARE: u32 = 100;
+/// Periodic scans may run for 1/`SCAN_TIME_DIVISOR` of the time.
+const SCAN_TIME_DIVISOR: u32 = 100;
 
 /// Minimum interval between the starts of two scans that the control loop requests because events were lost or a folder
 /// is unknown (`is_wanted`).
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
-/// These requested scans may run for 1/`WANTED_SHARE` of the time.
-const WANTED_SHARE: u32 = 4;
+/// Scans that the control loop requested may run for 1/`WANTED_SCAN_TIME_DIVISOR` of the time.
+const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
-/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as these entries took, unless a purge waits for
-/// the scan. Users' own walks over the files need the same locks and CPUs.
+/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it worked on these entries. It does not sleep
+/// while a purge waits for it. The sleeps leave locks and CPUs to users that walk over the same files.
 const REST_AFTER: u32 = 256;
 const REST_TIMES: u32 = 3;
 
@@ -46,7 +46,7 @@ pub enum ScanItem {
     Bad { path: PathBuf, mark: BadMark },
 }
 
-/// A folder that is still to be scanned. `parent` is shared with the other subfolders of the parent.
+/// A folder that has not been scanned yet. Its `parent` is shared by all subfolders of the parent.
 struct PendingFolder {
     parent: Option<Rc<PendingFolder>>,
     above: Ancestor,
@@ -56,8 +56,8 @@ struct PendingFolder {
 }
 
 impl PendingFolder {
-    /// Returns whether a file in this folder needs no action according to its current marks and size. Most files need
-    /// none.
+    /// Returns whether a file in this folder needs no action, given its own marks, those of its ancestors, and its
+    /// memory. This is true of most files.
     fn is_irrelevant(&self, name: &OsStr, seen: &FileAttributes, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |folder| folder.parent.as_deref()).map(|folder| folder.above);
         let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, above);
@@ -75,8 +75,9 @@ impl PendingFolder {
     }
 }
 
-/// Walks the file system and passes its files and folders to `tell`, each folder before its contents. Skips entries
-/// that are removed meanwhile, files that need no action, and the contents of folders deeper than `MAX_DEPTH`.
+/// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
+/// that are removed during the walk, files that need no action, and the contents of folders deeper than `MAX_DEPTH`.
+/// Does not sleep while `is_hurried` is set.
 ///
 /// # Errors
 ///
@@ -135,11 +136,11 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
     Ok(())
 }
 
-/// Schedules scans, each of which runs in a thread of its own. While the usage does not change, the interval of
-/// periodic scans doubles, up to ten minutes.
+/// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage
+/// does not change, up to ten minutes.
 pub struct Scanning {
     is_running: bool,
-    /// A purge waits for the current scan, so the scan does not sleep.
+    /// Set while a purge waits for the current scan, so that the scan does not sleep.
     is_hurried: Arc<AtomicBool>,
     is_wanted: bool,
     began: Instant,
@@ -150,11 +151,11 @@ pub struct Scanning {
     results_began: Instant,
     scan_duration: Duration,
     /// Usage at the end of the last scan.
-    fill: FileSystemUsage,
+    usage: FileSystemUsage,
 }
 
 impl Scanning {
-    pub fn new(fill: FileSystemUsage) -> Self {
+    pub fn new(usage: FileSystemUsage) -> Self {
         let now = Instant::now();
         Self {
             is_running: false,
@@ -166,7 +167,7 @@ impl Scanning {
             interval: SCAN_EVERY.start,
             results_began: now,
             scan_duration: Duration::ZERO,
-            fill,
+            usage,
         }
     }
 
@@ -189,8 +190,9 @@ impl Scanning {
         self.is_hurried.store(is_hurried, Relaxed);
     }
 
-    /// Starts a scan if none is running and one is due: the periodic one, one for which a purge waits
-    /// (`is_waited_for`), or a requested one (`is_wanted`) if the last scan began long enough ago.
+    /// Starts a scan if none is running and one is due. A periodic scan is due after the interval. A scan for which a
+    /// purge waits (`is_waited_for`) is due at once. A requested scan (`is_wanted`) is due when the last scan began
+    /// long enough ago.
     pub fn start_if_due(
         &mut self,
         access: &Arc<FileAccess>,
@@ -200,7 +202,7 @@ impl Scanning {
     ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SHARE);
+        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SCAN_TIME_DIVISOR);
         let is_due = now >= self.next_at || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
             return;
@@ -227,12 +229,12 @@ impl Scanning {
     }
 
     /// Records the end of the current scan and schedules the next.
-    pub fn end(&mut self, fill: FileSystemUsage) {
+    pub fn end(&mut self, usage: FileSystemUsage) {
         self.is_running = false;
         (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
-        let interval = if self.fill == fill { self.interval * 2 } else { SCAN_EVERY.start };
-        self.interval = interval.max(self.scan_duration * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
-        self.fill = fill;
+        let interval = if self.usage == usage { self.interval * 2 } else { SCAN_EVERY.start };
+        self.interval = interval.max(self.scan_duration * SCAN_TIME_DIVISOR).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        self.usage = usage;
         self.next_at = Instant::now() + self.interval;
     }
 }

@@ -17,20 +17,20 @@ pub struct LineStatus {
 /// Totals since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Volatile files that were purged as a whole, and the memory freed.
+    /// Number of volatile files that were purged as a whole, and the memory that this freed.
     pub purged_files: u64,
     pub purged_bytes: u64,
-    /// Number of times that the end of a partially volatile file was purged, and the memory freed.
+    /// Number of times that the end of a partially volatile file was purged, and the memory that this freed.
     pub cut_files: u64,
     pub cut_bytes: u64,
-    /// Number of times that a volatile file was due for a purge but open, and therefore skipped.
+    /// Number of times that a volatile file was skipped at its turn to be purged, because it was open.
     pub spared_open: u64,
     /// Number of periods in which usage was above a purge threshold and no volatile file could be purged.
     pub nothing_to_purge: u64,
-    /// Changes of the size by remount; changes that the kernel refused.
+    /// Number of size changes by remount; number of size changes that the kernel refused.
     pub size_changes: u64,
     pub size_refused: u64,
-    /// Close events received; overflows of the event queue; full scans.
+    /// Number of close events received; of overflows of the event queue; of full scans.
     pub events: u64,
     pub events_lost: u64,
     pub scans: u64,
@@ -42,13 +42,13 @@ pub struct Counts {
     pub bad_marks: u64,
     /// Number of times that a volatile file did not fit in the index.
     pub not_indexed: u64,
-    /// Blocks that are huge after the worker examined them; blocks split because of the file's mark `never`; memory of
-    /// zero pages freed in sparse blocks.
+    /// Number of blocks that were huge after the worker examined them; number of blocks that the worker asked the
+    /// kernel to split because of the mark `never`; memory of zero pages that was freed in sparse blocks.
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Number of times that the worker could not finish a file, because the file's pages were in use; because other
-    /// processes needed the CPUs; because there was no memory for huge pages.
+    /// Number of times that the worker could not finish a file: because the pages were in use; because other processes
+    /// needed the CPUs; because there was no memory for huge pages.
     pub collapse_busy: u64,
     pub collapse_postponed: u64,
     pub collapse_no_memory: u64,
@@ -69,15 +69,16 @@ pub struct Status {
     pub inodes: u64,
     pub volatile_files: u64,
     pub volatile_bytes: u64,
-    /// Maximum age of `volatile_files` and `volatile_bytes`; 0 if the files are few enough to be checked for
-    /// each answer.
+    /// Maximum age of `volatile_files` and `volatile_bytes`, in seconds. It is 0 if there are so few files that each
+    /// status request checks them all.
     pub volatile_age_seconds: f64,
     pub lines: Vec<LineStatus>,
     pub counts: Counts,
     /// The controller has real-time priority. A controller without real-time priority starts purges farther below a
     /// limit.
     pub is_preferred: bool,
-    /// The kernel reports closes of files; otherwise the controller scans periodically.
+    /// The kernel reports closes of files to the controller. Otherwise the controller finds files only by periodic
+    /// scans.
     pub is_notified: bool,
     /// Number of files queued for the worker.
     pub files_waiting_for_pages: u64,

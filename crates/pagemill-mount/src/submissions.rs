@@ -1,7 +1,7 @@
 //! Queues of requests and of scan results for the control loop.
 //!
-//! The control loop never waits for the lock of a queue: the thread that holds it may have lower priority and wait for
-//! a CPU.
+//! The control loop never waits for the lock of a queue, because the thread that holds the lock may have lower priority
+//! and wait for a CPU.
 
 use crate::scan::ScanItem;
 use crate::status::Status;

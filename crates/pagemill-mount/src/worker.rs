@@ -8,8 +8,8 @@
 //! and the worker changes contents only in its own group. The controller starts another worker, and avoids that group
 //! for some time ([`crate::pagework`]).
 //!
-//! Standard output is the mount's root folder (the worker prints nothing). Standard input is a socket, which
-//! carries one request per file as a line of JSON, and the answers back.
+//! Standard output is a descriptor of the mount's root folder; the worker prints nothing. Standard input is a socket.
+//! The socket carries one request per file as a line of JSON, and the answers back to the controller.
 
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::policy::Huge;
@@ -40,8 +40,8 @@ const BLOCK: u64 = BLOCK_BYTES as u64;
 /// huge.
 const DENSE_EIGHTHS: u64 = 7;
 
-/// A block is sparse if at most this fraction of its pages, in eighths, contain nonzero bytes. Its zero pages
-/// are freed.
+/// A block is sparse if at most this fraction of its pages, in eighths, contains nonzero bytes. The zero pages of a
+/// sparse block are freed.
 const SPARSE_EIGHTHS: u64 = 4;
 
 /// Number of pages that are sampled in a block with few holes. If more than half of them begin with nonzero bytes, the
@@ -68,7 +68,7 @@ impl WorkerJob {
     }
 }
 
-/// An answer: what the worker did for a file.
+/// The worker's answer: what it did with the blocks of one file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerReply {
     pub inode: u64,
@@ -83,6 +83,7 @@ pub struct WorkerReply {
     pub is_busy: bool,
     /// Other processes need the CPUs; the file is to be retried later.
     pub is_postponed: bool,
+    /// A block could not become huge because the kernel had no memory for a huge page.
     pub has_no_memory: bool,
 }
 
@@ -119,7 +120,7 @@ impl CpuShare {
         self.until = Instant::now() + MAX_TIME_WITH_FILE_OPEN;
     }
 
-    /// Waits until the pause is over or a CPU is idle. Returns `false` if neither happens within `at_most`.
+    /// Waits until the pause is over or a CPU is idle. Returns `false` if neither happens within the time `at_most`.
     fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
         const PAUSE: Duration = Duration::from_millis(5);
         let until = Instant::now() + at_most;
@@ -379,8 +380,8 @@ enum Density {
     Between,
 }
 
-/// Classifies a block by the fraction of its pages that contain nonzero bytes. `data` is the number of its bytes that
-/// are not in holes.
+/// Classifies a block by the fraction of its pages that contain nonzero bytes. `data` is the number of bytes of the
+/// block that are not in holes.
 fn classify_block(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
     let count = (block.end - block.start).div_ceil(page);
@@ -435,13 +436,13 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(runs)
 }
 
-/// Frees the zero pages of a block by punching holes, which read as zeros, too. Takes a lease on the file, and checks
-/// before each hole that no process waits for the end of the lease. So no process writes meanwhile, and none waits long
-/// to open the file.
+/// Frees the zero pages of a block by punching holes; holes also read as zeros. Takes a lease on the file first, and
+/// checks before each hole that no process waits for the end of the lease. So no process writes to the file meanwhile,
+/// and a process that opens the file waits only briefly.
 ///
-/// If the worker is stopped for more than `lease-break-time` (45 seconds by default) between check and hole, the kernel
-/// breaks the lease, and data that another process writes then is lost. A frozen group could stop the worker for so
-/// long, so the worker must be in its own group.
+/// If the worker is stopped for more than `lease-break-time` (45 seconds by default) between the check and the hole,
+/// the kernel breaks the lease. Data that another process then writes is lost. A frozen group could stop the worker for
+/// so long, so the worker must be in its own group.
 fn free_zero_pages(
     folder: &OwnedFd,
     name: &OsStr,
@@ -598,8 +599,8 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// The worker ran for a short and for a long time. While no CPU is idle, it must wait 50 times as long, at most
-    /// `MAX_PAUSE`. With an idle CPU it must not wait.
+    /// The worker has run for a short or a long time. While no CPU is idle, the worker must wait 50 times as long as it
+    /// ran, but at most `MAX_PAUSE`. With an idle CPU it must not wait.
     #[test]
     fn cpu_time_is_limited_under_load_and_guaranteed() {
         let mut share = CpuShare::new(Instant::now());

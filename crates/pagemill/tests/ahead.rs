@@ -15,7 +15,7 @@ use std::time::Duration;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// Lets one test at a time run, because counters belong to the process.
+/// Lets one test at a time run, because the counters belong to the process.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
@@ -58,7 +58,7 @@ fn read(file: &Mapping, offset: usize, len: usize) {
     }
 }
 
-/// The values of readahead counters at one time, to compute changes since then.
+/// The values of the readahead counters at one time, from which later changes are computed.
 struct CountersBefore([u64; 4]);
 
 const COUNTERS: [Counter; 4] =
@@ -77,7 +77,7 @@ impl CountersBefore {
 }
 
 /// All folios of the cache are dirty, and their store hangs. Readahead of a file on another store must not wait for the
-/// store that hangs, and must read nothing ahead.
+/// hanging store, and must read nothing ahead.
 #[test]
 fn readahead_waits_for_no_other_store() {
     let _exclusive = exclusive_test();
@@ -100,8 +100,8 @@ fn readahead_waits_for_no_other_store() {
     }
 }
 
-/// Reads a file sequentially, forward and backward, in small and large reads. Nearly all bytes must be read ahead in
-/// few transfers, and used.
+/// A file is read sequentially, forward and backward, in small and large reads. Nearly all bytes must be read ahead in
+/// few transfers, and must be used.
 #[test]
 fn sequential_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -125,8 +125,8 @@ fn sequential_reads_are_read_ahead() {
     }
 }
 
-/// Reads records at regular distances, forward and backward. The records must be read ahead, the bytes between them
-/// not.
+/// Records are read at regular distances, forward and backward. The records must be read ahead, and the bytes between
+/// them must not.
 #[test]
 fn strided_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -145,7 +145,7 @@ fn strided_reads_are_read_ahead() {
     }
 }
 
-/// Random reads in a large file must start no readahead. With `Advice::Random`, sequential reads must not start any
+/// Random reads in a large file must start no readahead. With `Advice::Random`, sequential reads must start none
 /// either.
 #[test]
 fn random_reads_start_no_readahead() {
@@ -199,7 +199,7 @@ impl Store for ZeroStore {
     }
 }
 
-/// Reads a file larger than the cache twice. Pages must be used before they are evicted, and the limit must hold.
+/// A file larger than the cache is read twice. Pages must be used before they are evicted, and the limit must hold.
 #[test]
 fn readahead_continues_when_the_cache_is_full() {
     let _exclusive = exclusive_test();
@@ -216,7 +216,7 @@ fn readahead_continues_when_the_cache_is_full() {
     assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
 }
 
-/// Reads a file of huge folios. Each must be read ahead as a whole.
+/// A file of huge folios is read. Each folio must be read ahead as a whole.
 #[test]
 fn huge_folios_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -284,7 +284,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert!(matches!(error, Error::Store { .. }) && error.errno() == 5);
     store.set_faults(Faults::default());
     read(&file, 2 * MIB, MIB);
-    // Some reads fail: the other pages can be read.
+    // Some reads fail. The other pages must be readable.
     store.set_faults(Faults { seed: 3, fail_per_mille: 500, ..Faults::default() });
     let mut good = 0;
     for page in 768..1024 {
@@ -319,8 +319,8 @@ fn truncation_during_readahead_leaks_nothing() {
     }
 }
 
-/// Readahead must stay within its share of the cache and within free room. Pinned pages must stay, and other readers
-/// must find room.
+/// Readahead must stay within its share of the cache and within the free room. Pinned pages must stay, and other
+/// readers must find room.
 #[test]
 fn readahead_is_limited() {
     let _exclusive = exclusive_test();
@@ -338,20 +338,20 @@ fn readahead_is_limited() {
     drop(pins);
     assert!(matches!(file.will_need(u64::MAX, 1), Err(Error::BadOffset { .. })));
     assert_eq!(file.will_need(100 * MIB as u64, 1).unwrap(), 0, "behind the end");
-    // Nothing is read ahead from a store without asynchronous reads.
+    // From a store without asynchronous reads, nothing may be read ahead.
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
     assert_eq!(plain.will_need(0, MIB as u64).unwrap(), 0);
     assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
 }
 
-/// Scans a file with `Reuse::Once`. The file's pages must be evicted first, so that another file stays in memory.
+/// A file is scanned with `Reuse::Once`. Its pages must be evicted first, so that another file stays in memory.
 #[test]
 fn pages_used_once_are_evicted_first() {
     let _exclusive = exclusive_test();
     let (cache, store, other) = (cache(4 * MIB), delayed_store(32 * MIB), delayed_store(3 * MIB));
     let (scanned, kept) = (open(&cache, &store), open(&cache, &other));
     kept.advise(Advice::Random);
-    // Reads the file once, so by its uses alone its pages would be evicted like scanned ones.
+    // Reads the other file only once. By uses alone, its pages would be evicted like those of the scanned file.
     (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
     let reads = other.calls().reads;
     scanned.advise_reuse(Reuse::Once);

@@ -46,7 +46,7 @@ fn open(cache: &PageCache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Waker of an executor with one task: wakes the thread that sleeps until the task can continue.
+/// Waker of an executor with one task. It wakes the thread that sleeps until the task can continue.
 struct Unpark(Thread);
 
 impl Wake for Unpark {
@@ -68,9 +68,9 @@ fn block_on<F: Future>(future: F) -> F::Output {
 
 /// A waker that counts its calls.
 #[derive(Default)]
-struct Count(AtomicUsize);
+struct CountingWaker(AtomicUsize);
 
-impl Count {
+impl CountingWaker {
     fn new() -> (Arc<Self>, Waker) {
         let count = Arc::new(Self::default());
         (count.clone(), Waker::from(count))
@@ -81,7 +81,7 @@ impl Count {
     }
 }
 
-impl Wake for Count {
+impl Wake for CountingWaker {
     fn wake(self: Arc<Self>) {
         self.0.fetch_add(1, SeqCst);
     }
@@ -111,14 +111,14 @@ fn futures_can_be_sent_between_threads() {
     require_send_and_sync::<Pin<'static>>();
 }
 
-/// Two threads poll one future with different wakers. When the bytes are in memory, only the latest waker must be
-/// called.
+/// Two threads poll one future with different wakers. When the bytes are in memory, only the waker of the last poll
+/// must be called.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
-    let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
+    let ((first, first_waker), (second, second_waker)) = (CountingWaker::new(), CountingWaker::new());
     let mut to = vec![0; 3 * PAGE];
     let mut reading = Box::pin(file.read_async(&mut to, 100));
     assert!(reading.as_mut().poll(&mut Context::from_waker(&first_waker)).is_pending());
@@ -137,8 +137,8 @@ fn the_latest_waker_is_called() {
     assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
-/// Many tasks run in an executor of two threads, which creates a waker for each poll and moves tasks between its
-/// threads. Every task must complete.
+/// Many tasks run in an executor with two threads. The executor creates a waker for each poll and moves tasks between
+/// its threads. Every task must complete.
 #[test]
 fn many_tasks_run_on_two_threads() {
     const TASKS: usize = 200;
@@ -205,14 +205,15 @@ fn many_tasks_run_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread need one page. The store must be read once for all three. Other pages can be read meanwhile.
+/// Two tasks and a thread need one page. The store must be read only once for all three. Other pages must be readable
+/// at the same time.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
     store.hold();
-    let ((one, waker), mut context) = (Count::new(), Context::from_waker(Waker::noop()));
+    let ((one, waker), mut context) = (CountingWaker::new(), Context::from_waker(Waker::noop()));
     let (mut first, mut second) = (pin!(file.pin_async(0)), pin!(file.pin_async(5)));
     assert!(first.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     assert!(second.as_mut().poll(&mut context).is_pending());
@@ -229,8 +230,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.calls().reads, 2);
 }
 
-/// A fetch must start reads of the whole range, as far as the cache's share allows. A pin of a range must need one
-/// transfer.
+/// A fetch must start reads of the whole range, with up to a sixteenth of the cache in flight. A pin of a range must
+/// need only one transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
     let (cache, store) = (cache(16 * MIB), delayed_store(8 * MIB));
@@ -259,7 +260,7 @@ fn reads_of_dropped_futures_continue() {
     drop(file.pin_async(0));
     assert_eq!(store.calls().reads, 0, "it does nothing before it is polled");
     store.hold();
-    let (count, waker) = Count::new();
+    let (count, waker) = CountingWaker::new();
     let mut pinning = Box::pin(file.pin_async(0));
     assert!(pinning.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     drop(pinning);
@@ -270,8 +271,8 @@ fn reads_of_dropped_futures_continue() {
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
 
-/// A failed read must leave no page in the cache. Two tasks then wait for one read that fails: the task that started
-/// the read must get the error, and the other task must read the page itself.
+/// A failed read must leave no page in the cache. In the second part, two tasks wait for one read that fails. The task
+/// that started the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
@@ -284,7 +285,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
     let mut context = Context::from_waker(Waker::noop());
     let (mut starts, mut waits) = (Box::pin(file.fetch(0, 9)), Box::pin(file.fetch(0, 9)));
     assert!(starts.as_mut().poll(&mut context).is_pending() && waits.as_mut().poll(&mut context).is_pending());
-    // The outcome of the first read is decided already; from here on all reads succeed.
+    // The result of the first read is already decided. All later reads succeed.
     store.set_faults(Faults::default());
     store.release();
     assert!(block_on(starts).is_err() && block_on(waits).is_ok());
@@ -316,7 +317,7 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     let file = cache.open(shared.clone()).unwrap();
     store.hold();
     assert!(Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context).is_pending());
-    // Dropping cancels the read although the store still holds it.
+    // The drop must cancel the read, although the store still has it.
     drop(file);
     assert_eq!((Arc::strong_count(&shared), cache.charged_bytes()), (1, 0));
     store.release();
@@ -331,7 +332,7 @@ fn futures_work_with_every_kind_of_file() {
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
     drop(pins);
-    // After a failed eviction the next one is delayed, so this may fail for a while.
+    // After a failed eviction, the next eviction is delayed. So the fetch may fail for a while.
     wait_until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
     drop(file);
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
@@ -367,7 +368,8 @@ fn system_files_are_read_by_futures() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// The store hangs. Calls must fail when their timeout ends. Their reads continue, and later calls must find the bytes.
+/// The store hangs. Calls must fail at the end of their timeout. Their reads must continue, and later calls must find
+/// the bytes.
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
@@ -386,14 +388,14 @@ fn calls_time_out_if_the_store_hangs() {
     is_late(file.read_at(&mut [0; 8], PAGE as u64));
     assert!(stats::get(Counter::ReadsLate) >= late + 5);
     assert_eq!(store.calls().reads, 2, "each page is asked for once");
-    // Cached data is available; a whole page needs no read from the store.
+    // Cached data must be available. A write of a whole page needs no read from the store.
     assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
     assert_read(&file, 5 * PAGE, &[9; PAGE]);
     store.release();
     wait_until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
     assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
     assert_eq!(store.calls().reads, 2);
-    // With the given timeout, a read that fails in time reports its cause.
+    // A read that fails within the timeout must report its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
 }

@@ -1,8 +1,8 @@
 //! Tests that all bytes that a program synced are in the file, at whatever time the program is killed.
 //!
-//! The program is this test again, in a child process. In each round it sometimes truncates or extends the file, writes
-//! some ranges, syncs all of the file or one range, and reports the sync. The operations follow from a seed and the
-//! number of the round, so the parent knows the expected contents.
+//! The program is a child process that runs this test again. In some rounds it first truncates or extends the file. In
+//! each round it writes some ranges, syncs the whole file or one range, and reports the sync. The operations follow
+//! from a seed and the number of the round, so the parent knows the expected contents.
 
 use pagemill_cache::mapping::PageCache;
 use pagemill_store::FileStore;
@@ -37,7 +37,7 @@ struct Round {
     /// New length of the file, set before the round's writes.
     size: Option<usize>,
     ranges: Vec<(Range<usize>, u8)>,
-    /// The round syncs its last range only.
+    /// The round syncs only its last range.
     is_partial: bool,
 }
 
@@ -91,8 +91,8 @@ impl Drop for KilledChild {
     }
 }
 
-/// The allowed values of each byte, the current length, and the allowed lengths. A byte behind the end of the file
-/// counts as 0.
+/// The allowed values of each byte, the current length, and the allowed lengths. A byte beyond the end of the file has
+/// the value 0.
 struct Expected {
     bytes: Vec<Vec<u8>>,
     size: usize,
@@ -134,13 +134,13 @@ impl Expected {
         }
     }
 
-    /// Allows only the latest value of each byte in `range`.
+    /// Removes all allowed values except the latest one from each byte in `range`.
     fn keep_latest_value(&mut self, range: Range<usize>) {
         self.bytes[range].iter_mut().for_each(|values| drop(values.drain(..values.len() - 1)));
     }
 }
 
-/// Runs the program on the file, kills it after a while, and checks each byte. Returns the number of rounds that were
+/// Runs the program on the file, kills it after some time, and checks each byte. Returns the number of rounds that were
 /// synced.
 fn kill_once(path: &Path, seed: u64) -> u64 {
     let mut expected = Expected::new(fs::read(path).unwrap());
@@ -150,7 +150,7 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
     let mut program = KilledChild(command.spawn().unwrap());
     let mut lines = BufReader::new(program.0.stdout.take().unwrap()).lines().map_while(Result::ok);
     let is_synced = |line: &String| line.contains("synced ");
-    // Waits for one or two rounds, then for a part of another one.
+    // Waits for one or two rounds, and then for some part of another round.
     let wanted = 1 + random_number(seed, 0, 100) % 2;
     let mut rounds = lines.by_ref().filter(is_synced).take(wanted as usize).count() as u64;
     std::thread::sleep(Duration::from_micros(random_number(seed, 0, 101) % 6000));
@@ -189,6 +189,6 @@ fn synced_bytes_survive_kills() {
     fs::write(&path, vec![0; MAX_FILE_BYTES]).unwrap();
     let rounds: Vec<u64> = (0..KILL_COUNT).map(|seed| kill_once(&path, seed)).collect();
     fs::remove_file(&path).unwrap();
-    // Each child process synced at least one round, although the previous one was killed immediately before.
+    // Each child process must have synced at least one round, although the previous child was killed just before.
     assert!(rounds.iter().all(|rounds| *rounds > 0), "it was killed before it did anything: {rounds:?}");
 }

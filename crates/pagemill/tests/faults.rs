@@ -1,6 +1,6 @@
 //! Tests of invalid input and failures: each must have its own error and change nothing. A later request may succeed.
 //!
-//! The tests run one after the other, because some read the process's counters or fork.
+//! The tests run one after the other, because some read the counters of the process, and some fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
 
 use pagemill_core::Error;
@@ -47,7 +47,7 @@ fn fill(addr: usize, size: usize, byte: u8) {
     unsafe { std::ptr::write_bytes(addr as *mut u8, byte, size) };
 }
 
-/// Returns the position of the first byte that differs from `byte`.
+/// Returns the position of the first byte that is not `byte`.
 fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
     // SAFETY: callers pass live allocations that no thread writes meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, size) };
@@ -119,7 +119,7 @@ fn impossible_sizes_are_errors() {
             pagemill.heap.allocate(size, 1).map(drop).unwrap_err(),
             pagemill.heap.allocate(size, 1 << 20).map(drop).unwrap_err(),
             pagemill.heap.allocate_zeroed(size, 1).map(drop).unwrap_err(),
-            // SAFETY: live; refused, so still valid.
+            // SAFETY: the allocation is live. It stays valid, because the resize is refused.
             unsafe { pagemill.heap.resize(kept, size) }.map(drop).unwrap_err(),
         ] {
             assert!(matches!(error, Error::NoAddresses { .. }), "{size}: {error}");
@@ -143,7 +143,7 @@ fn a_double_free_is_reported() {
             for _ in 0..2 {
                 let before = (charge_of(pagemill), pagemill.heap.free_bytes());
                 let is_named = |error: Error| matches!(error, Error::FreedBefore { addr, len_bytes } if (addr, len_bytes) == (freed, len));
-                // SAFETY: wrong on purpose; the heap refuses.
+                // SAFETY: the address is invalid on purpose; the heap rejects it.
                 unsafe {
                     assert!(is_named(pagemill.heap.free(freed).unwrap_err()));
                     assert!(is_named(pagemill.heap.resize(freed, 5 * MIB).unwrap_err()));
@@ -161,14 +161,14 @@ fn a_double_free_is_reported() {
     }
 }
 
-/// The inside of an allocation, an address between slots, and foreign addresses must not count as allocations.
+/// The heap must reject addresses inside of an allocation, between slots, and outside of the heap.
 #[test]
 fn foreign_and_interior_frees_are_reported() {
     let _exclusive = exclusive_test();
     let pagemill = Testbed::for_test();
     let (small, big) = (filled(pagemill, 80 * KIB, 1), filled(pagemill, 5 * MIB, 2));
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
-    // SAFETY: a new extent.
+    // SAFETY: the pages are in a new extent, which only this test uses.
     unsafe { pagemill.arena.commit(extent, BLOCK_BYTES) }.unwrap();
     let on_stack = 0u64;
     let other = Testbed::for_test();
@@ -184,13 +184,13 @@ fn foreign_and_interior_frees_are_reported() {
         small + 1,
         small + 16 * KIB,
         small + 64 * KIB,
-        small + 80 * KIB, // the next slot of the span: never allocated
+        small + 80 * KIB, // the next slot of the span, which was never allocated
         big + 64 * KIB,
         big + BLOCK_BYTES,
         big + 6 * MIB,
         pagemill.heap.base() + (63 << 30),
     ] {
-        // SAFETY: wrong on purpose; the heap refuses.
+        // SAFETY: the address is invalid on purpose; the heap rejects it.
         let errors = unsafe { [pagemill.heap.free(addr).err(), pagemill.heap.resize(addr, 70 * KIB).err()] };
         for error in errors.into_iter().chain([pagemill.heap.usable_bytes(addr).err()]) {
             let error = error.unwrap_or_else(|| panic!("{addr:#x} was taken for an allocation"));
@@ -204,7 +204,8 @@ fn foreign_and_interior_frees_are_reported() {
     free(pagemill, big);
 }
 
-/// Fills a heap with 128 MiB of addresses. Further allocations must fail, and freed memory must be allocated again.
+/// Allocations fill a heap with 128 MiB of addresses. Further allocations must fail. After a free, the memory must be
+/// allocated again.
 #[test]
 fn exhausted_address_space_recovers() {
     let _exclusive = exclusive_test();
@@ -238,7 +239,7 @@ fn exhausted_address_space_recovers() {
     assert!(matches!(error, Error::NoAddresses { .. }), "{error}");
 }
 
-/// Without huge pages, small pages must be used, charged when measured, and counted.
+/// Without huge pages, the heap must use small pages, charge them when it measures resident memory, and count them.
 #[test]
 fn small_pages_are_used_and_counted() {
     let _exclusive = exclusive_test();
@@ -255,7 +256,7 @@ fn small_pages_are_used_and_counted() {
     assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A slot that was never touched is purged. When the slot is used again, it must be made resident and charged.
+/// A slot that was never touched is purged. At its next use, the slot must be made resident and charged.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
@@ -270,17 +271,17 @@ fn an_untouched_slot_is_charged_later() {
     }
 }
 
-/// If the kernel refuses huge pages to this process, small pages must be used, and counted as a fallback.
+/// If the kernel refuses huge pages to this process, the heap must use small pages and count that as a fallback.
 #[test]
 fn refused_huge_pages_fall_back_to_small_ones() {
     let _exclusive = exclusive_test();
-    // SAFETY: a setting of this process, reverted below.
+    // SAFETY: changes a setting of this process, which is reverted below.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
     let fallbacks = stats::get(Counter::BlocksFallback);
     let pagemill = Testbed::for_test();
     let addr = filled(pagemill, 500 * KIB, 9);
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
-    // SAFETY: a new extent.
+    // SAFETY: the pages are in a new extent, which only this test uses.
     unsafe { pagemill.arena.commit(extent, 64 * KIB) }.unwrap();
     fill(extent, 64 * KIB, 8);
     // SAFETY: as above.
@@ -291,7 +292,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!((first_other(addr, 500 * KIB, 9), first_other(extent, 64 * KIB, 8)), (None, None));
     free(pagemill, addr);
     purge(pagemill);
-    // SAFETY: committed, not used again.
+    // SAFETY: the pages are committed and are not used again.
     unsafe { pagemill.arena.decommit(extent, 64 * KIB) };
     assert_eq!(charge_of(pagemill), 0);
 }
@@ -313,11 +314,11 @@ fn software_pages_are_populated_completely() {
         purge(pagemill);
         assert_eq!(charge_of(pagemill), 0);
         let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
-        // SAFETY: a new extent.
+        // SAFETY: the pages are in a new extent, which only this test uses.
         unsafe { pagemill.arena.commit(extent + bytes / 2, os_page_bytes()) }.unwrap();
         assert_eq!(pagemill.account.resident(), bytes as u64);
         assert_eq!(resident(extent, 2 * BLOCK_BYTES), bytes as u64);
-        // SAFETY: committed, not used again.
+        // SAFETY: the pages are committed and are not used again.
         let freed = unsafe { pagemill.arena.decommit(extent + bytes / 2, os_page_bytes()) };
         assert_eq!((freed, pagemill.account.resident()), (bytes as u64, 0));
     }
@@ -360,8 +361,8 @@ fn slots_return_to_their_node() {
     .unwrap();
 }
 
-/// An allocation over the limit must fail with the numbers and charge nothing. After all allocations are freed, a
-/// larger allocation must succeed within the limit.
+/// An allocation over the limit must fail with the numbers in the error, and must charge nothing. After all allocations
+/// are freed, a larger allocation within the limit must succeed.
 #[test]
 fn a_failed_allocation_reports_the_numbers() {
     let _exclusive = exclusive_test();
@@ -402,8 +403,8 @@ fn a_limit_of_zero_refuses_everything() {
     assert_eq!(pagemill.account.resident(), 0);
 }
 
-/// A free 32 MiB slot was used once, and other allocations fill the limit. A calloc for the slot may fail or be granted
-/// untouched, but must not leak the slot: without the others, an allocation must return the same slot.
+/// A free 32 MiB slot was used before, and other allocations fill the limit. A calloc of that size may fail, or be
+/// granted untouched. The slot must not be lost: after the other allocations are freed, an allocation must return it.
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
     let _exclusive = exclusive_test();
@@ -422,8 +423,8 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// Resizes an allocation to a smaller size at the limit. The resize must succeed, or all bytes must still be there.
-/// Both allocations were overcommitted, and touched later.
+/// At the limit, an allocation is resized to a smaller size. Both allocations of the test were overcommitted and
+/// touched later. The resize must succeed, or all bytes must still be there.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _exclusive = exclusive_test();
@@ -439,13 +440,13 @@ fn a_refused_shrink_loses_no_byte() {
     assert_eq!(first_other(addrs[0], kept, 1), None, "refused, but bytes are lost");
 }
 
-/// Locked memory cannot be discarded, so the heap must not treat it as zero afterwards.
+/// The kernel cannot discard locked memory, so the heap must not treat such memory as zero afterwards.
 #[test]
 fn locked_memory_is_not_treated_as_zero() {
     let _exclusive = exclusive_test();
     for (pagemill, size) in [(in_small_pages(), 256 * KIB), (in_small_pages(), 3 * MIB), (Testbed::for_test(), MIB)] {
         let addr = filled(pagemill, size, 7);
-        // SAFETY: a live allocation.
+        // SAFETY: the bytes are a live allocation of this test.
         if unsafe { libc::mlock(addr as *const _, size) } != 0 {
             println!("skipped: may not lock memory");
             return;
@@ -478,7 +479,7 @@ fn a_moved_allocation_is_charged() {
     assert_eq!(charge_of(pagemill), 32 << 20);
 }
 
-/// An allocation that was moved is freed and purged. A calloc must then return the slot with all bytes zero.
+/// An allocation is moved, freed and purged. A calloc must then return the slot with all bytes zero.
 #[test]
 fn a_moved_allocation_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -499,8 +500,8 @@ fn a_moved_allocation_is_purged_completely() {
     assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
 }
 
-/// The bytes of a slot beyond the requested size belong to the program, too. The test writes them, then frees and
-/// purges the slot. These bytes must then be gone.
+/// The program may use the bytes of a slot beyond the requested size. The test writes these bytes, and frees and purges
+/// the slot. These bytes must then be gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _exclusive = exclusive_test();
@@ -515,8 +516,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split to purge a part of it. Once the rest of the block is free, a purge must return the whole block,
-/// also bytes that were never allocated.
+/// A huge page is split, because a part of it is purged. When the rest of the block is free, a purge must return the
+/// whole block, including bytes that were never allocated.
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -538,7 +539,7 @@ fn a_slot_across_blocks_is_purged_completely() {
     let _exclusive = exclusive_test();
     let pagemill = Testbed::for_test();
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 384 * KIB, 1)).collect();
-    // The second block is split: two slots of it are free, the others live.
+    // The second block is split: two of its slots are free, and the others are live.
     slots[7..9].iter().for_each(|addr| free(pagemill, *addr));
     assert!(purge(pagemill) > 0, "split");
     slots[..7].iter().chain(&slots[10..]).for_each(|addr| free(pagemill, *addr));
@@ -549,8 +550,8 @@ fn a_slot_across_blocks_is_purged_completely() {
     assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A block that was once a huge page and was overcommitted later may become resident as a whole with one touch. A purge
-/// must then return the whole block.
+/// A block was once a huge page and was overcommitted later. One touch may make all of it resident. A purge must then
+/// return the whole block.
 #[test]
 fn a_block_populated_by_a_touch_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -569,8 +570,8 @@ fn a_block_populated_by_a_touch_is_purged_completely() {
     assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that was purged because of the limit must be charged again before it is reused. Set up: half of each block is
-/// purged, and other blocks use up the room, so that no room is left for the purged halves.
+/// A slot that was purged because of the limit must be charged again before it is reused. For this, half of each block
+/// is purged, and other blocks use up the room below the limit. So there is no room left for the purged halves.
 #[test]
 fn a_purged_part_is_admitted_again() {
     let _exclusive = exclusive_test();
@@ -690,7 +691,7 @@ fn a_fork_child_leaves_the_parent_alone() {
 }
 
 /// A fork child frees inherited memory, purges, and allocates again. Its account must charge nothing at first and after
-/// the purge, and then all that was written.
+/// the purge, and then all bytes that the child wrote.
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();
@@ -715,7 +716,7 @@ fn a_fork_child_counts_for_itself() {
 }
 
 /// While a fork child lives, the kernel moves only pages that the child does not share. The parent has 16 MiB in small
-/// pages and has rewritten the first page, so that page is not shared. A realloc must keep every byte.
+/// pages and has rewritten the first page, so only that page is not shared. A realloc must keep every byte.
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _exclusive = exclusive_test();
@@ -727,7 +728,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             loop {
-                // SAFETY: no arguments.
+                // SAFETY: the call has no arguments.
                 unsafe { libc::pause() };
             }
         }
@@ -748,7 +749,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     }
 }
 
-/// Overcommitted memory can exceed the limit only by being touched. Once a measurement has charged it, the next request
+/// Overcommitted memory can exceed the limit when it is touched. Once a measurement has charged it, the next request
 /// must be refused.
 #[test]
 fn touched_overcommitted_memory_is_charged() {
@@ -765,8 +766,8 @@ fn touched_overcommitted_memory_is_charged() {
     filled(pagemill, MIB, 1);
 }
 
-/// A slot got only the first pages of another slot, because a fork child shares the rest. The slot must not be treated
-/// as zero.
+/// A fork child shares most pages of a slot, so only the first pages move into another slot. The heap must not treat
+/// the pages that did not move as zero.
 #[test]
 fn partly_moved_pages_are_not_treated_as_zero() {
     let _exclusive = exclusive_test();
@@ -778,7 +779,7 @@ fn partly_moved_pages_are_not_treated_as_zero() {
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         loop {
-            // SAFETY: no arguments.
+            // SAFETY: the call has no arguments.
             unsafe { libc::pause() };
         }
     }

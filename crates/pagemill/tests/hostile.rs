@@ -84,8 +84,8 @@ fn assert_no_secret(file: &Mapping, access: &str) {
     assert!(len == bytes.len() && !bytes.contains(&SECRET), "{access}: bytes of a dropped file");
 }
 
-/// Opens a store that fills no bytes, in a cache whose free memory has the bytes of a dropped file. The store's file
-/// must read zeros, whichever call brings its pages into memory, huge or small.
+/// A store fills no bytes. The free memory of its cache has the bytes of a dropped file. The store's file must read as
+/// zeros, whichever call brings its pages into memory, in huge and small folios.
 #[test]
 fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,8 +125,8 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
     }
 }
 
-/// A store panics in background writeback. The panic must be counted, and other files must be written back. The file of
-/// that store must be written back again once a sync has succeeded.
+/// A store panics in background writeback. The panic must be counted, and other files must be written back. Once a sync
+/// of that store's file has succeeded, the file must be written back again.
 #[test]
 fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback::default().age(Duration::from_millis(1));
@@ -150,7 +150,7 @@ fn a_panic_of_a_store_in_the_background_is_counted() {
     wait_until(|| panics.inner.bytes() == [9; PAGE]);
 }
 
-/// Chooses small folios. Panics when it decides about a collapse while its flag is set.
+/// Chooses small folios. If its flag is set, panics at the decision about a collapse.
 struct PanickingPolicy(Arc<AtomicBool>);
 
 impl Policy for PanickingPolicy {
@@ -199,7 +199,7 @@ fn transfers_continue_after_a_callback_panics() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store does not complete its writes. With a timeout, syncs must fail, and must succeed once the writes have
+/// A store does not complete its writes. With a timeout, syncs must fail. They must succeed once the writes have
 /// completed.
 #[test]
 fn a_sync_times_out_if_the_store_completes_nothing() {
@@ -221,7 +221,7 @@ fn a_sync_times_out_if_the_store_completes_nothing() {
     assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
-/// No offset and no length, however large, may make a call panic. The call must fail, or end at the end of the file.
+/// No offset and no length, however large, may make a call panic. The call must fail, or stop at the end of the file.
 #[test]
 fn extreme_offsets_and_lengths_do_not_panic() {
     let page = PAGE as u64;

@@ -1,5 +1,5 @@
-//! Tests of caches in reserved huge pages: a cache takes its pages when it is created and returns all of them when it
-//! ends. Skipped where no pages can be reserved.
+//! Tests of caches in reserved huge pages. A cache must take its pages when it is created, and return all of them when
+//! it ends. Skipped where no pages can be reserved.
 
 mod common;
 
@@ -16,22 +16,23 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 const PAGE: usize = 4 << 10;
-const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+const RESERVED_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 fn number(name: &str) -> Result<u64, String> {
-    let path = format!("{RESERVED}/{name}");
+    let path = format!("{RESERVED_FOLDER}/{name}");
     let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
     text.trim().parse().map_err(|_| format!("{path} says {text:?}"))
 }
 
-/// Returns the number of reserved pages that no mapping uses or has reserved.
+/// Returns the number of reserved pages that no mapping uses and that are not reserved for a mapping.
 fn free() -> u64 {
-    // The two files are not read atomically: while a mapping ends, more pages may be reserved for mappings than were
-    // free just before.
+    // The two files are not read at the same instant. While a mapping ends, the second number may be larger than the
+    // first.
     number("free_hugepages").unwrap().saturating_sub(number("resv_hugepages").unwrap())
 }
 
-/// Waits until `pages` are free. The kernel releases a ring's registered memory shortly after the ring is closed.
+/// Waits until `pages` pages are free. The kernel releases the registered memory of a ring some time after the ring is
+/// closed.
 fn assert_becomes_free(pages: u64) {
     let begun = Instant::now();
     while free() != pages && begun.elapsed() < Duration::from_secs(600) {
@@ -40,22 +41,22 @@ fn assert_becomes_free(pages: u64) {
     assert_eq!(free(), pages);
 }
 
-/// Returns the number of reserved pages before these tests. Pages that a failed test still uses count until the process
-/// ends.
-fn first_number() -> Result<u64, String> {
+/// Returns the number of reserved pages before these tests. It is read once, so pages that a failed test still uses are
+/// included until the process ends.
+fn initially_reserved() -> Result<u64, String> {
     static FIRST: OnceLock<Result<u64, String>> = OnceLock::new();
     FIRST.get_or_init(|| number("nr_hugepages")).clone()
 }
 
-/// Reserves additional huge pages, and restores the previous number on drop. The field is that number.
-struct MoreReserved(u64);
+/// Reserves additional huge pages. The field is the previous number, which is restored on drop.
+struct AdditionalPages(u64);
 
-impl MoreReserved {
+impl AdditionalPages {
     fn reserve(pages: u64) -> Result<Self, String> {
-        // Without background threads no cache lives longer than the test that created it.
+        // Without background threads, no cache exists longer than the test that created it.
         pagemill().caches.collapse_by_hand();
-        let path = format!("{RESERVED}/nr_hugepages");
-        let more = Self(first_number()?);
+        let path = format!("{RESERVED_FOLDER}/nr_hugepages");
+        let more = Self(initially_reserved()?);
         let wanted = more.0 + pages;
         fs::write(&path, wanted.to_string()).map_err(|error| format!("{path}: {error}"))?;
         match number("nr_hugepages")? {
@@ -65,9 +66,9 @@ impl MoreReserved {
     }
 }
 
-impl Drop for MoreReserved {
+impl Drop for AdditionalPages {
     fn drop(&mut self) {
-        let _ = fs::write(format!("{RESERVED}/nr_hugepages"), self.0.to_string());
+        let _ = fs::write(format!("{RESERVED_FOLDER}/nr_hugepages"), self.0.to_string());
     }
 }
 
@@ -92,20 +93,20 @@ fn check(file: &Mapping, bytes: &[u8]) {
     assert!(read == bytes);
 }
 
-/// Bytes of reserved pages of this process, as the kernel reports them.
+/// Returns the bytes of reserved pages that this process uses, as the kernel reports them.
 fn own_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// Creates two caches, one after the other. Each must have its pages from its creation to its end, without a charge.
-/// Huge and small folios can use the whole limit, and no page is returned before the end. The second cache must not see
-/// the contents of the first one.
+/// Two caches are created, one after the other. Each must have its pages from its creation to its end, without a
+/// charge. Huge and small folios must be able to use the whole limit, and no page may be returned before the end. The
+/// second cache must not expose contents of the first one.
 #[test]
 fn caches_take_reserved_pages_and_return_them() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(4) {
+    let _more = match AdditionalPages::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -125,7 +126,7 @@ fn caches_take_reserved_pages_and_return_them() {
         let usage = cache.usage();
         assert_eq!((usage.is_hugetlb, usage.huge, usage.charged), (true, bytes.len() as u64, bytes.len() as u64));
         assert!(matches!(file.write_at(b"x", bytes.len() as u64), Err(Error::NoMemory { .. })));
-        // Frees one huge folio and allocates small ones in its place.
+        // Frees one huge folio, and allocates small folios in its place.
         file.truncate(2 * BLOCK_BYTES as u64).unwrap();
         cache.set_huge(false);
         let little = cache.create().unwrap();
@@ -143,11 +144,12 @@ fn caches_take_reserved_pages_and_return_them() {
     }
 }
 
-/// A huge folio in reserved pages must not be split: a file that ends inside the folio keeps all of its memory.
+/// A huge folio in reserved pages must not be split. A file that ends inside of the folio must keep all of the folio's
+/// memory.
 #[test]
 fn reserved_pages_are_not_split() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(3) {
+    let _more = match AdditionalPages::reserve(3) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -163,11 +165,11 @@ fn reserved_pages_are_not_split() {
     assert!(end.iter().all(|byte| *byte == 0));
 }
 
-/// Too few pages are free. Creating a cache must fail with the reason, or use ordinary memory. No page may leak.
+/// Too few pages are free. The creation of a cache must fail with the reason, or use ordinary memory. No page may leak.
 #[test]
 fn too_few_reserved_pages_are_reported() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(2) {
+    let _more = match AdditionalPages::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -201,7 +203,7 @@ fn too_few_reserved_pages_are_reported() {
 #[test]
 fn children_have_no_reserved_pages() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(2) {
+    let _more = match AdditionalPages::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -239,11 +241,11 @@ fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
 }
 
 /// A ring has registered reserved pages. Reclaim must not request them, and a fork child must not map them. The pages
-/// must be returned when their last user, the queue, is dropped.
+/// must be returned when the queue, their last user, is dropped.
 #[test]
 fn registered_reserved_pages_are_returned() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(4) {
+    let _more = match AdditionalPages::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -282,11 +284,11 @@ impl Policy for EveryOtherHuge {
 }
 
 /// Two threads write and read files twice as long as the cache, in huge and in small folios. The cache has one block
-/// more than its limit. Both threads must find room, and read what they wrote.
+/// more than its limit. Both threads must find room and read the bytes that they wrote.
 #[test]
 fn threads_find_room_in_reserved_pages() {
     let _exclusive = exclusive_test();
-    let _more = match MoreReserved::reserve(5) {
+    let _more = match AdditionalPages::reserve(5) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };

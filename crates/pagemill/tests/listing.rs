@@ -57,7 +57,7 @@ fn strict_marks_are_listed_as_strict() {
     let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(4 << 20, Behaviour::Full).unwrap();
     let half = range.len_bytes() / 2;
-    // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
+    // SAFETY: there are no references to the bytes of the held range, which is unmarked before it is dropped.
     let call = |at, mode| unsafe { pagemill().vranges.vrange(range.addr() + at, half, mode, How::Partial) };
     match call(0, Mode::VolatileStrict) {
         Err(Error::Unsupported { what }) => return println!("skipped: {what}"),
@@ -77,7 +77,7 @@ fn strict_marks_are_listed_as_strict() {
     }
 }
 
-/// Marks more ranges than a list can contain. The length of the file must be limited, and the list must report the
+/// More ranges are marked than a list can contain. The length of the file must be limited, and the list must report the
 /// number of missing marks.
 #[test]
 fn the_length_of_a_list_is_limited() {
@@ -89,7 +89,7 @@ fn the_length_of_a_list_is_limited() {
     // SAFETY: a new mapping replaces nothing.
     let area = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     assert_ne!(area, libc::MAP_FAILED);
-    // SAFETY: memory of this test without references to it; unmarked before it is unmapped.
+    // SAFETY: there are no references to this memory of the test, which is unmarked before it is unmapped.
     let call = |at: usize, len, mode| unsafe { pagemill().vranges.vrange(area as usize + at, len, mode, How::Full) };
     (0..count).for_each(|index| _ = call(2 * index * page, page, Mode::Volatile).unwrap());
     let bytes = written();
@@ -100,12 +100,12 @@ fn the_length_of_a_list_is_limited() {
     assert_eq!(pagemill().vranges.list().len(), count);
     call(0, len, Mode::Nonvolatile).unwrap();
     assert!(pagemill().vranges.list().is_empty());
-    // SAFETY: the mapping made above, unmarked.
+    // SAFETY: the mapping was made above and is unmarked.
     unsafe { libc::munmap(area, len) };
 }
 
 /// Ranges are allocated, marked, pinned and dropped while they are listed. Each list must have every range that exists
-/// throughout exactly once, and no range that never existed.
+/// during the whole listing exactly once. It must have no range that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();

@@ -1,4 +1,5 @@
-//! Tests of files in a cache: a comparison with a vector of bytes, invalid input, limits, and the return of memory.
+//! Tests of files in a cache: their bytes equal those of a vector, invalid input fails, limits hold, and memory is
+//! returned.
 
 mod common;
 
@@ -59,17 +60,18 @@ enum Step {
 #[derive(Clone, Debug)]
 struct Offset(Index, i8);
 
+/// The length of a range in a step.
 #[derive(Clone, Debug)]
 struct Length(Index, u8);
 
 /// Maximum size of files in the model.
-const MOST_BYTES: usize = 11 * MIB;
+const MAX_FILE_BYTES: usize = 11 * MIB;
 
 impl Offset {
     fn bytes(&self, page: usize) -> usize {
         let unit = if self.1 & 1 == 0 { page } else { BLOCK_BYTES.max(page) };
-        let at = self.0.index(MOST_BYTES / unit + 1) * unit;
-        at.saturating_add_signed(isize::from(self.1) / 2).min(MOST_BYTES)
+        let at = self.0.index(MAX_FILE_BYTES / unit + 1) * unit;
+        at.saturating_add_signed(isize::from(self.1) / 2).min(MAX_FILE_BYTES)
     }
 }
 
@@ -208,7 +210,7 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps:
         apply(&file, &mut model, page, step);
     }
     cache.collapse_waiting(usize::MAX);
-    // Recently written folios are checked in the second round.
+    // The first round skips folios that were written recently; the second round checks them.
     (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
     assert_seeks_agree(&file, &model);
@@ -223,7 +225,7 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps:
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn files_of_small_pages_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
+    fn files_of_small_pages_equal_vectors(steps in prop::collection::vec(step(), 1..40)) {
         assert_same_as_bytes(4 * KIB, |settings| settings, &steps);
     }
 
@@ -233,14 +235,14 @@ proptest! {
     }
 
     #[test]
-    fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_whose_folios_are_never_split_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
         let choose = |settings: Builder| settings.policy(Always).split(false);
         assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
     #[test]
-    fn files_of_pages_of_a_block_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_of_pages_of_a_block_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
         assert_same_as_bytes(BLOCK_BYTES, |settings| settings, &steps);
     }
 
@@ -286,8 +288,8 @@ fn invalid_requests_fail() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// Writes until the limit is reached. The last write must be short, and the next one must fail with the numbers.
-/// Existing data must stay, and freed pages must be usable.
+/// Writes continue until the limit is reached. The last write must be short, and the next one must fail with the
+/// numbers in the error. Existing data must stay, and freed pages must be usable again.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -304,7 +306,7 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// If no huge folio fits, small folios must be used, and a counter must report that. The write must succeed.
+/// If no huge folio fits, the cache must use small folios and count that. The write must succeed.
 #[test]
 fn huge_folios_fall_back_to_small_ones() {
     let pagemill = pagemill_without_threads();
@@ -313,7 +315,7 @@ fn huge_folios_fall_back_to_small_ones() {
     let counted = || [Counter::HugeAllocated, Counter::HugeFallback].map(stats::get);
     let before = counted();
     assert_eq!(file.write_at(&vec![7; 3 * MIB], 0).unwrap(), 3 * MIB);
-    // Other tests count, too.
+    // Other tests increment the same counters, so they are only compared with the values before.
     assert!(counted().iter().zip(before).all(|(now, before)| *now > before), "{before:?}, {:?}", counted());
     let usage = cache.usage();
     assert_eq!((usage.huge, usage.small), (2 << 20, 1 << 20), "{usage:?}");
@@ -323,7 +325,7 @@ fn huge_folios_fall_back_to_small_ones() {
     assert_eq!(cache.usage().huge, 0, "switched off");
 }
 
-/// A cache is full of huge folios with unused parts. A write must free those parts before it can be refused.
+/// A cache is full of huge folios with unused parts. A write must free these parts before it is refused.
 #[test]
 fn unused_pages_of_huge_folios_make_room() {
     let pagemill = pagemill_without_threads();
@@ -372,7 +374,7 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
     }
 }
 
-/// The last possible pages of a file must be freed like all other pages.
+/// The last possible pages of a file must be freed like all others.
 #[test]
 fn the_last_possible_pages_are_freed() {
     let pagemill = pagemill_without_threads();
@@ -387,7 +389,7 @@ fn the_last_possible_pages_are_freed() {
     assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
 }
 
-/// Holes must read zero and use no memory, even if the policy prefers a folio for a hole.
+/// Holes must read as zeros and use no memory, even if the policy prefers a folio for a hole.
 #[test]
 fn holes_need_no_memory() {
     let pagemill = Testbed::new(Layout::for_test(), MIB as u64).unwrap();
@@ -422,7 +424,8 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A page is truncated while it is pinned. The pin's bytes must stay, and the memory must be freed with the pin.
+/// A page is truncated while it is pinned. Its bytes must stay readable through the pin, and its memory must be freed
+/// when the pin is dropped.
 #[test]
 fn pinned_bytes_survive_truncation() {
     let pagemill = pagemill_without_threads();
@@ -473,7 +476,7 @@ fn held_folios_are_exclusive() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
-/// A pin of a range must have one pin for each folio, from the first byte of the range on.
+/// A pin of a range must have one pin for each folio, beginning at the first byte of the range.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
     let pagemill = pagemill_without_threads();
@@ -491,7 +494,7 @@ fn ranges_are_pinned_folio_by_folio() {
     assert_eq!(file.pin_range(100, 64 * KIB).unwrap().len(), 17);
 }
 
-/// Several buffers must be written by one call, and read by one call, like a single buffer.
+/// One call must write several buffers, and one call must read them, with the result of a single buffer.
 #[test]
 fn vectored_calls_are_as_plain_ones() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -503,7 +506,7 @@ fn vectored_calls_are_as_plain_ones() {
     assert_eq!((first[49], first[50], second[2949], second[2950]), (1, 2, 2, 9));
 }
 
-/// Small folios that were written in order must be collapsed into a huge one with the same bytes.
+/// Small folios that were written in order must be collapsed into a huge folio with the same bytes.
 #[test]
 fn dense_ranges_become_huge() {
     let pagemill = pagemill_without_threads();
@@ -532,7 +535,7 @@ fn can_use_own_cache() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// Collapses must not use up a writer's room. Each page of a file as long as the limit is written, with collapses in
+/// Collapses must leave room for a writer. Each page of a file as long as the limit is written, with collapses in
 /// between.
 #[test]
 fn collapsing_leaves_room_for_writers() {
@@ -556,7 +559,7 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
+/// In a fork child, calls on the parent's cache must fail. The child must be able to create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let cache = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches).unwrap();

@@ -1,4 +1,4 @@
-//! Tests that the index of a page cache returns memory when files become sparse, also during reads and writes.
+//! Tests of the index of a page cache. It must return memory when files become sparse, also during reads and writes.
 #![allow(unsafe_code)] // fork
 
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -18,8 +18,8 @@ const SPAN: u64 = 64;
 /// Number of bytes that are written to a page.
 const SAMPLE: usize = 16;
 
-/// Lets one test at a time run: memory is freed once the readers of all tests have finished, one test forks, and
-/// counters belong to the process.
+/// Lets one test at a time run. Memory is freed only once the readers of all tests have finished, one test forks, and
+/// the counters belong to the process.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
@@ -48,7 +48,7 @@ fn punch(file: &Mapping, at: u64) {
     assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
 }
 
-/// Asserts that a page has its bytes, or reads zero if it does not exist.
+/// Asserts that a page has its bytes if `is_there`, and reads as zeros otherwise.
 fn assert_has(file: &Mapping, at: u64, is_there: bool) {
     let mut bytes = [0xEE; SAMPLE];
     assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");
@@ -80,8 +80,8 @@ fn shrink(pagemill: &Testbed) -> NodeInfo {
     info(pagemill).total
 }
 
-/// Five of six index nodes become empty. After a shrink, five of six slabs must be free, all bytes right, and the
-/// counters of the index must add up.
+/// Five of six index nodes become empty. After a shrink, five of six slabs must be free, all bytes must be right, and
+/// the counters of the index must add up.
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
@@ -115,8 +115,8 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Threads read, write and punch holes, and create and drop files, while another thread defragments the index
-/// continually. Pages that no thread removes must have their bytes at any time.
+/// Threads read, write and punch holes, and create and drop files. Meanwhile another thread continuously defragments
+/// the index. Pages that no thread removes must have their bytes at any time.
 #[test]
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
@@ -166,7 +166,7 @@ fn threads_use_files_while_their_index_is_packed() {
 }
 
 /// A fork child creates files with an index of its own, drops its parent's files without effect, and defragments its
-/// own index. The child must not wait for a thread of its parent that was reading at the fork.
+/// own index. The child must not wait for a thread of its parent that was reading at the time of the fork.
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
     let _exclusive = exclusive_test();

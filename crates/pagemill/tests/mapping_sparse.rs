@@ -1,5 +1,5 @@
-//! Tests that sparse huge folios are split in the background if they were not written for a while, and that other
-//! folios are not split.
+//! Tests of the background scan for sparse huge folios. Sparse huge folios that were not written for a while must be
+//! split, and other folios must not.
 
 mod common;
 
@@ -49,12 +49,12 @@ fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// The second round over the chunks must split sparse folios, and no dense ones. Later rounds must not check the dense
+/// The second round over the chunks must split sparse folios and no dense ones. Later rounds must not check the dense
 /// folios again.
 #[test]
 fn sparse_folios_are_split_and_dense_ones_stay() {
     let cache = cache();
-    // A folio is split if at least a quarter of it is zero.
+    // A folio must be split if at least a quarter of it is zero.
     let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
     let file = file(&cache, &full);
     let split = stats::get(Counter::HugeSplitBehind);
@@ -68,7 +68,7 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     assert_contents(&file, &full);
 }
 
-/// A step must check no more folios than requested, and successive steps must check each folio once.
+/// A step must check no more folios than requested. Together, successive steps must check each folio once.
 #[test]
 fn a_step_checks_the_requested_number_of_folios() {
     let cache = cache();
@@ -81,7 +81,7 @@ fn a_step_checks_the_requested_number_of_folios() {
     assert_contents(&file, &full);
 }
 
-/// A folio that is written between two rounds must not be split, even if sparse, until a round without a write. A
+/// A folio that is written between two rounds must not be split, even if it is sparse, until a round without a write. A
 /// pinned folio must not be split either.
 #[test]
 fn folios_in_use_are_not_split() {
@@ -101,7 +101,7 @@ fn folios_in_use_are_not_split() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// Folios that were found dense are zeroed or truncated. Then they must be checked again.
+/// Folios that were found dense are zeroed or truncated. They must then be checked again.
 #[test]
 fn zeroed_folios_are_checked_again() {
     let cache = cache();
@@ -132,7 +132,7 @@ fn split_folios_are_not_allocated_as_huge_again() {
     let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
     assert!(split.iter().sum::<u64>() > 0);
     let after = cache.usage();
-    // One page of the folio of zeros stays, which prevents a new huge folio there.
+    // One page of the folio of zeros remains, which prevents a new huge folio there.
     assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
     for round in 0..6 {
         assert_contents(&file, &full);
@@ -141,7 +141,7 @@ fn split_folios_are_not_allocated_as_huge_again() {
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
-    // Once the last page of the range is written, the policy is consulted again.
+    // Once the last page of the range is written, the policy must be consulted again.
     file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }

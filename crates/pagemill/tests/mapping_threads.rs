@@ -1,4 +1,4 @@
-//! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
+//! Tests of files that many threads use at the same time. No thread may find bytes of another file, or stale bytes.
 
 use pagemill_cache::mapping::policy::{Always, Auto};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};

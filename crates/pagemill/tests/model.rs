@@ -1,7 +1,7 @@
-//! Model tests of the heap and of extents: random operations, with all contents checked after each step.
+//! Model tests of the heap and of extents: random operations, after each of which all contents are checked.
 //!
-//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. Resident bytes come from the kernel, so the account is
-//! compared with an independent count.
+//! Each run prints its seed, and `PAGEMILL_TEST_SEED` repeats a run. The kernel reports the resident bytes, so the
+//! account is compared with an independent count.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
 use pagemill_core::Error;
@@ -40,8 +40,8 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// Returns a generator and prints its seed: a new seed for each run and salt, or the seed that `PAGEMILL_TEST_SEED`
-    /// sets.
+    /// Returns a generator and prints its seed. The seed is that in `PAGEMILL_TEST_SEED`, or a new one for each run and
+    /// `salt`.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
@@ -58,7 +58,7 @@ impl Random {
         self.next() % end.max(1)
     }
 
-    /// Returns a size that is uniform in its logarithm, so that small sizes are as frequent as large ones.
+    /// Returns a size whose logarithm is uniformly distributed, so that small sizes are as frequent as large ones.
     fn size(&mut self, min: usize, max: usize) -> usize {
         let octaves = u64::from((max / min).ilog2());
         let low = min << self.random_below(octaves);
@@ -102,7 +102,7 @@ impl Contents {
             return;
         }
         for (offset, mark) in self.checked_words() {
-            // SAFETY: inside the allocation; slots are aligned.
+            // SAFETY: the word is inside the allocation, and slots are aligned.
             unsafe { ((addr + offset) as *mut u64).write(mark) };
         }
     }
@@ -123,13 +123,13 @@ impl Contents {
             return;
         }
         for (offset, mark) in self.checked_words().filter(|(offset, _)| offset + 8 <= len) {
-            // SAFETY: inside the allocation.
+            // SAFETY: the bytes are inside the allocation.
             let found = unsafe { ((addr + offset) as *const u64).read() };
             assert_eq!(found, mark, "{when}: {addr:#x} + {offset:#x} changed ({self:?})");
         }
     }
 
-    /// Returns the minimum number of bytes that must be resident for these contents.
+    /// Returns how many bytes must at least be resident for these contents.
     fn least_resident_bytes(self, addr: usize) -> usize {
         let page = os_page_bytes();
         if self.size <= FILLED_BYTES {
@@ -155,8 +155,8 @@ fn resident_bytes(base: usize, len: usize) -> u64 {
     (counts.sum::<usize>() * page) as u64
 }
 
-/// Returns the memory of a range in bytes, without the shared zero page, which reading untouched memory maps at no
-/// cost. [`resident_bytes`] counts that page.
+/// Returns the memory of a range in bytes, without the shared zero page. A read of untouched memory maps that page at
+/// no cost, and [`resident_bytes`] counts it.
 fn resident_in_memory(start: usize, end: usize) -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_inside, mut kib) = (false, 0);
@@ -179,11 +179,11 @@ fn resident_in_memory(start: usize, end: usize) -> u64 {
 /// `addr` starts `size` bytes that no thread writes meanwhile.
 unsafe fn assert_zero(addr: usize, size: usize, what: &str) {
     let zeros = [0u8; 4096];
-    // Compares up to 4 MiB completely. Of larger ranges, compares the start of every 64 KiB, and the end.
+    // Compares up to 4 MiB completely. In a larger range, compares the start of every 64 KiB, and the end.
     let step = if size <= 4 << 20 { zeros.len() } else { 64 << 10 };
     for offset in (0..size).step_by(step).chain([size - size.min(zeros.len())]) {
         let len = zeros.len().min(size - offset);
-        // SAFETY: inside the allocation.
+        // SAFETY: the bytes are inside the allocation.
         let bytes = unsafe { std::slice::from_raw_parts((addr + offset) as *const u8, len) };
         assert!(*bytes == zeros[..len], "{what}: {addr:#x} + {offset:#x} is not zero");
     }
@@ -199,9 +199,11 @@ struct HeapModel {
     pagemill: &'static Testbed,
     random: Random,
     live: BTreeMap<usize, LiveAllocation>,
-    /// End of the highest allocation so far.
-    top: usize,
+    /// The end of the highest allocation so far.
+    highest_end: usize,
+    /// The limit of the account in bytes.
     limit: u64,
+    /// Number of requests that the heap refused.
     refusals: usize,
     max_bytes: usize,
 }
@@ -210,8 +212,8 @@ impl HeapModel {
     fn new(what: &str, layout: Layout, limit: u64, max_bytes: usize) -> Self {
         let pagemill = Testbed::new(layout, limit).unwrap();
         let random = Random::seeded(what, pagemill.heap.base() as u64);
-        let top = pagemill.heap.base();
-        Self { pagemill, random, live: BTreeMap::new(), top, limit, refusals: 0, max_bytes }
+        let highest_end = pagemill.heap.base();
+        Self { pagemill, random, live: BTreeMap::new(), highest_end, limit, refusals: 0, max_bytes }
     }
 
     fn run(&mut self, steps: usize) {
@@ -258,7 +260,7 @@ impl HeapModel {
             Ok(allocation) => {
                 let addr = allocation.addr.as_ptr() as usize;
                 if allocation.is_zero {
-                    // SAFETY: allocated just now.
+                    // SAFETY: the memory was allocated just now, and only this test uses it.
                     unsafe { assert_zero(addr, size, "reported as zero") };
                 }
                 self.add_live(addr, size, align);
@@ -273,7 +275,7 @@ impl HeapModel {
         match self.pagemill.heap.allocate_zeroed(size, align) {
             Ok(addr) => {
                 let addr = addr.as_ptr() as usize;
-                // SAFETY: allocated just now.
+                // SAFETY: the memory was allocated just now, and only this test uses it.
                 unsafe { assert_zero(addr, size, "allocate_zeroed") };
                 self.add_live(addr, size, align);
             }
@@ -284,10 +286,10 @@ impl HeapModel {
 
     fn add_live(&mut self, addr: usize, size: usize, align: usize) {
         let contents = Contents { size, seed: self.random.next() };
-        // SAFETY: allocated just now, owned by this test.
+        // SAFETY: the memory was allocated just now, and only this test uses it.
         unsafe { contents.write(addr) };
         let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
-        self.top = self.top.max(addr + usable);
+        self.highest_end = self.highest_end.max(addr + usable);
         let before = self.live.insert(addr, LiveAllocation { contents, align, usable });
         assert!(before.is_none(), "{addr:#x} was handed out twice");
     }
@@ -300,7 +302,7 @@ impl HeapModel {
     fn free(&mut self) -> &'static str {
         if let Some(addr) = self.random_live() {
             self.live.remove(&addr);
-            // SAFETY: live until now, not used again.
+            // SAFETY: the allocation was live and is not used again.
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
         }
         "free"
@@ -309,7 +311,7 @@ impl HeapModel {
     fn resize(&mut self) -> &'static str {
         let Some(addr) = self.random_live() else { return "nothing to resize" };
         let (size, _) = self.size_and_align();
-        // SAFETY: live; the old address is used again only if it is returned.
+        // SAFETY: the allocation is live. Its old address is used again only if the call returns it.
         match unsafe { self.pagemill.heap.resize(addr, size) } {
             Ok(new) => {
                 let old = self.live.remove(&addr).unwrap();
@@ -329,7 +331,7 @@ impl HeapModel {
         let before = self.pagemill.account.resident();
         let freed = self.pagemill.heap.shrink(want, urgency);
         let after = self.pagemill.account.resident();
-        // Measuring resident memory during the operation may find more than was charged before.
+        // The measurement of resident memory during the purge may find more memory than was charged before.
         assert!(freed == 0 || after <= before.max(after.saturating_sub(freed) + freed), "{before} {freed} {after}");
         "purge"
     }
@@ -351,12 +353,13 @@ impl HeapModel {
             assert!(self.pagemill.heap.contains(addr) && self.pagemill.heap.contains(end - 1), "{when}: {addr:#x}");
             assert_eq!(self.pagemill.heap.usable_bytes(addr).unwrap(), live.usable, "{when}: {addr:#x}");
             assert!(live.usable >= live.contents.size, "{when}: {addr:#x}");
-            // SAFETY: live, and no thread writes.
+            // SAFETY: the allocation is live, and no thread writes to it.
             unsafe { live.contents.check(addr, live.contents.size, when) };
         }
     }
 
-    /// Asserts that the account charges all bytes that were written, and no more than the kernel reports as resident.
+    /// Asserts that the account charges at least all bytes that were written, and at most the bytes that the kernel
+    /// reports as resident.
     fn compare_with_kernel(&self, step: usize) {
         self.pagemill.account.reconcile();
         let charged = self.pagemill.account.resident();
@@ -364,7 +367,7 @@ impl HeapModel {
         assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
         let there = resident_bytes(
             self.pagemill.heap.base(),
-            (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
+            (self.highest_end - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
         );
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
@@ -376,19 +379,19 @@ impl HeapModel {
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
         self.pagemill.account.reconcile();
-        let there = resident_in_memory(self.pagemill.heap.base(), self.top);
+        let there = resident_in_memory(self.pagemill.heap.base(), self.highest_end);
         let (charged, free) = (self.pagemill.account.resident(), self.pagemill.heap.free_bytes());
         assert_eq!((charged, free, there), (0, 0, 0), "charged, free, resident bytes at the end");
     }
 }
 
-/// Random operations on a heap in huge pages. After each, contents and charges must be right.
+/// Makes random operations on a heap in huge pages. After each one, contents and charges must be right.
 #[test]
 fn random_operations_on_huge_pages() {
     HeapModel::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
 }
 
-/// Random operations on a heap in small pages, so that slots are purged page by page. Contents and charges must be
+/// Makes random operations on a heap in small pages, where slots are purged page by page. Contents and charges must be
 /// right.
 #[test]
 fn random_operations_on_small_pages() {
@@ -408,7 +411,7 @@ fn random_operations_on_both_kinds_of_pages() {
     HeapModel::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
 }
 
-/// Random operations on a heap with software pages of 64 KiB. Contents and charges must be right.
+/// Makes random operations on a heap with software pages of 64 KiB. Contents and charges must be right.
 #[test]
 fn random_operations_on_software_pages() {
     let layout = Layout { use_huge: false, page: PageSize::new(64 << 10).unwrap(), ..Layout::for_test() };
@@ -421,7 +424,7 @@ fn random_operations_on_software_pages() {
 fn the_limit_is_not_exceeded_by_charged_allocations() {
     const LIMIT: u64 = 48 << 20;
     let mut model = HeapModel::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
-    // A block that is split under the limit is overcommitted again, so an allocation that fits may exceed the limit by
+    // A block that is split under the limit is overcommitted again. So an allocation that fits may exceed the limit by
     // two blocks.
     const OVERCOMMITTED: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
@@ -467,8 +470,8 @@ fn only_overcommitted_memory_exceeds_the_limit() {
     model.free_all();
 }
 
-/// Returns whether the kernel has collapsed small pages of any process into huge ones since the first call. A collapse
-/// makes untouched pages resident.
+/// Returns whether the kernel has collapsed small pages of any process into huge pages since the first call of this
+/// function. A collapse makes untouched pages resident.
 fn has_collapsed() -> bool {
     let count = || std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/khugepaged/pages_collapsed").ok();
     static FIRST_COUNT: OnceLock<Option<String>> = OnceLock::new();
@@ -479,7 +482,7 @@ fn has_collapsed() -> bool {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Page {
     Unused,
-    /// The page is committed, and holds the value that was written.
+    /// The page is committed and contains the value that was written to it.
     Committed(u64),
 }
 
@@ -505,7 +508,7 @@ impl ExtentModel {
         self.addr + page * os_page_bytes()
     }
 
-    /// Returns start and length of a run of pages that fulfil a condition, from a random page on.
+    /// Returns start and length of a run of pages that fulfil a condition. The search begins at a random page.
     fn run_of(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
         let start = self.random.random_below(self.pages.len() as u64) as usize;
         let longest = self.random.size(1, 1024);
@@ -519,7 +522,7 @@ impl ExtentModel {
         unsafe { self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()) }.unwrap();
         for page in start..start + len {
             let (addr, value) = (self.addr_of(page), self.random.next() | 1);
-            // SAFETY: committed just now.
+            // SAFETY: the pages were committed just now.
             unsafe {
                 if page % 16 == 0 || len < 64 {
                     assert_zero(addr, os_page_bytes(), "commit");
@@ -534,7 +537,7 @@ impl ExtentModel {
 
     fn decommit(&mut self) {
         let Some((start, len)) = self.run_of(|page| page != Page::Unused) else { return };
-        // SAFETY: committed, and not used again.
+        // SAFETY: the pages are committed and are not used again.
         unsafe { self.pagemill.arena.decommit(self.addr_of(start), len * os_page_bytes()) };
         self.pages[start..start + len].fill(Page::Unused);
     }
@@ -545,7 +548,7 @@ impl ExtentModel {
             let Page::Committed(value) = *page else { continue };
             used += 1;
             let addr = self.addr_of(index);
-            // SAFETY: committed.
+            // SAFETY: the page is committed.
             let found = unsafe { [(addr as *const u64).read(), ((addr + os_page_bytes() - 8) as *const u64).read()] };
             assert_eq!(found, [value; 2], "step {step}: page {index} changed");
         }
@@ -556,8 +559,8 @@ impl ExtentModel {
         assert!(there <= charged + spare || has_collapsed(), "step {step}: {there} resident, {charged} charged");
     }
 
-    /// Returns the bytes that may be resident without a charge: a failed allocation of a huge page may leave the
-    /// block's first small page resident.
+    /// Returns how many bytes may be resident without a charge. If the allocation of a huge page fails, the kernel may
+    /// leave the block's first small page resident.
     fn spare_bytes(&self) -> u64 {
         let is_possible = stats::get(Counter::BlocksFallback) > 0;
         if is_possible { (self.pages.len() * 16) as u64 } else { 0 }
@@ -577,7 +580,7 @@ impl ExtentModel {
         }
         for page in 0..self.pages.len() {
             if self.pages[page] != Page::Unused {
-                // SAFETY: committed, and not used again.
+                // SAFETY: the pages are committed and are not used again.
                 unsafe { self.pagemill.arena.decommit(self.addr_of(page), os_page_bytes()) };
             }
         }
@@ -587,7 +590,7 @@ impl ExtentModel {
     }
 }
 
-/// In huge pages, committed pages must keep their contents, and recommitted pages must read zero.
+/// In huge pages, committed pages must keep their contents, and recommitted pages must read as zeros.
 #[test]
 fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
@@ -603,7 +606,7 @@ fn extents_in_small_and_software_pages() {
     }
 }
 
-/// A commit over the limit must be refused as a whole. After a decommit, pages can be committed again.
+/// A commit over the limit must be refused as a whole. After a decommit, a commit must succeed again.
 #[test]
 fn extents_over_the_limit_are_refused() {
     let pagemill = Testbed::new(Layout::for_test(), 8 << 20).unwrap();
@@ -611,7 +614,7 @@ fn extents_over_the_limit_are_refused() {
     let mut committed = 0;
     // SAFETY: pages of the extent above, behind those that are committed.
     let commit = |from: usize, bytes: usize| unsafe { pagemill.arena.commit(addr + from, bytes) };
-    // A nested charge may exceed the limit once. It is then a debt, which cannot be paid here.
+    // A nested charge may exceed the limit once. The excess is then a debt, which cannot be paid in this test.
     while commit(committed, BLOCK_BYTES).is_ok() {
         committed += BLOCK_BYTES;
         pagemill.account.pay_debt();
@@ -621,7 +624,7 @@ fn extents_over_the_limit_are_refused() {
     assert!(before >= 8 << 20);
     assert!(commit(committed, 3 * BLOCK_BYTES).is_err());
     assert_eq!(pagemill.account.resident(), before, "a refusal charges nothing");
-    // SAFETY: committed above, not used.
+    // SAFETY: the pages were committed above and are not used again.
     unsafe { pagemill.arena.decommit(addr, committed) };
     assert_eq!(pagemill.account.resident(), 0);
     commit(committed, BLOCK_BYTES).unwrap();
@@ -641,20 +644,20 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
                 let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
                 let addr = if random.random_below(3) == 0 {
                     let addr = pagemill.heap.allocate_zeroed(contents.size, 1).unwrap().as_ptr() as usize;
-                    // SAFETY: allocated just now.
+                    // SAFETY: the memory was allocated just now, and only this test uses it.
                     unsafe { assert_zero(addr, contents.size, "allocate_zeroed") };
                     addr
                 } else {
                     pagemill.heap.allocate(contents.size, 1).unwrap().addr.as_ptr() as usize
                 };
-                // SAFETY: allocated just now.
+                // SAFETY: the memory was allocated just now, and only this test uses it.
                 unsafe { contents.write(addr) };
                 own.push((addr, contents));
             }
             3 if !own.is_empty() => {
                 let (addr, old) = own.swap_remove(random.random_below(own.len() as u64) as usize);
                 let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
-                // SAFETY: live, and used by this thread only.
+                // SAFETY: the allocation is live, and only this thread uses it.
                 unsafe {
                     let addr = pagemill.heap.resize(addr, contents.size).unwrap().as_ptr() as usize;
                     old.check(addr, contents.size, "resize");
@@ -666,7 +669,7 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
             5 => shared.allocations.lock().unwrap().extend(own.pop()),
             _ if !own.is_empty() => {
                 let (addr, contents) = own.swap_remove(random.random_below(own.len() as u64) as usize);
-                // SAFETY: live, and used by this thread only.
+                // SAFETY: the allocation is live, and only this thread uses it.
                 unsafe {
                     contents.check(addr, contents.size, "free");
                     pagemill.heap.free(addr).unwrap();
@@ -676,7 +679,7 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
         }
     }
     for (addr, contents) in own {
-        // SAFETY: live, and used by this thread only.
+        // SAFETY: the allocation is live, and only this thread uses it.
         unsafe {
             contents.check(addr, contents.size, "the end");
             pagemill.heap.free(addr).unwrap();
@@ -703,7 +706,7 @@ fn stress(what: &str, layout: Layout, millis: u64) {
         shared.stop.store(true, Relaxed);
     });
     for (addr, contents) in shared.allocations.into_inner().unwrap() {
-        // SAFETY: live, and no other thread is left.
+        // SAFETY: the allocation is live, and no other thread is left.
         unsafe {
             contents.check(addr, contents.size, "the end");
             pagemill.heap.free(addr).unwrap();

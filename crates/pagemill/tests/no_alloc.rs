@@ -1,7 +1,7 @@
-//! Tests of invariant 3: arena, heap, reclaim, volatile, stats and trace never use the global allocator.
+//! Tests of invariant 3: arena, heap, reclaim, volatile, stats and trace must never use the global allocator.
 //!
-//! The global allocator of this program aborts if a thread uses it in a section that the thread has declared as
-//! forbidden. Other threads, such as those of the test harness, may allocate.
+//! The global allocator of this program aborts if a thread uses it in a forbidden section. A thread begins such a
+//! section by [`without_allocations`]. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
 use pagemill_cache::mapping::PageCache;
@@ -32,13 +32,13 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Token of the thread that must not allocate; 0 if there is none.
-static FORBIDDEN: AtomicUsize = AtomicUsize::new(0);
+/// Token of the thread that must not allocate now; 0 if there is none.
+static FORBIDDEN_THREAD: AtomicUsize = AtomicUsize::new(0);
 
 struct CheckedAllocator;
 
 fn check(what: &str, bytes: usize) {
-    if FORBIDDEN.load(Relaxed) == mem::thread_token() {
+    if FORBIDDEN_THREAD.load(Relaxed) == mem::thread_token() {
         fatal(format_args!("invariant 3 is broken: {what} of {bytes} bytes through the global allocator"));
     }
 }
@@ -67,17 +67,17 @@ unsafe impl GlobalAlloc for CheckedAllocator {
 #[global_allocator]
 static CHECKED: CheckedAllocator = CheckedAllocator;
 
-/// Runs `act` while this thread must not use the global allocator. One thread at a time.
+/// Runs `act`, in which this thread must not use the global allocator. Only one thread at a time can do this.
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     static ONE_THREAD_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_THREAD_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     FORBIDDEN.store(mem::thread_token(), Relaxed);
     let result = act();
-    FORBIDDEN.store(0, Relaxed);
+    FORBIDDEN_THREAD.store(0, Relaxed);
     result
 }
 
-/// Aborts if a condition is false, without allocating for the message.
+/// Aborts if a condition is false. Makes no allocation for the message.
 fn require(holds: bool, what: &str) {
     if !holds {
         fatal(format_args!("not so: {what}"));
@@ -111,16 +111,16 @@ fn use_whole_heap_api(pagemill: &Testbed) {
             };
             let Ok(found) = found else { continue };
             *addr = found.as_ptr() as usize;
-            // SAFETY: allocated just now, at least a byte.
+            // SAFETY: the memory was allocated just now, and has at least one byte.
             unsafe { found.as_ptr().write(round) };
         }
         pagemill.measure();
         for (index, addr) in addrs.into_iter().enumerate().filter(|(_, addr)| *addr != 0) {
-            // SAFETY: live; the new address replaces the old.
+            // SAFETY: the allocation is live. Afterwards only the new address is used.
             let new = unsafe { pagemill.heap.resize(addr, sizes[(index + 3) % sizes.len()]) };
             let addr = new.map_or(addr, |new| new.as_ptr() as usize);
             require(pagemill.heap.usable_bytes(addr).is_ok(), "a live allocation has a size");
-            // SAFETY: live; the second free is wrong on purpose and refused.
+            // SAFETY: the allocation is live. The second free is invalid on purpose, and the heap rejects it.
             unsafe {
                 require(pagemill.heap.free(addr).is_ok(), "it can be freed");
                 require(matches!(pagemill.heap.free(addr), Err(Error::FreedBefore { .. })), "and only once");
@@ -131,12 +131,11 @@ fn use_whole_heap_api(pagemill: &Testbed) {
     }
     require(pagemill.heap.allocate(1, 3).is_err(), "bad alignment");
     require(pagemill.heap.allocate(usize::MAX, 1).is_err(), "bad size");
-    // SAFETY: wrong on purpose; the heap refuses.
+    // SAFETY: the address is invalid on purpose; the heap rejects it.
     require(unsafe { pagemill.heap.free(7) }.is_err(), "foreign free");
 }
 
-/// Creates Pagemills, and makes every call of the heap, including calls that fail. No call may use the global
-/// allocator.
+/// Creates Pagemills and makes every call of the heap, including calls that fail. No call may use the global allocator.
 #[test]
 fn the_heap_allocates_nothing_elsewhere() {
     let layouts = layouts();
@@ -148,8 +147,8 @@ fn the_heap_allocates_nothing_elsewhere() {
     });
 }
 
-/// Volatile ranges are allocated, marked, purged and dropped, by handle and by address, including calls that fail. No
-/// call may use the global allocator.
+/// Volatile ranges are allocated, marked, purged and dropped, by handle and by address. Some calls fail. No call may
+/// use the global allocator.
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     without_allocations(|| {
@@ -177,12 +176,12 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
         let unmarked = unsafe { pagemill.vranges.vrange(addr, MIB, Mode::Nonvolatile, How::Full) };
         require(unmarked.is_ok_and(|marked| marked.bytes == MIB as u64 / 2), "and unmarked");
         pagemill.vranges.forget(addr..addr + MIB);
-        // SAFETY: as above; wrong on purpose.
+        // SAFETY: as above. The range is invalid on purpose.
         require(unsafe { pagemill.vranges.vrange(1, 1, Mode::Volatile, How::Full) }.is_err(), "bad range");
     });
 }
 
-/// The helper writes a list that another process has requested. Writing must not use the global allocator.
+/// The helper writes a list that another process requested. It must not use the global allocator.
 #[test]
 fn listing_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -248,7 +247,7 @@ fn listing_slab_caches_allocates_nothing() {
     assert_eq!((&bytes[32..40], &bytes[288..294]), (&b"entries\0"[..], &b"boxes\0"[..]));
 }
 
-/// Allocations over the limit cause reclaim, errors, and debts of nested charges. Nothing of that may use the global
+/// Allocations over the limit cause reclaim, errors, and debts of nested charges. None of these may use the global
 /// allocator.
 #[test]
 fn reclaim_allocates_nothing_elsewhere() {
@@ -262,20 +261,20 @@ fn reclaim_allocates_nothing_elsewhere() {
             for addr in &mut addrs {
                 let Ok(found) = pagemill.heap.allocate(MIB, 1) else { break };
                 *addr = found.addr.as_ptr() as usize;
-                // SAFETY: allocated just now.
+                // SAFETY: the memory was allocated just now, and only this test uses it.
                 unsafe { std::ptr::write_bytes(found.addr.as_ptr(), 1, MIB) };
             }
             pagemill.account.reconcile();
             require(pagemill.heap.allocate(MIB, 1).is_err(), "the limit was met");
             let Ok(extent) = pagemill.arena.extent(8 * BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
             for part in 0..8 {
-                // SAFETY: each part of the extent once.
+                // SAFETY: each part of the extent is committed once.
                 let _ = unsafe { pagemill.arena.commit(extent + part * BLOCK_BYTES, BLOCK_BYTES) };
                 if pagemill.account.has_debt() {
                     pagemill.account.pay_debt();
                 }
             }
-            // SAFETY: live, each once.
+            // SAFETY: each allocation is live, and is freed once.
             addrs.iter().filter(|addr| **addr != 0).for_each(|addr| drop(unsafe { pagemill.heap.free(*addr) }));
             pagemill.account.offer(u64::MAX, Which::All);
             pagemill.account.reap();
@@ -294,15 +293,15 @@ fn extents_allocate_nothing_elsewhere() {
             let Ok(pagemill) = Testbed::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             let (arena, page) = (pagemill.arena, os_page_bytes());
             let Ok(addr) = arena.extent(4 * BLOCK_BYTES, BLOCK_BYTES) else { fatal(format_args!("no extent")) };
-            // SAFETY: of the extent above, not committed.
+            // SAFETY: the pages are in the extent above and are not committed.
             require(unsafe { arena.commit(addr + page, 3 * BLOCK_BYTES) }.is_ok(), "commit");
-            // SAFETY: committed above, not used.
+            // SAFETY: the pages were committed above and are not used again.
             unsafe { arena.decommit(addr + 2 * page, BLOCK_BYTES) };
             arena.split_sparse_extents(u64::MAX);
-            // SAFETY: decommitted above.
+            // SAFETY: the page was decommitted above.
             require(unsafe { arena.commit(addr + 2 * page, page) }.is_ok(), "commit again");
             let Ok(overcommitted) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
-            // SAFETY: a new extent.
+            // SAFETY: the pages are in a new extent, which only this test uses.
             require(unsafe { arena.overcommit_extent(overcommitted, BLOCK_BYTES) }.is_ok(), "overcommit");
             arena.reconcile_extents();
             require(arena.extent(usize::MAX, 1).is_err(), "no addresses");
@@ -339,7 +338,7 @@ fn the_tree_allocates_nothing_elsewhere() {
     });
 }
 
-/// Counters and events are published, and a starting program looks for its figures files. Neither may use the global
+/// Counters and events are published, and a starting program searches for its figures files. Neither may use the global
 /// allocator.
 #[test]
 fn counters_and_events_allocate_nothing_elsewhere() {
@@ -377,8 +376,8 @@ fn limits_are_sampled_without_allocating() {
     });
 }
 
-/// The handlers around `fork` run in both processes, with the heap in use and in a tree. They must not use the global
-/// allocator.
+/// The handlers around `fork` run in both processes, while the heap is in use and the process is in a tree. They must
+/// not use the global allocator.
 #[test]
 fn fork_handlers_allocate_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -412,7 +411,7 @@ fn fork_handlers_allocate_nothing() {
     assert_eq!(status, 0);
 }
 
-/// Tests the check itself: a child process that allocates in a forbidden section must be aborted.
+/// Tests the check itself: a child process allocates in a forbidden section, and must be aborted.
 #[test]
 fn a_forbidden_allocation_aborts() {
     // SAFETY: the child allocates once and ends in either case.

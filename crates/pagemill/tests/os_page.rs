@@ -1,4 +1,4 @@
-//! Tests of caches with OS pages of 16 or 64 KiB, which child processes simulate on any kernel.
+//! Tests of caches with OS pages of 16 or 64 KiB. Child processes simulate these page sizes on any kernel.
 
 use pagemill_cache::mapping::policy::{Always, Auto, Policy};
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -44,7 +44,7 @@ fn caches_here() {
     for page in [bytes, 4 * bytes, BLOCK_BYTES, 4 * BLOCK_BYTES] {
         for is_always in [false, true] {
             let policy: Box<dyn Policy> = if is_always { Box::new(Always) } else { Box::new(Auto) };
-            files_are_bytes(PageSize::new(page).unwrap(), policy);
+            files_equal_vectors(PageSize::new(page).unwrap(), policy);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of queues: one thread fetches many pages at a time, from system files and from other stores.
+//! Tests of queues: one thread fetches many pages at the same time, from system files and from other stores.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
@@ -46,7 +46,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
-/// Waits for all in-flight reads. Each request id must be reported once.
+/// Waits for all in-flight reads. Each request id must be reported only once.
 fn drain(queue: &mut Queue, reported: &mut BTreeSet<u64>) {
     while !queue.is_empty() {
         queue.wait(1, WAIT_LIMIT).unwrap();
@@ -96,7 +96,8 @@ fn every_page_is_reported_once() {
     }
 }
 
-/// Fetches more pages than the cache can contain, so that others must be evicted. Huge folios must be read as a whole.
+/// More pages are fetched than the cache can contain, so that others must be evicted. Huge folios must be read as a
+/// whole.
 #[test]
 fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
@@ -122,7 +123,7 @@ fn fetches_beyond_the_limit_evict_pages() {
     }
 }
 
-/// A thread reads directly a page that a queue is reading. The thread must not wait for the queue, even if it owns the
+/// A thread directly reads a page that a queue is reading. The thread must not wait for the queue, even if it owns the
 /// queue. The queue must still report the page, and must not undo concurrent writes.
 #[test]
 fn reads_do_not_wait_for_a_queue() {
@@ -146,7 +147,7 @@ fn reads_do_not_wait_for_a_queue() {
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues fetch the same pages. Each page must be read once, and both queues must report it.
+/// Two queues fetch the same pages. Each page must be read only once, and both queues must report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;
@@ -167,8 +168,8 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page is requested again while the queue is reading it. The page must be read once, and reported once for each
-/// request.
+/// A page is requested again while the queue is reading it. The page must be read only once, and must be reported once
+/// for each request.
 #[test]
 fn repeated_requests_share_a_read() {
     let scratch = TempFile::new("twice", 8 * PAGE);
@@ -208,7 +209,7 @@ fn dropping_files_and_queues_leaks_nothing() {
     expected[..10].copy_from_slice(&bytes(len)[..10]);
     assert_bytes(&file, &expected);
     drop(file);
-    // The drop of the last handle wrote the bytes to the store.
+    // The drop of the last handle has written the bytes to the store.
     assert_bytes(&cache.open(scratch.store()).unwrap(), &expected);
 
     let scratch = TempFile::new("left", len);

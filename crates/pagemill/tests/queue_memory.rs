@@ -1,5 +1,5 @@
-//! Tests of cache memory that queues have registered with the kernel: reads find the right bytes, and the memory is
-//! returned on request. Also tests queues on stores that are not system files.
+//! Tests of cache memory that queues have registered with the kernel: reads must find the right bytes, and the memory
+//! must be returned on request. Also tests queues on stores that are not system files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
 use pagemill_cache::mapping::policy::{Always, Never};
@@ -23,7 +23,7 @@ const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Length of files that do not fit into their caches.
+/// Length of a file that does not fit into its cache.
 const FILE_BYTES: usize = 20 * MIB;
 
 /// Environment variable that makes a child process run its part of a test. Its value is the path of the test's file.
@@ -89,7 +89,7 @@ fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
     }
 }
 
-/// Reads until the queue has registered memory. Returns the reason if registration is not possible here.
+/// Reads until the queue has registered memory. If that is not possible here, returns the reason.
 fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
     for _ in 0..4 {
         read_all(queue, file, HUGE, seed);
@@ -97,7 +97,7 @@ fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static 
             return Ok(());
         }
     }
-    // Only a refusal by the system can prevent the registration, so it must have been counted.
+    // Only the system can refuse the registration, and such a refusal must have been counted.
     assert!(
         stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0,
         "no registration was attempted"
@@ -108,13 +108,12 @@ fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static 
 fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
     let fd = queue.watch().unwrap().as_raw_fd();
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one entry, which outlives the call.
+    // SAFETY: the array has one entry, which outlives the call.
     unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) == 1 }
 }
 
-/// Reclaim requests registered memory. The memory must not be returned to the system before its queue has noticed the
-/// request. Data is then read into new pages, also after these were registered. Tested with huge folios and with small
-/// ones.
+/// Reclaim requests registered memory. The memory must not be returned to the system before its queue has released it.
+/// Later reads must use new pages, also after these were registered. The test uses huge folios and then small ones.
 #[test]
 fn registered_memory_is_returned_after_its_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -133,7 +132,7 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
             drop(mapping);
             let registered = queue.registered_bytes();
             assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE), "{registered}");
-            // All folios are free now, but at most the memory that is not registered is returned.
+            // All folios are free now, but only memory that is not registered may be returned.
             let unregistered = cache.give_back();
             assert!(unregistered <= (8 * MIB) as u64, "{unregistered} returned, {registered} registered");
             assert_eq!((queue.registered_bytes(), cache.give_back()), (registered, 0));
@@ -164,7 +163,7 @@ fn a_busy_queue_releases_memory_on_request() {
             while queue.is_full() {
                 check_completed(&mut queue, &two, 2);
             }
-            // A part of the memory is free at first.
+            // Some of the memory is free at first.
             returned += cache.give_back();
             let _ = queue.fetch(&two, offset as u64, offset as u64).unwrap();
         }
@@ -234,8 +233,8 @@ fn an_idle_event_loop_is_woken_to_release_memory() {
     }
 }
 
-/// A fork child does not have the registered memory. Calls in the child must fail before any access, and the child can
-/// drop what it inherited. Calls of the parent continue to work.
+/// A fork child does not have the registered memory. Calls in the child must fail before any access, and the child must
+/// be able to drop the objects that it inherited. Calls of the parent must continue to work.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let folder = tempfile::tempdir().unwrap();
@@ -280,8 +279,8 @@ fn calls_of_a_fork_child_fail() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// If the system does not allow locked memory, a queue must try the registration only once, and read without registered
-/// memory.
+/// If the system does not allow locked memory, a queue must try the registration only once, and must then read without
+/// registered memory.
 #[test]
 fn a_queue_reads_without_registered_memory() {
     const TEST: &str = "a_queue_reads_without_registered_memory";
@@ -298,7 +297,7 @@ fn a_queue_reads_without_registered_memory() {
         drop(mapping);
         return assert!(cache.give_back() >= (8 * MIB) as u64);
     }
-    // SAFETY: a query without effect.
+    // SAFETY: the call is a query without effect.
     if unsafe { libc::geteuid() } != 0 {
         return println!("skipped: only root becomes a user without privileges");
     }
@@ -369,7 +368,7 @@ fn reads_of_a_delayed_store_overlap() {
 }
 
 /// A failed read must be reported and not cached, and truncated data must not come back. Reads that are in flight when
-/// their queue is dropped must be cancelled, and their memory freed.
+/// their queue is dropped must be cancelled, and their memory must be freed.
 #[test]
 fn delayed_reads_may_fail_or_be_cancelled() {
     let cache = cache(Box::new(Always), 16 * MIB);

@@ -1,4 +1,4 @@
-//! Slab caches across `fork` and at process exit, which unit tests cannot test.
+//! Tests of slab caches across `fork` and at process exit, for which unit tests are not suitable.
 #![allow(unsafe_code)] // fork
 
 use pagemill_core::Error;
@@ -45,13 +45,13 @@ fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
         unsafe { libc::_exit(i32::from(!is_done)) };
     }
     let mut status = -1;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     status == 0
 }
 
-/// A fork child can read the objects that it inherited. Operations on caches of its parent must fail, the child's own
-/// caches must work, and nothing of the parent may change.
+/// A fork child must be able to read the objects that it inherited. Operations on caches of its parent must fail,
+/// caches of the child must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = FORK_LOCK.lock();
@@ -85,15 +85,15 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A thread of the parent is reading during the fork. The child must not wait for that thread, but must wait for a
-/// guard that the child's own thread has kept.
+/// A thread of the parent reads during the fork. The child must not wait for that thread. It must wait for a guard that
+/// its own thread has kept since before the fork.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
-    let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
+    let (is_reading, may_return) = (Barrier::new(2), Barrier::new(2));
     let use_own = |guard: Option<Guard>| {
         let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
@@ -112,22 +112,22 @@ fn a_fork_child_waits_for_its_own_readers() {
             let guard = slab::enter();
             values.insert([0; 8]).unwrap();
             is_reading.wait();
-            may_go.wait();
+            may_return.wait();
             drop(guard);
         });
         is_reading.wait();
         let without = in_child(pagemill, || use_own(None));
         let guard = slab::enter();
         let with = in_child(pagemill, || use_own(Some(guard)));
-        may_go.wait();
+        may_return.wait();
         assert!(without && with, "see the child's message above");
     });
 }
 
-/// A fork child must not count free blocks of the parent as charged or as giveable. The child is charged for such a
-/// block when it uses the block, and can free the block afterwards.
+/// A fork child must count free blocks of the parent neither as charged nor as giveable. When the child uses such a
+/// block, the block must be charged to it, and the child must be able to free the block afterwards.
 #[test]
-fn a_fork_child_pays_for_free_blocks_of_its_parent() {
+fn a_fork_child_is_charged_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
     let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
@@ -148,7 +148,7 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     let is_done = in_child(pagemill, || {
         assert_eq!(free(), (0, 0, 0));
         uses_some();
-        // The child's free blocks are likewise not charged in a child of the child.
+        // A child of the child must not be charged for the child's free blocks either.
         assert!(in_child(pagemill, uses_some));
         pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(free(), (0, 0, 0));
@@ -157,13 +157,14 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     assert!(is_done, "see the child's message above");
 }
 
+/// Signals between an owner's callback and the test.
 #[derive(Default)]
 struct Flags {
-    is_inside: AtomicBool,
-    may_go: AtomicBool,
+    is_in_callback: AtomicBool,
+    may_return: AtomicBool,
 }
 
-/// An owner whose `isolate` waits, under the lock of a node, until the test releases it.
+/// An owner whose `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a node.
 #[derive(Default)]
 struct SlowOwner {
     flags: Arc<Flags>,
@@ -176,7 +177,7 @@ impl Drop for SlowOwner {
     }
 }
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for SlowOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -186,8 +187,8 @@ unsafe impl Migrate for SlowOwner {
     }
 
     fn isolate(&self, objects: &mut Candidates<'_, [u64; 24]>) {
-        self.flags.is_inside.store(true, SeqCst);
-        while !self.flags.may_go.load(SeqCst) {
+        self.flags.is_in_callback.store(true, SeqCst);
+        while !self.flags.may_return.load(SeqCst) {
             std::thread::yield_now();
         }
         objects.retain(|_| false);
@@ -203,7 +204,7 @@ unsafe impl Migrate for SlowOwner {
     }
 }
 
-/// Waits until `is_so` returns true, which another thread causes.
+/// Waits until another thread makes `is_so` return true.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -216,13 +217,13 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 fn remove_most<M: Migrate>(cache: &OwnerSlab<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
-        // SAFETY: allocated above, and freed once.
+        // SAFETY: the object was allocated above and is freed once.
         unsafe { cache.free(object) };
         assert!(number > 0);
     }
 }
 
-/// Returns settings with ratio 0, at which the background thread moves nothing.
+/// Returns settings with the ratio 0, with which the background thread moves no objects.
 fn without_background(name: &str) -> Settings {
     Settings::new(name).defrag_used_ratio(0)
 }
@@ -239,10 +240,10 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let cache = pagemill.slabs.by_owner(without_background("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     cache.set_defrag_used_ratio(30).unwrap();
-    wait_until("isolate", || flags.is_inside.load(SeqCst));
+    wait_until("isolate", || flags.is_in_callback.load(SeqCst));
     drop(cache);
     assert_eq!(Arc::strong_count(&flags), 2, "the owner is in use");
-    flags.may_go.store(true, SeqCst);
+    flags.may_return.store(true, SeqCst);
     wait_until("the owner's end", || Arc::strong_count(&flags) == 1);
     wait_for_memory(&fragmented(pagemill.slabs));
 }
@@ -259,16 +260,16 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
     remove_most(&cache, 20_000);
     let is_done = std::thread::scope(|scope| {
         scope.spawn(|| cache.shrink().unwrap());
-        wait_until("isolate", || flags.is_inside.load(SeqCst));
+        wait_until("isolate", || flags.is_in_callback.load(SeqCst));
         let is_done = in_child(pagemill, || {
-            // SAFETY: a timer that ends the child if it hangs.
+            // SAFETY: the timer ends the child if it hangs.
             unsafe { libc::alarm(600) };
             assert!(matches!(cache.set_defrag_used_ratio(50), Err(Error::WrongState { .. })));
             assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
             assert!(matches!(cache.defrag_step(Duration::ZERO), Err(Error::WrongState { .. })));
             assert!(matches!(cache.move_objects(0, 0, 1), Err(Error::WrongState { .. })));
         });
-        flags.may_go.store(true, SeqCst);
+        flags.may_return.store(true, SeqCst);
         is_done
     });
     assert!(is_done, "see the child's message above");
@@ -277,10 +278,10 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
 /// An owner whose callback waits for a lock of the program.
 struct WaitingOwner {
     lock: Arc<Mutex<()>>,
-    is_inside: Arc<AtomicBool>,
+    is_in_callback: Arc<AtomicBool>,
 }
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for WaitingOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -297,7 +298,7 @@ unsafe impl Migrate for WaitingOwner {
         _: &mut Target<'_, [u64; 24]>,
         (): &mut (),
     ) -> Done<'object> {
-        self.is_inside.store(true, SeqCst);
+        self.is_in_callback.store(true, SeqCst);
         drop(self.lock.lock().unwrap());
         object.busy()
     }
@@ -316,7 +317,7 @@ fn fork_does_not_deadlock_with_a_callback() {
     remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();
     cache.set_defrag_used_ratio(30).unwrap();
-    wait_until("a callback", || is_inside.load(SeqCst));
+    wait_until("a callback", || is_in_callback.load(SeqCst));
     let waits = (0..5).map(|_| {
         let began = Instant::now();
         // SAFETY: `after_fork` follows on both sides, nothing else before it.
@@ -327,13 +328,13 @@ fn fork_does_not_deadlock_with_a_callback() {
     });
     assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
     let is_done = in_child(pagemill, || {
-        // SAFETY: a timer that ends the child if it hangs.
+        // SAFETY: the timer ends the child if it hangs.
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
         let own = pagemill.slabs.by_owner(Settings::new("own"), SlowOwner::default()).unwrap();
-        own.owner().flags.may_go.store(true, SeqCst);
+        own.owner().flags.may_return.store(true, SeqCst);
         remove_most(&own, 20_000);
-        wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
+        wait_until("a thread of its own", || own.owner().flags.is_in_callback.load(SeqCst));
         wait_for_memory(&fragmented(pagemill.slabs));
     });
     assert!(is_done, "see the child's message above");
@@ -349,7 +350,7 @@ static CALLS: AtomicU32 = AtomicU32::new(0);
 /// An owner whose `isolate` keeps the background thread busy for some time.
 struct SleepingOwner;
 
-// SAFETY: plain words, none of which is ever moved.
+// SAFETY: the objects are plain words, and none is ever moved.
 unsafe impl Migrate for SleepingOwner {
     type Object = [u64; 24];
     type Isolated = ();
@@ -374,8 +375,8 @@ unsafe impl Migrate for SleepingOwner {
     }
 }
 
-/// An exit handler of the program, which might destroy what callbacks use. Ends the process with status 7 if a callback
-/// runs meanwhile.
+/// An exit handler of the program. Such a handler may destroy data that callbacks use. Ends the process with status 7
+/// if a callback runs during the handler.
 extern "C" fn fail_if_callbacks_run() {
     let before = CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
@@ -397,7 +398,7 @@ fn no_callback_runs_during_exit_handlers() {
         let is_ready = catch_unwind(|| {
             let slabs = Testbed::of_process().unwrap().slabs;
             let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), SleepingOwner).unwrap());
-            // SAFETY: a function that is never unloaded.
+            // SAFETY: the function is never unloaded.
             assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
             remove_most(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
@@ -406,13 +407,13 @@ fn no_callback_runs_during_exit_handlers() {
         unsafe { libc::exit(i32::from(is_ready.is_err())) };
     }
     let mut status = -1;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// The fork handler of a second Pagemill runs on another thread of this process. That handler must not end guards of
-/// this process.
+/// The fork handler of a second Pagemill instance runs on another thread of this process. That handler must not end
+/// guards of this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = FORK_LOCK.lock();
@@ -433,17 +434,17 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
     assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
 }
 
-/// Environment variable that makes this process the program of a test below.
-const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
+/// Environment variable that makes this process the child process of one of the tests below.
+const CHILD_TEST_ENV: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Another process requests a shrink, which drops a removed value with an open file. The file must be closed, which
-/// shows that the destructor ran on a thread that shares the program's files.
+/// Another process requests a shrink. The shrink drops a removed value with an open file. The file must be closed,
+/// which shows that the destructor ran on a thread that shares the program's files.
 #[test]
 fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_program_with_files", "--ignored", "--nocapture"]);
-    command.env(BE_PROGRAM, "1").env("XDG_RUNTIME_DIR", folder.path());
+    command.env(CHILD_TEST_ENV, "1").env("XDG_RUNTIME_DIR", folder.path());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }
@@ -451,7 +452,7 @@ fn shrink_command_closes_files_of_removed_values() {
 #[test]
 #[ignore = "a program for another test"]
 fn a_program_with_files() {
-    if std::env::var_os(BE_PROGRAM).is_none() {
+    if std::env::var_os(CHILD_TEST_ENV).is_none() {
         return;
     }
     let pagemill = Testbed::of_process().unwrap();
@@ -467,22 +468,23 @@ fn a_program_with_files() {
     let shrunk =
         listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
-    // Another thread that is reading delays the drop. Each request waits a second for it.
+    // Another thread that is reading delays the drop, and each request waits only a second for it. So the request is
+    // repeated.
     let began = Instant::now();
-    // SAFETY: queries a number only.
+    // SAFETY: the call only queries a number.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
         listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 
-/// Makes 32 threads use a cache by handle, so that each has a thread slot. Drops the cache. Returns the size of its
-/// handle table, and a function that ends the threads.
+/// Makes 32 threads use a cache by handle, so that each thread has a thread slot, and drops the cache. Returns the size
+/// of the handle table, and a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
-    // One thread at a time, because a thread does not open its magazine while another opens one.
+    // The threads run one at a time, because a thread does not open its magazine while another thread opens one.
     let one_at_a_time = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<HandleMap<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
@@ -508,12 +510,12 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// Threads of a fork child must reuse the thread slots and stocks of the parent's threads, which do not exist in the
-/// child. Runs in a process without threads of other tests.
+/// The threads of the parent do not exist in a fork child. Threads of the child must reuse their thread slots and
+/// stocks. The test runs in a process of its own, without threads of other tests.
 #[test]
 fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(BE_PROGRAM, "1");
+    command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(CHILD_TEST_ENV, "1");
     let output = command.output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }
@@ -521,7 +523,7 @@ fn fork_child_reuses_slots_of_its_parents_threads() {
 #[test]
 #[ignore = "a program for another test"]
 fn a_program_with_threads() {
-    if std::env::var_os(BE_PROGRAM).is_none() {
+    if std::env::var_os(CHILD_TEST_ENV).is_none() {
         return;
     }
     let pagemill = Testbed::for_test();
@@ -581,13 +583,14 @@ fn fork_child_has_its_own_background_thread() {
     }
 }
 
-/// Reads a freed object of an owner, which may be read until its slab is freed, and then the memory of the freed slab.
+/// Reads a freed object of an owner, which is valid until its slab is freed. Then reads the memory of the freed slab,
+/// which is not valid.
 fn read_after_slab_is_freed(slabs: &'static Slabs) {
     let slow = SlowOwner { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
     let object = cache.allocate().unwrap();
     let at: *const u64 = object.as_ptr().cast();
-    // SAFETY: allocated above, and freed once.
+    // SAFETY: the object was allocated above and is freed once.
     unsafe { cache.free(object) };
     // SAFETY: freed objects of an owner can be read while their slab exists.
     println!("read {}", unsafe { at.read_volatile() });
@@ -596,7 +599,7 @@ fn read_after_slab_is_freed(slabs: &'static Slabs) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Reads a value after it was freed: fixed or by handle, and with its memory in a magazine or in a slab.
+/// Reads a value after it was freed. The value is fixed or by handle, and its memory is in a magazine or in a slab.
 fn read_after_free(case: &str) {
     let slabs = Testbed::for_test().slabs;
     if case == "owner" {
@@ -621,7 +624,7 @@ fn read_after_free(case: &str) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Runs a child process that reads freed memory. AddressSanitizer must report the read.
+/// A child process reads freed memory. AddressSanitizer must report the read.
 #[test]
 fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";

@@ -1,12 +1,12 @@
 //! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the number
-//! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their interleaving. `pagemill-bench __slab torture` runs
-//! the same workload.
+//! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their order across threads. `pagemill-bench __slab
+//! torture` runs the same workload.
 
 #[path = "../../pagemill-bench/src/workload/slab/torture/mod.rs"]
 mod torture;
 
 use std::time::{Duration, Instant};
-use torture::{Found, Plan};
+use torture::{Plan, TortureResult};
 
 fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))

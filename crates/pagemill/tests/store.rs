@@ -1,4 +1,4 @@
-//! Files with a store: reads come from the store, writes go there at sync, clean pages are evicted.
+//! Tests of files with a store: reads come from the store, a sync writes to it, and clean pages are evicted.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};
@@ -14,37 +14,37 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// A store in memory that fails on demand.
-struct Memory {
+struct TestStore {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
-    /// Number of calls until one fails; 0: no call fails.
-    fails_in: AtomicU64,
-    /// A read at this offset waits, with old bytes, until the test releases it.
-    stops_at: AtomicU64,
+    /// Number of calls until one fails; with 0 no call fails.
+    calls_until_failure: AtomicU64,
+    /// A read at this offset copies the old bytes, and then waits until the test releases it.
+    stop_offset: AtomicU64,
     is_stopped: AtomicBool,
 }
 
-impl Memory {
+impl TestStore {
     fn new(len: usize) -> Arc<Self> {
         let bytes = (0..len).map(|at| (at / 1000 % 255) as u8 + 1).collect();
         Arc::new(Self {
             bytes: Mutex::new(bytes),
             reads: AtomicU64::new(0),
-            fails_in: AtomicU64::new(0),
-            stops_at: AtomicU64::new(u64::MAX),
+            calls_until_failure: AtomicU64::new(0),
+            stop_offset: AtomicU64::new(u64::MAX),
             is_stopped: AtomicBool::new(false),
         })
     }
 
     /// Counts a call. Returns an error if this is the call that must fail.
     fn may_fail(&self) -> io::Result<()> {
-        let left = self.fails_in.load(Relaxed);
-        self.fails_in.store(left.saturating_sub(1), Relaxed);
+        let left = self.calls_until_failure.load(Relaxed);
+        self.calls_until_failure.store(left.saturating_sub(1), Relaxed);
         if left == 1 { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
     }
 }
 
-impl Store for Memory {
+impl Store for TestStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(self.bytes.lock().unwrap().len() as u64)
     }
@@ -62,7 +62,7 @@ impl Store for Memory {
         to[..len].copy_from_slice(&from[..len]);
         to[len..].fill(0);
         drop(bytes);
-        if self.stops_at.compare_exchange(offset, u64::MAX, SeqCst, SeqCst).is_ok() {
+        if self.stop_offset.compare_exchange(offset, u64::MAX, SeqCst, SeqCst).is_ok() {
             self.is_stopped.store(true, SeqCst);
             while self.is_stopped.load(SeqCst) {
                 std::thread::yield_now();
@@ -93,10 +93,10 @@ impl Store for Memory {
     }
 }
 
-impl Memory {
+impl TestStore {
     /// Runs `act` while another thread reads the page at `offset` from the store.
     fn while_page_is_read(&self, file: &Mapping, offset: u64, act: impl FnOnce()) {
-        self.stops_at.store(offset, SeqCst);
+        self.stop_offset.store(offset, SeqCst);
         std::thread::scope(|scope| {
             scope.spawn(|| file.read_at(&mut [0], offset).unwrap());
             while !self.is_stopped.load(SeqCst) {
@@ -129,10 +129,10 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes must be read from the store once. Changes must be visible at once, and be in the store after a sync.
+/// Bytes must be read from the store only once. Changes must be visible at once, and must be in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
-    let store = Memory::new(5 * MIB + 100);
+    let store = TestStore::new(5 * MIB + 100);
     let mut expected = store.bytes.lock().unwrap().clone();
     let cache = cache(Box::new(Always), 64 * MIB);
     let file = cache.open(store.clone()).unwrap();
@@ -166,7 +166,7 @@ fn reads_fill_and_syncs_write_back() {
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
         let policy: Box<dyn Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
-        let store = Memory::new(24 * MIB);
+        let store = TestStore::new(24 * MIB);
         let expected = store.bytes.lock().unwrap().clone();
         let cache = cache(policy, 4 * MIB);
         let file = cache.open(store.clone()).unwrap();
@@ -186,14 +186,15 @@ fn clean_folios_make_room() {
     }
 }
 
-/// Reads one file, a quarter of the cache, repeatedly, and scans another, four times the cache, once in small reads.
-/// The first file must stay in memory, for small and huge folios. Dirty pages of the second file must stay, too.
+/// Reads one file repeatedly, which has a quarter of the cache's size. Also scans another file once in small reads,
+/// which has four times that size. The first file must stay in memory, in small and in huge folios. Dirty pages of the
+/// second file must also stay.
 #[test]
 fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
         let policy = || -> Box<dyn Policy> { if is_huge { Box::new(Always) } else { Box::new(Never) } };
         let cache = cache(policy(), limit);
-        let (hot_store, scan_store) = (Memory::new(hot_bytes), Memory::new(4 * limit));
+        let (hot_store, scan_store) = (TestStore::new(hot_bytes), TestStore::new(4 * limit));
         let (hot, scanned) = (cache.open(hot_store.clone()).unwrap(), cache.open(scan_store).unwrap());
         let scan = |from: usize, to: usize| {
             let mut piece = vec![0; piece];
@@ -219,11 +220,11 @@ fn a_scan_does_not_evict_pages_in_use() {
     }
 }
 
-/// A page that was evicted and is soon read again must count as used: a scan must not evict it again.
+/// A page that was evicted and is soon read again must count as used, so that a scan does not evict it again.
 #[test]
 fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
-    let stores = [Memory::new(4 * MIB), Memory::new(32 * MIB)];
+    let stores = [TestStore::new(4 * MIB), TestStore::new(32 * MIB)];
     let [file, scanned] = stores.clone().map(|store| cache.open(store).unwrap());
     let page = 200 * 4 * KIB as u64;
     read(&file);
@@ -242,11 +243,11 @@ fn pages_that_return_soon_are_kept() {
 /// After errors of the store, the cache must have no wrong bytes, and no written bytes may be lost.
 #[test]
 fn errors_of_the_store_lose_no_data() {
-    let store = Memory::new(MIB);
+    let store = TestStore::new(MIB);
     let mut expected = store.bytes.lock().unwrap().clone();
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(store.clone()).unwrap();
-    store.fails_in.store(1, Relaxed);
+    store.calls_until_failure.store(1, Relaxed);
     let error = file.read_at(&mut [0; 10], 0).unwrap_err();
     assert_eq!((error.errno(), error.to_string().contains("reading a file")), (5, true));
     assert_eq!(cache.charged_bytes(), 0);
@@ -257,27 +258,28 @@ fn errors_of_the_store_lose_no_data() {
     assert_eq!(other.read_at(&mut vec![0; 64 * KIB], 0).unwrap(), 12 * KIB, "as far as it went");
     drop(other);
     assert_eq!(cache.charged_bytes(), 0);
-    store.fails_in.store(1, Relaxed);
+    store.calls_until_failure.store(1, Relaxed);
     assert!(matches!(file.write_at(b"part of a page", 20 * KIB as u64), Err(Error::Store { .. })));
     assert!(read(&file) == expected);
-    for fails_in in 1..5 {
-        file.write_at(&[fails_in as u8; 3], 0).unwrap();
-        file.write_at(&[fails_in as u8; 3], 100 * KIB as u64).unwrap();
-        expected.resize(MIB + fails_in as usize, 0);
+    for calls_until_failure in 1..5 {
+        file.write_at(&[calls_until_failure as u8; 3], 0).unwrap();
+        file.write_at(&[calls_until_failure as u8; 3], 100 * KIB as u64).unwrap();
+        expected.resize(MIB + calls_until_failure as usize, 0);
         file.truncate(expected.len() as u64).unwrap();
-        store.fails_in.store(fails_in, Relaxed);
-        assert!(matches!(file.sync(), Err(Error::Store { .. })), "{fails_in}");
+        store.calls_until_failure.store(calls_until_failure, Relaxed);
+        assert!(matches!(file.sync(), Err(Error::Store { .. })), "{calls_until_failure}");
         file.sync().unwrap();
-        expected[..3].fill(fails_in as u8);
-        expected[100 * KIB..100 * KIB + 3].fill(fails_in as u8);
+        expected[..3].fill(calls_until_failure as u8);
+        expected[100 * KIB..100 * KIB + 3].fill(calls_until_failure as u8);
         assert!(*store.bytes.lock().unwrap() == expected);
     }
 }
 
-/// Collapses a range of which some pages are only in the store. The collapse must not replace those pages by zeros.
+/// Some pages of a range are only in the store when the range is collapsed. The collapse must not replace them by
+/// zeros.
 #[test]
 fn a_collapse_keeps_bytes_of_the_store() {
-    let store = Memory::new(2 * MIB);
+    let store = TestStore::new(2 * MIB);
     let expected = store.bytes.lock().unwrap().clone();
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
     file.write_at(&[9], 0).unwrap();
@@ -292,18 +294,18 @@ fn a_collapse_keeps_bytes_of_the_store() {
 /// Bytes that were read from the store before a truncation must not appear in memory after the truncation.
 #[test]
 fn reads_from_before_a_truncation_are_discarded() {
-    let store = Memory::new(8 * KIB);
+    let store = TestStore::new(8 * KIB);
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
     store.while_page_is_read(&file, 4 * KIB as u64, || file.truncate(0).unwrap());
     file.truncate(8 * KIB as u64).unwrap();
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// A thread reads or writes a page while another thread reads it from the store. The first thread must wait for that
-/// read. The store must be read once, even if other pages of the file are evicted meanwhile.
+/// A thread reads or writes a page while another thread reads the page from the store. The first thread must wait for
+/// that read. The store must be read only once, even if other pages of the file are evicted at the same time.
 #[test]
 fn a_page_is_read_once() {
-    let store = Memory::new(64 * KIB);
+    let store = TestStore::new(64 * KIB);
     let file = cache(Box::new(Never), 8 * KIB).open(store.clone()).unwrap();
     let begun = std::sync::Barrier::new(3);
     std::thread::scope(|scope| {
@@ -339,7 +341,7 @@ fn folios_are_written_back_together() {
         write(&mut expected, page, count, 1);
     }
     file.sync().unwrap();
-    // A single write is bounded: 300 pages need somewhat more than one.
+    // The length of a single write is bounded, so 300 pages need somewhat more than one write.
     assert!((5..=12).contains(&store.calls().writes), "{:?}", store.calls());
     for seed in 0..200 {
         let faults =
@@ -354,12 +356,12 @@ fn folios_are_written_back_together() {
     }
 }
 
-/// Syncs run concurrently with appends and splits. After the last sync the store must have everything that was
-/// appended, or written before a split.
+/// Syncs run concurrently with appends and splits. After the last sync, the store must have everything that was
+/// appended, or was written before a split.
 #[test]
 fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {
-        let store = Memory::new(0);
+        let store = TestStore::new(0);
         let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -376,7 +378,7 @@ fn syncs_during_appends_and_splits_lose_no_data() {
         file.sync().unwrap();
         assert!(*store.bytes.lock().unwrap() == vec![7; 2000 * 64]);
 
-        let store = Memory::new(2 * MIB);
+        let store = TestStore::new(2 * MIB);
         let file = cache(Box::new(Always), 64 * MIB).open(store.clone()).unwrap();
         file.write_at(&vec![0xBB; 2 * MIB], 0).unwrap();
         std::thread::scope(|scope| {
@@ -437,7 +439,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
 /// Data that was written through a pin must be written back.
 #[test]
 fn data_written_through_pins_is_written_back() {
-    let store = Memory::new(8 * KIB);
+    let store = TestStore::new(8 * KIB);
     let file = cache(Box::new(Never), 8 * MIB).open(store.clone()).unwrap();
     let pin = file.pin(0).unwrap();
     pin.write_at(&[99], 0).unwrap();
@@ -452,11 +454,11 @@ fn data_written_through_pins_is_written_back() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads read in a full cache. Each evicts pages to get room for its read. No read may fail because another
+/// Many threads read in a full cache, and each evicts pages to get room for its read. No read may fail because another
 /// thread has used that room.
 #[test]
 fn threads_that_make_room_are_not_refused() {
-    let store = Memory::new(2 * MIB);
+    let store = TestStore::new(2 * MIB);
     let cache = cache(Box::new(Never), 512 * KIB);
     let file = cache.open(store.clone()).unwrap();
     std::thread::scope(|scope| {

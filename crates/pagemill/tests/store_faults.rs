@@ -42,7 +42,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Bytes that differ from page to page, none of them zero.
+/// Returns bytes that differ from page to page and are never zero.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| ((at / 100) as u8).wrapping_add(seed) | 1).collect()
 }
@@ -69,8 +69,8 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Another process truncates the file. Bytes in memory must stay, other bytes must read zero, and a sync without
-/// changes must not extend the file again. A refresh must adopt the new length.
+/// Another process truncates the file. Bytes in memory must stay, and other bytes must read as zeros. A sync without
+/// changes must not extend the file again. A refresh must use the new length.
 #[test]
 fn bytes_cut_off_by_another_process_read_zero() {
     for cache in caches() {
@@ -93,7 +93,7 @@ fn bytes_cut_off_by_another_process_read_zero() {
         file.refresh().unwrap();
         assert_eq!((file.size_bytes(), cache.charged_bytes()), (100, 0));
         assert!(read(&file, 0, PAGE) == bytes[..100]);
-        // Added bytes read zero, in memory and in the file.
+        // Added bytes must read as zeros, in memory and in the file.
         file.truncate(PAGE as u64).unwrap();
         file.sync().unwrap();
         let mut expected = bytes[..100].to_vec();
@@ -102,8 +102,8 @@ fn bytes_cut_off_by_another_process_read_zero() {
     }
 }
 
-/// Another process appends to the file. A sync must not cut the new bytes off. A refresh must show them, also in a page
-/// shared with earlier bytes.
+/// Another process appends to the file. A sync must not remove the new bytes. A refresh must show them, also in a page
+/// that contains earlier bytes.
 #[test]
 fn bytes_appended_by_another_process_stay() {
     for cache in caches() {
@@ -125,7 +125,7 @@ fn bytes_appended_by_another_process_stay() {
             assert_eq!(file.size_bytes() as usize, bytes.len());
             assert!(read(file, 0, bytes.len() + 1) == bytes);
         }
-        // The other process changes bytes in the middle, at the same length.
+        // The other process changes bytes in the middle of the file, and does not change its length.
         others.write_all_at(&[0xAA; 3], 1000).unwrap();
         reader.refresh().unwrap();
         assert_eq!(read(&reader, 999, 5), [bytes[999], 0xAA, 0xAA, 0xAA, bytes[1003]]);
@@ -163,7 +163,7 @@ fn a_refresh_keeps_local_changes() {
 }
 
 /// Readers run concurrently with truncations, appends and refreshes. Each read must find bytes that the file had at
-/// some time, or zeros, never those of another file.
+/// some time, or zeros. It must never find bytes of another file.
 #[test]
 fn reads_during_refreshes_find_the_files_bytes() {
     let (cache, folder) = (cache(), folder());
@@ -232,7 +232,7 @@ fn failing(errno: i32) -> Faults {
     Faults { fail_per_mille: 1000, errno, ..Faults::default() }
 }
 
-/// Fetches the first page by a queue, and returns the result.
+/// Fetches the first page by a queue, and returns the result of the read.
 fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
@@ -358,7 +358,7 @@ fn read_only_files_reject_changes() {
         assert_eq!(errors[0].to_string(), "the file is read-only");
         pin.set_dirty();
         drop(pin);
-        // Nothing is dirty: it can be synced and evicted.
+        // Nothing is dirty, so the file can be synced and its pages can be evicted.
         file.sync().unwrap();
         file.sync_range(0, 1).unwrap();
         assert!(read(&file, 0, bytes.len()) == bytes && fs::read(&path).unwrap() == bytes);
@@ -367,8 +367,8 @@ fn read_only_files_reject_changes() {
     }
 }
 
-/// One cache writes a file, another reads it. A second writer must fail, and the reader must see synced data after a
-/// refresh.
+/// One cache writes a file, and another cache reads it. A second writer must fail. After a refresh, the reader must see
+/// synced data.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();
@@ -391,8 +391,8 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio that extends behind the end of a file is split. A sync must not write the pages behind the end, but
-/// must make them clean, so that they can be evicted.
+/// A huge folio that extends beyond the end of a file is split. A sync must not write the pages beyond the end. It must
+/// make them clean, so that they can be evicted.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();

@@ -1,8 +1,8 @@
 //! Tests of files and devices as stores: partial blocks at the end of a file, fallbacks, changes by other processes,
 //! and errors of the system.
 //!
-//! Some tests run a part of themselves in a child process, which is this program again, under a limit or as another
-//! user.
+//! Some tests run a part of themselves in a child process, under a limit or as another user. The child runs this
+//! program again.
 
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::{Error, Result};
@@ -45,7 +45,7 @@ fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// Returns the error of an open that must fail: the system's error number, or else the error itself.
+/// Returns the error of an open that must fail: the error number of the system, or the error itself if there is none.
 fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     match opened.expect_err("the store was opened") {
         Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
@@ -62,7 +62,7 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// A pseudo-random number generator with the same numbers in each run.
+/// A generator of pseudorandom numbers that are the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -93,7 +93,7 @@ fn partial_last_blocks_of_every_length_are_written() {
             assert!(fs::read(&path).unwrap() == bytes, "{len} of {block}");
             let back = read(&store, 0, 4 * block);
             assert!(back[..len] == bytes && back[len..].iter().all(|byte| *byte == 0), "{len} of {block}");
-            // Writes the last block again, completely and with more bytes: the file gets longer.
+            // Writes the last block again, as a whole and with more bytes, so that the file becomes longer.
             let (from, more) = (len / block * block, pattern(block + 9, 0x55));
             store.write(from as u64, &aligned(&more)).unwrap();
             assert!(fs::read(&path).unwrap()[from..] == more, "{len} of {block}");
@@ -168,7 +168,7 @@ fn files_can_grow_and_shrink() {
     others.set_len(MIB as u64).unwrap();
     assert_eq!(store.size_bytes().unwrap(), MIB as u64);
     assert!(read(&store, 0, 1000) == expected[..1000]);
-    // A hole reads zero, also once bytes behind it were written.
+    // A hole must read as zeros, also after bytes beyond the hole were written.
     store.write(2 * MIB as u64, &aligned(&[7; 512])).unwrap();
     assert!(read(&store, MIB, MIB).iter().all(|byte| *byte == 0));
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
@@ -188,8 +188,8 @@ fn a_store_keeps_the_file_that_it_opened() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// If direct transfers are refused, files must be read through the kernel's page cache. The store and a counter must
-/// report that.
+/// If direct transfers are refused, files must be read through the kernel's page cache. The store must report that, and
+/// a counter must count it.
 #[test]
 fn refused_direct_transfers_become_buffered() {
     let path = "/proc/version";
@@ -202,7 +202,7 @@ fn refused_direct_transfers_become_buffered() {
     let expected = fs::read(path).unwrap();
     assert_eq!(read(&store, 0, expected.len()), expected);
     assert_eq!(store.alignment().offset, 1);
-    // If buffered transfers are requested, that is no fallback, and the file has the same bytes.
+    // If buffered transfers are requested, they must not count as a fallback, and the file must have the same bytes.
     let folder = folder();
     let path = folder.path().join("file");
     fs::write(&path, pattern(9000, 1)).unwrap();
@@ -264,8 +264,8 @@ fn a_second_writer_is_refused() {
     for name in [&path, &link, &second] {
         assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
     }
-    // The refusals come from a list in this process, which alone refuses where files have no locks. Repeated checks do
-    // not change it.
+    // The refusals come from a list in this process. Where files have no locks, only this list refuses. Repeated checks
+    // must not change it.
     for _ in 0..3 {
         let Err(Error::Busy { what }) = open_error(FileStore::open(&path)) else { panic!("not refused") };
         assert_eq!(what, "another store of this process writes to the file");
@@ -296,7 +296,7 @@ fn assert_passes(mut command: Command) -> String {
     stdout
 }
 
-/// Two processes open a file. A second writer must be refused, a reader must not.
+/// Two processes open a file. A second writer must be refused, and a reader must not be refused.
 #[test]
 fn a_writer_of_another_process_is_refused() {
     if let Some(path) = child_argument() {
@@ -512,8 +512,8 @@ fn cancelled_transfers_complete_once() {
     }
 }
 
-/// Rings are dropped with transfers in flight. The drop must wait for the transfers or cancel them before it frees
-/// their memory.
+/// Rings are dropped with transfers in flight. Before the drop frees the memory of the transfers, it must wait for them
+/// or cancel them.
 #[test]
 fn rings_are_dropped_with_transfers_in_flight() {
     let folder = folder();

@@ -1,8 +1,8 @@
-//! Tests files with a store when the system refuses resources: rings, threads, locked memory, file descriptors, file
+//! Tests of files with a store when the system refuses resources: rings, threads, locked memory, file descriptors, file
 //! length. Also tests devices with large sectors.
 //!
-//! Each refusal happens in a child process, which is this program again. The tests also check the table that `pagemill
-//! doctor` prints.
+//! Each refusal happens in a child process, which runs this program again. The tests also check the table that
+//! `pagemill doctor` prints.
 #![allow(unsafe_code)] // filters system calls, sets limits
 
 use pagemill_cache::mapping::PageCache;
@@ -38,7 +38,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 100) as u8 | 1).collect()
 }
 
-/// Uses a file with a store in all ways: reads it, also by a queue, writes, extends and syncs it.
+/// Uses a file with a store in all ways: reads it directly and by a queue, writes, extends and syncs it.
 fn assert_works(path: &Path) {
     let cache = cache();
     let store = Arc::new(FileStore::open(path).unwrap());
@@ -69,8 +69,8 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// Runs this test again, in a child process that `prepare` sets up. The child is an unprivileged user, if requested and
-/// possible.
+/// Runs this test again in a child process that `prepare` sets up. With `as_other_user`, the child is an unprivileged
+/// user if that is possible.
 fn run_in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
@@ -129,7 +129,7 @@ fn forbid_rings(errno: i32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Asserts that a store works with threads if there is no ring, which a counter and the table of `doctor` report.
+/// Asserts that a store works with threads if there is no ring. A counter and the table of `doctor` must report that.
 fn assert_works_without_rings(path: &Path) {
     assert_works(path);
     assert!(stats::get(Counter::RingsRefused) > 0);
@@ -205,8 +205,8 @@ fn stores_work_without_threads() {
     run_in_child("stores_work_without_threads", true, || forbid_rings(libc::EPERM));
 }
 
-/// The process may not open file descriptors. Opening a file must report that; a file that is open already must be
-/// read, written and synced without a ring.
+/// The process may not open file descriptors. Opening a file must report that. It must be possible to read, write and
+/// sync a file that is already open, without a ring.
 #[test]
 fn open_files_work_without_new_descriptors() {
     let Some(path) = file_for_child() else {
@@ -227,8 +227,8 @@ fn open_files_work_without_new_descriptors() {
     file.sync().unwrap();
 }
 
-/// Files may not grow. A sync must report that, where a plain write would raise a deadly signal, and must write the
-/// bytes that fit.
+/// Files may not grow. A plain write would raise a deadly signal. A sync must report the problem instead, and must
+/// write the bytes that fit.
 #[test]
 fn a_sync_reports_that_files_may_not_grow() {
     let Some(path) = file_for_child() else {
@@ -248,7 +248,7 @@ fn a_sync_reports_that_files_may_not_grow() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 0);
 }
 
-/// Lets one test at a time change settings of the whole machine.
+/// Locked by a test while it changes settings of the whole machine.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
@@ -269,7 +269,7 @@ fn run_command(program: &str, arguments: &[&str]) -> Result<String, String> {
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Creates a loop device with sectors of a page.
+/// Creates a loop device whose sectors have the size of a page.
 fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("image");
     fs::File::create(&path).and_then(|file| file.set_len(16 * MIB as u64)).map_err(|error| error.to_string())?;
@@ -278,8 +278,8 @@ fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), St
     Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// Asserts that transfers at unaligned offsets, lengths and addresses, and accesses through a mapping, agree with a
-/// copy in memory.
+/// Asserts that transfers with unaligned offsets, lengths and addresses have the same result as a copy in memory. Also
+/// checks accesses through a mapping.
 fn assert_transfers_are_right(path: &Path, len: usize) {
     let store = FileStore::open(path).unwrap();
     assert!(store.alignment().offset == PAGE && store.block_bytes() == PAGE, "{:?}", store.alignment());
@@ -325,12 +325,13 @@ fn transfers_to_large_sectors_are_right() {
     if let Err(reason) = run_command("mkfs.ext4", &["-q", name]).and_then(|_| run_command("mount", &[name, at])) {
         return println!("skipped: {reason}");
     }
-    // The writeback thread keeps files open for some moments after they are closed.
+    // The writeback thread keeps files open for a short time after they are closed.
     let _unmount = UndoCommand("umount", vec!["--lazy".to_owned(), at.to_owned()]);
     let path = point.join("file");
     fs::write(&path, vec![0; 3 * MIB + 777]).unwrap();
     assert_transfers_are_right(&path, 3 * MIB + 777);
-    // If the file system is full, a sync reports it and no data is lost. Once there is room, the sync succeeds.
+    // If the file system is full, a sync must report that, and no data may be lost. Once there is room, the sync must
+    // succeed.
     let file = cache().open(Arc::new(FileStore::create(point.join("large")).unwrap())).unwrap();
     let bytes = pattern(14 * MIB);
     assert_eq!(file.write_at(&bytes, 0).unwrap(), bytes.len());

@@ -1,5 +1,5 @@
-//! Tests of races on files with a store: a file is truncated, collapsed, fetched or written while another thread uses
-//! it.
+//! Tests of races on files with a store: one thread truncates, collapses, fetches or writes a file while another thread
+//! uses it.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
 use pagemill_cache::mapping::policy::Never;
@@ -108,7 +108,7 @@ extern "C" fn on_fault(_: i32) {
     IS_FAULTING.store(true, SeqCst);
     while !MAY_OPEN_PAGE.load(SeqCst) {
         std::hint::spin_loop();
-        // SAFETY: may be called in a handler.
+        // SAFETY: `usleep` may be called in a signal handler.
         unsafe { libc::usleep(1000) };
     }
     // SAFETY: the page of `closed_page`, which stays mapped.
@@ -116,7 +116,7 @@ extern "C" fn on_fault(_: i32) {
 }
 
 fn closed_page(byte: u8) -> &'static [u8] {
-    // SAFETY: a separate mapping, never unmapped; it is opened before any byte is read.
+    // SAFETY: the mapping is separate and is never unmapped. It is opened before any byte is read.
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
@@ -145,8 +145,8 @@ fn wait_until_set(what: &AtomicBool) {
     }
 }
 
-/// A collapse fills missing pages while a write to one of them is in progress. The collapse must not overwrite data
-/// that is written, written back and evicted meanwhile.
+/// A collapse fills missing pages while a write to one of them is in progress. Data that is written, written back and
+/// evicted during the collapse must not be overwritten.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
     let _guard = HANDLER_USE.lock();
@@ -166,7 +166,7 @@ fn a_collapse_during_a_write_loses_no_data() {
             file.write_at(&[9; 8], last + 2000).unwrap();
             file.sync().unwrap();
             assert!(file.split(0).unwrap());
-            // Pages of other files evict all of it.
+            // Reading another file evicts all pages of this file.
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
@@ -181,8 +181,8 @@ fn a_collapse_during_a_write_loses_no_data() {
     assert_eq!(bytes, [9; 8], "written, synced, and lost");
 }
 
-/// A write copies from a buffer whose page fault is served by a read of the same page that is being written. The read
-/// must not wait for the writer.
+/// A write copies from a buffer of the caller, which causes a page fault. The fault handler reads the page that is
+/// being written. The read must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _guard = HANDLER_USE.lock();
@@ -210,7 +210,8 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     assert!(in_time, "the server of the fault waits for the faulting thread");
 }
 
-/// A store reads less than it reports. A queue must not expose another file's bytes in place of the missing ones.
+/// A store reads less than it reports. In the place of the missing bytes, a queue must not expose bytes of another
+/// file.
 #[test]
 fn a_queue_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -267,7 +268,7 @@ impl Drop for TempFile {
     }
 }
 
-/// A queue that no thread polls has a read of a page in flight. The page must be delivered to another queue.
+/// A queue that no thread polls has a read of a page in flight. The page must still be delivered to another queue.
 #[test]
 fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
@@ -279,8 +280,8 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue that no thread polls has a read of a dropped file in flight. A page of a file that reuses the dropped file's
-/// id must be delivered.
+/// A queue that no thread polls has a read of a dropped file in flight. Another file reuses the id of the dropped file.
+/// A page of that file must still be delivered.
 #[test]
 fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
@@ -294,8 +295,8 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue reads a page, and the thread reads the same page directly meanwhile. The queue's descriptor must then become
-/// readable, and `wait` with 0 must deliver the page.
+/// A queue reads a page, and the thread directly reads the same page before the queue's read ends. The queue's
+/// descriptor must then become readable, and `wait` with 0 must deliver the page.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;
@@ -306,7 +307,7 @@ fn an_event_loop_is_notified_of_every_page() {
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
     let fd = queue.watch().unwrap().as_raw_fd();
     queue.wait(0, Duration::ZERO).unwrap();
-    // Another thread needs the page at once.
+    // The thread needs the page before the queue's read ends.
     file.read_at(&mut [0; 8], 0).unwrap();
     while queue.next().is_none() {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -317,7 +318,8 @@ fn an_event_loop_is_notified_of_every_page() {
     }
 }
 
-/// Another thread reads the page that an event loop needs. The loop must get the page if it polls when due.
+/// Another thread reads the page that an event loop needs. The loop must get the page if it polls until the time that
+/// the queue reports as due.
 #[test]
 fn an_event_loop_is_notified_of_reads_by_other_threads() {
     use std::os::fd::AsRawFd;
@@ -342,7 +344,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
         while !is_delivered && begun.elapsed() < WAIT_LIMIT {
             let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let due = queue.due().expect("another brings it").as_millis() as i32;
-            // SAFETY: one entry, which outlives the call.
+            // SAFETY: the array has one entry, which outlives the call.
             unsafe { libc::poll(&raw mut poll, 1, due) };
             queue.wait(0, Duration::ZERO).unwrap();
             is_delivered = queue.next().is_some();
@@ -365,7 +367,7 @@ fn a_panic_in_a_batch_leaks_no_memory() {
     }));
     assert!(result.is_err());
     assert_eq!(cache.charged_bytes(), 9 * PAGE as u64, "what was written before");
-    // No thread waits for a failed read.
+    // No thread waits for a read that failed.
     file.truncate(0).unwrap();
     assert_eq!(cache.charged_bytes(), 0);
 }
@@ -376,7 +378,7 @@ fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);
     let [writing, may_end] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let (flag, end) = (writing.clone(), may_end.clone());
-    // Only the first folio is written at once.
+    // Only the write of the first folio completes at once.
     let hook: Hook = Box::new(move |offset| {
         if offset > 0 {
             flag.store(true, SeqCst);

@@ -1,4 +1,4 @@
-//! Tests of stores that need root or a fork: devices, full file systems, registered memory in children.
+//! Tests of stores that need root or a fork: devices, full file systems, and registered memory in children.
 #![allow(unsafe_code)] // forks
 
 use pagemill_core::{Error, Result};
@@ -22,7 +22,7 @@ fn aligned(len: usize, fill: u8) -> Aligned {
     memory
 }
 
-/// Lets one test at a time run, because a child of one test briefly has the open files of other tests.
+/// Lets one test at a time run, because a child of one test has the open files of other tests for a short time.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
@@ -77,7 +77,7 @@ fn writes_to_full_file_systems_fail() {
     store.write(0, &aligned(512 * KIB, 3)).unwrap();
 }
 
-/// Creates a loop device over a file.
+/// Creates a loop device on a file.
 fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("device");
     fs::File::create(&path).and_then(|file| file.set_len(len_bytes)).map_err(|error| error.to_string())?;
@@ -99,7 +99,7 @@ fn devices_are_stores_of_fixed_length() {
     assert!(store.is_device() && store.is_direct() && store.size_bytes().unwrap() == len);
     store.write(0, &aligned(64 * KIB, 1)).unwrap();
     store.write(MIB as u64, &aligned(512, 2)).unwrap();
-    // The device ends with a part of a block.
+    // The last block of the device is a partial block.
     let mut tail = aligned(4 * KIB, 9);
     store.read(MIB as u64, &mut tail).unwrap();
     assert!(tail[..512].iter().all(|byte| *byte == 2) && tail[512..].iter().all(|byte| *byte == 0));
@@ -180,7 +180,7 @@ fn registered_memory_is_not_mapped_in_children() {
         Ok(id) => id,
         Err((error, _)) => return println!("skipped: {error}"),
     };
-    /// The same memory as a buffer for the second ring.
+    /// The memory of the first ring, used as a buffer of the second ring.
     struct SameMemory(std::ptr::NonNull<u8>);
     // SAFETY: lives as long as it is registered with the first ring, and no transfer uses it.
     unsafe impl Buffer for SameMemory {

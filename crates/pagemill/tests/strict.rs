@@ -1,5 +1,5 @@
-//! Tests of strict ranges: an access to a purged page raises `SIGBUS`, other accesses do not, and faults of the program
-//! reach its own handlers.
+//! Tests of strict ranges. An access to a purged page must raise `SIGBUS`, other accesses must not, and faults of the
+//! program must reach its own handlers.
 #![allow(unsafe_code)] // handlers, and a function that faults
 
 #[path = "common/area.rs"]
@@ -19,13 +19,14 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Results of a probe that got a signal instead of a byte.
-const BUS: i32 = -1;
-const SEGV: i32 = -2;
-const WRONG: i32 = -3;
+/// Results of a probe instead of a byte: the read raised `SIGBUS`, raised `SIGSEGV`, or raised a signal with wrong
+/// information.
+const GOT_SIGBUS: i32 = -1;
+const GOT_SIGSEGV: i32 = -2;
+const GOT_WRONG_INFO: i32 = -3;
 
-/// Reads a byte by one instruction that may fault, and returns it. A signal handler can skip the instruction and set
-/// the result.
+/// Reads a byte by a single instruction, and returns it. The instruction may fault. A signal handler can then skip the
+/// instruction and set the result.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn load(addr: usize) -> i32 {
@@ -38,8 +39,8 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
     core::arch::naked_asm!("ldrb w0, [x0]", "ret")
 }
 
-/// Skips the instruction of [`load`] and sets its result, if that instruction caused the fault. Returns the address
-/// that was read.
+/// If the instruction of [`load`] caused the fault, skips it and sets its result to `value`. Returns the address that
+/// was read; `None` for another instruction.
 fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
@@ -62,11 +63,12 @@ fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> 
 
 extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the signal is a fault, so the field is valid.
-    let told = unsafe { info.si_addr() } as usize;
-    let (value, code) = if signal == libc::SIGBUS { (BUS, libc::BUS_ADRERR) } else { (SEGV, info.si_code) };
+    let reported_addr = unsafe { info.si_addr() } as usize;
+    let (value, code) =
+        if signal == libc::SIGBUS { (GOT_SIGBUS, libc::BUS_ADRERR) } else { (GOT_SIGSEGV, info.si_code) };
     match set_load_result(context, value) {
-        Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
-        Some(_) => drop(set_load_result(context, WRONG)),
+        Some(addr) if addr == reported_addr && info.si_signo == signal && info.si_code == code => {}
+        Some(_) => drop(set_load_result(context, GOT_WRONG_INFO)),
         None => {
             // SAFETY: the fault was elsewhere: restores the default action, so that the next fault ends the process.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
@@ -74,7 +76,7 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     }
 }
 
-/// Acts as the handler of a program that installed it after Pagemill's.
+/// Acts like the handler of a program that installs it after Pagemill's handler.
 extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the arguments of this handler.
     let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
@@ -97,10 +99,10 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// Sets the stack for signal handlers of this thread. The stack must exist as long as the thread uses it. Returns the
-/// previous stack.
+/// Sets the stack for signal handlers of this thread, and returns the previous stack. The stack must exist while the
+/// thread uses it.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
-    // SAFETY: plain data.
+    // SAFETY: the structures are plain data.
     unsafe {
         let mut before: libc::stack_t = std::mem::zeroed();
         assert_eq!(libc::sigaltstack(stack, &raw mut before), 0);
@@ -108,14 +110,15 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// Returns the byte at an address, or the signal that reading it raised. Installs the program's own handlers first.
+/// Installs the program's own handlers at the first call. Returns the byte at an address, or the signal that reading it
+/// raised.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
         install(libc::SIGBUS, on_signal);
         install(libc::SIGSEGV, on_signal);
     });
-    // SAFETY: a handler answers in any case.
+    // SAFETY: a signal handler handles a fault of this read.
     unsafe { load(addr) }
 }
 
@@ -127,7 +130,7 @@ fn pages(area: &Area) -> Vec<i32> {
     (0..area.pages()).map(|index| page(area, index)).collect()
 }
 
-/// Marks pages as strict volatile. Returns false if that is not supported here.
+/// Marks pages as strictly volatile. Returns false if strict marks are not supported here.
 fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     probe(area.addr);
     match area.vrange(first, count, Mode::VolatileStrict, how) {
@@ -151,9 +154,9 @@ fn purged_pages_raise_sigbus() {
     assert!(pages(&area).iter().all(|byte| *byte == 1), "nothing is purged yet");
     let counted = stats::get(Counter::PurgedTouched);
     assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
-    let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { BUS } else { 1 }).collect();
+    let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { GOT_SIGBUS } else { 1 }).collect();
     assert_eq!(pages(&area), expected);
-    assert_eq!(probe(area.page_ptr(20) as usize + 777), BUS, "in the midst of a page");
+    assert_eq!(probe(area.page_ptr(20) as usize + 777), GOT_SIGBUS, "in the midst of a page");
     assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
     let mut ends = [0; 2];
     // SAFETY: writes two descriptors, and reads what the kernel can read.
@@ -167,14 +170,14 @@ fn purged_pages_raise_sigbus() {
     }
     assert_eq!(area.mark(40, 8), marked(8, false), "another part, and not strict");
     assert_eq!(area.unmark(16, 4), marked(4, true));
-    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, BUS));
+    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 64), marked(20, true));
     area.fill(2);
     assert!(area.is_filled_with(2));
 }
 
-/// Purged pages are marked strictly again: their guard pages must stay. A plain mark must remove them, and so must
-/// `forget`.
+/// Purged pages are marked strictly again. Their guard pages must stay. A plain mark must remove the guard pages, and
+/// so must `forget`.
 #[test]
 fn guards_stay_until_a_plain_mark_or_unmark() {
     let _exclusive = exclusive_test();
@@ -184,12 +187,12 @@ fn guards_stay_until_a_plain_mark_or_unmark() {
     }
     purge(usize::MAX);
     assert!(mark(&area, 0, 16, How::Partial));
-    assert_eq!((page(&area, 0), page(&area, 31)), (BUS, BUS));
+    assert_eq!((page(&area, 0), page(&area, 31)), (GOT_SIGBUS, GOT_SIGBUS));
     assert_eq!(purge(usize::MAX), 0, "there is nothing to purge");
     area.mark(8, 8);
-    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (BUS, 0, 0, BUS));
+    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (GOT_SIGBUS, 0, 0, GOT_SIGBUS));
     pagemill().vranges.forget(area.addr..area.page_ptr(4) as usize);
-    assert_eq!((page(&area, 3), page(&area, 4)), (0, BUS));
+    assert_eq!((page(&area, 3), page(&area, 4)), (0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 32), marked(28, true));
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
@@ -211,10 +214,10 @@ fn unmarked_memory_gets_huge_pages_again() {
     }
     assert_eq!(purge(usize::MAX), 3 * BLOCK_BYTES);
     let is_gone = |index: &usize| (per_block / 2..7 * per_block / 2).contains(index);
-    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { BUS } else { 1 }));
+    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { GOT_SIGBUS } else { 1 }));
     assert!(area.unmark(0, area.pages()).purged);
     let (major, minor) = pagemill_sys::process::kernel_release();
-    // Since that version the kernel frees empty page tables.
+    // Since Linux 6.14, the kernel frees empty page tables.
     if (major, minor) >= (6, 14) && is_huge(&other, 0) {
         other.mark(0, per_block);
         purge(usize::MAX);
@@ -239,9 +242,9 @@ fn locked_pages_raise_no_signal() {
         purge(usize::MAX);
         let found = pages(&area);
         assert!(found[8..16].iter().all(|byte| *byte == 7));
-        assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
-        assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
-        // SAFETY: a mapping of this test; unlocked for the fill, and locked again.
+        assert!(found.iter().all(|byte| [7, GOT_SIGBUS].contains(byte)), "no zeros");
+        assert_eq!(area.unmark(0, 32).purged, found.contains(&GOT_SIGBUS));
+        // SAFETY: the mapping belongs to this test. It is unlocked for the fill, and locked again.
         unsafe { libc::munlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
         area.fill(7);
         // SAFETY: as above.
@@ -257,19 +260,19 @@ fn faults_of_the_program_reach_its_handler() {
     if !mark(&area, 0, 8, How::Full) {
         return;
     }
-    // SAFETY: a mapping of this test.
+    // SAFETY: the mapping belongs to this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // A handler installed later passes on faults that are not its own.
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
+    // A handler that was installed later must pass on faults that are not its own.
     let before = install(libc::SIGSEGV, on_late_signal);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // SAFETY: restores the previous handler; our own mapping.
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
+    // SAFETY: the call restores the previous handler; the mapping belongs to this test.
     unsafe {
         libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
         libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
     }
-    assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
+    assert_eq!((page(&protected, 3), page(&area, 3)), (1, GOT_SIGBUS));
 }
 
 /// A fork child inherits guards and handler. Removing guards in the child must change nothing for the parent.
@@ -282,10 +285,10 @@ fn guards_of_a_fork_child_are_separate() {
     }
     purge(usize::MAX);
     assert_in_child(|| {
-        let is_guarded = (0..16).all(|index| page(&area, index) == BUS);
-        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == BUS
+        let is_guarded = (0..16).all(|index| page(&area, index) == GOT_SIGBUS);
+        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == GOT_SIGBUS
     });
-    assert!((0..16).all(|index| page(&area, index) == BUS));
+    assert!((0..16).all(|index| page(&area, index) == GOT_SIGBUS));
 }
 
 /// A signal handler reads a purged page while its thread purges or unmarks memory. The handler must not deadlock with
@@ -295,7 +298,7 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     static READ: AtomicUsize = AtomicUsize::new(0);
     static ADDR: AtomicUsize = AtomicUsize::new(0);
     extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
-        // SAFETY: a handler answers in any case.
+        // SAFETY: a signal handler handles a fault of this read.
         unsafe { load(ADDR.load(Relaxed)) };
         READ.fetch_add(1, Relaxed);
     }
@@ -304,20 +307,21 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
     }
-    // Three handlers may be nested. On processors with wide registers that needs more than the 8 KiB stack of a thread.
+    // Up to three handlers may be nested. On processors with wide registers, this needs more than a thread's usual 8
+    // KiB for signal handlers.
     let mut room = vec![0_u8; 128 << 10];
     let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
     let own_stack = change_signal_stack(&nested);
     ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
-    // Signals this thread again and again.
+    // Another thread sends signals to this thread all the time.
     // SAFETY: no arguments; the thread is alive, since it is joined later.
     let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: a signal that has a handler.
+                // SAFETY: the signal has a handler.
                 unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGPROF) };
                 std::thread::sleep(Duration::from_micros(20));
             }
@@ -333,7 +337,7 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
         }
         is_over.store(true, Relaxed);
     });
-    // SAFETY: restores the previous handler.
+    // SAFETY: the call restores the previous handler.
     unsafe { libc::sigaction(libc::SIGPROF, &raw const before, std::ptr::null_mut()) };
     change_signal_stack(&own_stack);
 }
@@ -375,11 +379,11 @@ fn memory_that_a_child_does_not_inherit_is_not_changed() {
         return;
     }
     purge(usize::MAX);
-    // SAFETY: affects children only.
+    // SAFETY: the call affects only children.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_DONTFORK) };
     assert_in_child(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: nothing is mapped there in this child.
+        // SAFETY: in this child, nothing is mapped at this address.
         let mapped = unsafe {
             libc::mmap(area.addr as *mut _, area.len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) as usize
         };
@@ -402,7 +406,7 @@ fn purges_race_with_locking() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: a mapping of this test; contents stay.
+                // SAFETY: the mapping belongs to this test, and its contents do not change.
                 unsafe {
                     libc::mlock2(area.addr as *const _, area.len, libc::MLOCK_ONFAULT as _);
                     libc::munlock(area.addr as *const _, area.len);
@@ -411,7 +415,7 @@ fn purges_race_with_locking() {
         });
         for _ in 0..300 {
             purge(usize::MAX);
-            assert!(pages(&area).iter().step_by(16).all(|found| [1, BUS].contains(found)), "no zeros");
+            assert!(pages(&area).iter().step_by(16).all(|found| [1, GOT_SIGBUS].contains(found)), "no zeros");
             area.unmark(0, area.pages());
             area.fill(1);
             mark(&area, 0, area.pages(), How::Full);
@@ -420,13 +424,13 @@ fn purges_race_with_locking() {
     });
 }
 
-/// Slots of the heap are marked strictly like other memory. The account must stay correct.
+/// Slots of the heap are strictly marked like other memory. The account must stay correct.
 #[test]
 fn heap_slots_can_be_marked_strictly() {
     let _exclusive = exclusive_test();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
-        // SAFETY: a live slot of that length, owned by this test.
+        // SAFETY: the slot is live and of that length, and belongs to this test.
         unsafe { addr.write_bytes(6, len) };
         pagemill().account.reconcile();
         let before = pagemill().account.resident();
@@ -434,7 +438,7 @@ fn heap_slots_can_be_marked_strictly() {
         let is_marked = mark(&area, 0, area.pages(), How::Full);
         if is_marked {
             assert_eq!((purge(usize::MAX), before - pagemill().account.resident()), (len, len as u64));
-            assert!(pages(&area).iter().all(|byte| *byte == BUS));
+            assert!(pages(&area).iter().all(|byte| *byte == GOT_SIGBUS));
             assert!(area.unmark(0, area.pages()).purged);
             area.fill(5);
             assert!(area.is_filled_with(5));
@@ -442,13 +446,13 @@ fn heap_slots_can_be_marked_strictly() {
             assert_eq!(pagemill().account.resident(), before);
         }
         std::mem::forget(area);
-        // SAFETY: allocated above; not marked any more.
+        // SAFETY: the slot was allocated above and is no longer marked.
         unsafe { pagemill().heap.free(addr as usize).unwrap() };
     }
 }
 
-/// Two threads read pages while a third purges. A page must have its byte, or raise `SIGBUS` from then on, and never
-/// read zero. Unmarked memory must not raise a signal. The test makes a million reads in total.
+/// Two threads make a million reads of pages while a third thread purges. A page must have its byte or, once it raised
+/// `SIGBUS`, raise `SIGBUS` from then on. It must never read as zero. Unmarked memory must not raise a signal.
 #[test]
 fn purges_race_with_reads() {
     const PROBES: usize = 1_000_000;
@@ -472,7 +476,7 @@ fn purges_race_with_reads() {
                     let mut random = 0x9E37_79B9 + seed;
                     let mut is_gone: Vec<Vec<bool>> = areas.iter().map(|area| vec![false; area.pages()]).collect();
                     let mut last = false;
-                    // Once more after the last purge.
+                    // Each thread makes one more round of reads after the last purge.
                     while !std::mem::replace(&mut last, is_over.load(Relaxed)) {
                         for _ in 0..500 {
                             random =
@@ -480,9 +484,12 @@ fn purges_race_with_reads() {
                             let which = (random >> 33) % areas.len();
                             let index = (random >> 40) % areas[which].pages();
                             let found = page(&areas[which], index);
-                            let was_gone = std::mem::replace(&mut is_gone[which][index], found == BUS);
-                            assert!(found == BUS || found == 1 && !was_gone, "area {which}, page {index}: {found}");
-                            signals.fetch_add(usize::from(found == BUS), Relaxed);
+                            let was_gone = std::mem::replace(&mut is_gone[which][index], found == GOT_SIGBUS);
+                            assert!(
+                                found == GOT_SIGBUS || found == 1 && !was_gone,
+                                "area {which}, page {index}: {found}"
+                            );
+                            signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                             let other = &others[which % others.len()];
                             assert_eq!(page(other, index % other.pages()), 1, "not marked");
                         }
@@ -496,12 +503,12 @@ fn purges_race_with_reads() {
             is_over.store(true, Relaxed);
         });
         for area in &areas {
-            assert!(pages(area).iter().all(|found| *found == BUS), "all were purged");
+            assert!(pages(area).iter().all(|found| *found == GOT_SIGBUS), "all were purged");
             assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
             area.fill(1);
         }
     }
-    // Each of the two threads probes 500 times after the last purge.
+    // Each of the two threads reads 500 purged pages after the last purge.
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
@@ -524,14 +531,14 @@ fn marks_race_with_reads() {
         let probers = [0, 1].map(|seed| {
             let (area, signals) = (&area, &signals);
             scope.spawn(move || {
-                // Runs at least 3000 rounds, and more until the purging thread has caused enough signals.
+                // Runs at least 3000 rounds, and more until purges have caused enough signals.
                 for round in (0..).take_while(|round| *round < 3000 || signals.load(Relaxed) < 2000) {
                     let first = (round * 37 + seed * 11) % (area.pages() - 40);
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
                     for index in first..first + 40 {
                         let found = page(area, index);
-                        assert!([0, 1, BUS].contains(&found), "{found}");
-                        signals.fetch_add(usize::from(found == BUS), Relaxed);
+                        assert!([0, 1, GOT_SIGBUS].contains(&found), "{found}");
+                        signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                     }
                     area.unmark(first, 20);
                 }
@@ -595,11 +602,11 @@ proptest! {
             for at in 0..64 {
                 let (was, is) = (before[at], now[at]);
                 let allowed = match (part.contains(&at), act, model[at]) {
-                    // Plain marks and unmarks remove guards.
+                    // Plain marks and unmarks remove guard pages.
                     (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
-                    (_, 6, PageState::Strict) => is == BUS,
+                    (_, 6, PageState::Strict) => is == GOT_SIGBUS,
                     (_, 6, PageState::Plain) => is == 0,
-                    (_, 7, PageState::Strict) => is == was || is == BUS,
+                    (_, 7, PageState::Strict) => is == was || is == GOT_SIGBUS,
                     (_, 7, PageState::Plain) => is == was || is == 0,
                     _ => is == was,
                 };
@@ -614,7 +621,7 @@ proptest! {
             if let Some(now) = new_state {
                 model[part.clone()].fill(now);
             }
-            // Rewrites the pages that are not marked.
+            // Writes again to the pages that are not marked.
             for at in (0..64).filter(|at| model[*at] == PageState::Nonvolatile) {
                 area.write(at, 1);
             }

@@ -1,4 +1,5 @@
-//! Tests trace events as another process reads them. Runs as a process of its own, because the ring of events is short.
+//! Tests of trace events as another process reads them. The test has a process of its own, because the ring of events
+//! is short and other tests would overwrite its events.
 
 use pagemill_cache::mapping::PageCache;
 use pagemill_cache::mapping::policy::Always;

@@ -1,7 +1,8 @@
-//! Tests with real processes that share a process tree's page: a member returns memory for another one, killed and
-//! stopped members are tolerated, and no contents of the page end a member.
+//! Tests with real processes that share the page of a process tree. A member must return memory for another member,
+//! killed and stopped members must be tolerated, and no contents of the page may end a member.
 //!
-//! A member is this test program again, which runs only the test [`member`] and executes lines from its standard input.
+//! A member is this test program, started again. It runs only the test [`member`], which executes commands from its
+//! standard input.
 #![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
 
 use pagemill_core::arena::Layout;
@@ -53,7 +54,7 @@ fn member() {
     pagemill.account.leave();
 }
 
-/// Allocated slots of 1 MiB, each filled with its number.
+/// Allocated slots of 1 MiB. Each is filled with its number.
 struct Slots {
     pagemill: &'static Testbed,
     addrs: Vec<(usize, u8)>,
@@ -65,9 +66,9 @@ impl Slots {
         for done in 0..count {
             let Ok(found) = self.pagemill.heap.allocate(MIB, 1) else { return done };
             let byte = self.addrs.len() as u8 | 1;
-            // SAFETY: allocated just now.
+            // SAFETY: the memory was allocated just now, and only this test uses it.
             unsafe { std::ptr::write_bytes(found.addr.as_ptr(), byte, MIB) };
-            // Without huge pages the slot is charged only when resident memory is measured.
+            // Without huge pages, the slot is charged only at a measurement of resident memory.
             self.pagemill.account.reconcile();
             self.addrs.push((found.addr.as_ptr() as usize, byte));
         }
@@ -78,7 +79,7 @@ impl Slots {
         self.check();
         let count = count.min(self.addrs.len());
         for (addr, _) in self.addrs.drain(..count) {
-            // SAFETY: live until now.
+            // SAFETY: the allocation was live and is not used again.
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
         }
         count
@@ -86,7 +87,7 @@ impl Slots {
 
     fn check(&self) {
         for (addr, byte) in &self.addrs {
-            // SAFETY: live, and no thread writes.
+            // SAFETY: the allocation is live, and no thread writes to it.
             let bytes = unsafe { std::slice::from_raw_parts(*addr as *const u8, MIB) };
             assert!(*bytes == [*byte; MIB], "contents of {addr:#x} changed");
         }
@@ -150,7 +151,7 @@ impl Member {
         self.receive_reply()
     }
 
-    /// Allocates `count` slots. Tries again, because on a busy machine a sibling may answer too late.
+    /// Allocates `count` slots. Repeats the request, because on a busy machine a sibling may answer too late.
     fn must_allocate(&mut self, count: usize) {
         let (began, mut done) = (Instant::now(), 0);
         while done < count {
@@ -160,11 +161,11 @@ impl Member {
     }
 
     fn signal(&self, signal: libc::c_int) {
-        // SAFETY: our own child, not waited for yet.
+        // SAFETY: the process is a child of this test that was not waited for yet.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops the member, and waits until all its threads are stopped. Otherwise its helper might still answer a
+    /// Stops the member and waits until all its threads are stopped. Without the wait, its helper could still answer a
     /// request.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
@@ -183,7 +184,7 @@ impl Member {
         let _ = self.child.wait();
     }
 
-    /// Makes the member check its slots and end, which must succeed.
+    /// Makes the member check its slots and end. The member must succeed.
     fn end(mut self) {
         self.send("end", 0);
         let status = self.child.wait().unwrap();
@@ -197,7 +198,7 @@ impl Drop for Member {
     }
 }
 
-/// A process tree's page in a file, with a limit.
+/// The page of a process tree in a file, with a limit.
 struct Tree {
     _folder: tempfile::TempDir,
     path: String,
@@ -213,8 +214,8 @@ impl Tree {
     }
 }
 
-/// Member A has 48 of 64 MiB, all free, and B needs 48 MiB. A's helper must return the missing memory, but not all of
-/// A's memory.
+/// Member A has 48 of 64 MiB, all free, and member B needs 48 MiB. A's helper must return the missing memory, but not
+/// all of A's memory.
 #[test]
 fn a_sibling_returns_its_free_memory() {
     let tree = Tree::new(64 * MIB);
@@ -225,7 +226,7 @@ fn a_sibling_returns_its_free_memory() {
     b.must_allocate(48);
     let (began, mut a_holds, b_holds) = (Instant::now(), a.request("resident", 0), b.request("resident", 0));
     assert_eq!(b_holds, 48 * MIB);
-    // A's helper may still answer a request whose sender no longer waits.
+    // A's helper may still answer a request for which the sender no longer waits.
     while tree.page.totals().resident != (a_holds + b_holds) as u64 {
         assert!(began.elapsed() < WAIT_LIMIT, "{a_holds} and {b_holds}: {:?}", tree.page.totals());
         a_holds = a.request("resident", 0);
@@ -238,7 +239,8 @@ fn a_sibling_returns_its_free_memory() {
     assert_eq!(tree.page.totals().resident, 0);
 }
 
-/// Member A uses its memory, so B's allocations fail. B must keep its own memory, and get more after A has freed some.
+/// Member A uses its memory, so allocations of member B fail. B must keep its own memory, and must get more after A has
+/// freed some.
 #[test]
 fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
@@ -267,7 +269,7 @@ fn siblings_return_memory_together() {
     members.into_iter().for_each(Member::end);
 }
 
-/// The charge of a killed member must end with the next sweep. A request over the limit starts the sweep.
+/// The charge of a killed member must end with the next sweep. A request over the limit must start a sweep.
 #[test]
 fn the_charge_of_a_killed_member_ends() {
     let tree = Tree::new(64 * MIB);
@@ -291,8 +293,8 @@ fn the_charge_of_a_killed_member_ends() {
     c.end();
 }
 
-/// A stopped member cannot answer. Another member that needs its memory must wait for a bounded time only, and must get
-/// the memory after the stopped member continues.
+/// A stopped member cannot answer. A member that needs its memory must wait only for a bounded time. After the stopped
+/// member continues, the other member must get the memory.
 #[test]
 fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);
@@ -331,7 +333,7 @@ fn random_contents_of_the_page_harm_no_member() {
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {
             random = mix(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
-            // Half of the writes go to the head and the first members' slots, which are read most.
+            // Half of the writes go to the head and the entries of the first members, which are read most.
             let end = if random & 1 == 0 { 1024 } else { TreePage::LEN as u64 };
             let value = match random >> 1 & 3 {
                 0 => 0,
@@ -354,7 +356,7 @@ fn random_contents_of_the_page_harm_no_member() {
         member.receive_reply();
         assert!(member.child.try_wait().unwrap().is_none(), "a member has ended");
     }
-    // A page without its magic number cannot be joined. The attempt has no effect.
+    // A page without its magic number cannot be joined. The attempt must have no effect.
     file.write_at(&[0xFF; 64], 0).unwrap();
     assert!(TreePage::join(&CString::new(tree.path.as_str()).unwrap()).is_err());
     members.into_iter().for_each(Member::end);

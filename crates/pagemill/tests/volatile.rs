@@ -1,4 +1,4 @@
-//! Tests of volatile ranges by handle: which bytes are kept, which are purged, in which order, and what is reported.
+//! Tests of volatile ranges with handles: which bytes are kept and purged, the order of purges, and what is reported.
 #![allow(unsafe_code)] // locks pages, counts faults, forks
 
 mod common;
@@ -40,7 +40,8 @@ fn purge_all() -> usize {
     purge(usize::MAX)
 }
 
-/// Returns this thread's page faults, as counted by the kernel. Allocates nothing, because an allocation could fault.
+/// Returns the page faults of this thread, as counted by the kernel. Makes no allocation, because an allocation could
+/// fault.
 fn faults() -> i64 {
     // SAFETY: plain data, filled by the call.
     unsafe {
@@ -55,7 +56,7 @@ fn resident_bytes(range: &VolatileBuf) -> usize {
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
-/// Without memory pressure nothing may be purged: after marking and unmarking, all bytes must be there.
+/// Without memory pressure nothing may be purged. After a mark and an unmark, all bytes must be there.
 #[test]
 fn nothing_is_purged_without_pressure() {
     let _exclusive = exclusive_test();
@@ -83,8 +84,8 @@ fn marking_touches_no_page() {
         }
         faults()
     };
-    // Code faults at its first use, and the kernel samples or migrates pages at times. So one round without a fault is
-    // enough.
+    // Code causes a fault at its first use, and the kernel sometimes samples or migrates pages. So a single round
+    // without a fault is enough.
     assert!((0..100).any(|_| faults() == round_trips()), "each round had page faults");
     assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
@@ -135,8 +136,8 @@ fn a_purged_range_can_be_reused() {
     }
 }
 
-/// Ranges must be purged in the order in which they were marked, not allocated. A range that is refreshed counts as
-/// marked at that time.
+/// Ranges must be purged in the order in which they were marked, not in that of their allocation. A range that is
+/// refreshed must count as marked at that time.
 #[test]
 fn the_least_recently_marked_range_is_purged_first() {
     let _exclusive = exclusive_test();
@@ -156,8 +157,8 @@ fn the_least_recently_marked_range_is_purged_first() {
     assert_eq!(order, [2, 3, 1, 0]);
 }
 
-/// Partial ranges must lose chunks from their ends, one chunk of each range in turn, and keep the bytes before the
-/// purged chunks.
+/// Partial ranges must lose chunks from their ends, one chunk of each range in turn. The bytes before the purged chunks
+/// must stay.
 #[test]
 fn partial_ranges_lose_chunks_in_turn() {
     let _exclusive = exclusive_test();
@@ -168,7 +169,7 @@ fn partial_ranges_lose_chunks_in_turn() {
         range.mark().unwrap();
     }
     let kept = || ranges.each_ref().map(|range| range.pin().unwrap().len() / KIB);
-    // The last chunk of the 250 KiB has 58 KiB.
+    // The last chunk of the range of 250 KiB has 58 KiB.
     for expected in [[192, 3008, 192], [128, 2944, 128]] {
         sleep(EPOCH);
         assert_eq!(purge(3 * 50 * KIB).div_ceil(64 * KIB), 3);
@@ -234,7 +235,7 @@ fn addresses_of_dropped_ranges_are_reused() {
     let addr = range.addr();
     drop(range);
     assert_eq!(full(MIB, 1).addr(), addr);
-    // Memory that dropped small ranges left behind is returned, too. Some of it lies in resident blocks.
+    // A purge must also return the memory that dropped small ranges left behind. Some of it is in resident blocks.
     purge_all();
     drop((0..80).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
     assert!(purge_all() >= 15 * MIB);
@@ -318,7 +319,7 @@ fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     let heap = pagemill().heap;
     let slots: Vec<_> = (0..4).map(|_| heap.allocate(4 * MIB, BLOCK_BYTES).unwrap().addr).collect();
     for slot in &slots {
-        // SAFETY: a live slot of that length, owned by this test; freed once.
+        // SAFETY: the slot is live and of that length, belongs to this test, and is freed once.
         unsafe {
             slot.as_ptr().write_bytes(9, 4 * MIB);
             heap.free(slot.as_ptr() as usize).unwrap();
@@ -344,7 +345,7 @@ fn a_fork_child_keeps_inherited_ranges() {
     gone.mark().unwrap();
     sleep(EPOCH);
     range.mark().unwrap();
-    // Fills the parent's purge queue before the fork.
+    // This purge fills the parent's purge queue before the fork.
     assert_eq!(purge(1), 4 * MIB);
     assert_in_child(|| {
         let freed = purge_all();
@@ -353,8 +354,8 @@ fn a_fork_child_keeps_inherited_ranges() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
-/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could give
-/// back.
+/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could
+/// return.
 #[test]
 fn the_helper_thread_wakes_for_the_first_range() {
     let own = Testbed::for_test();
@@ -385,7 +386,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
     }
     let kept = ranges.iter().filter(|range| range.pin().unwrap().contents() == Contents::Kept).count();
     assert!((8..=16).contains(&kept), "{kept} of 16 that fit");
-    // Nonvolatile ranges are not purged for other ranges, so the allocation fails.
+    // Nonvolatile ranges may not be purged for an allocation, so the allocation must fail.
     ranges.clear();
     let error = loop {
         match limited.ranges.allocate(4 * MIB, Behaviour::Full) {
@@ -398,7 +399,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
     assert!(matches!(error, Error::NoMemory { .. }), "{error}");
 }
 
-/// However many threads look up a value, it must be created once, and once again after a purge.
+/// Many threads look up a value at the same time. The value must be created once, and once again after a purge.
 #[test]
 fn a_volatile_cache_creates_each_value_once() {
     let _exclusive = exclusive_test();
@@ -424,8 +425,8 @@ fn a_volatile_cache_creates_each_value_once() {
     }
 }
 
-/// If creating a value fails or panics, no value may be stored, and the next lookup must create the value. Values may
-/// be empty.
+/// If the creation of a value fails or panics, no value may be stored, and the next lookup must create the value.
+/// Values may be empty.
 #[test]
 fn a_failed_creation_is_retried() {
     let _exclusive = exclusive_test();
@@ -481,7 +482,7 @@ fn random_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The expected state of a range: its byte, whether it is volatile, and how many bytes can be kept at most.
+/// The expected state of a range: its byte, whether it is volatile, and the maximum number of bytes that are kept.
 struct Model {
     range: VolatileBuf,
     byte: u8,
@@ -508,7 +509,7 @@ proptest! {
                 Step::Drop(index) => drop(at(index, &models).map(|index| models.remove(index))),
                 Step::Mark(index) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
                     prop_assert_eq!(model.range.mark().is_ok(), !model.is_volatile);
-                    // After a rewrite all bytes are known again.
+                    // The range is written again, so all its bytes are known.
                     if !model.is_volatile && model.kept_bytes < model.range.len_bytes() {
                         model.range.unmark().unwrap();
                         model.range.bytes_mut().unwrap().fill(model.byte);

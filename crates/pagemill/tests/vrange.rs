@@ -1,4 +1,4 @@
-//! Tests of `vrange` on memory of every kind: what is marked, purged and rejected, and what is never changed.
+//! Tests of `vrange` on all kinds of memory: what is marked, purged and rejected, and what never changes.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
 #[path = "common/area.rs"]
@@ -17,8 +17,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Without memory pressure nothing may change. Under pressure, marked memory must be purged, and unmarking must report
-/// the purge; other memory must not change.
+/// Without memory pressure nothing may change. Under pressure, marked memory must be purged, and the unmark must report
+/// the purge. Other memory must not change.
 #[test]
 fn only_marked_memory_is_purged() {
     let _exclusive = exclusive_test();
@@ -55,7 +55,7 @@ fn marks_overlap_and_split() {
     assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
 }
 
-/// Ranges must be purged in the order of marking. Partial ranges must lose their ends in turn.
+/// Ranges must be purged in the order in which they were marked. Partial ranges must lose their ends in turn.
 #[test]
 fn ranges_are_purged_in_the_order_of_marking() {
     let _exclusive = exclusive_test();
@@ -92,7 +92,7 @@ fn ranges_are_purged_in_the_order_of_marking() {
     }
 }
 
-/// A large range is purged in steps. Afterwards it must be one range that is purged completely.
+/// A large range is purged in steps. At the end, it must be a single range that is completely purged.
 #[test]
 fn large_ranges_are_purged_completely() {
     let _exclusive = exclusive_test();
@@ -148,10 +148,11 @@ fn shared_and_file_memory_is_never_purged() {
         area.mark(0, area.pages());
         purge(usize::MAX);
         let unmarked = area.unmark(0, area.pages());
-        // Anonymous memory that may grow is treated as plain: only the first stack is known to be one.
+        // Anonymous memory that may grow must be treated as plain memory. Only the stack of the first thread is known
+        // to be a stack.
         assert_eq!((unmarked.purged, area.is_filled_with(7)), (is_growing, !is_growing), "{name}");
     }
-    // The stack of the first thread, as the kernel names it.
+    // The stack of the first thread, which the kernel names in `maps`.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let line = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
     let start = usize::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
@@ -194,7 +195,7 @@ fn purges_of_partly_locked_memory_are_reported() {
             assert_eq!(area.unmark(0, 64).purged, is_lost, "locked: {locked:?}");
         }
     }
-    // Slots that share huge pages, if there are any: the mark ends inside a huge page.
+    // Slots may share huge pages. The mark then ends inside a huge page.
     let fallbacks = stats::get(Counter::BlocksFallback);
     let slots: Vec<usize> = (0..6)
         .map(|_| pagemill().heap.allocate(BLOCK_BYTES / 2, os_page_bytes()).unwrap().addr.as_ptr() as usize)
@@ -216,7 +217,7 @@ fn purges_of_partly_locked_memory_are_reported() {
         std::mem::forget(area);
     }
     for slot in slots {
-        // SAFETY: allocated above, not marked any more.
+        // SAFETY: the slot was allocated above and is no longer marked.
         unsafe { pagemill().heap.free(slot).unwrap() };
     }
 }
@@ -237,13 +238,13 @@ fn a_fork_child_keeps_inherited_marks() {
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// The kernel has merged some pages (KSM), and a pipe refers to others. The pages must be purged for the program, and
-/// the pipe's reader must still get the old bytes.
+/// The kernel has merged some pages (KSM), and a pipe refers to others. All pages must be purged for the program, and
+/// the reader of the pipe must still get the old bytes.
 #[test]
 fn other_users_of_purged_pages_keep_their_bytes() {
     let _exclusive = exclusive_test();
     let area = Area::plain(4, 9);
-    // SAFETY: a hint; contents stay.
+    // SAFETY: the call is a hint and changes no contents.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_MERGEABLE) };
     let mut ends = [0; 2];
     // SAFETY: writes two descriptors; moves our own pages into the pipe, read back below.
@@ -271,8 +272,8 @@ fn other_users_of_purged_pages_keep_their_bytes() {
 fn protected_and_unmapped_ranges_are_not_purged() {
     let _exclusive = exclusive_test();
     let (protected, unmapped) = (Area::plain(16, 3), Area::plain(16, 4));
-    // Runs in a child with one thread: in this process another thread could map memory at the address that was
-    // unmapped.
+    // The test runs in a child with one thread. In this process, another thread could map memory at the address that
+    // was unmapped.
     assert_in_child(|| {
         protected.mark(0, 16);
         unmapped.mark(0, 16);
@@ -294,7 +295,7 @@ fn purged_heap_slots_are_discharged() {
     let _exclusive = exclusive_test();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr;
-        // SAFETY: a live slot of that length, owned by this test.
+        // SAFETY: the slot is live and of that length, and belongs to this test.
         unsafe { addr.as_ptr().write_bytes(6, len) };
         pagemill().account.reconcile();
         let before = pagemill().account.resident();
@@ -302,7 +303,7 @@ fn purged_heap_slots_are_discharged() {
         let freed = purge(usize::MAX);
         assert_eq!((freed, before - pagemill().account.resident()), (len, len as u64));
         assert!(vrange(addr.as_ptr() as usize, len, Mode::Nonvolatile, How::Full).unwrap().purged);
-        // SAFETY: as above; not marked any more.
+        // SAFETY: as above, and the slot is no longer marked.
         unsafe {
             assert_eq!(addr.as_ptr().read_volatile(), 0);
             pagemill().heap.free(addr.as_ptr() as usize).unwrap();
@@ -324,7 +325,7 @@ fn purges_race_with_marks() {
         });
         let areas = [Area::plain(1, 1), Area::plain(64, 1), Area::huge(20, 1)];
         let begun = Instant::now();
-        // Runs until something was purged.
+        // Runs for at least two seconds, and longer until something was purged.
         while begun.elapsed() < Duration::from_secs(2) || (purged == 0 && begun.elapsed() < Duration::from_secs(600)) {
             for area in &areas {
                 let half = area.pages().div_ceil(2);
@@ -352,7 +353,7 @@ proptest! {
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
         let _exclusive = exclusive_test();
         let area = Area::plain(64, 1);
-        // For each page: whether it is marked, and whether it was purged since.
+        // For each page: whether it is marked, and whether it was purged since then.
         let mut model = [(false, false); 64];
         for (page, pages, act) in steps {
             let pages = pages.min(64 - page);
@@ -380,7 +381,7 @@ proptest! {
                 4 => drop(purge(pages * os_page_bytes())),
                 _ => (0..64).filter(|at| !model[*at].0).for_each(|at| assert_eq!(area.read(at), 1)),
             }
-            // Purged pages read zero; whole purges take everything that is marked.
+            // Purged pages must read as zeros. A purge of everything purges all marked pages.
             for (at, page) in model.iter_mut().enumerate() {
                 let is_gone = area.read(at) == 0;
                 prop_assert!(!is_gone || page.0, "page {} was not marked", at);

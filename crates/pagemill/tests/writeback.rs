@@ -25,7 +25,8 @@ const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
 
-/// Returns settings with which pages are written back only above a share of dirty pages, never because of age.
+/// Returns settings with which pages are written back only if the share of dirty pages is too high, and never because
+/// of their age.
 fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
     Writeback::default()
         .age(NEVER)
@@ -63,8 +64,8 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill_core::error::Re
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
-/// Pages that are dirty for longer than the age must be written back in the background. One thread handles all files,
-/// and must continue after a time without dirty pages.
+/// Pages that are dirty for longer than the configured age must be written back in the background. One thread serves
+/// all files. It must continue after a time without dirty pages.
 #[test]
 fn old_pages_are_written_back() {
     let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::from_millis(30)), false);
@@ -122,8 +123,8 @@ fn pages_above_the_background_share_are_written_back() {
     }
 }
 
-/// The store hangs while dirty pages have reached the maximum share. A writer must wait until the store continues. The
-/// maximum may be exceeded by at most a page.
+/// The store hangs after dirty pages have reached the maximum share. A writer must wait until the store continues. At
+/// most one page more than the maximum may be dirty.
 #[test]
 fn writers_wait_for_a_store_that_hangs() {
     for is_thread_disabled in [false, true] {
@@ -142,7 +143,7 @@ fn writers_wait_for_a_store_that_hangs() {
             });
             wait_until("no thread waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
             assert!(!is_over.load(SeqCst));
-            // Rewriting a dirty page and reading never wait.
+            // Neither a rewrite of a dirty page nor a read may wait.
             let mut byte = [0];
             file.read_at(&mut byte, 0).unwrap();
             assert_eq!(byte, [1]);
@@ -154,7 +155,7 @@ fn writers_wait_for_a_store_that_hangs() {
     }
 }
 
-/// A store hangs for longer than the timeout of writers. These writers must get an error, no data may be lost, and
+/// A store hangs for longer than the timeout of writers. Its writers must get an error, no data may be lost, and
 /// writers of other files must continue.
 #[test]
 fn writers_time_out_if_the_store_hangs() {
@@ -176,7 +177,7 @@ fn writers_time_out_if_the_store_hangs() {
         page += end_page(&file);
         assert!(page >= MIB / PAGE - 1);
         for at in 0..100 {
-            // A writer of another file may time out as well, but succeeds when it tries again.
+            // A writer of another file may also time out. It must succeed when it tries again.
             wait_until("the writer of another file fails", || write_page(&other, at, 2).is_ok());
         }
         let mut bytes = vec![0; page * PAGE];
@@ -190,7 +191,7 @@ fn writers_time_out_if_the_store_hangs() {
     }
 }
 
-/// Returns the index of the page behind the end of the file.
+/// Returns the index of the first page beyond the end of the file.
 fn end_page(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
@@ -215,19 +216,19 @@ fn no_data_is_lost_if_the_store_fails() {
     assert!(file.read_at(&mut bytes, 0).is_ok() && bytes.iter().all(|byte| *byte == 1));
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);
     store.set_faults(Faults::default());
-    // Dirty pages below the share need not be written back.
+    // Dirty pages below the background share need not be written back.
     wait_until("writeback is not tried again", || cache.dirty_bytes() <= 4 * MIB as u64 / 10);
     for handle in &others {
         assert_eq!(handle.sync().unwrap_err().errno(), ENOSPC);
         handle.sync().unwrap();
     }
     assert!(store.inner().bytes() == bytes);
-    // The store may have failed once more between this handle's sync and the end of the faults.
+    // The store may have failed once more between this handle's sync and the call that ended the faults.
     let _ = file.sync();
     file.sync().unwrap();
 }
 
-/// One page cannot be written. Other pages must be written back nevertheless, and the page must be tried again.
+/// One page cannot be written. Other pages must still be written back, and the page must be tried again.
 #[test]
 fn a_page_that_fails_does_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::ZERO), true);
@@ -246,7 +247,7 @@ fn a_page_that_fails_does_not_block_other_pages() {
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty. A thread that needs a page must write some back, and may fail only if the store
+/// All pages of a cache are dirty. A thread that needs a page must write some back. It may fail only if the store
 /// fails.
 #[test]
 fn dirty_pages_are_written_back_to_make_room() {
@@ -255,7 +256,7 @@ fn dirty_pages_are_written_back_to_make_room() {
         let (store, file) = open(&cache);
         let memory = cache.create().unwrap();
         file.truncate((200 * PAGE) as u64).unwrap();
-        // Writers are throttled at 100 % only. Writes through pins and holds are never throttled.
+        // Writers wait only at 100 % dirty pages. Writes through pins and holds never wait.
         for page in 0..64 {
             file.pin((page * PAGE) as u64).unwrap().write_at(&[1], 0).unwrap();
         }
@@ -299,7 +300,7 @@ fn room_is_made_wherever_the_last_slice_ended() {
     assert!(file.dirty_bytes() > 0, "only a part of the file was written");
     file.sync().unwrap();
     file.dont_need(0, 16 * MIB as u64).unwrap();
-    // From here on all dirty pages lie before that position, and the cache is full.
+    // From here on, all dirty pages are before that position, and the cache is full.
     let other = cache.create().unwrap();
     other.write_at(&vec![1; 7 * MIB], 0).unwrap();
     (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
@@ -372,7 +373,7 @@ fn invalid_shares_are_rejected() {
     }
 }
 
-/// Writers, background writeback, syncs and truncations use one file concurrently. At the end the store must have the
+/// Writers, background writeback, syncs and truncations use one file concurrently. At the end, the store must have the
 /// contents that were written last.
 #[test]
 fn concurrent_writers_lose_no_data() {
@@ -396,7 +397,7 @@ fn concurrent_writers_lose_no_data() {
         scope.spawn(|| {
             while !is_over.load(SeqCst) {
                 file.sync().unwrap();
-                // These changes lie behind all pages that are checked.
+                // These changes are beyond all pages that are checked.
                 file.write_at(&[9; 100], (1600 * PAGE) as u64).unwrap();
                 file.truncate((1550 * PAGE) as u64).unwrap();
             }
@@ -428,7 +429,7 @@ fn dropping_the_last_handle_writes_back() {
     drop(other);
     let bytes = store.inner().bytes();
     assert!(bytes.len() == 6 * PAGE + 10 && bytes[..PAGE] == [1; PAGE] && bytes[6 * PAGE..] == [1; 10]);
-    // Nothing has changed, so the store is not called.
+    // Nothing has changed, so the store must not be called.
     let calls = store.calls();
     drop(cache.open(Arc::new(store.clone())).unwrap());
     assert_eq!(store.calls(), calls);
@@ -485,8 +486,8 @@ fn files_are_written_back_and_reopened() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Two pages are pinned. Other pages must be written back nevertheless. A sync must wait for one second in total, and
-/// report that not everything is durable.
+/// Two pages are pinned. Other pages must still be written back. A sync must wait for one second in total, and report
+/// that not everything is durable.
 #[test]
 fn pinned_pages_do_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(50, 90), true);
@@ -498,7 +499,7 @@ fn pinned_pages_do_not_block_other_pages() {
         assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
     }
     assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
-    // An error of the store takes precedence over the error for pinned pages.
+    // An error of the store must take precedence over the error for pinned pages.
     (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);

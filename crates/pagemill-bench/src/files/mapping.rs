@@ -74,7 +74,7 @@ impl Mapping {
         unsafe { ptr::copy_nonoverlapping(record.as_ptr(), self.start.as_ptr().add(offset), RECORD_BYTES) };
     }
 
-    /// Reads one byte of each page, which makes the kernel map all pages.
+    /// Reads one byte of each page, so that the kernel maps all pages.
     pub fn touch(&self) {
         for offset in (0..self.len_bytes).step_by(os_page_bytes()) {
             // SAFETY: `offset` lies within the mapping, which is readable (type invariant).
@@ -91,7 +91,7 @@ pub struct SharedMapping(Mapping);
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Maps the first `len_bytes` bytes of a file, and takes all page faults at once.
+    /// Maps the first `len_bytes` bytes of a file, and causes all page faults at once.
     ///
     /// # Errors
     ///
@@ -119,7 +119,7 @@ impl Drop for Mapping {
 mod tests {
     use super::*;
 
-    /// Bytes written through one mapping are read through another. A read beyond the end panics.
+    /// Bytes that were written through one mapping must be read through another. A read beyond the end must panic.
     #[test]
     fn records_are_copied_through_a_mapping() {
         let file = tempfile::tempfile().expect("a temporary file");

@@ -12,11 +12,11 @@ use crate::stats::{self, Better};
 
 const FILES: (usize, usize) = (10_000, 100_000);
 const PER_DIRECTORY: u64 = 1000;
-/// Number of samples (quick, full). Differences of a few percent in samples of one second need more samples than other
-/// experiments.
+/// Number of samples (quick, full). It is larger than in other experiments, because differences of a few percent must
+/// be detected in samples of one second.
 const ROUNDS: (usize, usize) = (5, 15);
 
-/// The operations on each file: metric, column, and the bound on the speed relative to plain tmpfs.
+/// The operations on each file: metric, column, and minimum speed relative to plain tmpfs.
 const TARGETS: [(&str, &str, f64); 5] = [
     (CREATE, "create, write 100 B, close", 0.7),
     ("stat", "stat", 0.95),
@@ -25,7 +25,7 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// The bound on the speed of creation in folders marked `huge=never`.
+/// Minimum speed of creation in folders marked `huge=never`, relative to plain tmpfs.
 const CREATE_NEVER: f64 = 0.9;
 
 /// Number of files, and whether their folders are marked `huge=never`.
@@ -64,7 +64,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
     let mut report = Report::new("metadata", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     let files = common.quick_or_full(FILES.0, FILES.1);
-    // Each file takes a page of content and some metadata of the kernel.
+    // Each file uses a page for its content, and some metadata of the kernel.
     child::touch_beforehand(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });
     let plan = FileExperiment {

@@ -27,24 +27,26 @@ pub struct FileOptions {
     pub dir: Option<PathBuf>,
 }
 
-/// Workload option: store the files in a page cache of the workload's own process.
+/// Option of a workload: store the files in a page cache of the workload's own process.
 const CACHED: &str = "--cached";
 
-/// The cases of an experiment on files, and the arguments with which a workload runs each of them.
+/// The cases of an experiment on files, and how a workload runs each case.
 pub struct FileExperiment<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
     pub size_bytes: u64,
     /// The metrics, which are keys of the workload's JSON line.
     pub metrics: &'a [&'static str],
+    /// Returns the workload's arguments for a case.
     pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
+    /// Returns the name of a case.
     pub name: &'a dyn Fn(&Case) -> String,
     pub limit: Duration,
 }
 
 impl<Case: Ord + Clone> FileExperiment<'_, Case> {
-    /// Runs every case on every file system and returns the samples. The file systems alternate, and each sample has a
-    /// new mount.
+    /// Runs every case on every file system and returns the samples. File systems are measured in turn, and each sample
+    /// has a new mount.
     ///
     /// # Errors
     ///
@@ -85,18 +87,18 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     }
 }
 
-/// Returns workload arguments with the folder of the files and the device number by which the workload checks that the
-/// mount is still there.
+/// Returns workload arguments with the folder of the files and its device number. By that number, the workload checks
+/// that the file system is still mounted.
 pub fn place_arguments(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The folder and device number of [`place_arguments`], as parsed by a workload.
+/// The folder and device number from [`place_arguments`], as parsed by a workload.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FilePlace {
-    // Neither option is required, so that workloads with an optional place can be parsed. Workloads that need a place
-    // check it themselves.
+    // Neither option is required, because some workloads have an optional place. Other workloads check that the place
+    // is given.
     /// The root of the file system, or a folder in it
     #[arg(long, required = false, requires = "device")]
     pub folder: PathBuf,
@@ -106,7 +108,7 @@ pub struct FilePlace {
 }
 
 impl FilePlace {
-    /// Fails if another file system is mounted on the folder now.
+    /// Fails if the folder is no longer on the file system with this device number.
     pub fn check(&self) -> std::result::Result<(), String> {
         mount::assert_tmpfs(&self.folder, self.device)
     }

@@ -1,4 +1,4 @@
-//! File systems in memory: mounted for one sample, checked during the sample, and unmounted afterwards.
+//! File systems in memory. Each is mounted for one sample, checked during the sample, and unmounted afterwards.
 //!
 //! All mounts are made in a private mount namespace. No other process sees them, and they vanish with the last process
 //! of the bench, even if the bench is killed. The bench unmounts only what it mounted.
@@ -23,6 +23,7 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Time limit for `pagemill mount` to mount, and to unmount.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A file system that is measured: how it is made, and its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     /// The stable name of the file system in tables, in JSON and for `--only`.
@@ -48,19 +49,19 @@ pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSy
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 
 impl FileSystem {
-    /// Returns whether the subject is mounted. If not, the workload stores its files in its own process.
+    /// Returns whether the file system is mounted. The alternative is a cache in the workload's own process.
     pub fn is_mounted(self) -> bool {
         self.kind != FileSystemKind::Cache
     }
 }
 
-/// How the file system was mounted, which determines how it is removed.
+/// How the file system was mounted. This determines how it is removed.
 #[derive(Debug)]
 enum Origin {
-    /// The user mounted it beforehand. Only the bench's folder in it is removed.
+    /// The user mounted the file system beforehand. Only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// A `pagemill mount` process mounted it, and unmounts it when that process receives SIGTERM.
+    /// A `pagemill mount` process mounted the file system, and unmounts it on SIGTERM.
     PagemillMount(RunningGroup),
 }
 
@@ -72,6 +73,7 @@ pub struct Mounted {
     folder: TempDir,
 }
 
+/// What went wrong when a file system was unmounted.
 #[derive(Debug, Default)]
 pub struct UnmountResult {
     /// A message, if the controller did not unmount the file system by itself.
@@ -208,7 +210,7 @@ impl Mounted {
         self.folder.path()
     }
 
-    /// Returns the device number of the mount. The folder's number changes if the file system is unmounted.
+    /// Returns the device number at the time of the mount. After an unmount, the folder has another device number.
     pub fn device(&self) -> u64 {
         self.device
     }
@@ -224,8 +226,8 @@ impl Mounted {
             Some(Origin::PagemillMount(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
-            // The device number shows that this is the bench's mount. The mount is detached, since a killed workload
-            // may use it for a moment longer.
+            // The device number shows that this mount was made by the bench. The mount is detached, since a killed
+            // workload may use it for a short time longer.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
             let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
             ended.complaint = ended.complaint.or(stays);
@@ -237,7 +239,7 @@ impl Mounted {
         running.terminate();
         let finished = match running.finish(TIMEOUT) {
             Ok(finished) => finished,
-            // The interrupt has killed the controller, too.
+            // The interrupt has also killed the controller.
             Err(Error::Interrupted { .. }) => return UnmountResult::default(),
             Err(error) => {
                 let complaint = Some(format!("pagemill: the controller did not end on request: {error}"));
@@ -270,8 +272,8 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.dev())
 }
 
-/// Fails if the folder is not on a tmpfs, or not on the same tmpfs as before. Without this check, a vanished mount
-/// would mean that the disk below it is measured.
+/// Fails if the folder is not on a tmpfs, or is on another tmpfs than before. Without this check, the disk below a
+/// vanished mount would be measured.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
@@ -294,8 +296,8 @@ pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// A mount is a tmpfs with a device number of its own and counts the bytes written to it. Unmounting leaves no
-    /// folder behind. Skipped if mounting is not permitted.
+    /// A mount must be a tmpfs with its own device number, and must count the bytes written to it. Unmounting must
+    /// remove the folder. Skipped if mounting is not permitted.
     #[test]
     fn unmount_leaves_nothing_behind() {
         // The test runs in a thread of its own, so that the other tests keep their mount namespace.
@@ -316,8 +318,8 @@ mod tests {
         }
     }
 
-    /// An unknown name is refused with the list of known names. A folder outside of tmpfs is refused before anything is
-    /// mounted.
+    /// An unknown name must be refused with the list of known names. A folder that is not on a tmpfs must be refused
+    /// before anything is mounted.
     #[test]
     fn unknown_name_and_other_folder_are_refused() {
         let mounter = Mounter { given_folder: None };

@@ -1,4 +1,4 @@
-//! Memory that files use in addition to their content, under each setting for huge pages; and whether large files get
+//! Memory that files use in addition to their content, under each setting for huge pages. Also whether large files get
 //! huge pages.
 
 use std::time::Duration;
@@ -14,15 +14,18 @@ use crate::stats::{self, Better};
 const AT_ONCE: &str = "used_at_once";
 const LATER: &str = "used_after_second";
 const SHARE: &str = "huge_share";
-/// The bound on the memory of files after a second, relative to their memory in small pages.
+/// Maximum of the memory of files a second after the last close, relative to their memory in small pages.
 const MAX_RATIO: f64 = 1.1;
 const MIN_HUGE_SHARE: f64 = 0.95;
 
-/// How a kind of files is judged: not at all, by the memory that it takes, or by its fraction in huge pages.
+/// How files of one kind are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Criterion {
+    /// There is no verdict.
     Not,
+    /// By the memory that the files use.
     BySize,
+    /// By the fraction of the files that is in huge pages.
     ByHugePages,
 }
 
@@ -69,7 +72,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
     let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT])?;
     let mut report = Report::new("waste", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    // If all pages were huge, each small file would take 2 MiB.
+    // With huge pages everywhere, each small file would use 2 MiB.
     child::touch_beforehand(2100)?;
     let plan = FileExperiment {
         cases: &KINDS,
@@ -120,7 +123,7 @@ fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let verdict = not_measured(target, Bound::AtMost(MAX_RATIO), "x", "one side was not run");
     match (samples.get(&kind, PAGEMILL_MOUNT.name, LATER), samples.get(&kind, NEVER.name, LATER)) {
         (Some(series), Some(never)) => Verdict {
-            // The ratio is bytes divided by bytes, so a larger ratio is worse here.
+            // The ratio is own bytes divided by baseline bytes, so a larger ratio is worse here.
             estimate: stats::estimate_median(&series.ratios(never, Better::Higher)),
             baseline: NEVER.name.to_owned(),
             has_lost_round: !series.survived(),
@@ -149,7 +152,8 @@ fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The arguments of the workload have the numbers of a kind. Two kinds are judged by size, three by huge pages.
+    /// The workload's arguments must contain the numbers of a kind. Two kinds must be judged by size, three by huge
+    /// pages.
     #[test]
     fn file_kind_becomes_workload_arguments() {
         assert_eq!(arguments(&KINDS[2]), ["__waste", "--files", "100", "--bytes", "67108864", "--step", "0"]);
@@ -157,8 +161,8 @@ mod tests {
         assert_eq!((count(Criterion::BySize), count(Criterion::ByHugePages)), (2, 3));
     }
 
-    /// The fraction in huge pages has a verdict without a baseline. The ratio of bytes has one only if both file
-    /// systems were measured.
+    /// The fraction in huge pages must have a verdict without a baseline. The ratio of bytes must have a verdict only
+    /// if both file systems were measured.
     #[test]
     fn ratio_verdict_needs_both_file_systems() {
         let (mut samples, small, large) = (SampleTable::new(), KINDS[0], KINDS[3]);

@@ -1,5 +1,5 @@
-//! Loads that fragment an allocator's memory: random churn, pandas, and programs of mimalloc-bench. Measures how much
-//! memory they have in each phase, and their CPU time.
+//! Loads that fragment an allocator's memory: random churn, pandas, and programs of mimalloc-bench. Measures the memory
+//! of each phase and the CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,13 +26,13 @@ const CPU: &str = "cpu_s";
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
 const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_OPERATION, WALL];
 
-/// Bounds of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
+/// Bounds of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc (`CPU_BASELINE`).
 const MAX_MEMORY_RATIO: f64 = 1.10;
 const MAX_CPU_RATIO: f64 = 1.10;
 const CPU_BASELINE: &str = "jemalloc";
 
 /// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and its arguments in
-/// bench.sh. The argument N stands for the number of CPUs.
+/// bench.sh. The argument `N` means the number of CPUs.
 struct BenchProgram {
     name: &'static str,
     compiler: &'static str,
@@ -81,8 +81,8 @@ const BENCH_PROGRAMS: &[BenchProgram] = &[
 const CHURN: &str = "churn";
 const PANDAS: &str = "pandas";
 
-/// A script that builds tables, joins, groups and appends them, drops them all, and sleeps. It prints its memory before
-/// and after, and a sum by which runs are compared.
+/// A script that builds, joins, groups and appends tables, drops all of them, and sleeps. It prints its memory before
+/// the drop and after the sleep, and a sum by which the results of runs are compared.
 const PANDAS_SCRIPT: &str = "
 import gc, json, os, sys, time
 import pandas
@@ -121,7 +121,7 @@ struct Load {
     seconds: Option<f64>,
 }
 
-/// Runs the named loads; adds rows and verdicts.
+/// Measures the named loads; adds rows and verdicts.
 pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
@@ -295,7 +295,7 @@ fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
             Some(rate) => line[CPU_PER_OPERATION] = (cpu * 1e6 / (rate * seconds)).into(),
             None => return Ok(Outcome::Failed("it printed no rate".to_owned())),
         },
-        // The bench's own load has a fixed run time and reports the CPU time per operation itself.
+        // The bench's own load (`churn`) has a fixed run time and reports the CPU time per operation itself.
         None if line[CPU_PER_OPERATION].is_null() => line[CPU] = cpu.into(),
         None => {}
     }
@@ -341,13 +341,13 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
             continue;
         };
         let was_lost = own.killed + own.failures.len() > 0;
-        // The median is missing if the load lacks this phase or this kind of CPU time.
+        // The median is missing if the load has no such phase, or reports the CPU time in the other form.
         if own.median().is_none() && !(was_lost && metric == PEAK) {
             continue;
         }
         let target = format!("{name}, {what}, against {baseline}");
         report.add_verdict(Verdict {
-            // The ratio is memory divided by memory, or time by time, so a larger ratio is worse here.
+            // The ratio is own value divided by baseline, so a larger ratio is worse here.
             estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
             baseline: baseline.to_owned(),
             has_lost_round: was_lost,
@@ -360,8 +360,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
 mod tests {
     use super::*;
 
-    /// Each phase has one verdict against glibc, and the CPU time one against jemalloc. Metrics that the load lacks
-    /// have none.
+    /// Each phase must have one verdict against glibc, and the CPU time one against jemalloc. Metrics that the load
+    /// does not report must have none.
     #[test]
     fn every_phase_is_judged() {
         let mut samples = SampleTable::new();
@@ -383,7 +383,7 @@ mod tests {
         assert!(lines.iter().map(|(target, value)| (target.as_str(), *value)).eq(expected), "{lines:?}");
     }
 
-    /// The rate is parsed from larson's output. The output of a program without a rate gives none.
+    /// The rate must be parsed from larson's output. Output without a rate must give none.
     #[test]
     fn printed_rate_is_parsed() {
         let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";

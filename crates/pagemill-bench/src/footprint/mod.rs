@@ -1,5 +1,5 @@
-//! Real programs under every allocator: their peak memory, their memory at rest, and the peak without the free memory
-//! that they could return.
+//! Real programs under every allocator. Measures their peak memory, their memory at rest, and the peak without the free
+//! memory that they could return.
 
 mod loads;
 mod programs;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result, doing};
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL, Role};
+use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
 pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
 use tree::{TreeMemory, TreePeaks, TreeSampler};
@@ -57,10 +57,10 @@ pub struct Options {
 /// The measurements of one run of one program.
 struct Sample {
     peaks: TreePeaks,
-    /// Memory after a rest of two seconds; measured for servers only.
+    /// Memory after two seconds without requests; measured for servers only.
     idle: Option<TreeMemory>,
     wall: Duration,
-    /// Throughput, measured after the memory; for servers only.
+    /// Throughput, for servers only. It is measured after the memory.
     requests_per_second: Option<f64>,
 }
 
@@ -110,8 +110,8 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Returns the programs and loads that `--programs` names. Without the option, all programs, or all loads with
-/// `--churn`.
+/// Returns the programs and the loads that `--programs` names. Without that option, returns all programs, or all loads
+/// if `--churn` is given.
 fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static str>)> {
     let given = &options.programs;
     let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
@@ -140,7 +140,7 @@ fn measure(
         report.add_gap(gap);
         return Ok(());
     }
-    // One unmeasured run without a preload yields the expected output and fills the kernel's page cache.
+    // One unmeasured run without a preload yields the expected output. It also fills the kernel's page cache.
     let reference = run_once(program, None, folder.path())?.0;
     if !reference.status.success() {
         let complaint = String::from_utf8_lossy(&reference.stderr).trim().to_owned();
@@ -180,8 +180,8 @@ fn run_once(program: &Program, ready: Option<&AvailableSubject>, folder: &Path) 
     Ok((finished, sample))
 }
 
-/// Compares the output with that of the run without a preload. A program that succeeds with other output had wrong
-/// memory.
+/// Compares the output with that of the run without a preload. A program that succeeds but prints something else had
+/// wrong memory contents.
 fn check_output(
     program: &Program,
     ready: &AvailableSubject,
@@ -260,7 +260,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
     let requests = |subject| samples.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
-    if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(KEEPING))
+    if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(KEEPING_SUBJECT))
         && let Some(verdict) = experiment::judge_aging_cost(name, &[own.ratios(keeping, Better::Higher)])
     {
         report.add_verdict(verdict);
@@ -278,7 +278,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
                 Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
             Some(series) => Verdict {
-                // The ratio is memory divided by memory, so a larger ratio is worse here.
+                // The ratio is own memory divided by baseline memory, so a larger ratio is worse here.
                 estimate: stats::estimate_median(&series.ratios(glibc, Better::Higher)),
                 baseline: BASELINE.to_owned(),
                 has_lost_round: !series.survived(),

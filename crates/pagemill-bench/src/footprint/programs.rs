@@ -1,7 +1,7 @@
 //! The real programs that the experiment runs: their scripts and the commands that they need.
 //!
 //! Each program is one shell script in a folder of its own. The script uses no network, no user settings and no time of
-//! day. So its output must be the same under every allocator, and the bench compares the outputs.
+//! day. Its output must therefore be the same under every allocator, and the bench checks that.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,6 +12,7 @@ use crate::error::{Result, doing};
 use crate::stats::Random;
 use crate::subject;
 
+/// A program that the experiment runs.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub name: &'static str,
@@ -19,7 +20,7 @@ pub struct Program {
     pub needs: &'static [&'static str],
     /// The script, which `sh -e` runs in the prepared folder.
     pub script: &'static str,
-    /// Whether each run prints the same output. If not, only the exit status is checked.
+    /// Whether each run prints the same output. Otherwise only the exit status is checked.
     pub is_repeatable: bool,
     /// Creates the input of the script in the folder.
     prepare: fn(&Path) -> std::io::Result<()>,
@@ -131,7 +132,8 @@ pub fn is_installed(name: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
 }
 
-/// Writes the Python script, and the path of the real interpreter, since `python3` may be a shell wrapper.
+/// Writes the Python script to the folder. Also records the path of the real interpreter, since `python3` may be a
+/// shell wrapper.
 pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     let mut command = Command::new("python3");
     command.args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null());
@@ -139,7 +141,7 @@ pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     fs::write(folder.join("work.py"), PYTHON)
 }
 
-/// Returns the path of the interpreter that [`prepare_python`] found.
+/// Returns the path of the interpreter that [`prepare_python`] recorded.
 pub fn python(folder: &Path) -> std::io::Result<String> {
     fs::read_to_string(folder.join("python")).map(|path| path.trim().to_owned())
 }

@@ -21,7 +21,7 @@ const REST: Duration = Duration::from_secs(2);
 /// Number of commands that are sent before their replies are read.
 const PIPELINE: u32 = 1000;
 
-/// Returns the reason why Redis cannot be measured; none if its programs are installed.
+/// Returns the reason why Redis cannot be measured; none if all its programs are installed.
 pub fn missing_programs() -> Option<String> {
     let missing = ["redis-server", "redis-benchmark"].into_iter();
     let missing = missing.filter(|name| !programs::is_installed(name));
@@ -45,7 +45,7 @@ pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Resul
     if ready.preload().is_none()
         && let Some(libc) = subject::installed_file("libc.so.6")
     {
-        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc before it.
+        // Distributions link Redis with jemalloc. With the C library preloaded, glibc's malloc is used instead.
         command.env("LD_PRELOAD", libc);
     }
     let begun = Instant::now();
@@ -61,7 +61,7 @@ pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Resul
         Err(_) => None,
     };
     let peaks = watch.stop();
-    // The throughput is measured after the memory, so that it does not change the memory that is reported.
+    // The throughput is measured after the memory, so that this measurement does not change the reported memory.
     let ended = load_result.and_then(|mut client| {
         let requests = measure_throughput(&socket)?;
         client.send(&["SHUTDOWN", "NOSAVE"])?;
@@ -136,7 +136,8 @@ fn measure_throughput(socket: &Path) -> std::result::Result<f64, ServerFailure> 
     mean_rate(&csv).ok_or_else(|| ServerFailure::Lost(format!("redis-benchmark printed no rates: {csv:.100}")))
 }
 
-/// Returns the geometric mean of the two rates in redis-benchmark's CSV. A rate is a second field that is a number.
+/// Returns the geometric mean of the two rates in redis-benchmark's CSV output. A line has a rate if its second field
+/// is a number.
 fn mean_rate(csv: &str) -> Option<f64> {
     let fields = csv.lines().filter_map(|line| line.split(',').nth(1)?.trim_matches('"').parse::<f64>().ok());
     let rates: Vec<Vec<f64>> = fields.map(|rate| vec![rate]).collect();
@@ -171,7 +172,7 @@ struct Client {
 }
 
 impl Client {
-    /// Connects to the server; retries until the server listens.
+    /// Connects to the server. Retries until the server listens.
     fn connect(server: &RunningGroup, socket: &Path) -> std::result::Result<Self, ServerFailure> {
         let begun = Instant::now();
         let stream = loop {
@@ -232,7 +233,7 @@ pub fn folder() -> Result<tempfile::TempDir> {
 mod tests {
     use super::*;
 
-    /// The header of the CSV is skipped. The mean needs both rates.
+    /// The header of the CSV must be skipped. Unless both rates are present, there must be no mean.
     #[test]
     fn csv_rates_are_averaged() {
         let csv = "\"test\",\"rps\",\"avg_latency_ms\"\n\"SET\",\"200.00\",\"0.1\"\n\"GET\",\"800.00\",\"0.1\"\n";

@@ -1,4 +1,5 @@
-//! Memory that a process frees before it continues to work: how much of it is still resident after each second.
+//! Memory that a process frees before it continues to work. Measures how much of it is still resident after each
+//! second.
 
 use std::time::Duration;
 
@@ -20,8 +21,8 @@ const SECONDS: (u64, u64) = (2, 15);
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
-/// The bound on the resident memory at the end, in MiB.
-const MOST_MIB: f64 = 16.0;
+/// Maximum of the resident memory at the end, in MiB.
+const MAX_LEFT_MIB: f64 = 16.0;
 
 const FILLED: &str = "filled_mib";
 const CPU: &str = "cpu_share";
@@ -58,8 +59,8 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     Ok(())
 }
 
-/// Measures all sizes and rounds. The allocators of a round run concurrently, since no time is measured and each
-/// process leaves four fifths of a CPU idle.
+/// Measures all sizes and rounds. The allocators of a round run concurrently: no time is measured, and each process
+/// leaves four fifths of a CPU idle.
 fn measure(
     common: &CommonOptions,
     ready: &[AvailableSubject],
@@ -113,14 +114,14 @@ fn add_rows(
     );
     let name = format!("pieces of {}", Bytes(size));
     let cell = |column: String| Some(TableCell { table: table.clone(), column });
-    // There is no baseline. Some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
+    // The rows have no baseline: some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
     let metric = |name, unit| Metric { name, unit, better: Better::Lower, baseline: None };
     for subject in ready {
         let whole = (&(size, 0), name.as_str());
         report_row(report, samples, whole, subject.name(), metric(FILLED, "MiB"), cell("filled".to_owned()));
         for second in 0..=seconds {
             let at = format!("after {second} s");
-            // The JSON has a row for each second; the table shows only some of them.
+            // The JSON has a row for each second, and the table only for some of them.
             let is_shown = second % 5 == 0 || second == 1 || second == seconds;
             let shown = if is_shown { cell(at.clone()) } else { None };
             let (case, name) = ((size, second), format!("{name}, {at}"));
@@ -134,7 +135,7 @@ fn add_rows(
 fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
     let (size, seconds) = case;
     let target = format!("{mib} MiB in pieces of {} freed, still held {seconds} s later", Bytes(size));
-    let blank = not_measured(target, Bound::AtMost(MOST_MIB), "MiB", "pagemill was not run");
+    let blank = not_measured(target, Bound::AtMost(MAX_LEFT_MIB), "MiB", "pagemill was not run");
     match samples.get(&case, PAGEMILL, MORE_MIB) {
         None => blank,
         Some(series) => Verdict {
@@ -151,7 +152,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The memory after the last second is judged, whatever it was before. A killed run makes the target fall short.
+    /// The memory after the last second must be judged, whatever it was before. A killed run must make the target fall
+    /// short.
     #[test]
     fn the_last_second_is_judged() {
         let line = |held: [f64; 3]| Outcome::Measured(serde_json::json!({ MORE_MIB: held, FILLED: 400.0, CPU: 0.2 }));

@@ -15,13 +15,16 @@ const INTERVAL: Duration = Duration::from_millis(10);
 /// The peaks of a process tree, in bytes.
 #[derive(Clone, Debug, Default)]
 pub struct TreePeaks {
-    /// Resident memory, summed over the tree. Shared pages count once for each process, under every allocator alike.
+    /// Peak of the resident memory, summed over the tree. A shared page counts once for each process, under every
+    /// allocator.
     pub resident: u64,
+    /// Peak of the resident anonymous memory, summed over the tree.
     pub anonymous: u64,
-    /// The peak of resident memory minus memory that could be returned; none if the allocator does not publish the
-    /// latter.
+    /// Peak of the difference of resident memory and memory that could be returned. None if the allocator does not
+    /// publish the memory that it could return.
     pub net: Option<u64>,
-    /// The largest peak of a single process. The kernel records this peak, so it is exact even between two samples.
+    /// The largest peak of a single process. The kernel records the peak of each process, so it is exact even between
+    /// samples.
     pub largest_process: u64,
     /// Whether the root process has mapped the preloaded library.
     pub has_mapped_library: bool,
@@ -32,7 +35,7 @@ pub struct TreePeaks {
 pub struct TreeMemory {
     pub resident: u64,
     pub anonymous: u64,
-    /// Bytes that the tree could return; none if the allocator does not publish them.
+    /// Bytes that the tree could return at once; none if the allocator does not publish them.
     pub giveable: Option<u64>,
 }
 
@@ -44,8 +47,8 @@ pub struct TreeSampler {
 }
 
 impl TreeSampler {
-    /// Starts to sample the tree below `root`. `publishes` states whether the allocator publishes how much memory it
-    /// could return; a process that has not yet published counts with zero.
+    /// Starts to sample the tree below `root`. `publishes` says whether the allocator publishes how much memory it
+    /// could return. A process that has not published yet counts as zero.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_stopped = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
@@ -76,7 +79,7 @@ pub fn sample_once(root: u32, publishes: bool) -> TreeMemory {
 fn sample_until_stopped(root: u32, library: Option<&str>, publishes: bool, is_stopped: &AtomicBool) -> TreePeaks {
     let mut peaks = TreePeaks { has_mapped_library: library.is_none(), ..TreePeaks::default() };
     let mut largest = BTreeMap::new();
-    // The end is checked after the sample, so that there is at least one.
+    // The end is checked after a sample, so that there is at least one sample.
     loop {
         let now = take_sample(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
@@ -118,8 +121,8 @@ fn take_sample(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u6
 mod tests {
     use super::*;
 
-    /// The sampler runs on this test process, which starts a child. The child must be in the process tree, and both
-    /// must count.
+    /// The sampler runs on this test process, which starts a child. The child must be found in the process tree, and
+    /// the memory of both processes must count.
     #[test]
     fn sampler_includes_children() {
         let root = std::process::id();

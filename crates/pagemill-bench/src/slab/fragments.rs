@@ -1,5 +1,5 @@
-//! Two million objects, of which nine tenths are freed at random. Measures the resident memory of the process after its
-//! allocator has returned as much free memory as it can.
+//! Two million objects, of which nine tenths are freed at random. The allocator then returns as much free memory as it
+//! can, and the resident memory of the process is measured.
 
 use super::keepers::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};
@@ -15,7 +15,7 @@ pub const SIZES: [u64; 2] = [192, 576];
 /// Number of objects (quick, full). The targets apply to the full number.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// Bytes of memory needed per object of the larger size: in the allocator that needs most, and for the copies that are
+/// Bytes of memory needed per object of the larger size: by the allocator that needs most, and by the copies that are
 /// timed.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
@@ -31,15 +31,15 @@ const MOVE_NS: &str = "move_ns";
 const COPY_NS: &str = "copy_ns";
 const TIMES_COPY: &str = "times_copy";
 
-const OF_ALL: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
-const OF_MOVERS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
+const COMMON_METRICS: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
+const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// The bound on the memory left, relative to the live bytes. For the cache by handle, 8 bytes for each object of the
-/// peak are subtracted.
-const MOST_RATIO: f64 = 1.10;
-/// Factors for the verdicts against peers: a peer must have at least this many times as much memory left as the cache.
-const LEAST_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
-/// The bound on the time of moving an object, relative to a copy of its bytes.
+/// Maximum of the memory left, relative to the bytes of the live objects. For the cache by handle, 8 bytes for each
+/// object of the peak are subtracted first.
+const MAX_LEFT_RATIO: f64 = 1.10;
+/// Minimum of the memory that a peer has left, divided by the memory that the cache has left.
+const MIN_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
+/// Maximum of the time to move an object, relative to the time to copy its bytes.
 const MAX_TIMES_COPY: f64 = 6.0;
 
 pub fn objects(options: &Options) -> u64 {
@@ -92,9 +92,9 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
                 progress.step(&format!("fragments of {size} B, {}", subject.name()));
                 let numbers = [("--size", size), ("--objects", objects(options))];
                 let outcome = subject.sample("fragments", &numbers, None)?;
-                samples.add_outcome(&size, subject.name(), &OF_ALL, &outcome);
+                samples.add_outcome(&size, subject.name(), &COMMON_METRICS, &outcome);
                 if subject.can_move() {
-                    samples.add_outcome(&size, subject.name(), &OF_MOVERS, &outcome);
+                    samples.add_outcome(&size, subject.name(), &MOVER_METRICS, &outcome);
                 }
             }
         }
@@ -136,11 +136,11 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
         add(judge_value(
             samples,
             target,
-            (Bound::AtMost(MOST_RATIO), "x"),
+            (Bound::AtMost(MAX_LEFT_RATIO), "x"),
             SeriesKey { case: &size, subject, metric: LEFT },
         ));
     }
-    for (subject, least) in LEAST_PEER_RATIOS {
+    for (subject, least) in MIN_PEER_RATIOS {
         for peer in keepers::peers().filter(|peer| samples.get(&size, peer, LEFT_MIB).is_some()) {
             let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
             add(compare_bytes(samples, target, Bound::AtLeast(least), (size, subject, peer)));
@@ -157,7 +157,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
     }
 }
 
-/// Compares the memory that a peer has left with that of `subject`, including its handles.
+/// Compares the memory that a peer has left with that of `subject`. The memory of `subject` includes its handles.
 fn compare_bytes(
     samples: &SampleTable<u64>,
     target: String,

@@ -1,5 +1,5 @@
-//! Subjects of the parts fragments and stalls: allocators, preloaded into the workload, and Pagemill's caches inside of
-//! it.
+//! Subjects of the parts `fragments` and `stalls`: allocators that are preloaded into the workload, and Pagemill's
+//! caches inside of the workload.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, MESH};
 
-/// Pagemill's caches, by their names in the report and on the workload's command line.
+/// Pagemill's caches. The names in the report and on the workload's command line are equal.
 pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 
 /// The caches that can move their objects.
@@ -57,7 +57,7 @@ impl StorageSubject {
     }
 }
 
-/// Runs a workload under the C library's allocator, which is not measured then.
+/// Runs a workload under the C library's allocator, because it measures something else than the allocator.
 pub fn run_under_glibc(name: &str, line: &[&str]) -> Result<Outcome> {
     let mut command = child::workload_command(line)?;
     subject::clear_foreign_settings(&mut command);

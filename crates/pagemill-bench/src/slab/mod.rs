@@ -1,5 +1,5 @@
-//! Slabs: cost to allocate, free and read an object; effect of moving objects on concurrent readers and writers; memory
-//! left after fragmentation, stalls during compaction, and the speed of walks.
+//! Slabs: cost to allocate, free and read an object; effect of moves on concurrent readers and writers; memory left
+//! after fragmentation; stalls during compaction; speed of walks.
 //!
 //! Each part of the experiment has its own samples, rows and targets, and adds them to one report.
 
@@ -98,13 +98,14 @@ impl Part {
 }
 
 impl Options {
-    /// Returns whether to run a part: `--parts` names the part or is absent, and the part has a wanted subject.
+    /// Returns whether to run a part. `--parts` must name the part or be absent, and the part must have a wanted
+    /// subject.
     fn has(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))
     }
 
-    /// Checks that each part, subject and option given has something to measure.
+    /// Checks that each given part, subject and option has something to measure.
     ///
     /// # Errors
     ///

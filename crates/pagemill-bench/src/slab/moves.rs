@@ -1,4 +1,4 @@
-//! A reader and a writer during background defragmentation, compared with the same reader and writer without it.
+//! A reader and a writer during background defragmentation, compared with the same threads without defragmentation.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// Kinds of caches, by their names in the report and on the workload's command line.
+/// The kinds of caches. The names in the report and on the workload's command line are equal.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
 
 const READS: &str = "reads_per_second";
@@ -18,14 +18,15 @@ const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
 const MOVED: &str = "moved";
 
-/// Whether the objects are moved in the background.
+/// Whether objects are moved in the background.
 type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
-/// Number of objects. They have 38 MB, more than the CPU caches hold.
+/// Number of objects. Their size of 38 MB exceeds the CPU caches.
 const OBJECTS: u64 = 200_000;
 const RUN_MS: (u64, u64) = (200, 1000);
-/// Number of samples (quick, full). A bound of 10 % needs more samples than other experiments.
+/// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
+/// 10 %.
 const ROUNDS: (usize, usize) = (3, 9);
 
 fn case_name(case: Case) -> &'static str {
@@ -107,8 +108,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// 80 % of the reads per second fall short of the bound of 90 %, and 95 % reach it. A failed round makes the target
-    /// fall short.
+    /// A speed of 80 % must fall short of the bound of 90 %, and 95 % must reach it. A failed round must make the
+    /// target fall short.
     #[test]
     fn slowed_reader_falls_short() {
         let mut samples = SampleTable::new();

@@ -12,14 +12,16 @@ use crate::subject;
 
 const HANDLE: &str = "handle-read";
 const POINTER: &str = "pointer-read";
-/// Names in the report and in the workload's JSON. One process measures both subjects, since they read the same memory.
+/// The names in the report and in the workload's JSON. One process measures both subjects, because they read the same
+/// memory.
 pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
 
-/// Metrics: time of independent reads, and of dependent reads, in which each value leads to the next one.
+/// Metric: nanoseconds of a read that does not depend on others.
 const NS: &str = "ns";
+/// Metric: nanoseconds of a dependent read, in a chain in which each value leads to the next one.
 const CHAIN_NS: &str = "chain_ns";
 
-/// Number of values. With their handles and state words, the smaller number fits into the L1 cache; the larger one
+/// Number of values. The smaller number, with handles and state words, fits into the L1 cache. The larger number
 /// exceeds L2.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
@@ -93,7 +95,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
 mod tests {
     use super::*;
 
-    /// One JSON line yields the metrics of both subjects, and a failed run is lost for both.
+    /// One JSON line must yield the metrics of both subjects. A failed run must be lost for both.
     #[test]
     fn json_line_has_both_subjects() {
         let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });

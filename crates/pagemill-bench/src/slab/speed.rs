@@ -12,7 +12,8 @@ use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject};
 
-/// Subjects that are no allocators: the name in the report, and the name on the workload's command line.
+/// Subjects that are caches or keyed maps, not allocators: the name in the report, and the name on the workload's
+/// command line.
 pub const CACHES: [(&str, &str); 5] = [
     (FIXED, "fixed"),
     (BY_OWNER, "by-owner"),
@@ -25,7 +26,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// The subjects that have a verdict. Each is compared with the faster one of these peers.
+/// The subjects that have a verdict. Each is compared with the faster of the two `PEERS`.
 const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
 const BEST: &str = "best-of-tcmalloc-and-jemalloc";
@@ -37,17 +38,19 @@ const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Number of live objects in the pattern churn, and the most bytes that they may have. The second bound reduces the
-/// number of large objects.
+/// Number of live objects in the pattern churn, and the maximum of their total bytes. The maximum reduces the number of
+/// large objects.
 const LIVE: usize = 100_000;
 const LIVE_BYTES: usize = 128 << 20;
+/// Duration of a sample (quick, full).
 const RUN_MS: (u64, u64) = (20, 100);
 
 const NS: &str = "ns";
 const RATE: &str = "pairs_per_second";
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
-type Shape = (&'static str, usize);
+/// Pattern and object size.
+type PatternAndSize = (&'static str, usize);
 /// Pattern, object size, number of threads.
 type Case = (&'static str, usize, u64);
 
@@ -66,7 +69,7 @@ impl Subject {
     }
 
     /// Adds the workload's arguments to a command, and the environment of the subject.
-    fn add_arguments(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
+    fn add_arguments(&self, command: &mut Command, (pattern, size): PatternAndSize, numbers: &[(&str, u64)]) {
         let word = match self {
             Self::Allocator(_) => "malloc",
             Self::Cache(_, word) => word,
@@ -121,7 +124,7 @@ pub fn parse_size(text: &str) -> std::result::Result<usize, String> {
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
 }
 
-fn shapes(sizes: &[usize]) -> impl Iterator<Item = Shape> {
+fn shapes(sizes: &[usize]) -> impl Iterator<Item = PatternAndSize> {
     PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size)))
 }
 
@@ -133,7 +136,7 @@ fn threads_text(threads: u64) -> String {
     format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
 }
 
-/// Measures all cases. For each subject, the runs with one and with two threads follow each other, since the verdict on
+/// Measures all cases. The runs of a subject with one and with two threads follow each other, because the verdict on
 /// scaling compares them.
 fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(RUN_MS.0, RUN_MS.1);
@@ -201,7 +204,7 @@ fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Cas
 }
 
 /// Compares the throughput of two threads with that of one thread.
-fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
+fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): PatternAndSize) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
     let of = |threads| samples.get(&(pattern, size, threads), name, RATE);
@@ -215,8 +218,8 @@ fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size
     }
 }
 
-/// Number of live objects under valgrind, small enough that setting up takes less than a minute.
-const COUNTED_LIVE: u64 = 20_000;
+/// Number of live objects under valgrind. It is small, so that setting up takes less than a minute.
+const VALGRIND_LIVE: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
     let progress = Progress::new(shapes(sizes).count() * subjects.len());
@@ -226,7 +229,7 @@ fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]
         for subject in subjects {
             progress.step(&format!("instructions, {}, {}", case_name((pattern, size, 1)), subject.name()));
             let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
-                subject.add_arguments(command, shape, &[("--live", COUNTED_LIVE), ("--pairs", pairs)]);
+                subject.add_arguments(command, shape, &[("--live", VALGRIND_LIVE), ("--pairs", pairs)]);
             })?;
             match counted {
                 Ok(count) => samples.add_value(&shape, subject.name(), INSTRUCTIONS, count),
@@ -257,8 +260,8 @@ mod tests {
         samples
     }
 
-    /// A cache at 8 ns is compared with the faster one of two peers at 6 and 9 ns. If that peer is missing, the other
-    /// one is the baseline, and the note says so.
+    /// A cache at 8 ns is compared with two peers at 6 and 9 ns. The baseline must be the faster peer. If it is
+    /// missing, the other peer must be the baseline, and the note must say so.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
@@ -277,7 +280,7 @@ mod tests {
         assert_eq!(alone.state(), crate::report::VerdictState::NotMeasured);
     }
 
-    /// Two threads at 10 ns per pair have 1.8 times the throughput of one thread at 9 ns.
+    /// Two threads at 10 ns per pair must have 1.8 times the throughput of one thread at 9 ns.
     #[test]
     fn scaling_compares_total_throughput() {
         let both = judge_scaling(&samples(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
@@ -287,7 +290,7 @@ mod tests {
         assert_eq!(one.state(), crate::report::VerdictState::NotMeasured);
     }
 
-    /// No two subjects have the same name, and all names used in verdicts belong to a subject.
+    /// Subject names must be unique, and all names used in verdicts must belong to a subject.
     #[test]
     fn subject_names_are_unique() {
         let known = super::super::all_subjects();

@@ -1,5 +1,5 @@
-//! Latency of a thread that allocates and frees objects, while the objects left of a fragmented set are compacted or
-//! free memory is returned.
+//! Latency of a thread that allocates and frees objects. Meanwhile the objects that are left of a fragmented set are
+//! compacted, or free memory is returned.
 
 use super::Options;
 use super::fragments::{self, SIZES};
@@ -11,7 +11,7 @@ use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metrics and their columns, all in microseconds. The first four are measured while the thread runs alone.
+/// Metrics and their columns, in microseconds. The first four are measured while the thread runs alone.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -26,13 +26,13 @@ const WORST: &str = "p9999_us";
 const CALLS: &str = "calls";
 const MS: &str = "ms";
 
-/// The bound on the 99.99th percentile, in microseconds.
-const MOST_US: f64 = 1000.0;
+/// Maximum of the 99.99th percentile, in microseconds.
+const MAX_P9999_US: f64 = 1000.0;
 
 /// Milliseconds for which the thread runs alone (quick, full).
 const QUIET_MS: (u64, u64) = (100, 500);
 
-/// Size of the objects, and whether they are compacted in small steps by the background thread.
+/// Size of the objects, and whether they are compacted in small steps, like by the background thread.
 type Case = (u64, bool);
 
 fn case_name((size, steps): Case) -> String {
@@ -70,7 +70,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         let verdict = judge_value(
             &samples,
             target,
-            (Bound::AtMost(MOST_US), "us"),
+            (Bound::AtMost(MAX_P9999_US), "us"),
             SeriesKey { case: &case, subject, metric: WORST },
         );
         let note = samples.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());

@@ -1,4 +1,4 @@
-//! Walks of a tree of names, as the program `find` does, and of the index of a file: while objects are moved, and
+//! Walks of a tree of names, like those of the program `find`, and of the index of a file: while objects are moved, and
 //! afterwards.
 
 use super::Options;
@@ -11,8 +11,8 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subjects: without moves; while a background thread moves objects; after nine of ten objects were freed; after the
-/// rest was compacted.
+/// Subjects: walks without moves; walks while a background thread moves objects; walks after nine of ten objects were
+/// freed; walks after the rest was compacted.
 const STILL: &str = "still";
 const MOVING: &str = "moving";
 const FRAGMENTED: &str = "fragmented";
@@ -22,7 +22,7 @@ pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 const NS: &str = "ns";
 const MOVED: &str = "moved";
 
-/// Number of tree entries and of file pages, number of turns, and milliseconds of each turn (quick, full).
+/// Number of tree entries; of file pages; of turns; and milliseconds of each turn (quick, full).
 const ENTRIES: (u64, u64) = (20_000, 100_000);
 const PAGES: (u64, u64) = (6_000, 30_000);
 const TURNS: (u64, u64) = (2, 5);
@@ -50,7 +50,7 @@ impl Case {
         }
     }
 
-    /// Returns the subject of the verdict and its baseline.
+    /// Returns the subject of the verdict, and the subject that is its baseline.
     fn sides(self) -> [&'static str; 2] {
         match self {
             Self::Packed => [PACKED, FRAGMENTED],
@@ -83,7 +83,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Adds the verdict on a case. It has no estimate if no object was moved.
+/// Adds the verdict on a case. If no object was moved, the verdict has no estimate.
 fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
@@ -110,7 +110,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
                 sample_packed(common, &mut samples)?;
                 continue;
             }
-            // The two subjects begin alternately.
+            // The two subjects run first alternately.
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
@@ -135,7 +135,7 @@ fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> 
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
 
-/// Takes one sample of walks in a fragmented and in a compacted tree. One process walks before and after the
+/// Takes one sample of walks in a fragmented and in a compacted tree. The same process walks before and after the
 /// compaction.
 fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Result<()> {
     let entries = ("--entries", common.quick_or_full(ENTRIES.0, ENTRIES.1));

@@ -1,4 +1,4 @@
-//! Startup cost of a preloaded library in a program that does nothing, and the CPU time that `pagemill run` adds to
+//! Startup cost of a preloaded library in a program that does nothing. Also the CPU time that `pagemill run` adds to
 //! trees of short programs.
 
 mod trees;
@@ -17,11 +17,11 @@ use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 /// Runs per sample (quick, full). A sample is the median of its runs, so that one outlier does not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
-/// The baseline of all subjects: glibc without any preload.
+/// The baseline of all subjects: the program without a preload, under glibc.
 const BASELINE: &str = "none";
-const MILLISECONDS: &str = "ms";
+const WALL_MS: &str = "ms";
 const MS_MORE: &str = "ms_more";
-/// The only case, named after the program that is started: `true`, which does nothing.
+/// The only case. Its name is that of the program `true`, which does nothing.
 const CASE: &str = "true";
 
 #[derive(Clone, Debug, clap::Args)]
@@ -43,7 +43,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let table = "`true`: ms from start to end, half the spread, times none".to_owned();
     for name in subject_names(&ready) {
         let cell = |column: &str| Some(TableCell { table: table.clone(), column: column.to_owned() });
-        let whole = Metric { name: MILLISECONDS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
+        let whole = Metric { name: WALL_MS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
         report_row(&mut report, &samples, (&CASE, CASE), name, whole, cell("ms"));
         let more = Metric { name: MS_MORE, unit: "ms", better: Better::Lower, baseline: None };
         report_row(&mut report, &samples, (&CASE, CASE), name, more, cell("ms more than none"));
@@ -61,7 +61,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Returns the names of the baseline and of all subjects that are preloaded.
+/// Returns the names of the baseline and of all preloaded subjects.
 fn subject_names(ready: &[AvailableSubject]) -> impl Iterator<Item = &'static str> {
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
     [BASELINE].into_iter().chain(preloaded.map(AvailableSubject::name))
@@ -86,7 +86,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleT
         }
         let medians: Vec<f64> = times.iter().filter_map(|times| stats::median(times)).collect();
         for (name, &median) in subject_names(ready).zip(&medians) {
-            samples.add_value(&CASE, name, MILLISECONDS, median);
+            samples.add_value(&CASE, name, WALL_MS, median);
             if name != BASELINE {
                 samples.add_value(&CASE, name, MS_MORE, median - medians[0]);
             }
@@ -101,8 +101,8 @@ fn true_program() -> Result<&'static str> {
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Runs the program once and returns the milliseconds. The program ends at once, so it needs no process group and no
-/// timeout.
+/// Runs the program once and returns the milliseconds. The program takes only a moment, so it needs no process group
+/// and no timeout.
 fn run_for_wall_ms(program: &str, ready: Option<&AvailableSubject>) -> Result<f64> {
     let mut command = Command::new(program);
     match ready {

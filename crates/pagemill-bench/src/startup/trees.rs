@@ -22,13 +22,13 @@ const STARTS: (usize, usize) = (20, 100);
 /// Number of programs that one shell starts (quick, full).
 const PROGRAMS: (u32, u32) = (50, 1000);
 
-/// Bounds of the verdicts. The first is the CPU time that `pagemill run` adds, relative to the time that a minimal
-/// spawner adds. The others are CPU times under `pagemill run`, relative to runs without it.
-const MOST_ADDED: f64 = 1.5;
-const MOST_FOR_PROGRAMS: f64 = 1.15;
-const MOST_FOR_CONFIGURE: f64 = 1.05;
+/// Bounds of the verdicts. The first is the CPU time that `pagemill run` adds to a program, divided by the CPU time
+/// that a minimal spawner adds. The others are the CPU time under `pagemill run` divided by the CPU time without it.
+const MAX_ADDED_RATIO: f64 = 1.5;
+const MAX_PROGRAMS_RATIO: f64 = 1.15;
+const MAX_CONFIGURE_RATIO: f64 = 1.05;
 
-/// Names of subjects: run without a launcher, and run under the spawner.
+/// Subjects: the program without a launcher, and the program under the spawner.
 const PLAIN: &str = "none";
 const SPAWNER: &str = "spawner";
 
@@ -40,7 +40,8 @@ const CPU: &str = "cpu_ms";
 const ADDED: &str = "cpu_ms_added";
 const WALL: &str = "wall_ms";
 
-/// A C program that starts a program, waits for it and exits with its status. A launcher that waits cannot do less.
+/// A C program that starts a program, waits for it and exits with its status. This is the minimum that any waiting
+/// launcher must do.
 const SPAWNER_SOURCE: &str = "
 #include <sys/wait.h>
 #include <unistd.h>
@@ -132,7 +133,7 @@ fn measure_true(
 }
 
 /// Runs a command that must succeed. Returns its CPU time, including that of all descendants that were waited for. The
-/// command ends at once, so it needs no process group and no timeout.
+/// command takes only a moment, so it needs no process group and no timeout.
 fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
     child::check_interrupt()?;
     let mut command = Command::new(first);
@@ -157,7 +158,7 @@ fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut Samp
     })
 }
 
-/// Runs the configure script in a new folder, as for an out-of-tree build.
+/// Runs the configure script in a new folder, like a build outside of the source tree.
 fn measure_configure(
     options: &Options,
     pagemill: &Path,
@@ -174,7 +175,7 @@ fn measure_configure(
     })
 }
 
-/// Runs a command alone and under `pagemill run` in each round. Both runs must succeed and print the same.
+/// In each round, runs a command alone and under `pagemill run`. Both runs must succeed and print the same.
 fn measure_with_and_without(
     options: &Options,
     case: &'static str,
@@ -184,7 +185,7 @@ fn measure_with_and_without(
 ) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * 2);
-    // One unmeasured run fills the kernel's page cache and yields the expected output.
+    // One unmeasured run yields the expected output. It also fills the kernel's page cache.
     let reference = run_once(make()?, None)?;
     for round in 0..common.rounds() {
         for index in 0..2 {
@@ -240,14 +241,20 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, options: &Options) {
     let count = options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1);
     for (case, metric, baseline, most, target) in [
-        (RUN, ADDED, SPAWNER, MOST_ADDED, "CPU that `pagemill run true` adds, against a minimal spawner".to_owned()),
-        (SHORT, CPU, PLAIN, MOST_FOR_PROGRAMS, format!("CPU of {count} short programs in a run, against none")),
-        (CONFIGURE, CPU, PLAIN, MOST_FOR_CONFIGURE, "CPU of a configure script in a run, against none".to_owned()),
+        (
+            RUN,
+            ADDED,
+            SPAWNER,
+            MAX_ADDED_RATIO,
+            "CPU that `pagemill run true` adds, against a minimal spawner".to_owned(),
+        ),
+        (SHORT, CPU, PLAIN, MAX_PROGRAMS_RATIO, format!("CPU of {count} short programs in a run, against none")),
+        (CONFIGURE, CPU, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
         report.add_verdict(match (samples.get(&case, PAGEMILL, metric), samples.get(&case, baseline, metric)) {
             (Some(own), Some(base)) => Verdict {
-                // The ratio is time divided by time, so a larger ratio is worse here.
+                // The ratio is own time divided by baseline time, so a larger ratio is worse here.
                 estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
                 baseline: baseline.to_owned(),
                 note: String::new(),

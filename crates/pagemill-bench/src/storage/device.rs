@@ -1,14 +1,14 @@
-//! Reads how many writes the block device below a file has completed, from all processes.
+//! Reads how many writes the block device below a file has completed. The writes of all processes count.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Index of the field that counts completed writes. The kernel counts them after merging adjacent ones.
+/// Index of the field that counts completed writes. The kernel counts after it has merged adjacent writes.
 const WRITES: usize = 4;
 
-/// Returns the number of writes that the device of a file has completed; none if the file system has no single device
-/// with a count.
+/// Returns the number of writes that the device of a file has completed. Returns none if the file system has no single
+/// device with such a count.
 pub fn completed_writes(path: &Path) -> Option<u64> {
     let metadata = fs::metadata(path).ok()?;
     let device = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
@@ -24,7 +24,7 @@ fn parse_completed_writes(line: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The fifth number of the line is the count. A file without a device has none.
+    /// The fifth number of the line must be the count. A file without a device must have none.
     #[test]
     fn completed_writes_are_parsed() {
         assert_eq!(parse_completed_writes("  100  2  300 4  57 6  700 8 0 10 11\n"), Some(57));

@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::report::Report;
 use crate::subject;
 
-/// Makes glibc ask for huge pages for fio's buffers, which fio allocates with one `malloc`.
-const HUGE_MALLOC: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
+/// Makes glibc use huge pages for fio's buffers, which fio allocates with one `malloc`.
+const GLIBC_HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
 const COMMON_ARGUMENTS: [&str; 6] = [
     "--direct=1",
@@ -28,6 +28,7 @@ const COMMON_ARGUMENTS: [&str; 6] = [
 /// fio argument: write the same bytes each time. By default fio changes the bytes of each write.
 const KEEP_BYTES_ARGUMENT: &str = "--scramble_buffers=0";
 
+/// An I/O engine of fio, with its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engine {
     pub name: &'static str,
@@ -36,8 +37,8 @@ pub struct Engine {
     pub is_huge: bool,
 }
 
-/// fio reports user and system CPU time in whole milliseconds, truncated. On average this loses half a millisecond of
-/// each.
+/// Correction of the CPU time. fio reports user and system time in whole milliseconds, truncated, so each loses half a
+/// millisecond on average.
 const MEAN_TRUNCATION_MS: f64 = 0.5;
 
 /// fio's engine that uses blocking system calls.
@@ -47,9 +48,11 @@ pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: fal
 /// fio's io_uring engine with registered buffers and a registered file.
 pub const URING_FIXED: Engine =
     Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
-/// fio's io_uring engine with registered buffers only. With an I/O list, fio opens the file too late to register it.
+/// fio's io_uring engine with registered buffers only. Replays use it: fio opens the file of an I/O list too late to
+/// register it.
 pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
 
+/// A fio job: transfers of one length at sequential or random offsets.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
     pub engine: Engine,
@@ -131,7 +134,7 @@ impl Job<'_> {
     }
 }
 
-/// Writes of one length at the offsets of an I/O list.
+/// A fio job that writes at the offsets of an I/O list.
 #[derive(Clone, Copy, Debug)]
 pub struct Replay<'a> {
     pub engine: Engine,
@@ -147,8 +150,8 @@ impl Replay<'_> {
         let words = [
             "--name=pagemill".to_owned(),
             format!("--read_iolog={}", self.list.display().to_string().replace(':', "\\:")),
-            // The list has a placeholder as its file name, since a name in it must not have spaces and at most 255
-            // bytes.
+            // The list contains a placeholder instead of the file name, since fio allows no spaces and at most 255
+            // bytes in it.
             format!("--replay_redirect={}", self.path.display()),
             format!("--ioengine={}", self.engine.name),
             format!("--iodepth={}", self.depth),
@@ -163,7 +166,7 @@ impl Replay<'_> {
     ///
     /// As [`Job::run`].
     pub fn run(&self) -> Result<Outcome> {
-        // In a replay, `io_bytes` lacks the operations that completed last.
+        // In a replay, fio's `io_bytes` lacks the operations that completed last.
         let ios = |side: &Value| side["total_ios"].as_f64();
         run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| {
             parse_fio_output(stdout, true, self.io_bytes, ios)
@@ -196,7 +199,7 @@ fn run(
     subject::clear_foreign_settings(&mut command);
     command.args(arguments).args(COMMON_ARGUMENTS);
     if engine.is_huge {
-        command.env(HUGE_MALLOC.0, HUGE_MALLOC.1);
+        command.env(GLIBC_HUGE_PAGES.0, GLIBC_HUGE_PAGES.1);
     }
     let finished = RunningGroup::start(&mut command)?.finish(limit)?;
     let complaint = String::from_utf8_lossy(&finished.stderr);
@@ -208,7 +211,7 @@ fn run(
 }
 
 /// Extracts the metrics of fio's only job group from its JSON. `ios` returns the number of operations. The CPU time is
-/// that of the job threads, without fio's startup.
+/// that of the job threads and excludes fio's startup.
 fn parse_fio_output(
     stdout: &[u8],
     is_write: bool,
@@ -251,8 +254,8 @@ fn parse_fio_output(
 mod tests {
     use super::*;
 
-    /// The metrics are read from JSON that follows a line of text. fio errors and missing output are reported as
-    /// errors.
+    /// The metrics must be read from JSON that follows a line of text. fio errors and missing output must be reported
+    /// as errors.
     #[test]
     fn fio_output_is_parsed() {
         let output = |error: i64| {
@@ -265,14 +268,14 @@ mod tests {
             |text: &str, is_write| parse_fio_output(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
         let line = read(&output(0), false).expect("it can be read");
         let of = |name: &str| line[name].as_f64();
-        // A CPU time of zero gets no correction for truncation.
+        // A CPU time of zero must get no correction for truncation.
         assert_eq!((of(IOS), of(CPU), of(P50)), (Some(2000.0), Some(400.5), Some(1.5)));
         assert_eq!(of(MIB), Some(7.8125));
         assert!(read(&output(5), false).is_err_and(|why| why.contains("os error 5")));
         assert!(read(&output(0), true).is_err() && read("", false).is_err());
     }
 
-    /// fio accepts an I/O list for file names with spaces and colons, and writes exactly at the list's offsets.
+    /// fio must accept an I/O list for file names with spaces and colons, and write exactly at the list's offsets.
     #[test]
     fn fio_replays_a_list_exactly() {
         if let Some(gap) = missing_reason() {

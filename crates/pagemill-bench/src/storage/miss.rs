@@ -1,5 +1,5 @@
-//! Cost of a cache miss: random 4 KiB reads of a file that is six times as large as the cache, compared with fio on the
-//! same file and with a bare io_uring.
+//! Cost of a cache miss: random 4 KiB reads of a file that is six times as large as the cache. The results are compared
+//! with fio and with a bare io_uring on the same file.
 
 use std::time::Duration;
 
@@ -15,8 +15,9 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Metrics of copying resident pages: copies per second alone, and with concurrent misses; the quotient of both; misses
-/// per second; and copies that were misses.
+/// Metrics of the subjects that copy resident pages: copies per second without other reads; copies per second during
+/// concurrent misses; the second rate divided by the first; misses per second; and copies that found their page
+/// evicted.
 pub const COPIES_ALONE: &str = "alone_per_second";
 pub const COPIES_WITH_MISSES: &str = "beside_per_second";
 pub const KEPT_RATIO: &str = "kept_ratio";
@@ -29,7 +30,7 @@ const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
 const HITS: &str = "hits";
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Subjects that read with this number of blocking threads, and fio with as many jobs.
+/// Subjects with blocking threads: the name, the fio job to compare with, and the number of threads and of fio jobs.
 const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
@@ -44,6 +45,7 @@ const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
 const FILE_TO_CACHE_RATIO: u64 = 6;
 
+/// How a subject reads the file; with `Hits`, it copies resident pages during misses.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads(u64),

@@ -18,15 +18,16 @@ use crate::stats::{self, Better};
 use crate::subject;
 use target::Target;
 
-/// Metrics that all subjects have, those of fio and those of Pagemill.
+/// Metrics of all subjects, both of fio and of Pagemill.
 pub const IOS: &str = "ios_per_second";
 pub const MIB: &str = "mib_per_second";
 pub const P50: &str = "p50_us";
 pub const P99: &str = "p99_us";
 pub const P999: &str = "p999_us";
 pub const CPU: &str = "cpu_us";
-/// Metrics of a cache: the rate of all reads, and the fraction of hits among them.
+/// Metric of a cache: the rate of all reads, including hits.
 pub const READS: &str = "reads_per_second";
+/// Metric of a cache: the fraction of hits among all reads.
 pub const HIT_RATIO: &str = "hit_ratio";
 
 /// Command-line options that choose the file.
@@ -65,7 +66,7 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
     child::classify(subject, &finished)
 }
 
-/// Returns the subject with the best median of a rate. The best of each round would be the luckiest subject instead.
+/// Returns the subject with the best median of a rate. Taking the best of each round instead would favour luck.
 fn best_subject<'a, Case: Ord + Clone>(
     samples: &'a SampleTable<Case>,
     case: &Case,
@@ -78,7 +79,7 @@ fn best_subject<'a, Case: Ord + Clone>(
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// Compares a rate with the best of several subjects. The note names that subject.
+/// Compares a rate with that of the best of several subjects. The note names the best subject.
 fn judge_against_best<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     (target, bound): (String, Bound),
@@ -93,7 +94,7 @@ fn judge_against_best<Case: Ord + Clone>(
     }
 }
 
-/// Judges the quotient of two series.
+/// Compares the quotient of two series with a bound.
 fn judge_ratio(
     target: impl Into<String>,
     bound: Bound,
@@ -103,8 +104,8 @@ fn judge_ratio(
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
     Verdict {
-        // The ratio is the plain quotient. The bound determines whether the ratio should be large, as for rates, or
-        // small, as for costs.
+        // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
+        // costs.
         estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
         has_lost_round: !own.survived(),
@@ -117,8 +118,8 @@ fn judge_ratio(
 mod tests {
     use super::*;
 
-    /// The baseline is the subject with the best median, although another subject has the best single round. If no peer
-    /// was run, there is no estimate.
+    /// The baseline must be the subject with the best median, although another subject has the best single round. If no
+    /// peer was run, there must be no estimate.
     #[test]
     fn the_best_has_the_best_median() {
         let mut samples = SampleTable::new();

@@ -11,18 +11,18 @@ use crate::child;
 use crate::error::{Error, Result};
 use crate::pattern::{self, RECORD_BYTES, Records};
 
-/// The types that `statfs` reports for file systems in memory: tmpfs and ramfs.
+/// File-system types of `statfs` for file systems in memory: tmpfs and ramfs.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
 /// Bytes that must stay free on the file system.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A file, and the length of the part in use. Dropping the value removes the file if it is temporary.
+/// A file, of which the first `len_bytes` bytes are used. Dropping the value removes the file if it is temporary.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
     pub len_bytes: u64,
-    /// Whether every record is as [`Records`] writes it. If not, reads cannot be checked.
+    /// Whether every record has the contents that [`Records`] writes. Otherwise reads cannot be checked.
     pub has_pattern: bool,
     _folder: Option<TempDir>,
 }
@@ -66,7 +66,7 @@ impl Target {
         let path = path.canonicalize().map_err(|cause| cannot_run(path, cause))?;
         let store = FileStore::open_read_only(&path).map_err(|error| cannot_run(&path, error))?;
         check_direct(&path, &store)?;
-        // Without the sync, the kernel could write dirty pages of its cache during a measurement.
+        // Without this sync, the kernel could write dirty pages of its own cache during a measurement.
         store.sync().map_err(|cause| cannot_run(&path, cause))?;
         let size = store.size_bytes().map_err(|cause| cannot_run(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
@@ -135,7 +135,8 @@ fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A temporary file is made, reopened by its path, and removed when dropped. A file system in memory is refused.
+    /// A temporary file must be made, reopened by its path, and removed when dropped. A file system in memory must be
+    /// refused.
     #[test]
     fn temporary_file_is_made_and_removed() {
         let refused = Target::make(Some(Path::new("/dev/shm")), 16 << 20);
@@ -152,7 +153,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// A file that exceeds the free space is refused before anything is written.
+    /// A file that exceeds the free space must be refused before anything is written.
     #[test]
     fn too_large_file_is_refused() {
         if let Ok(folder) = default_folder() {

@@ -1,5 +1,5 @@
-//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, compared with fio and a bare io_uring that
-//! write at the same offsets in the same order.
+//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB. The results are compared with fio and with a
+//! bare io_uring that write at the same offsets in the same order.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,8 +16,9 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::{Better, Random};
 
-/// Metrics per page: write operations of the subject, and writes counted by the device.
+/// Metric: number of write operations of the subject per dirty page.
 pub const TRANSFERS: &str = "transfers_per_page";
+/// Metric: number of writes that the device counted per dirty page.
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
 const CACHE: &str = "cache";
@@ -26,8 +27,8 @@ const FIO_URING: &str = "fio-io_uring-64";
 const DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// By default, one page in this many is dirty. That is enough to write for half a second. Seven of eight dirty pages
-/// have no dirty neighbour, so merging gains little, and the speed of writing single pages is compared.
+/// One page in this many is dirty by default. That suffices to write for half a second. Seven of eight dirty pages have
+/// no dirty page before them, so merging gains little, and mostly the speed of writing single pages is compared.
 const ONE_OF: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -189,8 +190,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
 mod tests {
     use super::*;
 
-    /// Equal seeds give equal offsets. They ascend, are multiples of the page size inside the file, and are about one
-    /// in eight. With one page in one, all pages are chosen.
+    /// Equal seeds must give equal offsets. The offsets must ascend, be multiples of the page size inside the file, and
+    /// select about one page in eight. For one page in one, all pages must be selected.
     #[test]
     fn page_offsets_follow_the_seed() {
         let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);

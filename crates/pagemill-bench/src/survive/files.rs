@@ -1,5 +1,5 @@
-//! Volatile files, written at full speed into memory that is too small for them. Under the limit of a cgroup the oldest
-//! volatile files must be removed in time, and no other file may be.
+//! Volatile files are written at full speed into memory that is too small for them. Under the limit of a cgroup, the
+//! oldest volatile files must be removed in time. Other files must not be removed.
 
 use std::time::Duration;
 
@@ -13,15 +13,16 @@ use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
-use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
+use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
 
 /// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Size of the mount without a cgroup limit. It is smaller, since files are then removed only when the file system is
-/// full.
+/// Size of the mount in a run without a cgroup limit. It is smaller, because files are then removed only when the file
+/// system is full.
 const UNLIMITED_SIZE: u64 = 4 << 30;
+/// Size of the mount in a run with a cgroup limit.
 const LIMITED_SIZE: u64 = 8 << 30;
-/// Seconds of a run on plain tmpfs, which soon is full.
+/// Seconds of a run on plain tmpfs. The run is short because the tmpfs is soon full.
 const PLAIN_SECONDS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
@@ -38,8 +39,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// Writers of files of one size, in a cgroup with this limit. The first case of each file size and number of writers
-/// also runs without a limit.
+/// One case: writers of files of one size, in a cgroup with a memory limit. The first case of each file size and number
+/// of writers also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -55,18 +56,18 @@ impl Case {
         format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
     }
 
-    /// Returns the MiB that cannot be removed: files that are being written, and files that are kept.
+    /// Returns the MiB that cannot be removed: the files that are being written, and the files that must be kept.
     fn unremovable_mib(&self) -> u64 {
         self.writers * self.file_mib + KEPT_MIB
     }
 
-    /// Returns whether the files that cannot be removed fit below the limit. If not, there is no speed to judge.
+    /// Returns whether the files that cannot be removed fit below the limit. Otherwise there is no speed to judge.
     fn can_fit(&self) -> bool {
         self.unremovable_mib() < self.limit_mib
     }
 
-    /// Returns how many of the files closed last must still exist at the end: two per writer, one per writer, or none.
-    /// The number depends on how many fit below the memory use from which the controller removes files.
+    /// Returns how many of the files closed last must still exist at the end. The result is the largest number of these
+    /// that fits below the purge threshold: two per writer, one per writer, or none.
     fn required_newest_files(&self) -> u64 {
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
         let fits = |count: &u64| self.unremovable_mib() + count * self.file_mib <= mark;
@@ -88,7 +89,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
-        // The last setup has no limit and is the baseline of the others.
+        // The last run has no limit. It is the baseline of the others.
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
@@ -156,9 +157,9 @@ fn sample(
     if let Err(why) = make_folders(&mounted, subject) {
         return Ok(Outcome::Failed(why));
     }
-    // The speed is measured only after as much was written as fits. Until then, files may get memory that the host of a
-    // virtual machine has taken back; its first touch is many times slower. Touching other memory beforehand does not
-    // help.
+    // The speed is measured only after as many bytes were written as fit. Before that, files may get memory that the
+    // host of a virtual machine has taken back, and its first touch is many times slower. Touching other memory
+    // beforehand does not help.
     let fill_mib = if subject == PAGEMILL_MOUNT { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
     let options = [
         ("--writers", case.writers),
@@ -168,7 +169,7 @@ fn sample(
         ("--fill-mib", fill_mib),
         ("--run-ms", seconds * 1000),
     ];
-    let finished = start(&group, &mounted, &options)?.finish(Duration::from_secs(seconds) + 2 * LONGEST_FILL)?;
+    let finished = start(&group, &mounted, &options)?.finish(Duration::from_secs(seconds) + 2 * FILL_TIME_LIMIT)?;
     let mut outcome = child::classify(subject.name, &finished)?;
     if let Outcome::Measured(line) = &mut outcome {
         line["kills"] = group.oom_kills().into();
@@ -178,7 +179,7 @@ fn sample(
             report.add_gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
         }
     }
-    // The files are charged to the cgroup, so the mount is removed before it.
+    // The files are charged to the cgroup, so the file system is unmounted before the cgroup is removed.
     let ended = mounted.unmount();
     ended.complaint.into_iter().for_each(|gap| report.add_gap(gap));
     drop(group);
@@ -189,7 +190,8 @@ fn sample(
     Ok(outcome)
 }
 
-/// Makes the folders for volatile and for kept files. Marks the first, so that files made in it are volatile.
+/// Makes the folder for volatile files and the folder for files that must be kept. Marks the first folder, so that
+/// files in it are volatile.
 fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
     let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
@@ -233,7 +235,7 @@ fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
         |metric| samples.get(case, PAGEMILL_MOUNT.name, metric).map_or(0.0, |series| series.values().iter().sum());
     let mut losses: Vec<String> = LOSSES
         .into_iter()
-        // Where the files cannot fit, failed writes are expected. All other losses count.
+        // If the files cannot fit, failed writes are expected. All other losses count.
         .filter(|(metric, _)| case.can_fit() || *metric != FAILED_WRITES)
         .map(|(metric, name)| (count(metric), name))
         .filter(|(count, _): &(f64, _)| *count > 0.0)
@@ -265,13 +267,14 @@ mod tests {
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// The expected numbers are computed by hand. The required files always fit below the memory use at which removal
-    /// starts; cases whose files cannot fit are detected.
+    /// The expected numbers are computed by hand. The required files must always fit below the purge threshold. Cases
+    /// whose files cannot fit must be detected.
     #[test]
     fn required_newest_files_fit_below_limit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.required_newest_files();
         assert_eq!([newest(4, 1, 512), newest(4, 8, 512), newest(4, 8, 1024)], [2, 16, 16]);
-        // 64 MiB kept and 128 MiB open leave 192 of 384 MiB, which is room for three files: one for each writer.
+        // 64 MiB of kept files and 128 MiB of open files leave 192 MiB below the threshold of 384 MiB. Three files fit,
+        // which is one for each writer.
         assert_eq!([newest(64, 1, 512), newest(64, 2, 512), newest(64, 4, 512)], [2, 2, 0]);
         assert_eq!([newest(64, 4, 1024), newest(64, 8, 1024)], [4, 0]);
         assert!(SMALL.can_fit() && !Case { file_mib: 64, writers: 8, limit_mib: 512 }.can_fit());
@@ -287,8 +290,8 @@ mod tests {
         samples
     }
 
-    /// A slow run without losses falls short, and so does a fast run with a failed write. Without the baseline run,
-    /// there is no verdict.
+    /// A slow run without losses must fall short, and so must a fast run with a failed write. Without the baseline run
+    /// there must be no verdict.
     #[test]
     fn any_loss_misses_the_target() {
         assert_eq!(verdict(&samples(9.0, 0.0), &SMALL).state(), VerdictState::Reached);
@@ -298,7 +301,7 @@ mod tests {
         assert_eq!(verdict(&SampleTable::new(), &SMALL).state(), VerdictState::NotMeasured);
     }
 
-    /// Where the files cannot fit, failed writes are accepted, but a kill makes the target fall short.
+    /// If the files cannot fit, failed writes must be accepted, but a kill must make the target fall short.
     #[test]
     fn kill_misses_target_even_if_files_cannot_fit() {
         let case = Case { file_mib: 64, writers: 8, limit_mib: 512 };

@@ -1,7 +1,7 @@
 //! One process frees much memory and continues with little work; then another process of its cgroup needs the memory.
 //!
 //! The first process (the keeper) runs under the measured allocator, the second (the newcomer) under plain glibc. A
-//! sample repeats this several times: after each run of a newcomer the keeper fills its memory again.
+//! sample has several turns: after each newcomer, the keeper fills its memory again.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ use crate::workload::handover::{freed_sign, taken_sign};
 
 use super::LIMIT_MIB;
 
-/// Memory that the keeper fills and frees. The limit has room for this memory or for the newcomer's, but not for both.
+/// Memory that the keeper fills and frees. The limit has room for this memory or for the newcomer's, but not for both
+/// together.
 const KEEPER_MIB: u64 = 200;
 /// Memory that the newcomer needs.
 const NEWCOMER_MIB: u64 = 180;
@@ -28,7 +29,7 @@ const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
 const USED: &str = "used_share";
-/// Metric: 1 for a sample in which no process was killed, else 0.
+/// Metric of a sample: 1 if no process was killed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
 
@@ -79,7 +80,7 @@ fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Ou
     let keeper = start_in_group(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
-        // A keeper that ended early was killed or failed, according to the outcome of `finish` below.
+        // A keeper that ended early was killed or has failed. The outcome of `finish` below shows which.
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }
@@ -115,7 +116,8 @@ pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
     RunningGroup::start(&mut command)
 }
 
-/// Returns the JSON line of a sample: the newcomers' median speed and longest time, and all refused calls.
+/// Returns the JSON line of a sample: the median speed of the newcomers, their longest time, and the number of failed
+/// allocations of all processes.
 fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
@@ -174,8 +176,8 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
 mod tests {
     use super::*;
 
-    /// A sample of three turns has the median speed, the longest time, and the refused calls of both processes
-    /// together.
+    /// A sample of three turns must have the median speed, the longest time, and the failed allocations of both
+    /// processes together.
     #[test]
     fn sample_summarizes_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
@@ -186,8 +188,8 @@ mod tests {
         assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
     }
 
-    /// A survived sample of Pagemill reaches the target, and the note names the killed peer. One killed sample makes
-    /// the target fall short.
+    /// A survived sample of Pagemill must reach the target, and the note must name the killed peer. A single killed
+    /// sample must make the target fall short.
     #[test]
     fn one_kill_misses_the_target() {
         let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");

@@ -1,8 +1,9 @@
-//! A machine that another process fills at 1 GiB/s: a server that holds free memory must return it at the same rate,
-//! and in time.
+//! A machine that another process fills at 1 GiB/s. A server that holds free memory must return it at the same rate,
+//! before memory is short.
 //!
 //! This is the only experiment that uses most of the machine's memory. The process that fills the machine (the
-//! *filler*) stops at a floor of available memory. If the kernel had to kill a process, it would kill the filler first.
+//! *filler*) stops at a minimum of available memory (the *floor*). If the kernel had to kill a process, it would kill
+//! the filler first.
 
 use std::time::{Duration, Instant};
 
@@ -17,11 +18,11 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
-use crate::workload::host::{NEAR, READY, STOP, TAKEN};
+use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP};
 
-/// The least available memory with which the experiment runs.
-const LEAST_BYTES: u64 = 4 << 30;
-/// CPUs that other processes may use. Above that, the machine is not idle enough.
+/// The experiment refuses to run with less available memory than this.
+const MIN_AVAILABLE_BYTES: u64 = 4 << 30;
+/// Number of CPUs that other processes may use. If they use more, the machine is not idle enough for the experiment.
 const BUSY_CPUS: f64 = 0.3;
 
 const RATE_MIB: u64 = 1024;
@@ -30,26 +31,26 @@ const LIVE_MIB: u64 = 64;
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Sampling continues for this long after the filler has allocated its last byte.
 const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
-/// The server counts as returning memory once its resident memory is lower by this amount. Its own work changes less
-/// than that.
+/// The server counts as returning memory once its resident memory has fallen by this much. Its own work changes its
+/// memory by less.
 const RETURNING_BYTES: u64 = 128 << 20;
 
-/// Available memory counts as low when it is at most this far above the minimum of the run.
+/// Available memory counts as low while it is less than this above the minimum of the run.
 const LOW_MARGIN_BYTES: u64 = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
 const AVAILABLE: &str = "least_available_percent";
 const RETURNED: &str = "gave_gib_per_second";
-const TAKEN_RATE: &str = "filler_gib_per_second";
-const RETURNED_PER_TAKEN: &str = "gave_per_taken";
+const FILL_RATE: &str = "filler_gib_per_second";
+const RETURNED_PER_FILLED: &str = "gave_per_taken";
 const P999: &str = "p999_ms";
 const STOPPED: &str = "stopped";
 const METRICS: &[&str] = &[
     AVAILABLE,
     RETURNED,
-    TAKEN_RATE,
-    RETURNED_PER_TAKEN,
+    FILL_RATE,
+    RETURNED_PER_FILLED,
     "given_gib",
     STOPPED,
     "p50_ms",
@@ -65,9 +66,9 @@ const METRICS: &[&str] = &[
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     total: u64,
-    /// Available memory that Pagemill should preserve, in bytes.
+    /// Available memory that the server should leave to the machine, in bytes.
     margin: u64,
-    /// Available memory that the filler never takes.
+    /// Available memory at which the filler stops, in bytes.
     floor: u64,
     /// Free memory that the server holds.
     free: u64,
@@ -78,8 +79,8 @@ impl Plan {
         Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
     }
 
-    /// Returns the MiB that the filler takes: all available memory down to the margin, and four fifths of the server's
-    /// free memory.
+    /// Returns the MiB that the filler allocates: all available memory down to the margin, and four fifths of the
+    /// server's free memory, which the server must return.
     fn filler_mib(&self, available: u64) -> u64 {
         (available + self.free / 5 * 4).saturating_sub(self.margin) >> 20
     }
@@ -102,8 +103,8 @@ struct MachineSample {
 /// [`Error::CannotRun`] with the reason why the machine must not be filled.
 pub fn check_machine() -> Result<()> {
     let available = proc::available_bytes().unwrap_or(0);
-    if available < LEAST_BYTES {
-        let (mib, least) = (available >> 20, LEAST_BYTES >> 20);
+    if available < MIN_AVAILABLE_BYTES {
+        let (mib, least) = (available >> 20, MIN_AVAILABLE_BYTES >> 20);
         return Err(Error::CannotRun(format!("survive --host needs {least} MiB of available memory; {mib} are")));
     }
     if Kernel::new("").sample().bound == NearestLimit::Group {
@@ -133,7 +134,7 @@ fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus:
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
     let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
-    // Touches all available memory once, except an amount that the system itself needs.
+    // Touches all available memory once, except twice the margin, which the system itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::touch_beforehand(warm >> 20)?;
     let rounds = common.samples.map_or(common.quick_or_full(1, 3), usize::from);
@@ -162,7 +163,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
         child::workload_command(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
     ready.apply(&mut command);
     let server = RunningGroup::start(&mut command)?;
-    if !signs.wait_for(READY, &server, TIMEOUT)? {
+    if !signs.wait_for(READY_SIGN, &server, TIMEOUT)? {
         return child::classify(ready.name(), &server.finish(TIMEOUT)?);
     }
     let available = proc::available_bytes().unwrap_or(0);
@@ -184,7 +185,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     })
 }
 
-/// Samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until either process ends.
+/// Takes samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until either process ends.
 fn sample_until_full(
     plan: &Plan,
     signs: &Signs,
@@ -204,14 +205,15 @@ fn sample_until_full(
         };
         trace.push(now);
         if !is_near && now.available < 2 * plan.margin {
-            signs.create(NEAR).map_err(doing("giving a sign"))?;
+            signs.create(NEARLY_FULL_SIGN).map_err(doing("giving a sign"))?;
             is_near = true;
         }
-        if taken.is_none() && signs.exists(TAKEN) {
+        if taken.is_none() && signs.exists(FILLED_SIGN) {
             taken = Some(Instant::now());
         }
         let is_over = taken.is_some_and(|taken| taken.elapsed() > SAMPLING_AFTER_END);
-        // The filler normally stops earlier, at its floor. This check is for a filler that hangs.
+        // The filler normally stops at its floor. This check ends the run if the filler does not stop, or if the run
+        // takes too long.
         let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > TIMEOUT;
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
@@ -224,7 +226,7 @@ fn resident_bytes(running: &RunningGroup) -> u64 {
     proc::resident_memory(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// Returns the JSON line of a sample: rates and minimum from the trace, and what both processes report.
+/// Returns the JSON line of a sample: rates and minimum from the trace, and the values that both processes report.
 fn sample_json(
     plan: &Plan,
     trace: &[MachineSample],
@@ -237,19 +239,20 @@ fn sample_json(
     let last = trace.last().map_or(0, |sample| sample.server);
     line[AVAILABLE] = (least as f64 / plan.total as f64 * 100.0).into();
     line["given_gib"] = (most.saturating_sub(last) as f64 / f64::from(1 << 30)).into();
-    line[TAKEN_RATE] = filler[TAKEN_RATE].clone();
+    line[FILL_RATE] = filler[FILL_RATE].clone();
     line[STOPPED] = filler[STOPPED].clone();
     if let Some((returned, took)) = return_and_fill_rates(trace) {
         line[RETURNED] = returned.into();
-        line[TAKEN_RATE] = took.into();
-        line[RETURNED_PER_TAKEN] = (returned / took).into();
+        line[FILL_RATE] = took.into();
+        line[RETURNED_PER_FILLED] = (returned / took).into();
     }
     line
 }
 
-/// Returns the rates, in GiB/s, at which the server returned memory and the filler allocated memory. The time runs from
-/// the first sample with low available memory in which the server has begun to return memory, to the filler's last
-/// byte. None if there is no such sample. Earlier returns do not count, since the memory was not yet needed.
+/// Returns the rate at which the server returned memory and the rate at which the filler allocated memory, in GiB/s.
+/// Both rates are measured over the same time. It starts with the first sample in which available memory is low and the
+/// server has begun to return memory. It ends with the filler's last byte. Returns none if there is no such sample.
+/// Memory that was returned earlier does not count, since it was not yet needed.
 fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
     let little = trace.iter().map(|sample| sample.available).min()? + LOW_MARGIN_BYTES;
@@ -265,7 +268,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
     let metrics = [
         (AVAILABLE, "%", Better::Higher, "least available, %"),
         (RETURNED, "GiB/s", Better::Higher, "gave, GiB/s"),
-        (TAKEN_RATE, "GiB/s", Better::Higher, "taken, GiB/s"),
+        (FILL_RATE, "GiB/s", Better::Higher, "taken, GiB/s"),
         ("given_gib", "GiB", Better::Higher, "given, GiB"),
         (STOPPED, "samples", Better::Lower, "stopped at the floor"),
         (P999, "ms", Better::Lower, "malloc 99.9th, ms"),
@@ -282,7 +285,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
             let metric = Metric { name, unit, better, baseline: None };
             report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
         }
-        for name in ["p50_ms", "p99_ms", RETURNED_PER_TAKEN, "refused"] {
+        for name in ["p50_ms", "p99_ms", RETURNED_PER_FILLED, "refused"] {
             let metric = Metric { name, unit: "", better: Better::Lower, baseline: None };
             report_row(report, samples, (&CASE, CASE), subject.name(), metric, None);
         }
@@ -291,7 +294,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
 
 fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
     let targets = [
-        ("given a second, of what is taken", RETURNED_PER_TAKEN, Bound::AtLeast(0.9), "x"),
+        ("given a second, of what is taken", RETURNED_PER_FILLED, Bound::AtLeast(0.9), "x"),
         ("least of the machine's memory available", AVAILABLE, Bound::AtLeast(5.0), "%"),
         ("malloc, 99.9th percentile", P999, Bound::AtMost(5.0), "ms"),
     ];
@@ -301,7 +304,7 @@ fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
             return not_measured(target, bound, unit, "pagemill was not run");
         };
         let is_stopped = samples.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
-        let took = samples.get(&CASE, PAGEMILL, TAKEN_RATE).and_then(|series| series.median()).unwrap_or(0.0);
+        let took = samples.get(&CASE, PAGEMILL, FILL_RATE).and_then(|series| series.median()).unwrap_or(0.0);
         let note = match is_stopped {
             true => "the filler was stopped at the floor".to_owned(),
             false => format!("filled at {took:.2} GiB/s"),
@@ -321,8 +324,8 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// In the trace the server has 8 GiB. It returns nothing for four seconds, then half as fast as the filler takes.
-    /// Only the later four seconds count: 0.5 GiB/s against 1 GiB/s.
+    /// In the trace the server has 8 GiB. It returns nothing for four seconds, then half as fast as the filler
+    /// allocates. Only the later four seconds must count: 0.5 GiB/s and 1 GiB/s.
     #[test]
     fn rates_start_with_the_first_return() {
         let trace: Vec<MachineSample> = (0..=900)
@@ -345,8 +348,8 @@ mod tests {
         assert!(return_and_fill_rates(&trace[..300]).is_none() && return_and_fill_rates(&[]).is_none());
     }
 
-    /// Margin and floor are fixed fractions of the machine's memory. The filler takes what is available above the
-    /// margin, and four fifths of the server's free memory.
+    /// Margin and floor must be fixed fractions of the machine's memory. The filler must allocate the memory available
+    /// above the margin, and four fifths of the server's free memory.
     #[test]
     fn plan_leaves_margin_and_floor() {
         let plan = Plan::new(20 * GIB, 19 * GIB);
@@ -356,7 +359,7 @@ mod tests {
         assert!(Plan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
     }
 
-    /// Half of all ticks busy on two CPUs is one CPU.
+    /// If half of all ticks on two CPUs are busy, the result must be one CPU.
     #[test]
     fn busy_ticks_convert_to_cpus() {
         assert_eq!(busy_cpus((100, 1000), (150, 1100), 2), 1.0);

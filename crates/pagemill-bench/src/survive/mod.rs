@@ -1,8 +1,8 @@
-//! Tests whether free memory is returned in time, so that no process is killed: under the limit of a cgroup, at a
-//! sibling's request, on a full machine.
+//! Tests whether free memory is returned so early that no process is killed: under the limit of a cgroup, at a
+//! sibling's request, and on a full machine.
 //!
-//! No process may be killed or wait long. Under every allocator a kill is a result. Pagemill gets no limit by an
-//! option, so it must detect each limit itself.
+//! No process may be killed or wait long. A kill is a result, under every allocator. In most parts Pagemill gets no
+//! option with the limit, so it must detect the limit itself.
 
 mod files;
 mod handover;
@@ -18,7 +18,7 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject;
 
-/// The memory limit around all processes of a cgroup.
+/// The memory limit of the cgroup with all processes of a sample.
 const LIMIT_MIB: u64 = 256;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -61,7 +61,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns whether to run a part: its option is given, or no part's option is given.
+    /// Returns whether to run a part: its option is given, or no option for any part is given.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
@@ -126,7 +126,7 @@ mod tests {
     }
 
     /// Without options, exactly the three parts that leave the machine usable must run. With options, only the named
-    /// parts.
+    /// parts must run.
     #[test]
     fn options_choose_parts() {
         let wanted = |line: &[&str]| {

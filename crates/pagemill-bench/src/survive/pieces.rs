@@ -1,9 +1,9 @@
 //! Tests whether memory that one process freed can be used by another, for each size of allocations.
 //!
-//! Processes under the measured allocator (*keepers*) fill a cgroup with allocations of one size and free all of them
-//! or nine tenths. Then a process with the C library's malloc (the *newcomer*) allocates memory in that cgroup.
+//! Processes under the measured allocator (*keepers*) fill a cgroup with allocations of one size, and free all of them
+//! or nine tenths. Then a process with the C library's malloc (the *newcomer*) allocates memory in the same cgroup.
 //!
-//! A sample is lost if any process of the cgroup was killed, or if malloc failed in any of them.
+//! A sample is lost if a process of the cgroup was killed, or if malloc failed in one.
 
 use std::path::Path;
 use std::time::Duration;
@@ -25,29 +25,29 @@ use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use crate::workload::handover::taken_sign;
 use crate::workload::pieces::{Freed, Load, keeper_sign};
 
-/// The memory limit around all processes of a sample.
+/// The memory limit of the cgroup with all processes of a sample.
 const LIMIT_MIB: u64 = 140;
 /// Memory that all keepers together fill.
 const KEEPERS_MIB: u64 = 100;
 const NEWCOMER_MIB: u64 = 70;
 const NEWCOMER_THREADS: u64 = 2;
-/// The limit of the process tree itself, in the variant that has one. The keepers' memory fits below it.
+/// The limit of the process tree, in the variant that sets one. The keepers' memory fits below it.
 const TREE_LIMIT: &str = "128M";
 
 const SIZES: &[u64] = &[16, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10, 1 << 20];
-/// The smallest size with which an allocator can return memory that was freed at random. Allocations from this size on
-/// have OS pages of their own.
+/// The smallest size of the variant that frees at random. From this size on, each allocation has OS pages of its own,
+/// so an allocator can return freed ones.
 const RANDOM_FROM: u64 = 64 << 10;
 
-/// Pauses between the last free and the start of the newcomer. Trials use them alternately; with the longer ones,
-/// Pagemill's periodic reclaim is asleep when the newcomer starts.
+/// Pauses between the last free and the start of the newcomer; samples use them in turn. In the longer pauses,
+/// Pagemill's periodic reclaim goes to sleep.
 const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Duration::from_millis(1500)];
 
 const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
-/// Metric: 1 for a sample in which no process was killed and no malloc failed, else 0.
+/// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED];
 
@@ -102,7 +102,7 @@ impl Variant {
     }
 }
 
-/// Variant and size, which also order the tables.
+/// Variant and size in bytes. Their order is also the order in the tables.
 type Case = (Variant, u64);
 
 /// Runs all variants and sizes under every allocator; adds rows and verdicts.
@@ -112,7 +112,7 @@ type Case = (Variant, u64);
 /// [`Error::CannotRun`] for a size smaller than the link of a list, or larger than the keepers' memory.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let (common, cases) = (&options.common, cases(options)?);
-    // A quick run only checks that the cases work. Survival rates need a full run.
+    // A quick run only checks that the cases work. Only a full run has enough samples for survival rates.
     let trials = options.trials.map_or(common.quick_or_full(1, common.rounds()), usize::from);
     let progress = Progress::new(cases.len() * trials * ready.len());
     let mut samples = SampleTable::new();
@@ -165,9 +165,9 @@ fn case_name((variant, size): Case) -> String {
 
 fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, outcome: &Outcome) {
     samples.add_outcome(&case, name, METRICS, outcome);
-    // A workload that failed counts as not survived; its message is among the gaps.
-    let is_alive = matches!(outcome, Outcome::Measured(line) if line[REFUSED].as_f64() == Some(0.0));
-    samples.add_value(&case, name, SURVIVED, f64::from(u8::from(is_alive)));
+    // A failed workload counts as not survived, and its message is reported as a gap.
+    let has_survived = matches!(outcome, Outcome::Measured(line) if line[REFUSED].as_f64() == Some(0.0));
+    samples.add_value(&case, name, SURVIVED, f64::from(u8::from(has_survived)));
 }
 
 /// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
@@ -187,8 +187,8 @@ fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::
     }
     for (index, keeper) in (0..).zip(&keepers) {
         if !signs.wait_for(&keeper_sign(index), keeper, Duration::from_secs(60))? {
-            // The keepers' memory fits under every allocator. A keeper that ends here was therefore not killed for lack
-            // of memory.
+            // The keepers' memory fits under every allocator. So a keeper that ends here did not lack memory, and the
+            // sample has failed instead of being killed.
             return Ok(Ok(Outcome::Failed("a keeper ended before it had freed its pieces".to_owned())));
         }
     }
@@ -269,7 +269,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready:
     }
 }
 
-/// Judges all sizes of a variant together. One lost sample makes the target fall short.
+/// Judges all sizes of a variant together. A single lost sample makes the target fall short.
 fn verdict(samples: &SampleTable<Case>, variant: Variant, cases: &[Case]) -> Verdict {
     let target = format!("survive, pieces of one size, {}: samples without a kill or refusal", variant.description());
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
@@ -300,8 +300,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// Of three samples of one size, one is killed and one has a failed malloc: the target falls short, and the note
-    /// has the count. A variant without a loss reaches its target.
+    /// Of three samples of one size, one is killed and one has a failed malloc. The target must fall short, and the
+    /// note must have the count. A variant without a loss must reach its target.
     #[test]
     fn one_lost_sample_misses_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];

@@ -1,4 +1,4 @@
-//! Latency from a request to a sibling until the sibling returns the memory. Only Pagemill has such requests.
+//! Latency from a request to a sibling until the sibling has returned the memory. Only Pagemill supports such requests.
 
 use std::process::Command;
 use std::time::Duration;

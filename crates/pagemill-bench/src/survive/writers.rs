@@ -1,4 +1,4 @@
-//! Writers in a cgroup whose limit has room for their live memory, but not also for the memory that they freed.
+//! Writers in a cgroup. Its limit has room for their live memory, but not also for the memory that they freed.
 
 use std::time::Duration;
 
@@ -12,9 +12,10 @@ use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
 use super::{LIMIT_MIB, Options};
 
-/// Live memory of all writers together. With the memory freed in one phase it would exceed the limit.
+/// Live memory of all writers together. Together with the memory that they free in one phase, it exceeds the limit.
 const LIVE_MIB: u64 = 160;
-/// A sample must free at least this many times the limit to prove anything. The writers free all that they write.
+/// A sample must free at least this many times the limit; otherwise it proves nothing. The writers free all that they
+/// write.
 const MIN_FREED_LIMITS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
@@ -46,7 +47,7 @@ const CASES: [Case; 6] = [
     Case { processes: 2, writers: 4 },
 ];
 
-/// Runs the cases under every allocator that retains free memory; adds rows and verdicts.
+/// Runs the cases under every allocator whose settings let it retain free memory; adds rows and verdicts.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let ready: Vec<&AvailableSubject> =
@@ -81,7 +82,8 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     Ok(())
 }
 
-/// Adds a gap if a sample freed too little memory to prove anything. The speed of the first process is taken for all.
+/// Adds a gap if a sample freed too little memory to prove anything. Assumes that all processes write as fast as the
+/// first one.
 fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &AvailableSubject, written_gib: f64) {
     if written_gib * 1024.0 < (MIN_FREED_LIMITS * LIMIT_MIB) as f64 {
         report.add_gap(format!(

@@ -1,11 +1,11 @@
 //! Generates traces, which are sequences of page requests.
 //!
-//! A trace depends on its kind, on the number of pages (the footprint), for some kinds on the size of the cache, and on
-//! a seed. Equal inputs give an equal trace.
+//! A trace depends on its kind, on the number of pages (the footprint), and on a seed. For some kinds it also depends
+//! on the size of the cache. Equal inputs give an equal trace.
 
 use crate::stats::Random;
 
-/// A Zipf distribution over pages. The pages are assigned to ranks in random order.
+/// A Zipf distribution over pages. Each rank has a page, assigned at random.
 struct Zipf {
     sums: Vec<f64>,
     pages: Vec<u32>,
@@ -34,25 +34,25 @@ impl Zipf {
     }
 }
 
-/// The kinds of traces. A *footprint* is the number of distinct pages that a trace may request.
+/// The kinds of traces. The *footprint* is the number of distinct pages that a trace may request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TraceKind {
     /// Independent requests. The page of rank r has a frequency proportional to r^-x, where x is the exponent given.
     Zipf(f64),
-    /// One half of the requests loop over a twentieth of the footprint; the other half scan the rest again and again.
+    /// Half of the requests loop over a twentieth of the footprint. The other half repeatedly scan the rest.
     ScanLoop,
-    /// A loop over more pages than the cache has room for, by one tenth.
+    /// A loop over one tenth more pages than the cache has room for.
     Loop,
-    /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint; the tenth is
-    /// for any page. After ten requests for each page of the working set, half of it is replaced.
+    /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint. The others
+    /// are for any page. After ten requests for each page of the working set, half of the working set is replaced.
     Shift,
     /// Requests for random pages of a working set, which is a twentieth of the footprint. Every forty requests, one
     /// page of the set is replaced.
     Slide,
-    /// A Zipf trace with exponent 1.0 on half of the footprint, interrupted by scans in the other half. Each scan
+    /// A Zipf trace with exponent 1.0 on half of the footprint, interrupted by scans of the other half. Each scan
     /// covers a tenth of the footprint. One request in six belongs to a scan.
     ZipfWithScans,
-    /// A Zipf trace with exponent 0.9. Each drawn page is requested one to four times more, within the next 63 draws.
+    /// A Zipf trace with exponent 0.9. Each drawn page is requested another one to four times within the next 63 draws.
     Bursts,
 }
 
@@ -142,7 +142,8 @@ fn bursts(pages: usize, requests: usize, random: &mut Random) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each trace has the requested length, contains only pages of the footprint, and is the same for the same seed.
+    /// Each trace must have the requested length and contain only pages of the footprint. The same seed must give the
+    /// same trace.
     #[test]
     fn trace_has_requested_length_and_footprint() {
         for (name, kind) in KINDS {
@@ -153,7 +154,7 @@ mod tests {
         }
     }
 
-    /// In a Zipf trace with exponent 1.0 on 2000 pages, one of 8.2 requests is for the most frequent page.
+    /// In a Zipf trace with exponent 1.0 on 2000 pages, one of 8.2 requests must be for the most frequent page.
     #[test]
     fn most_frequent_zipf_page_has_expected_share() {
         let requested = trace(TraceKind::Zipf(1.0), 2000, 0, 100_000, 1);

@@ -1,7 +1,7 @@
 //! Hit ratios on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
 //!
-//! Pages are only numbers in this experiment, and nothing is timed, so the results are the same on every machine.
-//! Pagemill's policy is run by the same module that the page cache uses.
+//! In this experiment pages are only numbers, and nothing is timed. So the results are the same on every machine.
+//! Pagemill's policy is the same module that the page cache uses.
 
 mod generate;
 mod own;
@@ -23,9 +23,10 @@ const PAGES: (usize, usize) = (20_000, 100_000);
 /// Number of requests for each page of the footprint.
 const REQUESTS: usize = 20;
 const CACHE_PERCENTS: [usize; 3] = [1, 10, 25];
-/// The first requests only fill the cache and do not count. They are all requests divided by this number.
+/// The first requests only fill the cache and are not counted. Their number is that of all requests divided by this
+/// constant.
 const WARM_DIVISOR: usize = 5;
-/// The seed of the first round; each later round adds its number.
+/// The seed of the first round. Each later round adds its index.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;
 
 #[derive(Clone, Debug, clap::Args)]

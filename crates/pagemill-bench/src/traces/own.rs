@@ -1,4 +1,5 @@
-//! Runs Pagemill's own eviction policy on a trace. The policy is the module of the page cache; pages are only numbers.
+//! Runs Pagemill's own eviction policy on a trace. The policy is the module that the page cache uses; the pages are
+//! only numbers.
 
 use std::cell::Cell;
 
@@ -6,8 +7,8 @@ use pagemill_cache::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
-/// The largest number of uses that the state word of a folio counts.
-const MOST_USES: u8 = 2;
+/// Maximum number of uses that the state word of a folio can count.
+const MAX_USES: u8 = 2;
 
 /// The number of uses of each frame.
 struct Frames(Vec<Cell<u8>>);
@@ -27,7 +28,7 @@ impl Folios for Frames {
     }
 }
 
-/// Stands for the absence of a frame or page.
+/// The absence of a frame or page.
 const ABSENT: u32 = u32::MAX;
 
 /// A cache of page numbers with Pagemill's eviction policy.
@@ -53,7 +54,8 @@ impl PagemillPolicy {
         Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![ABSENT; pages], size })
     }
 
-    /// Returns a frame for another page, and evicts a page if necessary; `None` if no frame can be freed.
+    /// Returns a frame for another page, and evicts a page if no frame is free. Returns `None` if no frame can be
+    /// freed.
     fn take_frame(&mut self) -> Option<u32> {
         if self.page_of.len() < self.size {
             self.page_of.push(ABSENT);
@@ -72,7 +74,7 @@ impl Policy for PagemillPolicy {
         let frame = self.frame_of[page as usize];
         if frame != ABSENT {
             let uses = &self.frames.0[frame as usize];
-            uses.set((uses.get() + 1).min(MOST_USES));
+            uses.set((uses.get() + 1).min(MAX_USES));
             return true;
         }
         if let Some(frame) = self.take_frame() {

@@ -1,12 +1,13 @@
 //! Eviction policies as their papers describe them, on pages of one size.
 //!
 //! - LRU: evicts the least recently used page.
-//! - CLOCK: a ring of pages with reference bits. The clock hand clears set bits and evicts the first page without one.
+//! - CLOCK: a ring of pages with reference bits. The clock hand clears set bits and evicts the first page whose bit is
+//!   clear.
 //!   F. Corbato, 1968.
-//! - S3-FIFO: a small queue for a tenth of the pages, a main queue, and a ghost queue with as many entries as the main
-//!   queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
+//! - S3-FIFO: a small queue for a tenth of the pages, a main queue, and a ghost queue. The ghost queue has as many
+//!   entries as the main queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
 //! - SIEVE: one queue. The hand moves from the oldest to the newest page, clears set bits, and evicts the first page
-//!   without one. Pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
+//!   whose bit is clear. Other pages keep their position. Y. Zhang and others, NSDI 2024, algorithm 1.
 
 use std::collections::VecDeque;
 
@@ -16,6 +17,7 @@ pub trait Policy {
     fn access(&mut self, page: u32) -> bool;
 }
 
+/// The absence of a page, or of a page's ghost.
 const ABSENT: u32 = u32::MAX;
 
 /// A doubly linked list of pages that can remove any page in constant time.
@@ -174,7 +176,8 @@ enum QueueOfPage {
 pub struct S3Fifo {
     small: VecDeque<u32>,
     main: VecDeque<u32>,
-    /// Each entry is a page and the number of the entry. An entry is stale if the page has a later number or none.
+    /// Each entry is a page and the number of the entry. An entry is stale if `ghost_of` has no number or a later
+    /// number for its page.
     ghosts: VecDeque<(u32, u32)>,
     ghost_of: Vec<u32>,
     next_ghost: u32,
@@ -276,21 +279,21 @@ mod tests {
         trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
     }
 
-    /// Each policy runs a short trace with room for three pages. The hits and misses, computed by hand, show which
-    /// pages were evicted.
+    /// Each policy runs a short trace with room for three pages. The pattern of hits (`+`) and misses (`-`), computed
+    /// by hand, shows which pages were evicted.
     #[test]
     fn each_policy_evicts_the_expected_page() {
-        // LRU: page 0 is the most recent of the first three pages, so 3 evicts 1, and 1 evicts 2.
+        // LRU: page 0 was used again, so 3 evicts 1. Then 1 evicts 2.
         assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
         // CLOCK: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then at 2.
         assert_eq!(hits(&mut Clock::new(9, 3), &[0, 1, 2, 0, 3, 0, 2, 1, 0]), "---+-++-+");
-        // SIEVE: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then behind 0, so 4 evicts
+        // SIEVE: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand has then passed 0, so 4 evicts
         // 2, although 0 is older.
         assert_eq!(hits(&mut Sieve::new(9, 3), &[0, 1, 2, 0, 3, 4, 0, 3, 2]), "---+--++-");
     }
 
-    /// With room for ten pages: a page with two hits moves to the main queue and survives a scan. A page that is
-    /// requested again soon after its eviction is found as a ghost and enters the main queue.
+    /// The caches have room for ten pages. A page with two hits must move to the main queue and survive a scan. A page
+    /// that is requested again soon after its eviction must be found as a ghost and enter the main queue.
     #[test]
     fn s3_fifo_keeps_reused_pages_during_scan() {
         let mut cache = S3Fifo::new(100, 10);

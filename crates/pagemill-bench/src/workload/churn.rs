@@ -1,4 +1,5 @@
-//! Random churn: threads replace allocations of random sizes, some hundred MiB in all, then free everything and sleep.
+//! Random churn: threads replace allocations of random sizes, some hundred MiB in total. Then they free everything, and
+//! the process sleeps.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -11,12 +12,13 @@ use crate::native::TaggedAllocation;
 use crate::stats::{self, Random};
 use crate::{native, proc};
 
-/// Smallest and largest size of an allocation. The logarithm of the sizes is uniformly distributed.
+/// Smallest and largest size of an allocation. The logarithms of the sizes are uniformly distributed.
 const MIN_BYTES: f64 = 16.0;
 const MAX_BYTES: f64 = (8 << 20) as f64;
 
-/// One allocation in this many is passed to another thread, which frees it; and the number of slots for passing.
+/// One allocation in this many is passed to another thread, which frees it.
 const PASSED_ONE_OF: usize = 8;
+/// Number of slots through which allocations are passed.
 const PASSING_SLOTS: usize = 64;
 
 /// Interval at which the process samples its own memory.
@@ -37,6 +39,7 @@ pub struct Churn {
     pub rest_ms: u64,
 }
 
+/// An allocation with the values that are needed to check and count it.
 struct TrackedAllocation {
     piece: TaggedAllocation,
     size: usize,
@@ -44,14 +47,15 @@ struct TrackedAllocation {
 }
 
 struct SharedState {
+    /// The slots through which allocations are passed. A thread frees the allocation that it replaces in a slot.
     shared: Vec<Mutex<Option<TrackedAllocation>>>,
     is_over: AtomicBool,
     /// Sum of the sizes of all live allocations, in bytes.
     live: AtomicU64,
 }
 
-/// Churns, frees everything, and sleeps. The JSON line has the memory of the process during the churn (median of the
-/// last three quarters, and of the last quarter) and after the sleep, and the CPU time per replacement.
+/// Churns, frees everything, and sleeps. The JSON line has the memory of the process during the churn (the median over
+/// the last three quarters, and over the last quarter) and after the sleep. It also has the CPU time per replacement.
 pub fn run(arguments: &Churn) -> WorkloadResult {
     let state = SharedState {
         shared: (0..PASSING_SLOTS).map(|_| Mutex::new(None)).collect(),
@@ -59,7 +63,7 @@ pub fn run(arguments: &Churn) -> WorkloadResult {
         live: AtomicU64::new(0),
     };
     let share = (arguments.mib << 20) / arguments.threads;
-    // The threads live until the end, so that memory in their thread caches is counted.
+    // The threads end only with the run, so that memory in their thread caches is counted.
     let (emptied, ended) = (Barrier::new(arguments.threads + 1), Barrier::new(arguments.threads + 1));
     let cpu_before = native::own_cpu_time();
     let (memory_samples, cpu, after_mib, replaced) = thread::scope(|scope| {
@@ -109,8 +113,8 @@ fn sample_memory(state: &SharedState, duration: Duration) -> Vec<(f64, f64)> {
     memory_samples
 }
 
-/// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all. Returns its number of
-/// allocations.
+/// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all of them. Returns the number
+/// of allocations that it made.
 fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failure> {
     let mut random = Random::new(seed);
     let (mut held, mut held_bytes, mut allocated) = (Vec::<TrackedAllocation>::with_capacity(1 << 16), 0, 0);
@@ -163,7 +167,7 @@ impl SharedState {
         }
     }
 
-    /// Frees the allocations that wait in the shared slots.
+    /// Frees the allocations that are still in the slots.
     fn free_shared(&self) -> Result<(), Failure> {
         let places = self.shared.iter();
         let mut all = places.filter_map(|place| place.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -175,8 +179,8 @@ impl SharedState {
 mod tests {
     use super::*;
 
-    /// Random sizes lie in their range, and their median is far below their mean. A short churn finds all tags and
-    /// reports its results.
+    /// Random sizes must lie in their range, and their median must be far below their mean. A short churn must find all
+    /// tags and report its results.
     #[test]
     fn churn_keeps_its_tags() {
         let mut random = Random::new(1);

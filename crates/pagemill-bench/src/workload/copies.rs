@@ -1,7 +1,7 @@
-//! Memory for the copies of a search server's records: allocations of malloc, or chunks whose contents may be discarded
-//! after a record, until a later record uses them again.
+//! Memory for the copies of a search server's records: allocations of malloc, or chunks. After a record, the contents
+//! of a chunk may be discarded until a later record uses the chunk again.
 //!
-//! Chunks are reused in LIFO order, as allocators do.
+//! The chunk freed last is used first (LIFO), as in most allocators.
 
 use pagemill_testbed::Testbed;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
@@ -9,12 +9,12 @@ use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 use super::Failure;
 use crate::native::{Pages, WordAllocation};
 
-/// The kind of memory for a copy, and what happens to the memory after its record.
+/// The kind of memory for a copy, and what is done with it after its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Memory {
     /// An allocation of malloc, which is freed.
     Malloc,
-    /// A volatile range by handle, which is marked volatile, and unmarked for a later record.
+    /// A volatile range with a handle. It is marked after the record and unmarked for a later record.
     Handles,
     /// Anonymous pages, to which `MADV_FREE` is applied.
     Free,
@@ -22,7 +22,7 @@ pub enum Memory {
     Dontneed,
 }
 
-/// The memory for the copies of one thread, with its chunks that are not in use.
+/// The memory for the copies of one thread, including its unused chunks.
 pub struct Copies {
     memory: Memory,
     pagemill: Option<&'static Testbed>,
@@ -49,7 +49,7 @@ enum Storage {
 }
 
 impl Copies {
-    /// Starts without chunks. Each chunk made later has room for `chunk_bytes`.
+    /// Starts without chunks. Each later chunk has room for `chunk_bytes`.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
             Memory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
@@ -88,11 +88,12 @@ impl Copies {
         Some(chunk)
     }
 
-    /// Frees a copy's allocation, or allows its chunk to be discarded until a later copy uses it.
+    /// Frees a copy's allocation. If the copy is in a chunk, allows its contents to be discarded until a later copy
+    /// uses the chunk.
     ///
     /// # Errors
     ///
-    /// A message if giving up the chunk fails.
+    /// A message if the chunk cannot be marked or advised.
     pub fn release(&mut self, copy: Copy) -> Result<(), String> {
         let Storage::Chunk(mut chunk) = copy.storage else {
             return Ok(());
@@ -117,8 +118,8 @@ impl Chunk {
 }
 
 impl Copy {
-    /// Calls `read` with the words of a chunk, as arrays of eight bytes, and returns its result. None for an allocation
-    /// of malloc, or if the chunk cannot be pinned.
+    /// Calls `read` with the words of a chunk, as arrays of eight bytes, and returns its result. Returns none for an
+    /// allocation of malloc, or if the chunk cannot be pinned.
     fn with_words<T>(&self, read: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.storage {
             Storage::WordAllocation(_) => None,
@@ -130,7 +131,7 @@ impl Copy {
         }
     }
 
-    /// Returns the index of the key among the ascending words.
+    /// Returns the index of the key among the words, which ascend.
     pub fn find(&self, key: u64) -> Option<usize> {
         match &self.storage {
             Storage::WordAllocation(piece) => piece.words().binary_search(&key).ok(),
@@ -156,7 +157,7 @@ pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// In every kind of memory, copies of several lengths contain their words. A chunk is reused for the next copy.
+    /// In every kind of memory, copies of several lengths must contain their words. The next copy must reuse a chunk.
     #[test]
     fn copies_equal_their_source() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();

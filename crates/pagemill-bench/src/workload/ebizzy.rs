@@ -1,11 +1,13 @@
-//! The workload of a search server: copy a chunk of keys, search the copy for a key, and free it, as fast as possible.
+//! The workload of a search server: copy a chunk of keys, search the copy for a key, and free the copy, as fast as
+//! possible.
 //!
-//! It follows ebizzy (V. Henson, 2006) in new code, with a random generator that works. Every record checks its answer:
-//! keys are unique and ascending, so a search with another result has found damaged memory.
+//! The workload follows ebizzy (V. Henson, 2006) in new code, with another random generator, since the original one
+//! stays at zero. Every record checks its answer: keys are unique and ascending, so a search with another result has
+//! found damaged memory.
 //!
-//! With a lock file the workload also makes *bursts*: copies that are all live before they are searched. Bursts and the
-//! [`hog`](super::hog) run alternately, by the lock, so the live memory always fits into the limit. If a process runs
-//! out of memory nevertheless, the cause is free memory that an allocator retained.
+//! With a lock file, the workload also makes *bursts*: copies that are all live at once and are then searched. Bursts
+//! and the [`hog`](super::hog) exclude each other by the lock, so the live memory always fits into the limit. If a
+//! process is out of memory nevertheless, the cause is free memory that an allocator retained.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -27,9 +29,10 @@ const FIXED_WORDS: usize = 256 * 1024 / 8;
 /// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Number of records that each thread makes before counting starts, and again before it ends, however long that takes.
-/// The first records touch new memory, and a thread may be without a CPU for a while.
+/// Number of records that each thread makes before counting starts, and again before counting ends, even if the set
+/// time is over. The first records touch new memory, and a thread may be without a CPU for a while.
 const MIN_RECORDS: u64 = 4;
+/// Time limit for these records.
 const MIN_RECORDS_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// The sizes of the copies.
@@ -54,7 +57,7 @@ pub struct Ebizzy {
     /// The kind of memory in which the copies are stored.
     #[arg(long, default_value = "malloc")]
     pub memory: Memory,
-    /// One record in this many has its whole copy summed up; 0 for none.
+    /// One record in this many computes the sum of its whole copy and compares it; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     /// Number of chunks in the working set.
@@ -90,7 +93,7 @@ struct Counters {
     refused: AtomicU64,
 }
 
-/// State of the bursts, which the first thread makes.
+/// State of the bursts. Only the first thread makes bursts.
 struct Bursts {
     lock: File,
     bytes: usize,
@@ -166,7 +169,7 @@ fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
     }))
 }
 
-/// Warms up (until after the first burst, if there are bursts), then counts for the given time.
+/// Warms up, until after the first burst if there are bursts. Then counts for the given time.
 fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
@@ -213,7 +216,7 @@ fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Opt
     }
 }
 
-/// Makes copies until they have the bytes of a burst, then searches all of them, and frees them.
+/// Makes copies until their bytes reach the size of a burst, then searches all of them and frees them.
 fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Random) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
@@ -239,11 +242,12 @@ fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies:
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, and the index of the key to find in it.
+/// One record: a copy, and the key to find in it.
 struct Query {
     copy: Copy,
     chunk: usize,
     words: usize,
+    /// Index of the key in the copy.
     place: usize,
 }
 
@@ -264,7 +268,7 @@ impl Query {
         self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
     }
 
-    /// Whether the sum of the whole copy equals that of its source.
+    /// Returns whether the sum of the whole copy equals that of its source.
     fn equals_source(&self, shared: &Shared) -> bool {
         let source = &shared.chunks[self.chunk].words()[..self.words];
         self.copy.sum() == Some(copies::sum(source.iter().copied()))
@@ -273,7 +277,7 @@ impl Query {
 
 impl Counters {
     fn count_record(&self, shared: &Shared, query: &Query) {
-        // Only its own thread writes a counter, so a load and a store suffice.
+        // Only one thread writes to its counters, so a load and a store suffice.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         };
@@ -284,10 +288,10 @@ impl Counters {
         }
     }
 
-    /// Ends the use of the copy of a record.
+    /// Frees the copy of a record, or returns its chunk.
     fn release(&self, query: Query, copies: &mut Copies) {
         self.purged.store(copies.purged, Ordering::Relaxed);
-        // A panic in a thread ends the run.
+        // A failure to release a copy is a bug, and a panic in a thread ends the run.
         copies.release(query.copy).expect("a chunk that was written can be given up");
     }
 
@@ -311,7 +315,7 @@ impl Shared {
         self.counters.iter().map(made).collect()
     }
 
-    /// Waits until each thread has made [`MIN_RECORDS`] more records than `before`.
+    /// Waits until each thread has made [`MIN_RECORDS`] more records than the numbers in `before`.
     fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
         let begun = Instant::now();
         while self.records_per_thread().iter().zip(before).any(|(made, before)| *made < before + MIN_RECORDS) {
@@ -344,7 +348,7 @@ mod tests {
         }
     }
 
-    /// Keys ascend within a chunk and from chunk to chunk, so a search has only one right answer.
+    /// Keys must ascend within a chunk and from chunk to chunk, so that a search has only one right answer.
     #[test]
     fn keys_are_unique() {
         let shared = shared();
@@ -353,7 +357,8 @@ mod tests {
         assert!(keys.is_sorted_by(|a, b| a < b));
     }
 
-    /// A correct record passes both checks. A record with a damaged copy fails both and is counted as a mismatch.
+    /// A correct record must pass both checks. A record with a damaged copy must fail both and be counted as a
+    /// mismatch.
     #[test]
     fn damaged_copy_is_counted() {
         let shared = shared();
@@ -363,8 +368,8 @@ mod tests {
 
         let source = &shared.chunks[query.chunk].words()[..query.words];
         let mut damaged: Vec<u64> = source.iter().map(|key| key ^ 1 << 63).collect();
-        // Flipping the highest bit of an even number of words does not change the sum, so one word gets another value,
-        // too.
+        // Flipping the highest bit of an even number of words does not change the sum. So one word also gets another
+        // value.
         damaged[0] += 1;
         query.copy = copies.copy_of(&damaged).expect("1 MiB is there");
         assert!(!query.finds_key(&shared) && !query.equals_source(&shared));

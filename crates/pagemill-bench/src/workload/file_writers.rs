@@ -1,5 +1,5 @@
-//! Writes volatile files at full speed, next to files that must be kept. Counts failed writes, and files that vanished
-//! although they must not.
+//! Writes volatile files at full speed, besides files that must be kept. Counts failed writes, and files that vanished
+//! although they had to exist.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -15,8 +15,9 @@ use crate::pattern::{self, Records};
 
 const WRITE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
-/// Time limit of the fill. After it, the measurement starts with what was written so far.
-pub const LONGEST_FILL: Duration = Duration::from_secs(60);
+/// Time limit for writing before the measurement. After it, the measurement starts even if less was written than
+/// requested.
+pub const FILL_TIME_LIMIT: Duration = Duration::from_secs(60);
 /// The folder of volatile files, which the bench marks before the writers start.
 pub const VOLATILE: &str = "volatile";
 /// The folder of files that must be kept.
@@ -44,11 +45,13 @@ pub struct FileWriters {
     pub run_ms: u64,
 }
 
+/// Counters shared by all writers.
 #[derive(Default)]
 struct Counters {
+    /// Number of the next file to write.
     next: AtomicU64,
-    /// Number of closes begun. A writer takes the number just before it closes its file. If it took the number after
-    /// the close, it could be delayed, and the file would seem newer than it is.
+    /// Number of closes that have begun. A writer gets its sequence number just before it closes its file. After the
+    /// close, the writer could be delayed, and the file would seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
@@ -57,10 +60,11 @@ struct Counters {
 }
 
 impl Counters {
-    /// Whether the time is over. Starts the measurement once enough was written or the fill took too long.
+    /// Returns whether the time is over. Starts the measurement once enough was written, or once the time limit for
+    /// that has passed.
     fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
-        if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
+        if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= FILL_TIME_LIMIT {
             let (start, _) = self.start.get_or_init(|| (Instant::now(), closed));
             return start.elapsed() >= Duration::from_millis(arguments.run_ms);
         }
@@ -116,8 +120,8 @@ fn path(folder: &Path, file: u64) -> PathBuf {
     folder.join(file.to_string())
 }
 
-/// Runs one writer, which writes one file after the other. A failure is counted, and the next file follows a
-/// millisecond later.
+/// Runs one writer, which writes one file after the other. A failure is counted, and the writer continues with the next
+/// file a millisecond later.
 fn run_writer(arguments: &FileWriters, folder: &Path, begun: Instant, counters: &Counters) -> WriterRecord {
     let mut record = WriterRecord::default();
     while !counters.is_over(arguments, begun) {
@@ -150,12 +154,12 @@ fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
     Ok(output)
 }
 
-/// Whether the file exists with every byte that was written.
+/// Returns whether the file exists and has every byte that was written.
 fn is_intact(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }
 
-/// Whether length and every byte are right.
+/// Returns whether the length and every byte are right.
 fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     let mut input = File::open(path)?;
     let mut piece = vec![0; WRITE_BYTES];
@@ -170,7 +174,7 @@ fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     Ok(input.read(&mut piece)? == 0)
 }
 
-/// Returns the number of incomplete files. A volatile file may vanish, but only as a whole.
+/// Returns the number of incomplete files. Pagemill may remove a volatile file, but only as a whole.
 fn count_torn_files(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
     let mut torn = 0;
@@ -191,8 +195,8 @@ fn count_torn_files(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
 mod tests {
     use super::*;
 
-    /// Of four whole files, one is shortened, one gets another name and so wrong contents, and one is lengthened. Only
-    /// the fourth counts as existing; the three others count as torn.
+    /// Of four complete files, one is shortened, one is renamed so that its contents do not fit its name, and one is
+    /// lengthened. Only the fourth must count as existing, and the other three as torn.
     #[test]
     fn torn_and_missing_files_are_distinguished() {
         let folder = tempfile::tempdir().expect("a temporary folder");

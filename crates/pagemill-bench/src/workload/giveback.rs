@@ -8,10 +8,11 @@ use super::{Failure, WorkloadResult};
 use crate::native::{self, GiveBack, TaggedAllocation};
 use crate::proc;
 
-/// Sizes that the other thread allocates in turn: small ones, and one that an allocator may map separately.
+/// Sizes that the other thread allocates in turn: small ones, and one for which an allocator may make a separate
+/// mapping.
 const OTHER_THREAD_SIZES: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 
-/// Time for which the other thread runs before the request, which measures the delays that the machine itself causes.
+/// Time for which the other thread runs before the request. It shows the delays that the machine itself causes.
 const QUIET: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -27,8 +28,8 @@ pub struct Giveback {
 /// Allocates and touches memory, frees it, and requests its return. The JSON line has the duration of the return and
 /// the memory before and after.
 pub fn run(arguments: &Giveback) -> WorkloadResult {
-    // The last allocation is kept, so that the freed memory is not at the end of a heap, where it could simply be
-    // trimmed.
+    // The last allocation is kept, so that the freed memory does not end at the end of a heap. Such memory could simply
+    // be trimmed.
     let last = fill_and_free(arguments)?;
     let longest_ns = AtomicU64::new(0);
     let is_over = AtomicBool::new(false);
@@ -59,7 +60,7 @@ pub fn run(arguments: &Giveback) -> WorkloadResult {
     })
 }
 
-/// Makes and touches all allocations, then frees all but the last, which is returned.
+/// Makes and touches all allocations, then frees all but the last one. Returns the last one.
 fn fill_and_free(arguments: &Giveback) -> Result<Option<TaggedAllocation>, Failure> {
     let count = (arguments.mib << 20) / arguments.piece;
     let mut held = Vec::with_capacity(count);
@@ -73,7 +74,7 @@ fn fill_and_free(arguments: &Giveback) -> Result<Option<TaggedAllocation>, Failu
     }
 }
 
-/// Allocates and frees until stopped, and records the longest call. Returns whether every tag was intact.
+/// Allocates and frees until stopped. Records the longest call. Returns whether every tag was intact.
 fn allocate_until_stopped(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     let mut is_right = true;
     while !is_over.load(Ordering::Relaxed) {

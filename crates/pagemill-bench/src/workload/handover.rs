@@ -1,4 +1,4 @@
-//! The two processes of a handover: the keeper frees much memory and keeps running; then the newcomer needs that
+//! The two processes of a handover. The keeper frees much memory and keeps running. Then the newcomer needs that
 //! memory.
 
 use std::path::PathBuf;
@@ -11,14 +11,16 @@ use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
 use crate::stats::Random;
 
+/// Smallest and largest size of a large allocation.
 const LARGE: (usize, usize) = (64 << 10, 1 << 20);
 /// Number of small allocations for each large one.
 const SMALL_PER_LARGE: usize = 4;
+/// Smallest and largest size of a small allocation.
 const SMALL: (usize, usize) = (16, 4 << 10);
 
 const NEWCOMER_ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Bytes that an almost idle keeper allocates and frees each millisecond.
+/// Bytes that the keeper allocates and frees each millisecond while it is almost idle.
 const IDLE_ALLOCATION_BYTES: usize = 512;
 
 /// Arguments of the keeper, which frees its memory and keeps running.
@@ -33,7 +35,7 @@ pub struct Keeper {
     pub folder: PathBuf,
 }
 
-/// Arguments of the newcomer, whose allocations are all live at the same time.
+/// Arguments of the newcomer. All its allocations are live at the same time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Newcomer {
     #[arg(long)]
@@ -42,17 +44,17 @@ pub struct Newcomer {
     pub threads: usize,
 }
 
-/// Returns the name of the keeper's sign that it has freed its memory in this turn.
+/// Returns the name of the keeper's sign for this turn: the keeper has freed its memory.
 pub fn freed_sign(turn: u64) -> String {
     format!("freed-{turn}")
 }
 
-/// Returns the name of the bench's sign that the newcomer of this turn has ended.
+/// Returns the name of the bench's sign for this turn: the newcomer has ended.
 pub fn taken_sign(turn: u64) -> String {
     format!("taken-{turn}")
 }
 
-/// In each turn, fills and frees memory, then does little work until the newcomer has ended.
+/// In each turn, fills and frees memory. Then does little work until the newcomer has ended.
 pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut random = Random::new(0x6b65_6570);
@@ -69,7 +71,7 @@ pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
     Ok(serde_json::json!({ "refused": refused }))
 }
 
-/// Fills memory with allocations of mixed sizes and frees it; returns the number of failed allocations.
+/// Fills memory with allocations of mixed sizes and frees them. Returns the number of failed allocations.
 fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
@@ -95,7 +97,7 @@ fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     }
 }
 
-/// Allocates and fills memory with all threads at full speed, then checks every word.
+/// Allocates and fills memory with all threads at full speed. Then checks every word.
 pub fn run_newcomer(arguments: &Newcomer) -> WorkloadResult {
     let refused = AtomicU64::new(0);
     let begun = Instant::now();
@@ -121,7 +123,7 @@ pub fn run_newcomer(arguments: &Newcomer) -> WorkloadResult {
     }))
 }
 
-/// Allocates and fills the memory of one thread. Returns the allocations with the word that fills each of them.
+/// Allocates and fills the memory of one thread. Returns each allocation with the word that fills it.
 fn fill_memory(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, WordAllocation)> {
     let count = (arguments.mib << 20) / NEWCOMER_ALLOCATION_BYTES / arguments.threads;
     let mut taken = Vec::with_capacity(count);

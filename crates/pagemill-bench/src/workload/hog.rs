@@ -1,4 +1,5 @@
-//! A memory hog: a process that periodically allocates, touches, checks and frees memory, and then pauses.
+//! A memory hog: a process that periodically allocates, touches, checks and frees memory, with a pause after each
+//! round.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -17,17 +18,18 @@ pub struct Hog {
     pub mib: usize,
     #[arg(long)]
     pub pause_ms: u64,
-    /// The folder with the stop file, and with the lock file that hog and workload share.
+    /// The folder with the stop file and with the lock file that hog and workload use.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Name of the lock file in the folder that hog and workload share.
+/// Name of the lock file in that folder.
 pub const LOCK: &str = "turn";
-/// Name of the file that stops the hog once it exists.
+/// Name of the stop file. The hog ends once it exists.
 pub const STOP: &str = "stop";
 
-/// Repeats rounds until the stop file exists. The JSON line has the number of rounds and of failed allocations.
+/// Repeats rounds until the stop file exists. The JSON line has the number of rounds and the number of failed
+/// allocations.
 pub fn run(arguments: &Hog) -> WorkloadResult {
     let path = arguments.folder.join(LOCK);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;

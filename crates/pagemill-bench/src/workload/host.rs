@@ -1,5 +1,5 @@
-//! Processes of a machine that runs full: a server that retains much free memory and continues to allocate, and a
-//! filler that allocates memory at a steady rate.
+//! Processes on a machine that another process fills: a server that retains much free memory and continues to allocate,
+//! and a filler that allocates memory at a steady rate.
 
 use std::path::PathBuf;
 use std::thread;
@@ -15,18 +15,19 @@ use crate::stats::Random;
 const ALLOCATION_BYTES: usize = 1 << 20;
 
 /// The server's sign: the server has allocated its memory and freed most of it.
-pub const READY: &str = "ready";
+pub const READY_SIGN: &str = "ready";
 /// The filler's sign: the filler has allocated all its memory, or was stopped.
-pub const TAKEN: &str = "taken";
-/// The bench's sign: memory is nearly short. The server records times separately from here on.
-pub const NEAR: &str = "near";
+pub const FILLED_SIGN: &str = "taken";
+/// The bench's sign: available memory is low. From then on the server records the times of malloc separately.
+pub const NEARLY_FULL_SIGN: &str = "near";
 /// The bench's sign: both processes must end.
 pub const STOP: &str = "stop";
 
 /// Number of live allocations in the server's work. Each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// The smallest size of these allocations, and the number of powers of two above it, which are equally frequent.
-const SIZE_RANGE: (usize, u32) = (1 << 10, 10);
+/// Smallest size of these allocations, and the number of powers of two above it. All powers of two are equally
+/// frequent.
+const ALLOCATION_SIZES: (usize, u32) = (1 << 10, 10);
 
 /// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
 const BATCH: usize = 64;
@@ -50,7 +51,7 @@ pub struct Filler {
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// The filler stops before less than this memory is available on the machine.
+    /// The filler stops before less than this many MiB are available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
     /// The folder of sign files.
@@ -58,26 +59,26 @@ pub struct Filler {
     pub folder: PathBuf,
 }
 
-/// Serves until the bench's sign to stop. The JSON line has the latency of malloc before memory was nearly short, and
-/// after that.
+/// Replaces allocations until the bench's sign to stop. The JSON line has the latency of malloc before memory was low,
+/// and afterwards.
 pub fn run_server(arguments: &Server) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut held = fill_memory(arguments.live_mib + arguments.free_mib)?;
-    // The allocations that stay live lie between the freed ones, so the free memory is scattered.
+    // The allocations that stay live are spread among the freed ones, so the free memory is scattered.
     let every = held.len() / arguments.live_mib.max(1);
     let mut index = 0;
     held.retain(|_| {
         index += 1;
         index % every.max(1) == 0
     });
-    signs.create(READY).map_err(|cause| cause.to_string())?;
+    signs.create(READY_SIGN).map_err(|cause| cause.to_string())?;
     let (mut before, mut near) = (Box::new(Histogram::new()), Box::new(Histogram::new()));
     let mut work = ServerWork::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // If both signs exist at the same time, one more batch is still timed.
+        // If both signs exist, the server times one more batch before it ends.
         is_over = signs.exists(STOP);
-        is_near = is_near || signs.exists(NEAR);
+        is_near = is_near || signs.exists(NEARLY_FULL_SIGN);
         let times = if is_near { &mut near } else { &mut before };
         (0..BATCH).for_each(|_| work.replace_one(times));
         thread::sleep(Duration::from_millis(1));
@@ -86,15 +87,15 @@ pub fn run_server(arguments: &Server) -> WorkloadResult {
     if work.wrong > 0 || !is_right {
         return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
     }
-    // If memory was never nearly short, the percentiles of that phase are left out.
-    let of_near = |value: f64| (near.count() > 0).then_some(value);
+    // If memory was never low, the percentiles of that phase are left out.
+    let near_percentile = |value: f64| (near.count() > 0).then_some(value);
     Ok(serde_json::json!({
         "quiet_p999_ms": before.percentile_ms(0.999),
         "quiet_longest_ms": before.longest_ms(),
-        "p50_ms": of_near(near.percentile_ms(0.5)),
-        "p99_ms": of_near(near.percentile_ms(0.99)),
-        "p999_ms": of_near(near.percentile_ms(0.999)),
-        "longest_ms": of_near(near.longest_ms()),
+        "p50_ms": near_percentile(near.percentile_ms(0.5)),
+        "p99_ms": near_percentile(near.percentile_ms(0.99)),
+        "p999_ms": near_percentile(near.percentile_ms(0.999)),
+        "longest_ms": near_percentile(near.longest_ms()),
         "mallocs": near.count(),
         "refused": work.refused,
     }))
@@ -105,7 +106,7 @@ fn fill_memory(mib: usize) -> Result<Vec<(u64, TaggedAllocation)>, Failure> {
     pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
 }
 
-/// The server's permanent work, in which each step frees one allocation and makes another.
+/// The server's permanent work. Each step frees one allocation and makes another.
 struct ServerWork {
     blocks: Vec<Option<(u64, TaggedAllocation)>>,
     random: Random,
@@ -120,13 +121,12 @@ impl ServerWork {
         Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
-    /// Frees one allocation and makes another in its place. Times the malloc, which includes the touch of its first
-    /// page.
+    /// Frees one allocation and makes another instead. Times the malloc together with the touch of its first page.
     fn replace_one(&mut self, times: &mut Histogram) {
         let place = self.random.next_below(self.blocks.len());
         let old = self.blocks[place].take();
         self.wrong += u64::from(old.is_some_and(|(tag, block)| block.tag() != tag));
-        let base = SIZE_RANGE.0 << self.random.next_below(SIZE_RANGE.1 as usize);
+        let base = ALLOCATION_SIZES.0 << self.random.next_below(ALLOCATION_SIZES.1 as usize);
         let size = base + self.random.next_below(base);
         self.count += 1;
         let begun = Instant::now();
@@ -137,10 +137,10 @@ impl ServerWork {
     }
 }
 
-/// Allocates memory at its rate until it has all of it or reaches the floor, creates its sign, and waits for the sign
-/// to stop.
+/// Allocates memory at the given rate until it has the given amount or reaches the floor. Then creates its sign, and
+/// waits for the sign to stop.
 pub fn run_filler(arguments: &Filler) -> WorkloadResult {
-    // If the kernel has to kill a process nevertheless, it should choose this one.
+    // If the kernel has to kill a process, it should choose this one.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
     let signs = Signs::new(&arguments.folder);
     let mut held = Vec::with_capacity(arguments.mib);
@@ -157,7 +157,7 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
         thread::sleep(due.saturating_sub(begun.elapsed()));
     }
     let seconds = begun.elapsed().as_secs_f64();
-    signs.create(TAKEN).map_err(|cause| cause.to_string())?;
+    signs.create(FILLED_SIGN).map_err(|cause| cause.to_string())?;
     while !signs.exists(STOP) {
         thread::sleep(Duration::from_millis(2));
     }
@@ -172,18 +172,18 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
 mod tests {
     use super::*;
 
-    /// A server with 8 MiB of free memory finds all signs as soon as it is ready. It still times one batch, and no
-    /// allocation is damaged.
+    /// A server with 8 MiB of free memory finds all signs as soon as it is ready. It must still time one batch, and no
+    /// allocation may be damaged.
     #[test]
     fn server_times_a_batch_after_the_near_sign() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let arguments = Server { free_mib: 8, live_mib: 2, folder: folder.path().to_owned() };
         let server = thread::spawn(move || run_server(&arguments));
-        while !signs.exists(READY) {
+        while !signs.exists(READY_SIGN) {
             thread::yield_now();
         }
-        [NEAR, STOP].into_iter().for_each(|sign| signs.create(sign).expect("given"));
+        [NEARLY_FULL_SIGN, STOP].into_iter().for_each(|sign| signs.create(sign).expect("given"));
 
         let line = server.join().expect("it ends").expect("all is right");
 

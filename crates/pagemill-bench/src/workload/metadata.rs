@@ -1,4 +1,4 @@
-//! Many small files that are created, checked by stat, read, found and removed, one after the other.
+//! Many small files, each of which is created, checked by stat, read, found and removed.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use crate::files::FilePlace;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// Repetitions of the operations that are faster than creation.
+/// How often the operations are repeated that are faster than creation.
 const STAT_REPEATS: usize = 4;
 const READ_REPEATS: usize = 2;
 const FIND_REPEATS: usize = 4;
@@ -35,8 +35,8 @@ pub fn run(arguments: &Metadata) -> WorkloadResult {
     let root = arguments.place.folder.join("tree");
     let paths = make_directories(arguments, &root)?;
     arguments.place.check()?;
-    // One round is not measured. In it, the first creation touches memory that the host of a virtual machine has not
-    // backed yet.
+    // The first creation and removal of all files are not measured, since the creation touches memory that the host of
+    // a virtual machine has not backed yet.
     operations_per_second(1, &paths, create)?;
     operations_per_second(1, &paths, unlink)?;
     let create = operations_per_second(1, &paths, create)?;
@@ -76,7 +76,7 @@ fn failed_at(path: &Path, cause: &io::Error) -> Failure {
     Failure::Other(format!("{}: {cause}", path.display()))
 }
 
-/// Repeats an operation on all files, `times` times; returns the operations per second.
+/// Applies an operation to all files, `times` times. Returns the operations per second.
 fn operations_per_second(
     times: usize,
     paths: &[PathBuf],
@@ -123,7 +123,8 @@ fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
     fs::remove_file(path).map_err(|cause| failed_at(path, &cause))
 }
 
-/// Runs the program `find`, which must list each file. If it is not installed, walks the tree in this process instead.
+/// Runs the program `find`, which must list each file. If `find` is not installed, walks the tree in this process
+/// instead.
 fn find(root: &Path, files: usize) -> Result<(), Failure> {
     let mut command = Command::new("find");
     command.arg(root).args(["-type", "f"]).stdin(Stdio::null());
@@ -153,7 +154,8 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// The program and the walk find the same files. A file with other contents, and a missing file, are wrong answers.
+    /// The program `find` and the walk must find the same files. A file with other contents must be a wrong answer, and
+    /// so must a missing file.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -1,8 +1,8 @@
-//! The workloads: hidden subcommands that run as separate processes under one preloaded allocator.
+//! The workloads: hidden subcommands, each of which runs as a separate process under one preloaded allocator.
 //!
 //! A workload measures, checks its own answers, and prints one line of JSON. It exits with [`WRONG_ANSWER`] if an
-//! answer was wrong. First it checks that the requested allocator serves `malloc`. After a failed preload the loader
-//! only prints a warning, and glibc would be measured under another name.
+//! answer was wrong. Before it measures, it checks that the requested allocator serves `malloc`: after a failed preload
+//! the loader only prints a warning, and glibc would be measured under another name.
 
 pub mod churn;
 pub mod copies;
@@ -38,7 +38,7 @@ use crate::child::WRONG_ANSWER;
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
-/// The result of a workload: its JSON line, or the reason why it has none.
+/// The result of a workload: its JSON line, or the reason why it has no result.
 pub type WorkloadResult = Result<serde_json::Value, Failure>;
 
 /// The reason why a workload has no result.
@@ -58,17 +58,18 @@ impl From<String> for Failure {
     }
 }
 
-/// Touches and frees memory, so that the host of a virtual machine has backed it before later runs.
+/// Touches and frees memory, so that the host of a virtual machine has backed it before other workloads run.
 #[derive(Debug, clap::Args)]
 pub struct Touch {
     #[arg(long)]
     mib: usize,
 }
 
-/// Arguments of a process that executes a command in its place, so that the command ends together with this bench. If a
-/// cgroup is given, the process joins the cgroup first.
+/// Arguments of a process that executes a command in its own place. The command is killed when this bench ends. If a
+/// cgroup is given, the process first joins the cgroup.
 #[derive(Debug, clap::Args)]
 pub struct Enter {
+    /// The file `cgroup.procs` of that cgroup.
     #[arg(long)]
     entrance: Option<PathBuf>,
     #[arg(last = true, required = true)]

@@ -1,4 +1,4 @@
-//! Starts workload and hog from one launcher process, so that both are in one process tree and one cgroup.
+//! Starts workload and hog from one launcher process, so that both are in the same process tree and cgroup.
 
 use std::fs;
 use std::io::Read;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::{Failure, WorkloadResult, hog};
 use crate::child::WRONG_ANSWER;
 
-/// Time limit for the hog to end after the stop file was made, since it may be in the middle of a round.
+/// Time limit for the hog to end after the stop file was made. The hog first completes its round.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Arguments of workload and hog. Both use the lock file in the hog's folder.
@@ -29,7 +29,7 @@ pub struct Pair {
     /// The kind of memory in which the workload stores its copies.
     #[arg(long, default_value = "malloc")]
     pub memory: String,
-    /// One record in this many has its whole copy summed up; 0 for none.
+    /// One record in this many computes the sum of its whole copy; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     #[command(flatten)]
@@ -47,7 +47,8 @@ impl Drop for ChildProcess {
     }
 }
 
-/// Starts both processes, waits for the workload, and stops the hog. If either is killed, the pair counts as killed.
+/// Starts both processes, waits for the workload, and stops the hog. If either process is killed, the result is that
+/// the pair was killed.
 pub fn run(arguments: &Pair) -> WorkloadResult {
     let folder = &arguments.hog.folder;
     let lock = folder.join(hog::LOCK).display().to_string();
@@ -121,7 +122,7 @@ fn check_status(status: ExitStatus) -> Result<(), Failure> {
     }
 }
 
-/// Reads the JSON line of a process that has ended. The pipe has room for a whole line.
+/// Reads the JSON line of a process that has ended. The pipe buffers the whole line.
 fn read_json_line(process: &mut ChildProcess) -> WorkloadResult {
     let mut text = String::new();
     let pipe: Option<&mut ChildStdout> = process.0.stdout.as_mut();

@@ -1,5 +1,5 @@
-//! Allocations of one size, made up to a limit and then freed in whole or in part; and the work that the process does
-//! afterwards.
+//! Allocations of one size, which fill a given amount of memory and are then freed, all or most of them. Also the work
+//! that the process does afterwards.
 
 use std::path::PathBuf;
 use std::thread;
@@ -15,14 +15,14 @@ use crate::stats::Random;
 
 /// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
-/// Number of runs (or allocations) of which [`KEPT_RUNS`] are kept, so that nine tenths are freed.
+/// Nine tenths of the runs (or of the allocations) are freed: [`KEPT_RUNS`] of this many are kept.
 const RUNS_PER_CYCLE: u64 = 20;
 const KEPT_RUNS: u64 = 2;
 
-/// Bytes after which the process samples its own memory.
+/// After this many allocated bytes, the process measures its resident memory again.
 const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
-/// The allocations that are freed.
+/// Which allocations are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Freed {
     All,
@@ -81,9 +81,9 @@ pub fn run_keeper(arguments: &PieceKeeper) -> WorkloadResult {
     }
 }
 
-/// Makes allocations of `size` bytes until they sum up to `bytes`, or until the resident memory has grown by `bytes`.
-/// The second limit is needed since some allocators use 32 bytes for 16. Stops at the first failed allocation. Returns
-/// the number of failed allocations.
+/// Makes allocations of `size` bytes until the sum of their sizes reaches `bytes`, or until the resident memory has
+/// grown by `bytes`. The second condition is needed since some allocators use 32 bytes for an allocation of 16. Stops
+/// at the first failed allocation. Returns the number of failed allocations, 0 or 1.
 pub fn fill(chain: &mut Chain, size: usize, bytes: usize) -> u64 {
     let before = proc::own_resident_bytes();
     let mut filled = 0;
@@ -120,9 +120,10 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     }
 }
 
-/// Length of a duty cycle, and of the part of it in which the process works.
+/// Length of a cycle of work and sleep.
 const CYCLE: Duration = Duration::from_millis(10);
-const WORKING_PART: Duration = Duration::from_millis(2);
+/// Time of each cycle in which the process works.
+const WORKING_TIME: Duration = Duration::from_millis(2);
 
 /// Bytes that a process with little work allocates each millisecond.
 const LITTLE_BYTES: usize = 512;
@@ -143,7 +144,7 @@ impl Load {
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING_PART {
+                while begun.elapsed() < WORKING_TIME {
                     match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));
@@ -164,7 +165,7 @@ impl Load {
 mod tests {
     use super::*;
 
-    /// Of 100 allocations, about a tenth is kept with runs and at random, and none if all are freed.
+    /// Of 100 allocations, about a tenth must be kept by `Runs` and by `Random`, and none by `All`.
     #[test]
     fn a_tenth_is_kept() {
         for (freed, low, high) in [(Freed::All, 0, 0), (Freed::Runs, 10, 10), (Freed::Random, 2, 25)] {
@@ -182,7 +183,8 @@ mod tests {
         }
     }
 
-    /// Filling stops at the given bytes, counted or resident. Both kinds of work leave all allocations intact.
+    /// Filling must stop at the given bytes, counted or resident. After both kinds of work, all allocations must be
+    /// intact.
     #[test]
     fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");

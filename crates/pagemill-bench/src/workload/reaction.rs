@@ -1,5 +1,5 @@
-//! Two processes of one tree: a hoarder that holds much free memory, and an asker that requests it and times the
-//! requests.
+//! Two processes of one process tree: a hoarder that holds much free memory, and an asker that requests the memory and
+//! times the requests.
 
 use std::ffi::CString;
 use std::io::{self, BufRead, BufReader, Write};
@@ -17,11 +17,11 @@ use crate::stats;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Pause after the hoarder has freed its memory again. Meanwhile its helper thread starts and its published counts
+/// Pause after the hoarder has freed its memory again. In this time its helper thread starts, and its published counts
 /// become stable.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The time after which a request counts as late; it is then recorded with this time.
+/// A request that takes longer than this counts as late, and is recorded with this time.
 const LATE: Duration = Duration::from_secs(1);
 
 /// Arguments of the asker, which starts the hoarder.
@@ -43,7 +43,7 @@ pub struct Hoarder {
     pub mib: usize,
 }
 
-/// The hoarder process and the pipes to it. It ends when its input is closed.
+/// The hoarder process and the pipes to it. The process ends when its standard input is closed.
 struct HoarderProcess {
     child: Child,
     requests: ChildStdin,
@@ -87,15 +87,15 @@ impl Drop for HoarderProcess {
 pub fn run_asker(arguments: &Asker) -> WorkloadResult {
     let page = join_tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
-    // Number of requests before the hoarder fills its memory again. It is one less than what fits, since the hoarder's
-    // last free memory may be too scattered to be returned.
+    // Number of requests before the hoarder fills its memory again. It is one less than the memory suffices for, since
+    // the last free memory may be too scattered to be returned.
     let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
     let mut hoard = HoarderProcess::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
-        // A request for zero bytes makes the tree's processes measure their overcommitted memory now. Otherwise it
-        // would count as new memory during the requests.
+        // A request for zero bytes makes the processes of the tree measure their overcommitted memory now. Measured
+        // later, that memory would count as new memory during the requests.
         page.ask(0, None, || false);
         for _ in 0..asks_per_refill.min(arguments.asks - times.len()) {
             let took = time_request(page, bytes);
@@ -110,8 +110,8 @@ pub fn run_asker(arguments: &Asker) -> WorkloadResult {
     }))
 }
 
-/// Returns the time from a request until the tree's published total has fallen by `bytes`; none if it takes longer than
-/// [`LATE`].
+/// Returns the time from a request until the tree's published total has fallen by `bytes`. Returns none if that takes
+/// longer than [`LATE`].
 fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
     let is_returned = || before.saturating_sub(page.totals().resident) >= bytes;
@@ -134,7 +134,7 @@ fn join_tree() -> Result<&'static TreePage, Failure> {
     TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// For each line of input, fills memory, frees it, and answers with a line.
+/// For each line of input, fills memory, frees it, and prints a line as the answer.
 pub fn run_hoarder(arguments: &Hoarder) -> WorkloadResult {
     let (mut refills, mut answers) = (0_u64, io::stdout());
     for request in io::stdin().lines() {

@@ -1,4 +1,4 @@
-//! Huge folios: references to a range of a folio are taken and dropped; folios are split and collapsed again.
+//! Huge folios: ranges of a folio are pinned and unpinned; folios are split and collapsed again.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -15,7 +15,7 @@ use crate::native::{Pages, SharedCounters};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
 
-/// The way in which a range is pinned.
+/// How a range is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PinMethod {
     /// A pin of a folio that may be split.
@@ -26,7 +26,7 @@ pub enum PinMethod {
     PerPage,
 }
 
-/// Arguments of a run that takes and drops references.
+/// Arguments of a run that pins and unpins ranges.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Refs {
     #[arg(long)]
@@ -44,7 +44,7 @@ pub struct Refs {
 
 const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
 
-/// Measures the nanoseconds to take and drop a reference, as each thread sees them.
+/// Measures the nanoseconds to pin and unpin a range, as each thread sees them.
 pub fn run(arguments: &Refs) -> WorkloadResult {
     let folios = if arguments.own { arguments.threads } else { 1 };
     let len_bytes = arguments.range_kib << 10;
@@ -91,7 +91,7 @@ pub fn run(arguments: &Refs) -> WorkloadResult {
 /// Makes a file that consists of huge folios.
 fn huge_file(folios: usize, may_split: bool) -> Result<(PageCache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
-    // The cache gets twice the memory and some more, since a collapse needs a free block.
+    // The cache may use more than twice the memory of the file, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
     let file = cache.create().map_err(failed)?;
     fill_folios(&file, folios)?;
@@ -158,7 +158,7 @@ pub struct Change {
     pub run_ms: u64,
 }
 
-/// Measures the median nanoseconds of each operation.
+/// Measures the median nanoseconds of each operation: split and collapse, or copy.
 pub fn measure_change(arguments: &Change) -> WorkloadResult {
     let run = Duration::from_millis(arguments.run_ms);
     if arguments.copy { time_copies(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
@@ -182,7 +182,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
     let (cache, file) = huge_file(folios, true)?;
     let (mut splits, mut collapses) = (Vec::new(), Vec::new());
     let begun = Instant::now();
-    // The first round over all folios allocates index nodes and blocks that later rounds reuse.
+    // The first round over all folios is not counted: it allocates the index nodes and blocks that later rounds reuse.
     while begun.elapsed() < run || splits.len() < 2 * folios {
         for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
             time_operation(&mut splits, || file.split(offset))?;
@@ -198,7 +198,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
     Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
 }
 
-/// Copies huge pages. Each copy overwrites the source of the previous one, as a collapse reuses freed blocks.
+/// Copies huge pages. Each copy overwrites the source of the previous copy, like a collapse that reuses freed blocks.
 fn time_copies(folios: usize, run: Duration) -> WorkloadResult {
     let mut memory = Pages::huge((folios + 1) * BLOCK_BYTES)?;
     let bytes = memory.bytes_mut((folios + 1) * BLOCK_BYTES);

@@ -1,5 +1,5 @@
-//! A process that allocates much memory, frees all of it, and continues to work. Reports how much memory is still
-//! resident after each second.
+//! A process that allocates much memory, frees all of it, and continues to work. After each second it records how much
+//! memory is still resident.
 
 use std::time::{Duration, Instant};
 
@@ -22,10 +22,10 @@ pub struct Returning {
 /// Size of the allocations that the process makes while it works.
 const WORK_BYTES: usize = 512;
 
-/// Fills memory, frees it, and works. The JSON line has the resident memory beyond that before the first allocation:
-/// right after the last free, and after each second.
+/// Fills memory, frees it, and works. The JSON line has the growth of the resident memory since before the first
+/// allocation: directly after the last free, and after each second.
 pub fn run(arguments: &Returning) -> WorkloadResult {
-    // The memory that the work itself needs is allocated first, so that it does not count as held.
+    // The memory that the work itself needs is allocated first, so that it is not part of the growth.
     Load::Busy.work_for_one_turn(WORK_BYTES)?;
     let before = proc::own_resident_bytes();
     let more_mib = || (proc::own_resident_bytes() as f64 - before as f64) / f64::from(1 << 20);

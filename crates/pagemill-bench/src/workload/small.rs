@@ -7,7 +7,8 @@ use super::{Failure, WorkloadResult};
 use crate::native::TaggedAllocation;
 use crate::stats::Random;
 
-/// Number of malloc and free pairs in a step of every pattern. It is also the size of the batch and of the table.
+/// Number of malloc and free pairs in a step of every pattern. Also the number of allocations in a batch and in the
+/// table.
 pub const STEP_PAIRS: u64 = 1000;
 
 /// The order in which allocations are made and freed.
@@ -21,8 +22,9 @@ pub enum Pattern {
     Churn,
 }
 
-/// Number of pairs with which each thread warms up, and the time limit of the warm-up.
+/// Number of pairs with which each thread warms up.
 const WARM_PAIRS: u64 = 150_000;
+/// Time limit of the warm-up.
 const WARM_TIME_LIMIT: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -88,8 +90,8 @@ impl ThreadState {
         Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
     }
 
-    /// Warms up for a number of pairs or a time, so that the allocator reaches its steady state. Pagemill leaves the
-    /// first hundred thousand calls of a program to the C library.
+    /// Warms up for a number of pairs, but at most for a time, so that the allocator reaches its steady state. The C
+    /// library serves the first hundred thousand calls of a program under Pagemill.
     fn warm_up(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_TIME_LIMIT;
         for _ in 0..WARM_PAIRS / STEP_PAIRS {
@@ -150,7 +152,7 @@ fn out_of_memory() -> Failure {
 mod tests {
     use super::*;
 
-    /// Every pattern runs its pairs, counted and timed, and finds every tag.
+    /// Every pattern must run its pairs, counted and timed, and find every tag.
     #[test]
     fn all_patterns_keep_their_tags() {
         for pattern in [Pattern::Pair, Pattern::Batch, Pattern::Churn] {

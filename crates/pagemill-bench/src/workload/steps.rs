@@ -1,4 +1,4 @@
-//! Runs threads that do the same work step by step, and measures them over an interval in which all of them run.
+//! Runs threads that do the same kind of work in steps. Measures them over an interval in which all of them run.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use super::Failure;
 
+/// The work of one thread.
 pub trait StepWork {
-    /// Does a fixed number of operations. The clock is read only between steps.
+    /// Makes a fixed number of operations. The clock is read only between steps.
     fn step(&mut self) -> Result<(), Failure>;
 
     /// Returns an error if any operation of this thread had a wrong result.
@@ -30,7 +31,7 @@ impl ThreadTimes {
         self.0.iter().map(|time| time.operations).sum::<u64>().max(1)
     }
 
-    /// Returns the nanoseconds per operation, as the thread that does it sees them.
+    /// Returns the nanoseconds per operation within a thread.
     pub fn ns_per_operation(&self) -> f64 {
         self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.operations() as f64
     }
@@ -43,7 +44,7 @@ impl ThreadTimes {
 
 /// Runs threads that start together. They warm up for a quarter of `duration` and are then measured for `duration`.
 ///
-/// Thread `i` runs steps of the work that `make(i)` returns. Each step counts as `operations_per_step` operations.
+/// Thread `i` runs the steps of the work that `make(i)` returns. Each step counts as `operations_per_step` operations.
 pub fn measure_threads<W: StepWork>(
     threads: usize,
     duration: Duration,

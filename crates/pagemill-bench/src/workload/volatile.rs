@@ -1,5 +1,5 @@
-//! Memory whose contents may be discarded and which is then used again: marked and unmarked by a handle or by address,
-//! or by a system call.
+//! Memory whose contents may be discarded and which is used again afterwards. It is marked and unmarked by a handle or
+//! by address, or freed by a system call.
 
 use std::sync::Barrier;
 use std::thread;
@@ -18,12 +18,12 @@ use crate::stats;
 
 /// Bytes of memory that each thread uses.
 const AREA_BYTES: usize = 64 << 20;
-/// Number of other marked ranges while marks by address are measured.
+/// Number of further ranges that are marked while marks by address are measured.
 const OTHER_MARKS: usize = 100_000;
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// The ways to allow the discard of memory and to end that.
+/// How memory is allowed to be discarded, and how that permission ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Method {
     /// Handles: mark volatile, then unmark.
@@ -38,7 +38,7 @@ pub enum Method {
     Dontneed,
 }
 
-/// Arguments of a run that marks and unmarks ranges repeatedly, or does the same by system calls.
+/// Arguments of a run that repeatedly marks and unmarks ranges, or applies the system calls that replace marks.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
@@ -51,7 +51,7 @@ pub struct Toggle {
     pub run_ms: u64,
 }
 
-/// Arguments of a run that measures purges, and the unmarking of a range during its purge.
+/// Arguments of a run that measures two things: the rate of purges, and the time to unmark a range during its purge.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Purging {
     #[arg(long)]
@@ -60,7 +60,8 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Measures the nanoseconds per thread to mark and unmark a range (or the same by system calls), and the page faults.
+/// Measures the nanoseconds that a thread needs to mark and unmark a range, or to make the system calls instead; and
+/// the page faults.
 pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
@@ -108,7 +109,7 @@ fn toggle_in_thread(
         }
         Method::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
-            // The other ranges are every second page of another mapping, so that they do not merge.
+            // The further ranges are every second page of another mapping, so that they do not merge.
             let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
             for page in 0..OTHER_MARKS / arguments.threads {
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
@@ -129,8 +130,8 @@ fn toggle_in_thread(
     }
 }
 
-/// Repeats an operation. Returns the mean nanoseconds and the page faults of this thread. The clock is read once per
-/// hundred operations.
+/// Repeats an operation for `duration`. Returns the mean nanoseconds of an operation and the page faults of this
+/// thread. Reads the clock once per hundred operations.
 fn time_repeated(
     duration: Duration,
     mut operation: impl FnMut(usize) -> Result<(), String>,
@@ -167,8 +168,8 @@ fn time_pins(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), F
     })
 }
 
-/// Times the system calls, and the writes after `MADV_DONTNEED`, which fault. Writes after `MADV_FREE` do not fault and
-/// are not timed.
+/// Times the system calls. With `MADV_DONTNEED` also times the writes afterwards, since they fault. Writes after
+/// `MADV_FREE` do not fault and are not timed.
 fn time_calls(area: &mut Pages, way: Method, range_bytes: usize, duration: Duration) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
@@ -213,11 +214,11 @@ fn check(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
     }
 }
 
-/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to unmark a range during a purge.
+/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to unmark a range during its purge.
 pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
-    // The first round is not measured, since it touches memory that the host of a virtual machine has not backed yet.
+    // The first round is not measured: it touches memory that the host of a virtual machine has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
         let ranges = make_ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
@@ -248,7 +249,7 @@ pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     }))
 }
 
-/// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that later reads get a signal
+/// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that a later read gets a signal
 /// in strict mode, and zeros otherwise.
 fn measure_purge_of_marks(pagemill: &'static Testbed, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
@@ -295,12 +296,12 @@ fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Vec<f64>, 
         let begun = Instant::now();
         let result = (|| {
             while begun.elapsed() < run {
-                // All pages are made resident, so that there is something to purge.
+                // All pages are made resident, so that a purge has work to do.
                 for at in (0..HUGE_RANGE_BYTES).step_by(BLOCK_BYTES) {
                     range.bytes_mut()?[at] = 1;
                 }
                 range.mark()?;
-                // Waits until a purge of the range has begun, at most two milliseconds.
+                // Waits until a purge of the range has begun, but at most two milliseconds.
                 let marked = Instant::now();
                 while !range.is_being_purged() && marked.elapsed() < Duration::from_millis(2) {
                     std::hint::spin_loop();

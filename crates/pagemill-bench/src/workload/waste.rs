@@ -1,4 +1,5 @@
-//! Files of one kind, written and closed: the memory that they use on the file system, at once and a second later.
+//! Files of one kind are written and closed. Measures the memory that they use on the file system, at once and a second
+//! later.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -14,7 +15,7 @@ use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
 
-/// Time after the last close at which the memory is measured again.
+/// Time between the last close and the second measurement.
 const SECOND_MEASUREMENT: Duration = Duration::from_secs(1);
 
 /// Arguments: number and kind of the files.
@@ -32,8 +33,8 @@ pub struct Waste {
     pub step: usize,
 }
 
-/// Writes the files, waits and measures. The JSON line has the MiB in use and, for files that are written in steps, the
-/// fraction of the first file that is mapped by huge pages.
+/// Writes the files, waits and measures. The JSON line has the MiB in use. For files that are written in steps, it also
+/// has the fraction of the first file that is mapped by huge pages.
 pub fn run(arguments: &Waste) -> WorkloadResult {
     let folder = &arguments.place.folder;
     arguments.place.check()?;
@@ -86,7 +87,7 @@ fn huge_fraction(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
 mod tests {
     use super::*;
 
-    /// Files have their full length for every step size. A sparse file has a single byte that is not zero.
+    /// Files must have their full length for every step size. A sparse file must have a single nonzero byte.
     #[test]
     fn files_have_their_length() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -1,5 +1,5 @@
-//! Writers at full speed with constant live memory, whose allocations have another size in each phase. The next phase
-//! cannot reuse the memory that the last one freed, so that memory must be returned first.
+//! Writers at full speed with constant live memory. The size of their allocations changes with each phase. A phase
+//! cannot reuse the memory that the previous phase freed, so that memory must be returned first.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -11,7 +11,7 @@ use super::{Failure, WorkloadResult};
 use crate::child::{self, WRONG_ANSWER};
 use crate::native::TaggedAllocation;
 
-/// Sizes of the allocations in each phase, in KiB.
+/// Size of the allocations in each phase, in KiB.
 const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
 #[derive(Clone, Debug, clap::Args)]
@@ -29,6 +29,7 @@ pub struct Writers {
     pub run_ms: u64,
 }
 
+/// Counters shared by all writers of a process.
 #[derive(Default)]
 struct Counters {
     bytes: AtomicU64,
@@ -36,7 +37,8 @@ struct Counters {
     wrong: AtomicU64,
 }
 
-/// Writes until the time is over. The JSON line has the rate of the first process and its number of failed allocations.
+/// Writes until the time is over. The JSON line has the write rate of this process and its number of failed
+/// allocations.
 pub fn run(arguments: &Writers) -> WorkloadResult {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
     let (start, counters) = (Instant::now(), Counters::default());
@@ -76,15 +78,15 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// Runs one writer. In each phase it fills its memory, checks the tags, and frees everything; it runs at least one
-/// phase.
+/// Runs one writer. In each phase, the writer fills its memory, checks the tags, and frees everything. It runs at least
+/// one phase.
 fn run_writer(arguments: &Writers, index: usize, end: Instant, counters: &Counters) {
     let bytes_per_writer = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;
         let mut held = Vec::with_capacity(bytes_per_writer / size);
         for tag in 0..(bytes_per_writer / size) as u64 {
-            // The first phase is always completed, even if this thread had no CPU before the end of the time.
+            // The first phase is always completed, even if this thread got no CPU within the time.
             if phase > index && Instant::now() >= end {
                 return;
             }

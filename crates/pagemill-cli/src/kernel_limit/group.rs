@@ -1,7 +1,7 @@
 //! A control group with a memory limit, of version 1 or 2.
 //!
-//! The group is a child of the group that `run` is in. A process of the parent group may be moved to the child
-//! without further rights, and the limits of the ancestors still apply to it.
+//! The group is a child of the group in which `run` is. A process of the parent group may be moved to the child group
+//! without further rights. The limits of the ancestors still apply to the process.
 
 use super::guard::Guard;
 use super::{LimitStatistics, PREFIX, owner_of};
@@ -14,12 +14,14 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-/// Number of attempts to remove a group, and the pause between them. `rmdir` fails with `EBUSY` until exited
-/// processes have left the group.
+/// Number of attempts to remove a group. `rmdir` fails with `EBUSY` until processes that have exited have left the
+/// group.
 const REMOVE_ATTEMPTS: usize = 100;
+/// Pause between two attempts.
 const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// A control group. Dropping the value removes the group. If this process is killed, the [`Guard`] removes the group.
+/// A control group. Dropping the value removes the group. If this process is killed, the [`Guard`] process removes the
+/// group.
 pub struct Group {
     folder: PathBuf,
     /// `None` in the simulated file system of a test.
@@ -27,8 +29,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// Creates a group below this process's own. `root` precedes every path: empty, or the folder of a test's
-    /// simulated file system.
+    /// Creates a group in the group of this process. `root` is prepended to every path: empty, or the folder of a
+    /// test's simulated file system.
     ///
     /// # Errors
     ///
@@ -119,8 +121,8 @@ fn enable_memory_controller(parent: &Path) -> Result<(), String> {
     }
     match fs::write(parent.join("cgroup.subtree_control"), "+memory") {
         Ok(()) => Ok(()),
-        // The kernel refuses because a group with processes of its own cannot enable controllers for its
-        // children.
+        // The kernel refuses because the parent group has processes of its own. Such a group cannot enable controllers
+        // for its children.
         Err(error) if error.kind() == ErrorKind::ResourceBusy => Err(format!(
             "{at} has processes of its own, so no group inside it can have a limit: move them to such a group first, \
              `mkdir {at}/shell && for pid in $(cat {at}/cgroup.procs); do echo $pid > {at}/shell/cgroup.procs; done`, \
@@ -138,8 +140,7 @@ fn creation_error(parent: &Path, error: &io::Error) -> String {
     )
 }
 
-/// Removes a group and the groups below it, once no process is left in them. Returns `false` if processes
-/// remain.
+/// Removes a group and the groups in it, once no process is left in them. Returns `false` if processes remain.
 pub fn remove(folder: &Path) -> bool {
     for _ in 0..REMOVE_ATTEMPTS {
         match remove_empty(folder) {
@@ -172,10 +173,10 @@ fn inner_groups(folder: &Path) -> Vec<PathBuf> {
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
 }
 
-/// Removes empty groups of `run` commands that have ended, among the children of this process's group and of its
-/// ancestors.
+/// Removes the empty groups of `run` commands that have ended. Examines the children of this process's group and of the
+/// group's ancestors.
 ///
-/// Kills no process: a `run` in another PID namespace seems to have ended from here.
+/// Kills no process. A `run` in another PID namespace seems to have ended, but its group is not empty.
 pub fn remove_dead_groups() {
     let Ok((_, own)) = cgroup::own_group("") else { return };
     let mut level = Some(Path::new(own.as_str()));
@@ -195,7 +196,7 @@ fn remove_dead_children(folder: &Path) {
         let name = entry.file_name();
         let run = name.to_str().filter(|name| name.starts_with(PREFIX)).and_then(owner_of);
         if run.is_some_and(|run| !process::is_alive(run)) {
-            // The removal fails for a group that still has processes, and is tried again by a later command.
+            // The removal fails if the group still has processes. A later command then tries again.
             let _ = remove_empty(&entry.path());
         }
     }
@@ -228,8 +229,8 @@ mod tests {
         fs::read_to_string(path).unwrap()
     }
 
-    /// A group is created in a simulated system of each version. The limit must be written to, and the statistics read
-    /// from, the files of that version.
+    /// A group is created in a simulated system of each version. The limit must be written to the files of that
+    /// version, and the statistics must be read from them.
     #[test]
     fn a_group_of_either_version_is_limited() {
         let v2 = [("cgroup.controllers", "cpu memory\n"), ("cgroup.subtree_control", "cpu\n")];
@@ -259,8 +260,8 @@ mod tests {
         fs::remove_dir_all(&at).unwrap();
     }
 
-    /// If the memory controller is already enabled for children, it must not be enabled again. If the controller is
-    /// missing, the error must say so.
+    /// If the memory controller is already enabled for children, it must not be enabled again. If it is missing, the
+    /// error must name it.
     #[test]
     fn errors_name_the_missing_controller() {
         let (_folder, root) = simulated_system(Version::V2, &[("cgroup.controllers", "cpu\n")]);
@@ -277,8 +278,8 @@ mod tests {
         assert!(Group::new("/nowhere/at/all", "new", 1).is_err());
     }
 
-    /// Empty groups of ended runs are removed with the groups below them; groups of running ones and other
-    /// folders remain.
+    /// Empty groups of ended runs must be removed together with the groups in them. Groups of runs that are still
+    /// running, and other folders, must remain.
     #[test]
     fn groups_of_ended_runs_are_removed() {
         let folder = tempfile::tempdir().unwrap();

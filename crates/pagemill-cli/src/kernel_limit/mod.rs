@@ -1,9 +1,9 @@
 //! `pagemill run --limit-kernel`: a limit that the kernel enforces on a program and its children.
 //!
 //! Where systemd runs, the program runs in a transient scope with the limit. Elsewhere, or if no scope can be created,
-//! the program runs in a control group with the limit, below the group of this process. The allocator in the program
+//! the program runs in a control group with the limit, inside the group of this process. The allocator in the program
 //! handles the limit like that of any control group: it returns memory before the limit is reached, and refuses
-//! allocations beyond it. If memory of other kinds exceeds the limit, the kernel kills.
+//! allocations beyond it. If other memory exceeds the limit, the kernel kills.
 
 mod group;
 mod guard;
@@ -18,7 +18,7 @@ use scope::Scope;
 use std::ffi::OsString;
 use std::fs::File;
 
-/// Prefix of the names of groups and scopes. The process id of `run` and its start time in ticks follow.
+/// Prefix of the names of groups and scopes. A name continues with the process id of `run` and its start time in ticks.
 const PREFIX: &str = "pagemill-run-";
 
 /// A memory limit for a process that is not started yet.
@@ -27,11 +27,11 @@ pub enum KernelLimit {
     Group(Group),
 }
 
-/// The kernel's statistics of a limit. Values are `None` if unavailable.
+/// The kernel's statistics of a limit. A value is `None` if the kernel does not provide it.
 pub struct LimitStatistics {
-    /// Peak usage of the group, with file pages and kernel memory.
+    /// Peak usage of the group, including file pages and kernel memory.
     pub peak_bytes: Option<u64>,
-    /// Processes that were killed because the limit was reached.
+    /// Number of processes that were killed because the limit was reached.
     pub kills: Option<u64>,
 }
 
@@ -60,7 +60,7 @@ impl KernelLimit {
         }
     }
 
-    /// Returns the words that precede the program and its arguments on the command line.
+    /// Returns the words of the command line before the program and its arguments.
     pub fn launcher(&self) -> &[OsString] {
         match self {
             Self::Scope(scope) => scope.launcher(),
@@ -68,8 +68,8 @@ impl KernelLimit {
         }
     }
 
-    /// Opens the file through which a process enters the limit's group. A scope has no such file, because its
-    /// launcher enters the scope.
+    /// Opens the file through which a process enters the limit's group. Returns none for a scope, because the launcher
+    /// of a scope enters it.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl KernelLimit {
 
     pub fn statistics(&self) -> LimitStatistics {
         match self {
-            // Systemd removes the scope, and its statistics, as soon as it is empty.
+            // Systemd removes the scope as soon as it is empty. Its statistics are then gone.
             Self::Scope(_) => LimitStatistics { peak_bytes: None, kills: None },
             Self::Group(group) => group.statistics(),
         }

@@ -1,8 +1,8 @@
 //! A transient scope of systemd with a memory limit.
 //!
-//! `systemd-run --scope` requests the scope, enters it and executes the program: the process and its streams
-//! stay the same. Before the user's program is started, a trial scope with a program that only waits shows
-//! whether that works.
+//! `systemd-run --scope` requests the scope, enters it and executes the program, so the process and its streams stay
+//! the same. Before the program of the user is started, a trial shows whether scopes work: a scope is created for a
+//! program that only waits.
 
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::process;
@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Returns whether systemd manages this machine, as `sd_booted` does.
+/// Returns whether systemd manages this machine, by the same check as `sd_booted`.
 pub fn is_systemd_running() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
@@ -22,7 +22,7 @@ pub struct Scope {
 }
 
 impl Scope {
-    /// Prepares a scope with this limit, and checks with a trial scope that systemd provides it.
+    /// Prepares a scope with this limit. A trial scope checks that systemd applies the limit.
     ///
     /// # Errors
     ///

@@ -10,7 +10,7 @@ use pagemill_core::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Exit status if the process refused a command or is still executing it.
+/// Exit status if the process refused a command, or still executes it.
 const NOT_DONE: u8 = 1;
 
 struct CommandResult {
@@ -18,8 +18,8 @@ struct CommandResult {
     outcome: Outcome,
 }
 
-/// Sends commands for caches one after the other, until one is not answered. Returns the results and, for an
-/// unanswered command, the error.
+/// Sends commands for caches one after the other, until a command gets no answer. Returns the results. For an
+/// unanswered command, also returns the error.
 fn send_commands(
     process: &Process,
     commands: &[(&Cache, Action)],
@@ -50,8 +50,8 @@ fn failure_text(errno: i32) -> Option<String> {
     })
 }
 
-/// Sends commands, writes their results as `text` formats them, and returns the exit status. Reports commands
-/// that are still running or were not sent on standard error.
+/// Sends commands, writes their results in the form that `text` returns, and returns the exit status. Commands that are
+/// still running, or that were not sent, are reported on standard error.
 fn run_commands(
     process: &Process,
     commands: &[(&Cache, Action)],
@@ -72,7 +72,7 @@ fn run_commands(
     let at = left.next().unwrap_or_default();
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
-    // A command that was sent is not undone.
+    // A command that was sent cannot be undone.
     let status = if matches!(error, Unanswered::InProgress) { NOT_DONE } else { 2 };
     fail(status, &format!("{at}: {}{left}", unanswered_message(&process.found, &error)))
 }
@@ -136,7 +136,7 @@ const USED_RATIO: Setting = ("defrag_used_ratio", |cache| cache.info.defrag_used
 const REMOTE_RATIO: Setting =
     ("remote_node_defrag_ratio", |cache| cache.info.remote_node_defrag_ratio, Action::SetRemoteRatio);
 
-/// Sets the ratios that the options give. If a cache name is unknown, sets none.
+/// Sets the ratios that the options give. Sets no ratio if one of the cache names is unknown.
 pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> ExitCode {
     let used = options.set_ratio.iter().map(|wanted| (USED_RATIO, wanted));
     let wanted = used.chain(options.set_remote_ratio.iter().map(|wanted| (REMOTE_RATIO, wanted)));

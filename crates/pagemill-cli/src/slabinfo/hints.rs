@@ -6,10 +6,11 @@ use std::collections::BTreeSet;
 /// Minimum similarity of a suggested name, from 0 to 1.
 const MIN_SIMILARITY: f64 = 0.8;
 
-/// Maximum number of existing names listed.
+/// Maximum number of existing names that a message lists.
 const MAX_NAMES: usize = 8;
 
-/// Returns the suggestion for an unknown name: similar names, or else a list of the existing ones.
+/// Returns the suggestion for an unknown name: names that are similar or, if there are none, a list of the existing
+/// names.
 pub fn suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
     let wanted = name.to_lowercase();
     let known: BTreeSet<&str> = known.collect();
@@ -46,7 +47,7 @@ fn shell_word(name: &str) -> String {
 }
 
 impl Slabinfo {
-    /// Returns the error message for arguments other than one process id.
+    /// Returns the error message for arguments that are not a single process id.
     pub fn argument_error(&self) -> Option<String> {
         if let (Some(pid), Some(other)) = (&self.pid, &self.other) {
             let name = shell_word(if pid.parse::<u32>().is_ok() { other } else { pid });
@@ -67,7 +68,7 @@ impl Slabinfo {
     }
 }
 
-/// Returns the error message for `--shrink` without a process id. Lists the processes that have such caches.
+/// Returns the error message for `--shrink` without a process id. It lists the processes that have the caches.
 pub fn missing_process_error(name: Option<&str>, processes: &[Process]) -> String {
     let name = name.map(pagemill_slab::shown_name);
     let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", shell_word(name)));
@@ -89,7 +90,7 @@ pub fn missing_process_error(name: Option<&str>, processes: &[Process]) -> Strin
 mod tests {
     use super::*;
 
-    /// Similar names are suggested. If there are none, existing names are listed.
+    /// Similar names must be suggested. If there are none, existing names must be listed.
     #[test]
     fn similar_names_are_suggested() {
         let instead = |name: &str| suggestion(name, ["entries", "nodes", "boxes", "red line"].into_iter());

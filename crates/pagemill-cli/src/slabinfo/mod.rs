@@ -1,5 +1,5 @@
-//! `pagemill slabinfo [PID]`: shows the slab caches of one process or of all of the user's, and sends commands
-//! to one process.
+//! `pagemill slabinfo [PID]`: shows the slab caches of one process, or of all processes of the user. Also sends
+//! commands to one process.
 
 mod control;
 mod hints;
@@ -102,8 +102,8 @@ struct Process {
     caches: Vec<Cache>,
 }
 
-/// Requests the slab caches of all these processes at once. Returns each process with its caches, and with an error if
-/// the process did not answer.
+/// Requests the slab caches of all these processes before it waits for the first answer. Returns each process with its
+/// caches. If a process did not answer, also returns an error for it.
 fn request_slab_caches(
     published: Vec<Vec<(Path, Snapshot)>>,
     interrupt: &Interrupt,
@@ -112,7 +112,7 @@ fn request_slab_caches(
     let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(without_caches).collect();
     let (mut parts, mut targets) = (Vec::new(), Vec::new());
     for (number, (process, _)) in processes.iter().enumerate() {
-        // A process without slab caches gets no request, which would only wake its helper thread.
+        // A process without slab caches gets no request: a request would wake its helper thread for nothing.
         for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
             parts.push((number, at));
             targets.push((path, snapshot.identity));
@@ -153,8 +153,8 @@ impl Process {
         format!("{object}\n")
     }
 
-    /// Returns all caches with this name. The names are compared as they are shown. Returns an error message if
-    /// there is none.
+    /// Returns all caches with this name. Names are compared in the form in which they are displayed. Returns an error
+    /// message if there is no such cache.
     fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
         let shown = pagemill_slab::shown_name(name);
         let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
@@ -179,7 +179,7 @@ fn unanswered_message(found: &[(Path, Snapshot)], error: &Unanswered) -> String 
     format!("process {}: {error}{}", snapshot.identity.pid, unanswered_reason(error, snapshot))
 }
 
-/// Writes to standard output. A pipe that the reader (head, less) has closed is no error.
+/// Writes to standard output. It is no error if the reader (head, less) has closed the pipe.
 fn write(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -190,8 +190,8 @@ fn write(text: &str) -> ExitCode {
     }
 }
 
-/// Returns all of the user's processes that have slab caches, and an exit status. Reports processes that did
-/// not answer, and skips those that have ended.
+/// Returns all processes of the user that have slab caches, and an exit status. Reports processes that did not answer.
+/// Skips processes that have ended.
 ///
 /// # Errors
 ///

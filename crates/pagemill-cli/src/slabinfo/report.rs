@@ -1,4 +1,4 @@
-//! Details of slab caches, as text for one cache or as JSON for any number.
+//! Details of slab caches: as text for one cache, or as JSON for any number of caches.
 
 use super::table::{self, Totals};
 use pagemill_core::units::Bytes;

@@ -1,11 +1,12 @@
-//! The table of slab caches: one row each with the columns of Linux's `slabinfo`, and the sums below.
+//! The table of slab caches. It has one row for each cache, with the columns of Linux's `slabinfo`, and the sums below
+//! the rows.
 
 use pagemill_core::units::{Bytes, os_page_bytes};
 use pagemill_slab::{SlabInfo, SlabKind};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
-/// Sums over caches. The values come from another process, so additions saturate.
+/// Sums over caches. The values come from another process and may be impossible, so additions saturate.
 #[derive(Default)]
 pub struct Totals {
     pub objects: u64,
@@ -67,7 +68,7 @@ pub fn flags(info: &SlabInfo) -> String {
 pub struct Style {
     /// Numbers have all digits, and units are not abbreviated.
     pub is_exact: bool,
-    /// Maximum width of a row; longer names are truncated. `None` for whole names.
+    /// Maximum width of a row. Longer names are truncated; with `None`, no name is truncated.
     pub max_columns: Option<usize>,
 }
 
@@ -83,7 +84,7 @@ impl Style {
         let exact = Bytes(bytes).to_string();
         match exact.split_once(' ') {
             Some((number, unit)) if !self.is_exact => {
-                // A number with more than four characters loses its decimals.
+                // A number with more than four characters loses its decimal places.
                 let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
                 format!("{number}{}", unit.trim_end_matches(['i', 'B']))
             }
@@ -142,9 +143,9 @@ pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
     aligned(&rows, style, false) + &footer(caches)
 }
 
-/// Aligns rows, indented by two spaces. The first row has the titles of all columns. The first column is
-/// aligned to the left and the others to the right, the last column only if `is_last_right_aligned`. In a row with
-/// fewer cells, the last cell is not aligned.
+/// Aligns the cells of rows, which are indented by two spaces. The first row has the titles of all columns. The first
+/// column is aligned to the left, and the others to the right. The last column is aligned to the right only if
+/// `is_last_right_aligned`. In a row with fewer cells, the last cell is not aligned.
 pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) -> String {
     let count = rows.first().map_or(0, Vec::len);
     let width_of = |column: usize| {
@@ -153,7 +154,7 @@ pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) 
     };
     let mut widths: Vec<usize> = (0..count).map(width_of).collect();
     if let Some(most) = style.max_columns {
-        // Two spaces precede the first column, and one each other column.
+        // There are two spaces before the first column, and one space before each other column.
         let others = widths[1..].iter().map(|width| width + 1).sum::<usize>() + 2;
         widths[0] = widths[0].min(most.saturating_sub(others).max(MIN_NAME_LEN));
     }
@@ -205,7 +206,7 @@ mod tests {
         text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
-    /// The table has a row for each cache with Linux's columns, and the sums below. The style `is_exact` shows
+    /// The table must have a row for each cache with Linux's columns, and the sums below. With `is_exact`, it must show
     /// all digits.
     #[test]
     fn a_table_has_rows_and_sums() {
@@ -230,8 +231,8 @@ mod tests {
         assert_eq!(super::tests::lines(&exact)[1], expected);
     }
 
-    /// Usual names and numbers fit into 80 columns. Long names are truncated to the width, but not below the
-    /// minimum.
+    /// Usual names and numbers must fit into 80 columns. Long names must be truncated to the width, but not below the
+    /// minimum length.
     #[test]
     fn long_names_are_truncated_to_the_width() {
         let mut large = info("directory_entries", SlabKind::ByOwner);
@@ -269,7 +270,7 @@ mod tests {
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// The caches report values that cannot be real. The table must be printed without overflow.
+    /// The caches report impossible values. The table must be printed without overflow.
     #[test]
     fn impossible_values_do_not_overflow() {
         let mut impossible = info("x", SlabKind::Fixed);

@@ -2,7 +2,7 @@
  * before the first allocation.
  *
  * `allocate`: the library's handlers allocate. `join`: its prepare handler joins threads that allocate.
- * `order`: this program's handlers, registered in `main`, run in the right order, and all may allocate.
+ * `order`: the handlers that this program registers in `main` run in the right order, and all may allocate.
  * `unload PLUGIN`: the handlers of an unloaded plugin are not called. */
 #include "check.h"
 #include <dlfcn.h>

@@ -1,4 +1,5 @@
-/* Shared by the test programs: a check that prints its line, and patterns that show overwritten memory. */
+/* Helpers of the test programs: a check that prints its line when it fails, and patterns by which overwritten
+ * memory is detected. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
@@ -21,7 +22,7 @@
         }                                                                                 \
     } while (0)
 
-/* Returns the value in a way that the compiler cannot predict. */
+/* Returns the value. The compiler cannot predict the result. */
 static inline size_t hidden(size_t value) {
     volatile size_t copy = value;
     return copy;

@@ -1,5 +1,5 @@
-/* crowd COUNT: runs more processes at once than the tree's page has places for. Each of them allocates
- * successfully. */
+/* crowd COUNT: runs COUNT processes at once, more than the tree's shared page has entries for. Each of them
+ * allocates successfully. */
 #include "check.h"
 
 int main(int argc, char **argv) {

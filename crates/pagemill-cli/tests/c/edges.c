@@ -1,5 +1,5 @@
 /* Allocates before and after main: in constructors, destructors, exit handlers, and a thread that runs until
- * the end. */
+ * the process ends. */
 #include "check.h"
 
 static void *early[3];

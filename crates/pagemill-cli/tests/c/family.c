@@ -177,7 +177,7 @@ static void keeps_errno(void) {
     CHECK(errno == 1234);
 }
 
-/* malloc_trim returns freed memory to the system and returns 1; a second call has nothing to return and
+/* malloc_trim gives freed memory back to the system and returns 1. A second call finds no free memory and
  * returns 0. */
 static void trim(void) {
     enum { COUNT = 128, SMALL = 20000 };
@@ -232,7 +232,7 @@ static void zeroed(void) {
         }
 }
 
-/* Memory that functions of the C library allocate can be freed. */
+/* `free` accepts memory that functions of the C library allocated. */
 static void borrowed(void) {
     char *line = NULL;
     size_t room = 0;

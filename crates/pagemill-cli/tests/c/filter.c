@@ -1,5 +1,5 @@
-/* filter refuse|kill PROGRAM...: starts a program that may make only the system calls in `allowed`. Other
- * calls return ENOSYS or kill the program.
+/* filter refuse|kill PROGRAM...: starts a program that may make only the system calls in `allowed`. All
+ * other calls return ENOSYS (`refuse`) or kill the program (`kill`).
  * filter deny|deny-kill PROGRAM...: the calls in `forbidden`, which Docker's default profile forbids, return
  * EPERM or kill the program. */
 #include "check.h"

@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
         pthread_attr_t attributes;
         pthread_t thread;
         pthread_attr_init(&attributes);
-        /* Unoptimised builds, above all of jemalloc, need more stack. */
+        /* The minimum is not enough for unoptimised builds, above all of jemalloc. */
         CHECK(pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 48 * KIB) == 0);
         CHECK(pthread_create(&thread, &attributes, grower, NULL) == 0);
         pthread_join(thread, NULL);

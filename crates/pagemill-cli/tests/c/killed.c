@@ -1,5 +1,5 @@
-/* Members of the process tree are killed at random times, also while they change the tree's page. The others
- * continue. */
+/* Members of the process tree are killed at random times, also while they change the tree's shared page. The
+ * other members continue. */
 #include "check.h"
 #include <signal.h>
 

@@ -1,5 +1,5 @@
 // libc_fallback KIB [CALLS]: allocates KIB in allocations of 10 KiB, calls malloc and free CALLS times, and
-// prints whether an arena of terabytes is reserved. All live memory keeps its contents.
+// prints whether Pagemill has reserved its arena of terabytes. All live memory keeps its contents.
 #include "check.h"
 
 static int has_arena(void) {

@@ -28,7 +28,7 @@ int main(int argc, char **argv) {
     long count = fill(0, size);
     fprintf(stderr, "refused after %zu MiB\n", count * size / MIB);
     CHECK(count * size >= least && count * size <= most);
-    /* Further calls fail or return memory that is not touched yet, and contents stay intact. */
+    /* Further calls fail or return memory that is not touched yet. The contents of the blocks stay intact. */
     for (int i = 0; i < 10; i++) {
         errno = 0;
         void *more = malloc(size > MIB ? size : MIB);

@@ -1,4 +1,4 @@
-/* A preload library of the user, which prints a line when it is loaded. */
+/* A preload library that the user chose. It prints a line when it is loaded. */
 #include <stdio.h>
 
 __attribute__((constructor)) static void loaded(void) {

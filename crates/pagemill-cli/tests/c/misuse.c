@@ -11,7 +11,7 @@ static void *freer(void *memory) {
 
 int main(int argc, char **argv) {
     const char *which = argv[1];
-    /* The buffer is zeroed, because the C library's message depends on the bytes before the pointer. */
+    /* The buffer is zeroed because the C library's error message depends on the bytes before the pointer. */
     volatile char on_stack[4096] = {0};
     char *small = malloc(100), *large = malloc(300 * KIB), *huge = malloc(9 * MIB);
     memset(small, 1, 100), memset(large, 1, 300 * KIB), memset(huge, 1, 9 * MIB);

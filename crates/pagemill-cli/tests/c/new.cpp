@@ -18,7 +18,7 @@
         }                                                                    \
     } while (0)
 
-// The compiler cannot remove an allocation whose address is stored here.
+// The address of each allocation is stored here, so that the compiler cannot remove the allocation.
 static char *volatile sink;
 
 struct alignas(4096) Page {

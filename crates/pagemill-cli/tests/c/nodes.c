@@ -1,6 +1,6 @@
 /* nodes PAGEMILL: on each CPU in turn allocates 48 MiB in allocations of 256 KiB, which another CPU writes
- * first. So the pages are on the allocating CPU's node only if the allocator binds them. Then frees all, and
- * allocates again from the last CPU to the first.
+ * first. So the pages are on the allocating CPU's node only if the allocator binds them. Then frees all memory, and
+ * allocates again on each CPU from the last to the first.
  *
  * Prints for each CPU its node, and how many of the pages the kernel reports there: `cpu C node N pages P
  * here H`. At the end, runs `PAGEMILL meminfo --json` on this process. */
@@ -29,7 +29,7 @@ static int pages_on(char *piece, unsigned node) {
     void *pages[PIECE_PAGES];
     int nodes[PIECE_PAGES], here = 0;
     for (int i = 0; i < PIECE_PAGES; i++) pages[i] = (char *)((uintptr_t)piece & ~(uintptr_t)4095) + i * 4096;
-    /* Without target nodes, the call only reports where the pages are. */
+    /* Without target nodes, move_pages only reports on which node each page is. */
     CHECK(syscall(SYS_move_pages, 0, (long)PIECE_PAGES, pages, NULL, nodes, 0) == 0);
     for (int i = 0; i < PIECE_PAGES; i++) here += nodes[i] == (int)node;
     return here;

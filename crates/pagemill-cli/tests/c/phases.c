@@ -1,5 +1,5 @@
 /* phases THREADS MIB MS [PHASES]: the threads together allocate MIB in each phase, write, check and free
- * them. Each phase uses another size, which memory freed by the phase before does not fit. Runs for MS and
+ * them. The size of the allocations changes with each phase, so freed memory of the previous phase does not fit. Runs for MS and
  * at least PHASES (1) phases. */
 #include "check.h"
 #include <time.h>

@@ -1,6 +1,6 @@
 /* ram PAGEMILL: in a mount of Pagemill, writes more volatile files than the group's limit allows, and one
- * other file. No process is killed, a full file system soon has room again, and the newest volatile file and
- * the other file are intact. */
+ * other file. No process is killed, a full file system has room again after a short time, and the newest volatile file
+ * and the other file are intact. */
 #include "check.h"
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -1,7 +1,7 @@
 /* sibling FREED-MIB FREED-KIB WANTED-MIB WANTED-KIB [keep|calm]: the first child allocates FREED-MIB, frees
  * them, and stays idle. The second child then allocates WANTED-MIB, so the first must return its free
- * memory, unless `calm` says that both fit. With `keep`, the first child frees nothing, and is killed before
- * the second starts. */
+ * memory. With `calm`, the limit has room for both. With `keep`, the first child frees nothing, and is killed
+ * before the second starts. */
 #include "check.h"
 #include <signal.h>
 

@@ -1,4 +1,4 @@
-/* malloc and calloc grant 10 GB, of which only a few pages are touched, as mmap would. */
+/* malloc and calloc return 10 GB, like mmap. The program touches only a few of the pages. */
 #include "check.h"
 
 int main(void) {

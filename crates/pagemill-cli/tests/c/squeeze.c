@@ -1,5 +1,5 @@
 /* squeeze MIB: allocates and frees MIB, then maps as much without malloc, 1 MiB every few milliseconds. The
- * allocator can see the mapped memory only in the usage of its control group. */
+ * allocator learns of the mapped memory only from the usage of its control group. */
 #include "check.h"
 #include <sys/mman.h>
 

@@ -1,5 +1,5 @@
 /* Starts thousands of short threads, sixteen at a time. Each frees blocks that other threads allocated, and
- * leaves some of its own. */
+ * leaves some of its own blocks for other threads. */
 #include "check.h"
 
 enum { ROUNDS = 250, AT_ONCE = 16, BOXES = 64 };

@@ -1,5 +1,5 @@
-/* A preload library for language runtimes with signal handlers of their own. It has pages purged before the
- * runtime starts, and checks at the end that access to them still raises the right signal. */
+/* A preload library for language runtimes with signal handlers of their own. It purges pages before the
+ * runtime starts, and checks at the end that access to these pages still raises the right signal. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -87,8 +87,8 @@ static void *in_thread(void *area)
 	return NULL;
 }
 
-/* Handlers that the program installs before and after its first strict mark are called, and sigaction
- * returns them. */
+/* Handlers that the program installed before or after its first strict mark are called. sigaction returns
+ * these handlers, and not those of Pagemill. */
 static void handlers(void)
 {
 	struct sigaction action;
@@ -111,7 +111,7 @@ static void handlers(void)
 	assert(sigaction(SIGSEGV, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
 	assert(touch(area) == SIGBUS);
 
-	/* Handlers run on the alternate stack only if the program says so. */
+	/* A handler runs on the alternate stack only if the program set SA_ONSTACK. */
 	stack_t stack = { .ss_sp = malloc(1 << 16), .ss_size = 1 << 16 };
 	assert(sigaltstack(&stack, NULL) == 0);
 	set(SIGSEGV, SA_ONSTACK);
@@ -122,7 +122,7 @@ static void handlers(void)
 	assert((size_t)(stack_top - (char *)stack.ss_sp) >= stack.ss_size);
 	assert(touch(area) == SIGBUS);
 
-	/* Signals that are sent by kill reach the handler, too. */
+	/* A signal that is sent by kill reaches the handler. */
 	if (sigsetjmp(back, 1) == 0)
 		kill(getpid(), SIGSEGV);
 	assert(last.si_signo == SIGSEGV && last.si_code == SI_USER && last.si_pid == getpid());

@@ -1,4 +1,4 @@
-/* touch MIB MS: maps MIB, writes and checks them as fast as it can, keeps them for MS milliseconds, and
+/* touch MIB MS: maps MIB, writes and checks the memory as fast as it can, keeps it for MS milliseconds, and
  * exits with 0. */
 #include <stdio.h>
 #include <stdlib.h>

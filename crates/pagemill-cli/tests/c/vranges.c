@@ -1,5 +1,5 @@
-/* Marks memory, of which a limit has some purged, and waits until its input is closed. Then prints what
- * unmarking reported. */
+/* Marks memory, some of which is purged because of a limit. Waits until standard input is closed. Then prints
+ * the result of each unmark. */
 #include "check.h"
 
 #include <dlfcn.h>

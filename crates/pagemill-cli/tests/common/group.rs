@@ -12,7 +12,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// Creates a group below this process's own. If that is impossible, prints the reason and returns `None`.
+    /// Creates a group in this process's own group. If that is impossible, prints the reason and returns `None`.
     pub fn new(name: &str, limit_bytes: u64) -> Option<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = |controller: &str| {
@@ -44,7 +44,7 @@ impl Group {
     }
 
     /// Moves a process into the group.
-    pub fn take(&self, pid: u32) {
+    pub fn move_process(&self, pid: u32) {
         fs::write(self.folder.join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
@@ -66,7 +66,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // An ended process leaves its group only some time later.
+        // An ended process remains in its group for a short time.
         for _ in 0..200 {
             if fs::remove_dir(&self.folder).is_ok() {
                 return;

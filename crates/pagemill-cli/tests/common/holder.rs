@@ -4,8 +4,8 @@ use super::{Guard, TIMEOUT, shell, stop};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
-/// A program that prints a line of numbers when it is ready, its process id first. It ends when its input is
-/// closed.
+/// A program that prints a line of numbers when it is ready, with its process id as the first number. The program ends
+/// when its input is closed.
 pub struct ObservedProgram {
     guard: Guard,
     input: Option<ChildStdin>,
@@ -27,14 +27,13 @@ impl ObservedProgram {
         self.numbers[0] as u32
     }
 
-    /// Makes the program do its next step, and waits for its line of numbers.
+    /// Makes the program do its next step, and waits for the line of numbers that the program then prints.
     pub fn next(&mut self) {
         self.input.as_mut().unwrap().write_all(b"\n").unwrap();
         self.numbers = next_numbers(&mut self.output);
     }
 
-    /// Closes the program's input and waits for its end. Returns the numbers that the program prints at its
-    /// end.
+    /// Closes the program's input and waits for its end. Returns the numbers that it prints at its end.
     pub fn end(mut self) -> Vec<u64> {
         drop(self.input.take());
         let numbers = next_numbers(&mut self.output);
@@ -42,7 +41,7 @@ impl ObservedProgram {
         numbers
     }
 
-    /// Stops the program's process, but not its parents.
+    /// Stops the program's process; its parent processes continue.
     pub fn stop(&self) {
         stop(self.pid());
     }
@@ -52,8 +51,8 @@ impl ObservedProgram {
     }
 }
 
-/// Returns the next line that has only numbers; a test harness may print other lines. Empty at the end of the
-/// output.
+/// Returns the numbers of the next line that has only numbers, since a test harness may print other lines. Returns an
+/// empty list at the end of the output.
 fn next_numbers(output: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
     let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
     output.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()

@@ -1,5 +1,4 @@
-//! Shared helpers of the end-to-end tests: private folders, compiled C programs, and processes that are always
-//! ended.
+//! Helpers of the end-to-end tests: private folders, compiled C programs, and processes that are ended in any case.
 #![allow(dead_code)] // no test file uses all of it
 
 pub mod group;
@@ -22,7 +21,7 @@ use tempfile::TempDir;
 /// The command under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Timeout of all waits. No test program needs nearly as long, so a program that still runs then is stuck.
+/// Timeout of all waits. All test programs need far less time, so a program that still runs then hangs.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A folder for one test, with private runtime, cache and home folders. Dropping the value removes the folder.
@@ -36,7 +35,7 @@ impl TestFolder {
     }
 
     /// Creates the folder in cargo's target folder, for tests that hide `/tmp`.
-    pub fn beside_target() -> Self {
+    pub fn in_target_folder() -> Self {
         Self::below(Path::new(env!("CARGO_TARGET_TMPDIR")))
     }
 
@@ -53,14 +52,14 @@ impl TestFolder {
     }
 
     /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on. By
-    /// default the C library would serve most test programs, which are small.
+    /// default the C library would serve most test programs, because they are small.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.command_with_libc_fallback(program);
         command.env("PAGEMILL_AFTER", "0");
         command
     }
 
-    /// Returns a command that uses this test's folders, and has no settings of Pagemill in its environment.
+    /// Returns a command that uses this test's folders and has no Pagemill settings in its environment.
     pub fn command_with_libc_fallback(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
@@ -98,7 +97,7 @@ impl TestFolder {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
         let to = self.path(&format!("{source}.out"));
         let mut command = self.command(compiler);
-        // `-fno-builtin` keeps the compiler from removing a `malloc` whose memory is only freed.
+        // With `-fno-builtin` the compiler does not remove a `malloc` whose memory is only freed.
         command.args(["-O1", "-g", "-w", "-fno-builtin", "-pthread"]).arg(from).arg("-o").arg(&to).args(flags);
         let end = finish(command, TIMEOUT);
         assert!(end.status.success(), "{source} does not compile: {}", end.err);
@@ -129,7 +128,7 @@ pub fn is_installed(program: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
-/// Returns whether a program is missing, and then prints that the test is skipped.
+/// Returns whether a program is missing. If so, prints that the test is skipped.
 pub fn is_missing(program: &str) -> bool {
     let is_missing = !is_installed(program);
     if is_missing {
@@ -138,7 +137,7 @@ pub fn is_missing(program: &str) -> bool {
     is_missing
 }
 
-/// Returns whether this process may mount, which needs root's rights. If not, prints that the test is skipped.
+/// Returns whether this process may mount, which requires root. If not, prints that the test is skipped.
 pub fn may_mount() -> bool {
     let mut command = Command::new("unshare");
     command.args(["-m", "true"]).stderr(Stdio::null());
@@ -178,7 +177,8 @@ pub fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(60)..].join("\n")
 }
 
-/// A process in a process group of its own. Dropping the value kills the whole group, unless the process has ended.
+/// A process in a process group of its own. Dropping the value kills the whole group, unless the process has already
+/// ended.
 pub struct Guard {
     child: Child,
     is_ended: bool,
@@ -220,7 +220,7 @@ impl Guard {
         self.is_ended
     }
 
-    /// Sends a signal to the process, but not to the others of its process group.
+    /// Sends a signal to the process, but not to other processes of its process group.
     pub fn signal(&self, name: &str) {
         assert!(shell(&format!("kill -s {name} {}", self.id())).success());
     }
@@ -235,7 +235,7 @@ impl Drop for Guard {
     }
 }
 
-/// Stops a process. Returns when all its threads are stopped, since some stop only after the signal was sent.
+/// Stops a process. Returns only when all its threads are stopped, since some threads stop some time after the signal.
 pub fn stop(pid: u32) {
     assert!(shell(&format!("kill -s STOP {pid}")).success());
     let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
@@ -255,8 +255,8 @@ pub fn finish(command: Command, at_most: Duration) -> End {
     finish_with_input(command, Vec::new(), at_most)
 }
 
-/// Like [`finish`], for a command that sends a request to a process. Repeats the command if a busy machine kept
-/// the process from answering in time.
+/// Like [`finish`], for a command that sends a request to a process. Repeats the command if the process did not answer
+/// in time, as may happen on a busy machine.
 pub fn finish_answered(command: impl Fn() -> Command) -> End {
     let begun = Instant::now();
     loop {
@@ -267,14 +267,14 @@ pub fn finish_answered(command: impl Fn() -> Command) -> End {
     }
 }
 
-/// Like [`finish`], with these bytes as standard input. If `input` is empty, the command keeps its own standard
-/// input.
+/// Like [`finish`], with `input` as standard input. If `input` is empty, the command keeps the standard input that it
+/// has.
 pub fn finish_with_input(mut command: Command, input: Vec<u8>, at_most: Duration) -> End {
     let (end, out) = finish_bytes(&mut command, input, at_most);
     End { out: String::from_utf8_lossy(&out).into_owned(), ..end }
 }
 
-/// Like [`finish_with_input`], with the output as bytes.
+/// Like [`finish_with_input`], but also returns the standard output as bytes.
 pub fn finish_bytes(command: &mut Command, input: Vec<u8>, at_most: Duration) -> (End, Vec<u8>) {
     let start = Instant::now();
     command.stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -1,4 +1,4 @@
-//! A RAM file system for one test, and its controller.
+//! A `pagemill mount` for one test, and its controller.
 
 use super::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use serde_json::Value;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 pub const MIB: usize = 1 << 20;
 
-/// A mounted RAM file system. Dropping the value unmounts the file system, even if it is busy.
+/// A mounted file system. Dropping the value unmounts it, even if it is busy.
 pub struct Ram {
     pub place: TestFolder,
     pub point: PathBuf,

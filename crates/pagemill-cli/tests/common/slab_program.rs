@@ -1,5 +1,5 @@
-//! A program with slab caches of all kinds, whose callbacks can be controlled, and helpers for tests that
-//! observe it.
+//! A program with slab caches of all kinds, whose callbacks tests can control. Also helpers for tests that observe the
+//! program.
 #![allow(unsafe_code)] // implements the owner of slab objects
 
 use super::holder::ObservedProgram;
@@ -17,22 +17,23 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// If this variable is set, the test `program` of a test file is the program to observe. The value is a folder with
-/// files that control the program's callbacks.
+/// If this variable is set, the test `program` of a test file is the program that tests observe. The value is a folder.
+/// Files in it control the program's callbacks.
 const PROGRAM_VARIABLE: &str = "SLABINFO_TEST_PROGRAM";
 
 /// Number of objects that are inserted into a cache.
 pub const COUNT: u64 = 20_000;
 
-/// Number of objects that stay in each cache: one in ten.
+/// Number of objects that remain in each cache: one in ten.
 pub const KEPT: u64 = COUNT / 10;
 
-pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";
+/// A cache name with control characters.
+pub const CONTROL_CHARACTER_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
-/// `ODD_NAME` as it is displayed.
-pub const ODD_SHOWN: &str = "tab?red ?[31m?line=1";
+/// `CONTROL_CHARACTER_NAME` as it is displayed.
+pub const CONTROL_CHARACTER_NAME_SHOWN: &str = "tab?red ?[31m?line=1";
 
-pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", ODD_SHOWN];
+pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN];
 
 /// The owner of the objects of the cache `nodes`. Files in the folder control its callbacks.
 struct NodeOwner {
@@ -48,7 +49,7 @@ impl NodeOwner {
     }
 }
 
-/// An object: its words have its number plus one while it is in use, and the first is zero while it is free.
+/// An object. While it is in use, its first word is its number plus one. While it is free, the first word is zero.
 struct Object([AtomicU64; 24]);
 
 // SAFETY: except for helper threads, one thread makes all calls, and waits while they run. So objects in use
@@ -76,7 +77,7 @@ unsafe impl Migrate for NodeOwner {
         self.wait_while_exists("moving");
         assert!(!self.folder.join("panicking").exists(), "as it is told to");
         let Some(new) = to.take() else { return object.failed() };
-        // SAFETY: both are constructed objects of the cache.
+        // SAFETY: both objects are constructed objects of the cache.
         let (from, to) = unsafe { (object.object().as_ref(), new.object().as_ref()) };
         from.0.iter().zip(&to.0).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
         self.objects[from.0[0].load(Relaxed) as usize - 1].store(new.object().as_ptr(), Relaxed);
@@ -92,7 +93,7 @@ fn is_kept(number: u64) -> bool {
 fn fill_nodes(cache: &OwnerSlab<NodeOwner>) {
     for (number, at) in cache.owner().objects.iter().enumerate() {
         let object = cache.allocate().unwrap();
-        // SAFETY: a constructed object of the cache.
+        // SAFETY: the object is a constructed object of the cache.
         unsafe { object.as_ref() }.0[0].store(number as u64 + 1, Relaxed);
         at.store(object.as_ptr(), Relaxed);
     }
@@ -106,8 +107,7 @@ fn fill_nodes(cache: &OwnerSlab<NodeOwner>) {
     }
 }
 
-/// Prints the process id and, for each cache: objects in use, slabs, partial slabs, resident bytes, and both
-/// ratios.
+/// Prints the process id. Prints for each cache: objects in use, slabs, partial slabs, resident bytes, and both ratios.
 fn print_state(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
@@ -127,7 +127,7 @@ fn print_state(infos: &[SlabInfo]) {
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
-/// Runs the program, if the test `program` was started as the program.
+/// Runs the program if this process was started as the program.
 pub fn run() {
     let Some(folder) = std::env::var_os(PROGRAM_VARIABLE) else { return };
     // With a ratio of 0, objects are moved only by commands.
@@ -144,7 +144,7 @@ pub fn run() {
     }
     fill_nodes(&nodes);
     let kept: Vec<_> = (0..100).map(|number| boxes.insert(number).unwrap()).collect();
-    // A forked child has only the caches that it creates itself.
+    // In a forked child, the caches of its parent do not exist; the child has only those that it creates itself.
     let folder = &nodes.owner().folder;
     loop {
         if folder.join("forking").exists() {
@@ -168,7 +168,7 @@ pub fn run() {
     }
     assert_eq!(kept.iter().map(|number| **number).sum::<u64>(), 4950);
     drop(odd);
-    // The number 1 says that all contents are intact.
+    // The number 1 means that all contents are intact.
     std::io::stdout().write_all(b"1\n").unwrap();
 }
 
@@ -201,8 +201,8 @@ pub fn as_program(place: &TestFolder, mut command: Command) -> Command {
     command
 }
 
-/// Returns the numbers that the program printed for a cache: objects, slabs, partial slabs, resident bytes,
-/// ratios.
+/// Returns the numbers that the program printed for a cache: objects in use, slabs, partial slabs, resident bytes, and
+/// both ratios.
 pub fn printed_numbers<'holder>(holder: &'holder ObservedProgram, name: &str) -> &'holder [u64] {
     let at = NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()

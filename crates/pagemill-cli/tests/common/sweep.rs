@@ -1,10 +1,10 @@
-//! Helpers for tests that let kernel calls fail one after the other, by `strace`.
+//! Helpers for tests in which `strace` makes kernel calls fail one after the other.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 
-/// Returns whether `strace` is missing or may not trace, as in most containers. Then prints that the test is
-/// skipped.
+/// Returns whether failures cannot be injected: `strace` is missing, or may not trace, as in most containers. If so,
+/// prints that the test is skipped.
 pub fn cannot_inject() -> bool {
     if super::is_missing("strace") {
         return true;
@@ -27,12 +27,13 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether every call is to fail (`FAULT_SWEEP=full`); otherwise only a sample of the calls.
+/// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls is to fail.
 pub fn is_full() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
 
-/// Counts the calls of the first thread in a trace, by name: before the first call of `start`, and from it on.
+/// Counts the calls of the first thread in a trace. Returns for each name of a call: the number of calls before the
+/// first call of `start`, and the number from there on.
 pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     let (mut found, mut has_started) = (BTreeMap::<String, (usize, usize)>::new(), false);
     for line in trace.lines() {
@@ -44,12 +45,12 @@ pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     found
 }
 
-/// In a full sweep this many first calls fail one by one. After them the numbers of the failing calls double,
-/// and the last call fails, too.
+/// In a full sweep, each of this many first calls fails in a run of its own. After them, the number of the failing call
+/// doubles from run to run. The last call fails, too.
 const FIRST_CALLS: usize = 40;
 
-/// Returns the numbers of the calls to fail, of `calls` in total. In a sample it is one call, which differs for
-/// each `pair` of a call and an error.
+/// Returns which calls are to fail, as numbers from 1, of `calls` calls in total. In a sample it is one call. Which one
+/// depends on `pair`, the index of the combination of call and error.
 pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     if !is_full() {
         return vec![1 + pair * 7 % calls.max(1)];
@@ -58,7 +59,7 @@ pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALLS)).chain(rare).chain((calls > FIRST_CALLS).then_some(calls)).collect()
 }
 
-/// The totals of a sweep, and the problems that it found.
+/// The totals of a sweep, and the problems that it showed.
 #[derive(Default)]
 pub struct Outcome {
     pub runs: usize,
@@ -74,7 +75,7 @@ impl Outcome {
         self.injected += trace.matches("(INJECTED)").count();
     }
 
-    /// Prints the totals. Panics if there are problems, or if `strace` made too few calls fail.
+    /// Prints the totals. Panics if there are problems, or if `strace` injected too few failures.
     pub fn end(self, name: &str) {
         let Self { runs, injected, calls, pairs, problems } = self;
         let kind = if is_full() { "full" } else { "sampled" };

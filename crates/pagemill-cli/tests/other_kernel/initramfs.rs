@@ -1,5 +1,5 @@
-//! The initial root file system of the emulator: a cpio archive in the "newc" format, which the kernel unpacks
-//! into memory.
+//! The initial root file system of the emulator: a cpio archive in the format "newc", which the kernel unpacks into
+//! memory.
 //!
 //! The format is described in the kernel's source, Documentation/driver-api/early-userspace/buffer-format.rst.
 
@@ -13,7 +13,7 @@ use std::process::Command;
 const FOLDER: u32 = 0o040_755;
 const FILE: u32 = 0o100_755;
 
-/// An archive under construction, and the paths that it has already.
+/// An archive under construction, and the paths that it already contains.
 #[derive(Default)]
 pub struct Initramfs {
     bytes: Vec<u8>,
@@ -29,8 +29,7 @@ impl Initramfs {
         self.add(path.as_ref(), FILE, contents);
     }
 
-    /// Adds a program or library as `path`, and every library that it needs, at the same path as on this
-    /// machine.
+    /// Adds a program or library as `path`. Also adds every library that it needs, at the same path as on this machine.
     pub fn add_program(&mut self, path: impl AsRef<Path>, from: &Path) {
         self.add_file(path, &fs::read(from).unwrap());
         for library in libraries(from) {
@@ -44,8 +43,8 @@ impl Initramfs {
         self.bytes
     }
 
-    /// Adds a path, unless the archive has it. Adds its parent folders first, since the kernel does not create
-    /// them.
+    /// Adds a path, unless the archive already contains it. Adds its parent folders first, because the kernel does not
+    /// create them.
     fn add(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let path = path.strip_prefix("/").unwrap_or(path);
         if path.as_os_str().is_empty() || !self.names.insert(path.to_owned()) {

@@ -11,21 +11,20 @@ use std::time::Duration;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// Maximum duration of a run: about ten times the usual one, since qemu translates every instruction and the
-/// host may be busy.
+/// Maximum duration of a run. A usual run takes about a tenth of it. qemu translates every instruction, and the host
+/// may be busy.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// An Intel CPU model, because on AMD's models (and `max`) the kernel puts CPUs that share a cache on the same
-/// fake node. String instructions (`erms`) are off: Linux would fill pages with them, and qemu translates them
-/// byte by byte. A run takes half the time of one with `max`.
+/// An Intel CPU model. On AMD's models (and `max`) the kernel puts CPUs that share a cache on the same fake node.
+/// String instructions (`erms`) are off: Linux would fill pages with them, and qemu translates them byte by byte. A run
+/// takes half the time of a run with `max`.
 const PROCESSOR: &str = "Haswell-noTSX,erms=off";
 
-/// After a panic, the kernel reboots, which ends qemu with `-no-reboot`. Mitigations of CPU bugs are off to
-/// save time.
+/// After a panic, the kernel reboots, and with `-no-reboot` a reboot ends qemu. Mitigations of CPU bugs are off to save
+/// time.
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 numa=fake=2 mitigations=off";
 
-/// Options that must be built into the kernel, since no modules are loaded. Debian's cloud kernel lacks fake
-/// nodes.
+/// Options that must be built into the kernel, because no modules are loaded. Debian's cloud kernel has no fake nodes.
 const BUILT_IN: &[&str] = &[
     "CONFIG_BLK_DEV_INITRD",
     "CONFIG_DEVTMPFS",
@@ -77,8 +76,8 @@ pub fn kernel() -> Option<PathBuf> {
     })
 }
 
-/// Returns the kernels to try. If the environment names a kernel, it is the only one; else the kernel that
-/// .ci/run downloaded is first, and the installed ones follow.
+/// Returns the kernels to try, in order. If the environment names a kernel, it is the only one. Otherwise the first is
+/// the kernel that .ci/run downloaded, and the installed kernels follow.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEMILL_TEST_KERNEL") {
         return vec![path.into()];
@@ -87,7 +86,7 @@ fn candidates() -> Vec<PathBuf> {
     [target.join("kernel"), "/boot".into()].iter().flat_map(|folder| kernels_in(folder)).collect()
 }
 
-/// Returns every `vmlinuz-*` of a folder, the highest release first. Release numbers are compared as numbers.
+/// Returns every `vmlinuz-*` of a folder, the highest release first. Parts of release numbers are compared as numbers.
 fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     let release = |path: &PathBuf| -> Vec<u64> {
         path.to_string_lossy().split(|byte: char| !byte.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
@@ -100,7 +99,7 @@ fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     kernels
 }
 
-/// Returns why a kernel is not suitable, according to its file and the file `config-*` beside it.
+/// Returns why a kernel is not suitable; `None` if it is. Examines its file and the file `config-*` in the same folder.
 fn obstacle(kernel: &Path) -> Option<String> {
     if let Err(error) = fs::File::open(kernel) {
         return Some(error.to_string());
@@ -127,13 +126,13 @@ pub fn boot(place: &TestFolder, kernel: &Path, initramfs: &[u8]) -> BTreeMap<Str
         tail(&console),
         tail(&results),
     );
-    // If a case fails, the console shows which processes were killed, and why.
+    // If a case fails, the console shows which processes were killed and why.
     println!("console:\n{}", tail(&console));
     parse(&results)
 }
 
-/// Runs qemu, and returns its status; `None` if it had to be killed. The kernel's console and the results are
-/// written to separate files.
+/// Runs qemu. Returns its status; `None` if it had to be killed. The kernel's console and the results are written to
+/// separate files.
 fn run(place: &TestFolder, kernel: &Path) -> Option<ExitStatus> {
     let mut qemu = place.command(QEMU);
     qemu.args(["-machine", "pc", "-cpu", PROCESSOR, "-accel", "tcg", "-m", "1G", "-smp", "2"]);

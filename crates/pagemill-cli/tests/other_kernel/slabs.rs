@@ -1,5 +1,5 @@
-//! A case in the emulator: values of slab caches are on real memory nodes and move to the requested node,
-//! according to the kernel.
+//! A case in the emulator. Values of slab caches must be on real memory nodes and move to the requested node, according
+//! to the kernel.
 #![allow(unsafe_code)] // queries the nodes of pages
 
 use pagemill_core::Result;
@@ -30,7 +30,7 @@ fn on_nodes(addresses: &[usize]) -> [u64; 2] {
     [0, 1].map(|node| nodes.iter().filter(|found| **found == node).count() as u64)
 }
 
-/// Checks that each value is intact, and that the kernel and the cache report the expected number of values on
+/// Checks that each value is intact. Checks that the kernel and the cache both report the expected number of values on
 /// each node.
 fn check(step: &str, cache: &HandleMap<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
     let guard = slab::enter();
@@ -43,7 +43,7 @@ fn check(step: &str, cache: &HandleMap<Value>, handles: &[Handle<Value>], expect
     assert_eq!((found, [info.nodes[0].used, info.nodes[1].used]), (expected, expected), "{step}: {info:?}");
 }
 
-/// Moves values between the nodes, in blocks that are huge pages, and in blocks of small pages.
+/// Moves values between the nodes, once in blocks that are huge pages, and once in blocks of small pages.
 pub fn move_between_nodes() -> Result<()> {
     for use_huge in [true, false] {
         let slabs = Testbed::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;

@@ -1,4 +1,4 @@
-//! Memory of the test, mapped from the kernel, that is marked volatile by address.
+//! Memory that a test maps from the kernel and marks volatile by address.
 #![allow(unsafe_code)] // maps memory, and marks it volatile
 
 use crate::common::pagemill;
@@ -6,8 +6,8 @@ use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_volatile::vrange::{How, Marked, Mode};
 
-/// A mapping of some kind, which is unmapped on drop. Its bytes are read and written one by one, because no references
-/// to them may exist.
+/// A mapping of some kind, which is unmapped on drop. Its bytes are read and written one by one, because there may be
+/// no references to them.
 pub struct Area {
     pub addr: usize,
     pub len: usize,
@@ -20,15 +20,15 @@ impl Area {
         (addr != libc::MAP_FAILED).then_some(Self { addr: addr as usize, len })
     }
 
-    /// Maps private memory of some OS pages, and writes to each page.
+    /// Maps private memory of `pages` OS pages, and writes to each page.
     pub fn plain(pages: usize, byte: u8) -> Self {
         let area = Self::map(pages * os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         area.fill(byte);
         area
     }
 
-    /// Maps private memory of some blocks, aligned to a block, in huge pages if the kernel has some, and writes to each
-    /// page.
+    /// Maps private memory of `blocks` blocks, aligned to a block, and writes to each page. The memory is in huge pages
+    /// if the kernel has some.
     pub fn huge(blocks: usize, byte: u8) -> Self {
         let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         let start = area.addr.next_multiple_of(BLOCK_BYTES);
@@ -53,12 +53,12 @@ impl Area {
     }
 
     pub fn write(&self, page: usize, byte: u8) {
-        // SAFETY: inside the mapping; a plain store.
+        // SAFETY: the byte is inside the mapping.
         unsafe { self.page_ptr(page).write_volatile(byte) };
     }
 
     pub fn read(&self, page: usize) -> u8 {
-        // SAFETY: inside the mapping; a plain load.
+        // SAFETY: the byte is inside the mapping.
         unsafe { self.page_ptr(page).read_volatile() }
     }
 

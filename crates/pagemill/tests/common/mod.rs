@@ -1,4 +1,4 @@
-//! Code that several tests share, mostly those of volatile memory.
+//! Code that several tests share, mostly tests of volatile memory.
 #![allow(dead_code)] // each test file uses a part of this module
 #![allow(unsafe_code)] // forks
 
@@ -6,7 +6,7 @@ use pagemill_testbed::Testbed;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Ranges that are marked at least this far apart have different epochs.
+/// Ranges whose marks are at least this far apart in time have different epochs.
 pub const EPOCH: Duration = Duration::from_millis(12);
 
 /// Returns the Pagemill that all tests of a process share. It is never dropped.
@@ -15,7 +15,7 @@ pub fn pagemill() -> &'static Testbed {
     PAGEMILL.get_or_init(Testbed::for_test)
 }
 
-/// Forks as a program with this Pagemill does, and asserts that `is_right` returns true in the child. `is_right` must
+/// Forks like a program with this Pagemill, and asserts that `is_right` returns true in the child. `is_right` must
 /// neither allocate nor panic.
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {

@@ -1,4 +1,4 @@
-//! A store in memory that panics or does not complete transfers, on request.
+//! A store in memory that panics, or does not complete transfers.
 #![allow(dead_code)] // each test file uses a part of this module
 
 use pagemill_store::{MemoryStore, Store, Transfer};

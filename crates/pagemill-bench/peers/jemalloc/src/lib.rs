@@ -7,11 +7,11 @@
 use core::ffi::{c_int, c_void};
 use tikv_jemalloc_sys as jemalloc;
 
-/// The largest OS page size that is usual for the processor. On systems with smaller pages, blocks are only
-/// over-aligned.
+/// The largest usual OS page size of the processor. On systems with smaller pages, blocks have more alignment than
+/// needed.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
-/// Rounds up to whole pages. On overflow returns `size` itself, which is too large to be granted.
+/// Rounds up to whole pages. On overflow returns `size` itself, which is too large for any allocation to succeed.
 fn whole_pages(size: usize) -> usize {
     size.checked_next_multiple_of(PAGE_BYTES).unwrap_or(size)
 }

@@ -7,11 +7,11 @@
 use core::ffi::{c_int, c_void};
 use libmimalloc_sys as mimalloc;
 
-/// The largest OS page size that is usual for the processor. On systems with smaller pages, blocks are only
-/// over-aligned.
+/// The largest usual OS page size of the processor. On systems with smaller pages, blocks have more alignment than
+/// needed.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
-/// Rounds up to whole pages. On overflow returns `size` itself, which is too large to be granted.
+/// Rounds up to whole pages. On overflow returns `size` itself, which is too large for any allocation to succeed.
 fn whole_pages(size: usize) -> usize {
     size.checked_next_multiple_of(PAGE_BYTES).unwrap_or(size)
 }
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
     unsafe { mimalloc::mi_malloc_aligned(whole_pages(size), PAGE_BYTES) }
 }
 
-/// Calls `mi_collect`. The experiment `giveback` requests a purge with it. The exported name differs, since the crate
+/// Calls `mi_collect`. The experiment `giveback` requests a purge with it. The exported name differs, because the crate
 /// already defines `mi_collect`.
 ///
 /// # Safety

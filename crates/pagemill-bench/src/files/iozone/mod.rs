@@ -1,5 +1,5 @@
-//! Reads and writes of 4 KiB records by many concurrent workers, compared with tmpfs and with the results published in
-//! 2013.
+//! Reads and writes of 4 KiB records by many concurrent workers. The results are compared with tmpfs and with the
+//! results published in 2013.
 
 mod original;
 mod verdicts;
@@ -21,11 +21,11 @@ const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
 const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Pause in which Pagemill can put closed files into huge pages. Every file system gets the same pause.
+/// Pause in which Pagemill can move closed files into huge pages. All file systems get the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
-/// The way in which the workers access the records.
+/// How the workers access the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Mode {
     Mapped,
@@ -152,7 +152,7 @@ fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     ["__iozone".to_owned()].into_iter().chain(child::numeric_options(&numbers)).chain(flags).collect()
 }
 
-/// Adds a table for the operation in each mode, with one line for each number of workers as in 2013.
+/// Adds one table per mode for the operation, with one line for each number of workers, as in 2013.
 fn add_rows(
     report: &mut Report,
     samples: &SampleTable<Case>,
@@ -208,8 +208,8 @@ mod tests {
         Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
     }
 
-    /// By default the cases have the fifteen numbers of workers in both modes. Options reduce them; contradictory
-    /// options are refused.
+    /// By default, there must be cases for the fifteen numbers of workers in both modes. Options must reduce the cases,
+    /// and contradictory options must be refused.
     #[test]
     fn cases_follow_the_options() {
         let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();
@@ -223,7 +223,7 @@ mod tests {
         assert!(parse(&["--total", "much"]).is_err());
     }
 
-    /// The workload's command line has the numbers and flags of case and options.
+    /// The workload's command line must contain the numbers and flags of the case and the options.
     #[test]
     fn workload_gets_all_arguments() {
         let options = parse(&["--processes", "--cell-seconds", "0.5"]).expect("known options");

@@ -4,8 +4,8 @@ use crate::workload::iozone::Operation;
 
 const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
 
-/// The parsed table. Each line has mode, operation, number of threads, KB/s without and with the patches, and their
-/// ratio.
+/// The parsed table. Each line has mode, operation, number of threads, KB/s without the patches, KB/s with the patches,
+/// and the ratio of the two speeds.
 #[derive(Debug)]
 pub struct PublishedResults {
     lines: Vec<Vec<&'static str>>,
@@ -30,7 +30,8 @@ impl PublishedResults {
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
     }
 
-    /// Returns the MiB/s with the patches, and the ratio to the speed without them; none if the table has no such cell.
+    /// Returns the MiB/s with the patches, and their ratio to the speed without the patches; none if the table has no
+    /// such cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
         let key = [mode, published_name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
@@ -43,7 +44,7 @@ impl PublishedResults {
 mod tests {
     use super::*;
 
-    /// All 210 cells can be found, and each ratio is the quotient of the two speeds of its line.
+    /// All 210 cells must be found, and each ratio must be the quotient of the two speeds in its line.
     #[test]
     fn table_is_complete() {
         let original = PublishedResults::load();

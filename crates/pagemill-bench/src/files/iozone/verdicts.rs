@@ -1,4 +1,4 @@
-//! Verdicts on all cells of the tables. A target is reached if no cell's interval lies wholly below the bound.
+//! Verdicts on all cells of the tables. A target is reached unless some cell's whole interval lies below the bound.
 
 use super::{Case, Mode};
 use crate::experiment::{SampleTable, not_measured};
@@ -7,7 +7,7 @@ use crate::report::{Bound, Report, Verdict, VerdictState};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
 
-/// The ratios of one cell in each round, where a cell is one operation with one number of workers.
+/// The ratios of one cell in each round. A cell is one operation with one number of workers.
 struct Cell {
     name: String,
     ratios: Vec<f64>,
@@ -25,7 +25,8 @@ impl Cell {
     }
 }
 
-/// Adds the verdicts, and a note for each cell in which tmpfs with huge pages everywhere is slower than without any.
+/// Adds the verdicts. Also adds a note for each cell in which tmpfs with huge pages everywhere is slower than tmpfs
+/// without huge pages.
 pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
     for (mode, against, bound) in [(Mode::Mapped, ALWAYS, 0.95), (Mode::ReadWrite, WITHIN_SIZE, 0.97)] {
         if cases.iter().any(|case| case.mode == mode) {
@@ -85,10 +86,10 @@ fn collect_cells(
     cells
 }
 
-/// Combines many cells into one verdict, which has the estimate and the name of the worst cell.
+/// Combines many cells into one verdict. The verdict has the estimate and the name of the worst cell.
 fn judge_all_cells(cells: &[Cell], target: String, bound: Bound, baseline: &'static str) -> Verdict {
     let mut verdicts: Vec<Verdict> = cells.iter().map(|cell| cell.verdict(bound)).collect();
-    // A cell that falls short is worse than an undecided cell, even if the undecided one has a lower median.
+    // A cell that falls short is worse than an undecided cell, even if the undecided cell has a lower median.
     let rank = |verdict: &Verdict| match verdict.state() {
         VerdictState::FallsShort => 0,
         VerdictState::WithinDoubt => 1,
@@ -137,8 +138,8 @@ mod tests {
         judge_all_cells(cells, "all".to_owned(), Bound::AtLeast(0.95), "tmpfs-always")
     }
 
-    /// A cell whose interval lies wholly below the bound makes the target fall short and is named, although an
-    /// undecided cell has a lower median.
+    /// A cell whose whole interval lies below the bound must make the target fall short, and the note must name it. An
+    /// undecided cell with a lower median must not be named instead.
     #[test]
     fn worst_cell_decides_the_verdict() {
         let (good, doubtful) = (cell("good", &[1.0; 3]), cell("doubtful", &[0.5, 0.5, 1.5]));
@@ -152,7 +153,7 @@ mod tests {
         assert_eq!(judge_cells(&[]).state(), VerdictState::NotMeasured);
     }
 
-    /// A cell with a lost sample makes the target fall short, however good its other samples are.
+    /// A cell with a lost sample must make the target fall short, however good its other samples are.
     #[test]
     fn lost_round_misses_the_target() {
         let lost = Cell { has_lost_round: true, ..cell("lost", &[2.0; 3]) };

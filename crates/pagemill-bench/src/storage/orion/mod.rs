@@ -1,5 +1,5 @@
-//! Large transfers to and from a file, into huge pages and into small ones, as Oracle's ORION did in 2013. The subjects
-//! are the page cache, a bare io_uring, and fio.
+//! Large transfers between a file and huge or small pages, as Oracle's ORION made them in 2013. The subjects are the
+//! page cache, a bare io_uring, and fio.
 
 mod original;
 mod subjects;
@@ -19,7 +19,7 @@ use subjects::{SUBJECTS, Subject, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
-/// Sizes of transfers: the two of 2013, and the size of a huge folio.
+/// Transfer sizes: the two of 2013, and the size of a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
 const FOLIO: u64 = pagemill_core::units::BLOCK_BYTES as u64;
@@ -27,12 +27,13 @@ const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
 const RUN_MS: (u64, u64) = (150, 500);
-/// Milliseconds of a sample with `--targets`. They are longer, since a sample uses only some milliseconds of CPU time.
+/// Milliseconds of a sample with `--targets`. Such a sample is longer, because it uses only some milliseconds of CPU
+/// time.
 const TARGET_RUN_MS: u64 = 1000;
 const TARGET_DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// The cache has a quarter of the file's size, or twice the bytes in flight if that is more.
-const CACHE_SHARE: u64 = 4;
+/// The cache has a quarter of the file's size, or twice the bytes in flight if these are more.
+const FILE_TO_CACHE_SIZE: u64 = 4;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -54,7 +55,7 @@ pub struct Options {
     pub depths: Vec<u64>,
 }
 
-/// One kind of transfer. Writes sort last, since they destroy the pattern that reads are checked with.
+/// One kind of transfer. Writes are ordered last, because they destroy the pattern with which reads are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     is_write: bool,
@@ -97,7 +98,7 @@ impl Options {
         self.common.quick_or_full(RUN_MS.0, usual)
     }
 
-    /// Returns the file size in MiB. It is large enough that the bytes in flight are at most a quarter of it.
+    /// Returns the file size in MiB. The bytes in flight are at most a quarter of the file.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
         self.common.quick_or_full(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
@@ -160,7 +161,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
     let (common, largest_depth) = (&options.common, largest_depth(cases));
-    child::touch_beforehand((target.len_bytes >> 20) / CACHE_SHARE + 512)?;
+    child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_SIZE + 512)?;
     let subjects_of = |case: &Case| {
         let is_needed = |subject: &&Subject| {
             subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
@@ -169,7 +170,7 @@ fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Ta
     };
     let progress = Progress::new(common.rounds() * cases.iter().map(|case| subjects_of(case).len()).sum::<usize>());
     let mut samples = SampleTable::new();
-    // All reads run before all writes, which destroy the pattern.
+    // All reads run before all writes, because writes destroy the pattern.
     for is_write in [false, true] {
         for round in 0..common.rounds() {
             for case in cases.iter().filter(|case| case.is_write == is_write) {
@@ -199,13 +200,14 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
             (words, vec![("--depth", depth)])
         }
         Work::Cache if is_write => {
-            // The cache is as large as the file, so that the dirty pages are a small part of it.
+            // The cache is as large as the file, so that the dirty pages are only a small part of it.
             let words = ["__overwrite"].into_iter().chain(is_random.then_some("--random")).collect();
             (words, vec![("--cache-mib", target.len_bytes >> 20)])
         }
         Work::Cache => {
             let words = ["__miss"].into_iter().chain((!is_random).then_some("--sequential")).collect();
-            let cache_bytes = (target.len_bytes / CACHE_SHARE).max((2 * depth * io_bytes).min(target.len_bytes / 2));
+            let cache_bytes =
+                (target.len_bytes / FILE_TO_CACHE_SIZE).max((2 * depth * io_bytes).min(target.len_bytes / 2));
             (words, vec![("--cache-mib", cache_bytes >> 20), ("--depth", depth)])
         }
     };

@@ -1,17 +1,17 @@
-//! Speeds that the original experiment published in 2013: reads from flash into hugetlbfs pages.
+//! Speeds that the original experiment published in 2013, for reads from flash into hugetlbfs pages.
 
 use crate::report::{Report, Row, TableCell};
 
 const TABLE: &str = include_str!("../../../data/orion-2013.csv");
 
-/// Adds the table of 2013 to the report: MB/s, and the ratio to the kernel before the patch.
+/// Adds the table of 2013 to the report: MB/s, and the ratio to the kernel without the patch.
 pub fn add_rows(report: &mut Report) {
     let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(','));
     let kernels: Vec<&str> = lines.next().into_iter().flatten().skip(1).collect();
     for mut line in lines {
         let Some(case) = line.next() else { continue };
         let speeds: Vec<f64> = line.filter_map(|speed| speed.parse().ok()).collect();
-        // The last two columns are v3.11-rc5 without the patch, and with it.
+        // The last two columns are v3.11-rc5 without the patch and v3.11-rc5 with the patch.
         let [.., before, _] = speeds[..] else { continue };
         for (kernel, speed) in kernels.iter().zip(&speeds) {
             let table = "the original, 2013: MB/s into hugetlbfs pages from flash, times v3.11-rc5".to_owned();
@@ -36,7 +36,7 @@ pub fn add_rows(report: &mut Report) {
 mod tests {
     use super::*;
 
-    /// The table has two transfer sizes on four kernels.
+    /// The table must have two transfer sizes on four kernels.
     #[test]
     fn table_is_complete() {
         let mut report = Report::new("orion", false);

@@ -1,4 +1,4 @@
-//! Subjects of the experiment: the program or queue that does the transfers, and the memory that it uses.
+//! Subjects of the experiment: the programs or queues that do the transfers, and the memory that each uses.
 
 use super::{Case, MIB_1};
 use crate::storage::fio::{self, Engine};
@@ -10,9 +10,9 @@ pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
 
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
-    /// The page cache: a queue that reads folios; for writes, writeback.
+    /// The page cache. Reads use a queue that reads folios; writes use writeback.
     Cache,
-    /// A bare io_uring, with these arguments of its workload.
+    /// A bare io_uring. The strings are arguments of its workload.
     Ring(&'static [&'static str]),
     Fio(Engine),
 }
@@ -28,14 +28,14 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// Whether the subject runs this case. The cache chooses the depth of its writeback itself, so its writes
+    /// Returns whether the subject runs this case. The cache chooses the depth of its writeback itself. So its writes
     /// run only once, in the case with the largest depth.
     pub fn runs_case(&self, case: Case, largest_depth: u64) -> bool {
         !matches!(self.work, Work::Cache) || !case.is_write || case.depth == largest_depth
     }
 
-    /// Whether the target of a case needs this subject: the cache, all variants of fio, or a ring that is a
-    /// baseline.
+    /// Returns whether the target of a case needs this subject. True for the cache, all variants of fio, and each ring
+    /// that is a baseline.
     pub fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,

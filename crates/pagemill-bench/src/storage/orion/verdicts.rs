@@ -1,4 +1,4 @@
-//! Verdicts on the targets, for each kind of transfer at its largest queue depth.
+//! Verdicts on the targets. Each kind of transfer is judged at its largest queue depth.
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
 use super::{Case, MIB_1, largest_depth};
@@ -16,7 +16,8 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
     }
 }
 
-/// Compares the cache's rate with fio's best, and its CPU time with that of fio with registered buffers in huge pages.
+/// Compares the cache's rate with the best rate of fio. Compares its CPU time with that of fio with registered buffers
+/// in huge pages.
 fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
@@ -31,12 +32,12 @@ fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), samples.get(&case, CACHE, CPU), base));
 }
 
-/// Compares the cache with a ring whose buffers are small pages. In 2013 a transfer into small pages needed 256 pages
-/// instead of one.
+/// Compares the cache with a ring whose buffers have small pages. In 2013, a transfer of 1 MiB into small pages needed
+/// 256 pages, and one into huge pages a single page.
 fn against_small_pages(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let get = |subject, metric| samples.get(&case, subject, metric);
-    // Twice the rate of small pages may exceed what the device can do. Then fio's best rate is the bound instead.
+    // Twice the rate of small pages may be more than the device can do. Then the bound is fio's best rate.
     let (_, limit) = best_subject(samples, &case, &fio_names(), MIB);
     let wanted = get(RING_SMALL, MIB).map(|small| twice_up_to_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
@@ -51,6 +52,7 @@ fn fio_names() -> Vec<&'static str> {
     SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|subject| subject.name).collect()
 }
 
+/// Returns twice the rates of `small`, but in each round at most the rate of `limit`.
 fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
     let of_round = |(round, small): (usize, &Option<f64>)| {
         let limit = limit.and_then(|limit| limit.rounds.get(round).copied().flatten());
@@ -63,9 +65,10 @@ fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// The baseline is twice the rate of small pages, or the limit if that is less. A missing round stays missing.
+    /// The baseline must be twice the rate of small pages, or the limit if that is less. A missing round must stay
+    /// missing.
     #[test]
-    fn wanted_rate_is_limited_by_the_device() {
+    fn target_rate_is_limited_by_the_device() {
         let series = |rounds: &[Option<f64>]| Series { rounds: rounds.to_vec(), ..Series::default() };
         let small = series(&[Some(100.0), Some(100.0), None, Some(10.0)]);
         let limit = series(&[Some(150.0), Some(300.0), Some(1.0), None]);

@@ -1,8 +1,8 @@
 //! Resident pages, copied out and pinned in random order: in the page cache, in its building blocks, and in other
 //! caches.
 //!
-//! Every subject stores the same records ([`crate::pattern`]). Before the measurement every byte of them is compared.
-//! The timed loop checks only the stamp of each record, and counts wrong ones without a branch.
+//! Every subject stores the same records ([`crate::pattern`]). Before the measurement, every byte of the records is
+//! compared. The timed loop checks only the stamp of each record, and counts wrong stamps without a branch.
 
 mod own;
 mod peers;
@@ -23,7 +23,7 @@ use crate::proc;
 use crate::stats::Random;
 pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
 
-/// The subjects, named for where they store the pages.
+/// The subjects, named after the place where the pages are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.
@@ -152,7 +152,7 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A function that does a number of operations on random pages and returns the number of wrong results.
+/// An operation that is repeated on random pages. Returns the number of wrong results.
 type BatchOperation<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
 
 #[inline]
@@ -191,8 +191,7 @@ fn pin_random_pages<D: PageStore>(
     wrong
 }
 
-/// Returns the nanoseconds per operation, as each thread sees them. All threads use the same pages, each in its own
-/// order.
+/// Returns the nanoseconds per operation in one thread. All threads use the same pages, each in an order of its own.
 fn time_by_threads<D: PageStore>(
     arguments: &Hit,
     pages: usize,
@@ -203,7 +202,7 @@ fn time_by_threads<D: PageStore>(
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
         let mut random = Random::new(index as u64 + 1);
-        // Every subject copies into such a page-aligned buffer.
+        // Every subject copies pages into such a page-aligned buffer.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;

@@ -1,4 +1,4 @@
-//! The page cache as a subject of the measurement: one large file, and many small files.
+//! The page cache as a subject, with one large file and with many small files.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy, Writeback};
@@ -9,10 +9,10 @@ use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Memory of the cache in addition to its data, so that the cache does not come near its limit.
+/// Memory of the cache beyond its data, so that the cache does not come near its limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// The kind of folios in which the file's pages must be.
+/// The kind of folio that the file's pages must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Folios {
     Huge,
@@ -94,7 +94,7 @@ impl PageStore for Cached {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;
         let mut extra_metrics = vec![("frames_bytes", each(usage.frames))];
-        // An index of single pages needs at least a pointer per page. A smaller value must be wrong, and is not
+        // An index of single pages needs at least one pointer per page. A smaller value must be wrong and is not
         // reported.
         if usage.small == 0 || each(usage.index) >= 8.0 {
             extra_metrics.push(("index_bytes", each(usage.index)));
@@ -112,8 +112,8 @@ pub struct SmallFiles {
     pub bytes: usize,
 }
 
-/// Measures the memory of the files relative to their bytes rounded up to pages: as the kernel counts it, and as the
-/// cache counts it.
+/// Measures the memory of the files, divided by their bytes rounded up to pages. Reports two values: the memory that
+/// the kernel counts, and the memory that the cache counts.
 pub fn measure_files(arguments: &SmallFiles) -> WorkloadResult {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);

@@ -1,4 +1,4 @@
-//! Other caches, configured for the fastest hits: so large that nothing is evicted, and with many shards.
+//! Other caches, configured for the fastest hits: with many shards, and so large that nothing is evicted.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use super::{PageStore, Record, first_word};
 use crate::pattern::{RECORD_BYTES, Records};
 use crate::workload::Failure;
 
-/// Number of shards. Both caches document that operations on different shards run in parallel.
+/// Number of shards. The documentation of both caches says that operations on different shards run in parallel.
 const SHARDS: usize = 64;
-/// Capacity relative to the number of entries, since the shards do not fill evenly.
+/// Capacity divided by the number of entries. It is more than 1 because the shards do not fill evenly.
 const CAPACITY_FACTOR: usize = 2;
 
 /// Inserts the record of each page under the page number.
@@ -23,7 +23,7 @@ fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// foyer with FIFO eviction, its only policy that does nothing at a hit; it takes a shared lock.
+/// foyer with FIFO eviction, its only policy that does nothing at a hit. A hit takes a shared lock.
 pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
 
 impl Foyer {

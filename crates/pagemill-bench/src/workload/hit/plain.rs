@@ -50,7 +50,7 @@ impl PageStore for Memory {
     }
 }
 
-/// Plain memory with a state word for each page, as any cache needs one. There is no index and no lock.
+/// Plain memory with a state word for each page, which every cache needs. There is no index and no lock.
 pub struct Frames {
     words: SharedCounters,
     memory: Memory,

@@ -1,9 +1,9 @@
 //! Records of 4 KiB, written to and read from one file per worker with IOzone's seven operations: by system calls,
 //! through a mapping, or in a page cache of this process. The code is new; only the terms are IOzone's.
 //!
-//! A *cell* is one operation with a number of workers. In a *pass* all workers open and map their files, wait for each
-//! other, and run the operation once. A pass lasts from the first start to the last end. Passes are repeated until a
-//! cell has taken long enough, and their times are added.
+//! A *cell* is one operation with a number of workers. In a *pass*, all workers open and map their files, wait until
+//! all others are ready, and run the operation once. A pass lasts from the first worker's start to the last worker's
+//! end. Passes are repeated until the sum of their times reaches the time for a cell.
 
 mod worker;
 
@@ -37,7 +37,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All operations, in the order in which they run. Each finds the data that the operations before it left.
+    /// All operations, in the order in which they run. Each uses the files as the earlier operations left them.
     pub const ALL: [Self; 7] = [
         Self::InitialWrite,
         Self::Rewrite,
@@ -89,13 +89,14 @@ pub struct Iozone {
     pub pause_ms: u64,
 }
 
-/// Arguments of one worker that is a process of its own.
+/// Arguments of a worker that runs in a process of its own.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WorkerArguments {
     #[arg(long)]
     job: String,
 }
 
+/// One operation of one worker on its file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Job {
     path: PathBuf,
@@ -103,7 +104,8 @@ struct Job {
     records: usize,
     operation: Operation,
     is_mapped: bool,
-    /// Generation of the records that are written, or that reads must find.
+    /// Generation of the records: the one to write, or the one that reads must find. Each writing operation has a new
+    /// generation.
     generation: u64,
 }
 
@@ -123,15 +125,16 @@ fn now_ns() -> u64 {
 pub fn run(arguments: &Iozone) -> WorkloadResult {
     let location = FileLocation::new(arguments)?;
     location.check()?;
-    // One pass is not measured. The first touch of memory that the host of a virtual machine has not backed yet is many
-    // times slower. Huge pages come from other memory than small ones, so each file system needs this pass.
+    // The first pass is not measured. The first touch of memory that the host of a virtual machine has not backed yet
+    // is many times slower than later ones. Each file system needs this pass, because huge pages come from other memory
+    // than small pages.
     location.remove(arguments.workers)?;
     run_pass(arguments, &location, Operation::InitialWrite, 0)?;
     let mut line = serde_json::Map::new();
     let mut generation = 0;
     for operation in Operation::ALL {
         if operation == Operation::Read && arguments.mapped {
-            // In this pause Pagemill can put the files into huge pages. Every file system gets the same pause.
+            // In this pause Pagemill can move the files into huge pages. All file systems get the same pause.
             thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
         location.check()?;
@@ -139,13 +142,13 @@ pub fn run(arguments: &Iozone) -> WorkloadResult {
         location.check()?;
         line.insert(operation.metric().to_owned(), rate.into());
     }
-    // The records written last are checked, too, outside of the measured time.
+    // The last written records are also checked, after the measurement.
     run_pass(arguments, &location, Operation::Read, generation)?;
     location.remove(arguments.workers)?;
     Ok(line.into())
 }
 
-/// Repeats one operation until its passes have taken long enough. Returns the MiB/s.
+/// Repeats one operation until its passes have taken the time for a cell. Returns the MiB/s.
 fn measure_cell(
     arguments: &Iozone,
     location: &FileLocation,
@@ -187,7 +190,7 @@ impl FileLocation {
         }
     }
 
-    /// Fails if another file system is mounted on the folder now.
+    /// Fails if the folder is no longer on the file system that was measured so far.
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Mount(place) => Ok(place.check()?),
@@ -264,7 +267,7 @@ fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Ve
     })
 }
 
-/// Runs each worker as a process. They all start when the pipe on which they wait is closed.
+/// Runs each worker as a process. All workers wait for the end of a pipe and start when it is closed.
 fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
@@ -299,7 +302,7 @@ pub fn run_worker(arguments: &WorkerArguments) -> WorkloadResult {
     let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
     let interval = run_job(&job, None, || {
         println!("ready");
-        // The end of file starts the work, and so does an error.
+        // The end of file starts the work. An error also starts it.
         let _ = io::stdin().read_to_end(&mut Vec::new());
     })?;
     Ok(serde_json::json!(interval))
@@ -313,8 +316,8 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven operations run by system calls, through a mapping, and in a cache; each finds the data of those before
-    /// it. Reading with the wrong generation is a wrong answer.
+    /// All seven operations run by system calls, through a mapping, and in a cache. Each must find the records of the
+    /// earlier operations. Reading with the wrong generation must be a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -333,7 +336,7 @@ mod tests {
         }
     }
 
-    /// One of two workers cannot open its file. The other one does not wait for it forever, and the pass fails.
+    /// One of two workers cannot open its file. The other worker must not wait forever, and the pass must fail.
     #[test]
     fn missing_file_fails_without_blocking_workers() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -14,8 +14,8 @@ use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::workload::Failure;
 
-/// Prepares the worker, waits for all others, and runs the operation. A worker that cannot open its file waits as well,
-/// since the others wait for all.
+/// Prepares the worker, waits for all other workers, and runs the operation. A worker that cannot open its file also
+/// waits, because the others wait for all workers.
 pub fn run_job(job: &Job, cached_files: Option<&CachedFiles>, wait: impl FnOnce()) -> Result<Interval, Failure> {
     let worker = Worker::prepare(job, cached_files);
     wait();
@@ -25,15 +25,15 @@ pub fn run_job(job: &Job, cached_files: Option<&CachedFiles>, wait: impl FnOnce(
     Ok(Interval { start, end: now_ns() })
 }
 
-/// Files in a page cache of this process, which replace a folder of files.
+/// Files in a page cache of this process, used instead of files in a folder.
 pub struct CachedFiles {
     cache: PageCache,
     files: Vec<Mutex<Option<Arc<Cached>>>>,
 }
 
 impl CachedFiles {
-    /// Makes a cache with default settings, which include its background thread. The limit is far above the size of the
-    /// data.
+    /// Makes a cache with default settings, which include its background thread. The cache's limit is far above the
+    /// size of the data.
     pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
         let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
         // The limit is twice the bytes of the files, plus a huge folio for each file.
@@ -65,10 +65,13 @@ impl CachedFiles {
     }
 }
 
-/// The way in which a worker accesses its file: system calls, a mapping, or a cache.
+/// How a worker accesses its file.
 enum FileAccess {
+    /// By system calls.
     Calls(File),
+    /// Through a mapping.
     Mapped(Mapping),
+    /// In a cache of this process.
     Cached(Arc<Cached>),
 }
 
@@ -171,7 +174,7 @@ impl Worker {
     fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
         let offset = index * RECORD_BYTES;
         self.file_access.read(record, offset)?;
-        // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
+        // Only the record's stamp is checked. `black_box` makes the compiler copy the whole record nevertheless.
         let record = std::hint::black_box(&*record);
         match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
             true => Ok(()),
@@ -191,7 +194,7 @@ fn shuffled_indexes(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each number occurs once. Another seed gives another order.
+    /// Each number must occur once. Another seed must give another order.
     #[test]
     fn shuffled_indexes_are_a_permutation() {
         let mut order = shuffled_indexes(1000, 7);

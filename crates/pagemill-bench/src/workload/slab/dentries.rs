@@ -1,5 +1,5 @@
 //! Names in directories, as a file system caches them: objects in a cache by owner that refer to each other. One thread
-//! changes them, while walks read them and defragmentation moves them.
+//! changes the entries, while walks read them and defragmentation moves them.
 #![allow(unsafe_code)] // an owner of relocatable objects that refer to each other
 
 use std::hint;
@@ -15,6 +15,7 @@ use pagemill_xarray as xarray;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
+/// Number of words in a name.
 const NAME_WORDS: usize = 5;
 
 /// States of an entry. `construct` makes a free entry.
@@ -24,13 +25,19 @@ const MOVING: u64 = 2;
 
 /// An entry of 192 bytes, the size of Linux's dentry.
 pub struct Dentry {
+    /// One of `FREE`, `LIVE` and `MOVING`.
     state: AtomicU64,
+    /// Index in the owner's table.
     number: AtomicU64,
     is_directory: AtomicU64,
     parent: AtomicPtr<Dentry>,
+    /// First entry of this directory.
     first: AtomicPtr<Dentry>,
+    /// Last entry of this directory.
     last: AtomicPtr<Dentry>,
+    /// Previous entry of the parent directory.
     before: AtomicPtr<Dentry>,
+    /// Next entry of the parent directory.
     next: AtomicPtr<Dentry>,
     name: [AtomicU64; NAME_WORDS],
     attributes: [AtomicU64; 11],
@@ -50,7 +57,7 @@ fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     name
 }
 
-/// A checksum of the entries that a walk found, which depends on their order.
+/// A checksum of the entries that a walk visited. It depends on their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WalkChecksum {
     pub entries: u64,
@@ -69,10 +76,10 @@ impl WalkChecksum {
     }
 }
 
-/// The owner of the entries: a table of entries by number, and the lock for changes to references.
+/// The owner of the entries. It has a table of entries by number, and the lock for changes to references.
 pub struct Owner {
     table: Vec<AtomicPtr<Dentry>>,
-    changing: Mutex<()>,
+    change_lock: Mutex<()>,
 }
 
 impl Owner {
@@ -81,7 +88,7 @@ impl Owner {
     }
 
     fn change<T>(&self, change: impl FnOnce() -> T) -> T {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.change_lock.lock().unwrap_or_else(PoisonError::into_inner);
         change()
     }
 
@@ -95,7 +102,7 @@ impl Owner {
     }
 }
 
-/// Returns the entry that a reference points to. The caller must have a guard or be within `change`, which keep the
+/// Returns the entry that a reference points to. The caller must have a guard or be within `change`; both keep the
 /// entry valid.
 fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
@@ -189,9 +196,10 @@ pub struct Tree {
 impl Tree {
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
         let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
-        let owner = Owner { table, changing: Mutex::new(()) };
+        let owner = Owner { table, change_lock: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
-        // With this ratio every partial slab is defragmented. Here, directories are added and removed by halves.
+        // With this ratio, every partial slab is defragmented. A lower ratio would spare slabs that are half used, and
+        // this workload adds and removes directories by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
         tree.make(None, 0, true)?;
@@ -299,8 +307,8 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// A walk visits entries in order, directory by directory, before and after they are moved. A removed entry is not
-    /// found.
+    /// A walk must visit entries in order, directory by directory, before and after they are moved. It must not find a
+    /// removed entry.
     #[test]
     fn entries_are_walked_in_order() {
         let mut tree = Tree::new(slabs_of_test().expect("slabs"), 4000).expect("a tree");
@@ -323,7 +331,7 @@ mod tests {
         assert!(tree.remove(files[1]).is_err());
     }
 
-    /// Names compare like their serial numbers, and the checksum depends on the order of the entries.
+    /// Names must compare like their serial numbers, and the checksum must depend on the order of the entries.
     #[test]
     fn checksum_depends_on_the_order() {
         assert!(name_of(9) < name_of(10) && name_of(u64::MAX) > name_of(1 << 40));

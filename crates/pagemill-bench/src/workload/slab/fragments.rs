@@ -14,19 +14,19 @@ use crate::proc;
 use crate::stats::Random;
 use crate::workload::{Failure, WorkloadResult};
 
-/// The seed of the random order. It is the same for all subjects, so that the same objects are freed in the same order.
+/// The seed of the random order. All subjects use the same seed, so that they free the same objects in the same order.
 const SEED: u64 = 0x736c_6162;
 
 /// One object in this many is kept.
 const KEPT_ONE_OF: usize = 10;
 
-/// Number of additional object numbers, for allocations during the compaction.
+/// Number of object numbers beyond the plan's objects, for allocations during the compaction.
 pub const SPARE_NUMBERS: usize = 64;
 
-/// Bytes of an entry in the table of handles, for each object of the peak.
+/// Bytes of a table entry for one handle. The table keeps an entry for each object of the peak.
 const HANDLE_BYTES: u64 = 8;
 
-/// The subject that stores the objects.
+/// The allocator or cache that stores the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     OwnerSlab,
@@ -56,6 +56,7 @@ pub struct Fragments {
     pub subject_options: SubjectOptions,
 }
 
+/// Work that runs with any subject. `open` makes the subject.
 pub trait SubjectWork {
     fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
         &self,
@@ -64,7 +65,7 @@ pub trait SubjectWork {
 }
 
 impl SubjectOptions {
-    /// Runs the work with the chosen subject. Memory that is in use before the work calls `open` does not count as the
+    /// Runs the work with the chosen subject. Memory that is in use before the work calls `open` is not counted as the
     /// subject's.
     pub fn run(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
         match self.size {
@@ -87,8 +88,8 @@ impl SubjectOptions {
     }
 }
 
-/// The objects that are to be freed or kept, and the workload's references to them. All of its memory is resident
-/// before the first object is made.
+/// The choice of the objects to free and to keep, and the workload's references to the objects. All memory of the plan
+/// is resident before the first object is made.
 pub struct Plan<Reference> {
     /// References to the objects by number; none if the object does not exist.
     pub references: Vec<Option<Reference>>,
@@ -152,7 +153,7 @@ impl<Reference> Plan<Reference> {
     }
 }
 
-/// Makes the objects, frees nine tenths, has the free memory returned, and measures the memory left.
+/// Makes the objects, frees nine tenths of them, makes the subject return free memory, and measures the memory left.
 pub fn run(arguments: &Fragments, provider: SlabsProvider) -> WorkloadResult {
     arguments.subject_options.run(provider, arguments)
 }
@@ -202,8 +203,8 @@ fn resident_bytes() -> Result<u64, Failure> {
     proc::own_anonymous_bytes().ok_or_else(|| Failure::Other("no /proc/self/smaps_rollup".to_owned()))
 }
 
-/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, out of huge pages in which they are
-/// scattered as the kept objects were. Before that, the other objects are written to, as when they were freed.
+/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, from huge pages in which they are
+/// scattered like the kept objects. First writes to the other objects, like the frees did.
 fn time_copy_ns<const WORDS: usize, Reference>(plan: &Plan<Reference>, moved: usize) -> Result<f64, Failure> {
     let size = WORDS * size_of::<u64>();
     let kept_numbers = plan.kept_numbers();
@@ -238,7 +239,7 @@ mod tests {
         SubjectOptions { subject, size, objects: 20_000, how: GiveBack::MallocTrim }
     }
 
-    /// Each subject finishes the run with its kept objects intact. Only relocatable objects are moved.
+    /// Each subject must finish the run with its kept objects intact. Only relocatable objects may be moved.
     #[test]
     fn fragmented_objects_are_compacted() {
         for (subject, size, can_move) in [
@@ -258,7 +259,7 @@ mod tests {
         assert!(run(&Fragments { subject_options: subject_options(Subject::Fixed, 193) }, slabs_of_test).is_err());
     }
 
-    /// One of the kept objects is replaced by another, or removed. The check must fail in both cases.
+    /// One of the kept objects is replaced by another or removed. The check must fail in both cases.
     #[test]
     fn damage_is_detected() {
         let store = Malloc { how: GiveBack::MallocTrim };

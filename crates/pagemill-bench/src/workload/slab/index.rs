@@ -1,4 +1,4 @@
-//! Walks of the index of a file of which one page in six is resident.
+//! Walks of the index of a file. One page in six of the file is resident.
 
 use pagemill_cache::mapping::policy::Never;
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -12,11 +12,12 @@ use crate::workload::hit::{cache, failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
 
 /// One page in this many is resident.
-const STRIDE: u64 = 6;
+const RESIDENT_ONE_OF: u64 = 6;
 
+/// Number of pages that one leaf node of the index covers.
 const NODE_PAGES: u64 = 64;
 
-/// Number of nodes of another file that are made and freed for each node of the file.
+/// For each node of the file's index, this many nodes of another file are made and freed.
 const OTHER_NODES_PER_NODE: u64 = 9;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -24,7 +25,7 @@ pub struct Index {
     /// Number of resident pages.
     #[arg(long)]
     pub pages: u64,
-    /// In each turn the file is made anew, and the previous one is dropped.
+    /// In each turn, the file is made again, and the previous file is dropped.
     #[command(flatten)]
     pub turns: Turns,
 }
@@ -32,7 +33,7 @@ pub struct Index {
 /// Measures the nanoseconds of a walk per resident page.
 pub fn run(arguments: &Index) -> WorkloadResult {
     let pages = arguments.pages;
-    let nodes = pages * STRIDE / NODE_PAGES + 1;
+    let nodes = pages * RESIDENT_ONE_OF / NODE_PAGES + 1;
     // The cache has room for two generations of the file, and for the other file.
     let bytes = (2 * pages + OTHER_NODES_PER_NODE * nodes) * RECORD_BYTES as u64;
     let cache = cache(bytes + 32 * BLOCK_BYTES as u64, Box::new(Never), true)?;
@@ -46,7 +47,7 @@ pub fn run(arguments: &Index) -> WorkloadResult {
         let file = kept.insert(new);
         walk_for(time, &mut walks, || walk(file, pages))
     })?;
-    // The sum can be lower than before, since caches that were dropped meanwhile are no longer counted.
+    // The sum can be lower than before, because caches that were dropped in between are no longer counted.
     let moved = move_count(slabs).saturating_sub(moved);
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": moved }))
 }
@@ -56,13 +57,13 @@ fn move_count(slabs: &Slabs) -> u64 {
     slabs.list().iter().map(|info| info.moved).sum()
 }
 
-/// Makes a file interleaved with another file, which is then dropped, so that the index nodes of the first file are
+/// Makes a file interleaved with another file, which is then dropped. So the index nodes of the first file are
 /// scattered.
 fn make(cache: &PageCache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
     let mut nodes = 0;
     for page in 0..pages {
-        let index = page * STRIDE;
+        let index = page * RESIDENT_ONE_OF;
         write_all(&file, &index.to_ne_bytes(), index * RECORD_BYTES as u64)?;
         if index / NODE_PAGES >= nodes {
             nodes = index / NODE_PAGES + 1;
@@ -74,7 +75,7 @@ fn make(cache: &PageCache, pages: u64) -> Result<Mapping, Failure> {
     Ok(file)
 }
 
-/// Walks all resident pages and returns their number. Checks number and sum of the page indexes.
+/// Walks all resident pages and returns their number. Checks their number and the sum of their indexes.
 fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
     let (size, page_bytes) = (file.size_bytes(), RECORD_BYTES as u64);
     let (mut count, mut sum, mut from) = (0, 0, 0);
@@ -84,8 +85,8 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
         sum += offset / page_bytes;
         from = (offset / page_bytes + 1) * page_bytes;
     }
-    // The expected sum is that of all multiples of `STRIDE`.
-    if (count, sum) == (pages, STRIDE * (pages * pages.saturating_sub(1) / 2)) {
+    // The expected sum is that of all multiples of `RESIDENT_ONE_OF`.
+    if (count, sum) == (pages, RESIDENT_ONE_OF * (pages * pages.saturating_sub(1) / 2)) {
         Ok(count)
     } else {
         Err(Failure::WrongAnswer(format!("{count} of {pages} pages are there, or not where they were")))
@@ -96,7 +97,7 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
 mod tests {
     use super::*;
 
-    /// A walk finds all pages, with concurrent compaction and without.
+    /// A walk must find all pages, with and without concurrent compaction.
     #[test]
     fn walk_finds_all_pages() {
         for moving in [false, true] {

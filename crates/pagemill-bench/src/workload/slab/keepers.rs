@@ -25,11 +25,12 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
     /// Returns all free memory to the system, in the subject's own way.
     fn give_back(&self) -> Result<(), Failure>;
 
-    /// Does a step of defragmentation; none if the subject cannot defragment.
+    /// Makes one step of defragmentation. Returns none if the subject cannot defragment.
     fn step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
         Ok(None)
     }
 
+    /// Returns the number of objects that the subject has moved so far.
     fn moved(&self) -> Result<u64, Failure> {
         Ok(0)
     }
@@ -82,7 +83,7 @@ pub struct FixedStore<const WORDS: usize>(&'static FixedSlab<[u64; WORDS]>);
 impl<const WORDS: usize> FixedStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
         let cache = slabs.fixed(Settings::new("fixed")).map_err(failed)?;
-        // The cache is leaked, because its objects borrow from it and the workload stores them beside it.
+        // The cache is leaked, because its objects borrow from it and the workload stores both in the same structure.
         Ok(Self(Box::leak(Box::new(cache))))
     }
 }

@@ -56,17 +56,18 @@ pub fn run(arguments: &Slab) -> WorkloadResult {
     }
 }
 
-/// A function that returns the slabs in which caches are made; called only when they are needed.
+/// A function that returns the slabs in which caches are made. It is called only when they are needed.
 type SlabsProvider = fn() -> Result<&'static Slabs, Failure>;
 
-/// Returns the slabs of this process, with background defragmentation turned off. Only the workload moves objects.
+/// Returns the slabs of this process and turns their background defragmentation off, so that only the workload moves
+/// objects.
 fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
     let pagemill = Testbed::of_process().map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
 
-/// Returns separate slabs for one test, with a program's layout. Defragmentation by other tests moves nothing in them.
+/// Returns slabs for one test. Other tests do not defragment them.
 #[cfg(test)]
 fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     use pagemill_core::arena::Layout;
@@ -83,5 +84,6 @@ pub trait Access {
     /// Allocates an object with `tag` as its first word; returns none if out of memory.
     fn make_object(&mut self, tag: u64) -> Option<Self::Object>;
 
+    /// Frees an object and returns its tag.
     fn free_object(&mut self, object: Self::Object) -> u64;
 }

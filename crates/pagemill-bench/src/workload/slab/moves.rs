@@ -1,8 +1,8 @@
-//! A reader thread and a writer thread, with or without a third thread that moves their objects.
+//! A reader thread and a writer thread on the same objects, with or without a third thread that moves the objects.
 //!
-//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order.
-//! When half of the groups have been freed after a group, it makes that group's objects again. At any time, half of the
-//! slabs are therefore sparsely used.
+//! The writer fragments the slabs all the time. It processes one group of objects after the other, and frees nine of
+//! ten objects of each group in random order. At the same time, it makes the objects again that it freed half of all
+//! groups ago. So at any time, half of the slabs are sparsely used.
 
 use std::time::{Duration, Instant};
 
@@ -36,15 +36,17 @@ pub struct Moves {
 }
 
 const GROUPS: usize = 16;
-/// The writer keeps one object in this many of a group.
-const KEPT_OF: usize = 10;
-/// Number of operations between two reads of the clock, and number of reads under one guard.
+/// The writer frees all but one object in this many of a group.
+const KEPT_ONE_OF_GROUP: usize = 10;
+/// Number of operations between two reads of the clock.
 const STEP_OPERATIONS: usize = 1024;
+/// Number of reads under one guard.
 const GUARDED_READS: usize = 64;
 
-/// The defragmenting thread sleeps this many times as long as a step took, so that it uses a twentieth of a CPU.
+/// After each step, the defragmenting thread sleeps this many times as long as the step took. So it uses a twentieth of
+/// a CPU.
 const REST_FACTOR: u32 = 19;
-const REST_AT_LEAST: Duration = Duration::from_millis(1);
+const MIN_REST: Duration = Duration::from_millis(1);
 const USED_RATIO: u32 = 30;
 
 /// Measures reads and writes per second, and the number of moved objects.
@@ -62,7 +64,7 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
         READER => Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Random::new(0), wrong: 0 })),
         _ => Writer::new(objects, arguments.objects).map(Role::Writer),
     };
-    let rest = |took: Duration| (took * REST_FACTOR).max(REST_AT_LEAST);
+    let rest = |took: Duration| (took * REST_FACTOR).max(MIN_REST);
     let times = run_with_defragmentation(arguments.defrag.then_some(slabs), rest, || {
         steps::measure_threads(2, Duration::from_millis(arguments.run_ms), STEP_OPERATIONS as u64, make)
     })?;
@@ -135,10 +137,11 @@ struct Writer<'objects, O> {
     objects: &'objects O,
     /// The expected number of changes of each object; none while the object does not exist.
     expected: Vec<Option<u64>>,
-    /// Indexes in a group, in the order in which its objects are freed and made.
+    /// The order in which the objects of every group are freed and made, as indexes in the group.
     order: Vec<usize>,
-    /// The group that is being freed, and the position in `order`.
+    /// The group that is being freed.
     group: usize,
+    /// The position in `order`.
     at: usize,
     random: Random,
 }
@@ -165,12 +168,13 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         Ok(())
     }
 
-    /// Frees one object of the current group, unless it is kept; makes one of another group; changes a random object.
+    /// Frees one object of the current group, unless it is to be kept. Makes the object at the same index of the group
+    /// half of all groups ahead. Changes a random object.
     fn replace_one(&mut self) -> Result<(), Failure> {
         let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
         let (freed, made) = (number(self.group), number(self.group + GROUPS / 2));
         let changed_number = self.random.next_below(self.expected.len());
-        if self.random.next_below(KEPT_OF) > 0 && self.expected[freed].take().is_some() {
+        if self.random.next_below(KEPT_ONE_OF_GROUP) > 0 && self.expected[freed].take().is_some() {
             self.objects.remove(freed)?;
         }
         self.put(made)?;
@@ -208,7 +212,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// The check of the writer fails after an object was removed, or changed, without its knowledge.
+    /// The writer's check must fail after an object was removed or changed by other code than the writer.
     #[test]
     fn lost_objects_and_changes_are_detected() {
         fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {
@@ -226,7 +230,7 @@ mod tests {
         assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
     }
 
-    /// All objects are found while they move, by handle and by owner. Without defragmentation none moves.
+    /// All objects must be found while they move, by handle and by owner. Without defragmentation, none may move.
     #[test]
     fn objects_are_found_while_they_move() {
         for kind in [Kind::HandleMap, Kind::OwnerSlab] {

@@ -1,4 +1,4 @@
-//! Pagemill's three kinds of slab cache as subjects of the part speed.
+//! Pagemill's three kinds of slab cache, as subjects of the experiment's part `speed`.
 #![allow(unsafe_code)] // an owner of objects, and movable values
 
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use super::Access;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// An object with a tag as its first word. The rest is uninitialized.
+/// An object whose first word is a tag. The rest of the object is uninitialized.
 pub struct Object<Rest> {
     pub tag: u64,
     _rest: MaybeUninit<Rest>,
@@ -51,13 +51,13 @@ impl<'cache, Rest: Copy + Send + Sync> Access for &'cache FixedSlab<Object<Rest>
     }
 }
 
-/// An object of a cache by owner. A free object has tag 0.
+/// An object of a cache by owner. The tag of a free object is 0.
 pub struct Owned<Rest> {
     tag: AtomicU64,
     _rest: MaybeUninit<Rest>,
 }
 
-/// An owner that refuses all moves, since only the cost to allocate and free is measured.
+/// An owner that refuses all moves, since the part `speed` measures only allocation and free.
 pub struct NeverMoves<Rest>(MaybeUninit<Rest>);
 
 // SAFETY: `isolate` keeps no object, so none is ever moved.

@@ -1,4 +1,4 @@
-//! Objects in a cache by owner. A table maps each number to its object, and has the only references to the objects.
+//! Objects in a cache by owner. A table maps each number to its object. Only the table refers to the objects.
 #![allow(unsafe_code)] // an owner of relocatable objects
 
 use std::hint;
@@ -17,8 +17,8 @@ use crate::workload::hit::failed;
 /// Bit of an object's first word that is set while the object is moved.
 const MOVING: u64 = 1 << 63;
 
-/// An object. Its first word is its state: 0 while it is free, else its number plus one, and the bit `MOVING`. The
-/// other words contain its number.
+/// An object. Its first word is its state: 0 while it is free, otherwise its number plus one, with the bit `MOVING` set
+/// during a move. Its other words contain its number.
 pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 impl<const WORDS: usize> Object<WORDS> {
@@ -26,7 +26,7 @@ impl<const WORDS: usize> Object<WORDS> {
         &self.0[0]
     }
 
-    /// Changes the state from `from` to `to`. Returns `false` if the state is not `from`, for example during a move.
+    /// Changes the state from `from` to `to`. Returns `false` if the state is another one, for example during a move.
     fn change(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
@@ -36,7 +36,7 @@ impl<const WORDS: usize> Object<WORDS> {
 pub struct AddressTable<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
 impl<const WORDS: usize> AddressTable<WORDS> {
-    /// Makes a table for objects with numbers below `count`, and makes all of its pages resident.
+    /// Makes a table for objects with numbers below `count`. All pages of the table become resident.
     pub fn new(count: usize) -> Self {
         let places: Vec<_> = (0..count).map(|_| AtomicPtr::default()).collect();
         let table = hint::black_box(Self(places));

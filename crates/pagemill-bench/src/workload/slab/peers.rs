@@ -9,6 +9,7 @@ use super::Access;
 use super::own::Object;
 use crate::native::TaggedAllocation;
 
+/// The preloaded malloc, for objects of `size` bytes.
 pub struct Malloc {
     pub size: usize,
 }

@@ -1,6 +1,6 @@
 //! The hidden subcommand that runs [`super::torture`]: random operations on slab caches.
 
-use super::torture::{self, Found, Plan};
+use super::torture::{self, Plan, TortureResult};
 use crate::workload::{Failure, WorkloadResult};
 use serde_json::json;
 use std::time::Instant;
@@ -14,12 +14,12 @@ pub struct Torture {
     /// Number of threads for each of five object sizes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub threads: u64,
-    /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: from the clock.
+    /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: the current time.
     #[arg(long)]
     pub seed: Option<u64>,
 }
 
-/// Runs all kinds of caches. Returns a wrong answer if any error was found.
+/// Runs all kinds of caches. Returns a wrong answer if any check failed.
 pub fn run(arguments: &Torture) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");

@@ -1,4 +1,4 @@
-//! Values that are read by handle under one guard, and through pointers to the same values.
+//! Values that are read by handle under one guard, and the same values read through pointers.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ type Value = Object<Words<23>>;
 
 /// Approximate number of reads between two reads of the clock.
 const BATCH: u64 = 100_000;
-/// Number of measured rounds; each measures every way to read once.
+/// Number of measured rounds. Each round makes every kind of read once.
 const MEASURED_ROUNDS: u32 = 10;
 
 /// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
@@ -39,7 +39,7 @@ struct Values<'cache> {
 /// A function that reads every value once and returns the sum of their first words.
 type Pass = fn(&Values<'_>) -> u64;
 
-/// Subject, metric, and the pass that measures it.
+/// Subject, metric, and the function that is timed for them.
 const MEASUREMENTS: [(&str, &str, Pass); 4] = [
     ("handle-read", "ns", |values| values.sum_by_handle()),
     ("pointer-read", "ns", |values| values.sum_by_pointer()),
@@ -55,7 +55,7 @@ pub fn run(arguments: &Reads) -> WorkloadResult {
     let values = Values::new(&cache, &guard, handles)?;
     let run = Duration::from_millis(arguments.run_ms) / MEASURED_ROUNDS;
     let mut sums = [0.0; MEASUREMENTS.len()];
-    // The first round warms up the CPU and does not count.
+    // The first round only warms up the CPU.
     for round in 0..=MEASURED_ROUNDS {
         for (sum, (.., pass)) in sums.iter_mut().zip(MEASUREMENTS) {
             let ns = time_passes(run, arguments.objects as u64, || pass(black_box(&values)))?;
@@ -114,7 +114,8 @@ impl<'cache> Values<'cache> {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
-    /// Follows the cycle for as many steps as there are values. A missing value makes the sum wrong.
+    /// Follows the cycle for as many steps as there are values, and returns the sum. A missing value makes the sum
+    /// wrong.
     fn sum_cycle(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
@@ -134,8 +135,8 @@ impl<'cache> Values<'cache> {
     }
 }
 
-/// Repeats passes over `count` values and returns the nanoseconds per read. Each pass must return the sum of all
-/// indexes.
+/// Repeats passes over `count` values for the time `run`. Returns the nanoseconds per read. Each pass must return the
+/// sum of all indexes.
 fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
@@ -154,8 +155,8 @@ fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64,
 mod tests {
     use super::*;
 
-    /// Each way reads all values, and dependent reads visit all of them in one cycle. Reads by handle miss a removed
-    /// value.
+    /// Each kind of read must read all values, and dependent reads must visit all of them in one cycle. After a value
+    /// was removed, reads by handle must miss it.
     #[test]
     fn every_value_is_read() {
         assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());

@@ -1,4 +1,5 @@
-//! Objects by number: one thread replaces and changes them, another one reads them, and a third one moves them.
+//! Objects that are found by number. One thread replaces and changes them, another thread reads them, and a third
+//! thread moves them.
 #![allow(unsafe_code)] // an owner of objects
 
 use pagemill_slab::SlabCache;
@@ -26,7 +27,7 @@ fn word_of(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A set of objects. One thread reads them; another one makes, changes and frees them.
+/// A set of objects. One thread makes, changes and frees them while another thread reads them.
 pub trait Objects: Sync {
     /// Makes an object that does not exist.
     fn put(&self, number: usize) -> Result<(), Failure>;
@@ -37,21 +38,23 @@ pub trait Objects: Sync {
     /// Increments the count of changes of an object that exists.
     fn change(&self, number: usize) -> Result<(), Failure>;
 
-    /// Returns the number of changes of an object; none if it does not exist, [`WrongObject`] if another one was read.
+    /// Returns the number of changes of an object. Returns none if the object does not exist, [`WrongObject`] if the
+    /// words belong to another object.
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject>;
 
-    /// Sets the percentage of use below which slabs are defragmented.
+    /// Sets the percentage of used memory below which slabs are defragmented.
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
 
     fn info(&self) -> Result<SlabInfo, Failure>;
 }
 
-/// The error that another object was read, or that an object was lost.
+/// The error that the words of another object were read, or that an object was lost.
 #[derive(Debug)]
 pub struct WrongObject;
 
 type Value = [u64; WORDS];
 
+/// Objects in a cache by handle.
 pub struct HandleObjects {
     cache: HandleMap<Value>,
     /// The bits of each object's handle; 0, which is no handle, if the object does not exist.
@@ -125,8 +128,8 @@ impl Objects for HandleObjects {
 
 /// An object in a cache by owner.
 ///
-/// Its state is 0 while it is free. Otherwise the state is twice its number plus 2, and one more while a thread *holds*
-/// the object: only that thread may change, move or free the object.
+/// The state of a free object is 0. The state of any other object is twice its number plus 2, and one more while a
+/// thread *holds* the object. Only the thread that holds an object may change, move or free it.
 pub struct Object {
     state: AtomicU64,
     words: [AtomicU64; WORDS - 1],
@@ -135,13 +138,15 @@ pub struct Object {
 /// Index of the last word in `words`.
 const LAST: usize = WORDS - 2;
 
+/// The state of an object with this number that no thread holds.
 fn state_of(number: usize) -> u64 {
     (number as u64 + 1) << 1
 }
 
+/// Bit of the state that is set while a thread holds the object.
 const HELD: u64 = 1;
 
-/// The table of references to objects, by number. There are no other references.
+/// The table of references to objects, by number. No other references exist.
 ///
 /// # Invariants
 ///
@@ -198,7 +203,7 @@ unsafe impl Migrate for Owner {
 
 pub struct OwnerObjects(OwnerSlab<Owner>);
 
-/// Number of attempts to read an object whose words are those of another object.
+/// Number of attempts to read an object after the words of another object were found at its address.
 const READ_ATTEMPTS: usize = 100;
 /// Number of attempts to hold an object before the thread yields.
 const SPINS: usize = 1000;
@@ -213,15 +218,15 @@ impl OwnerObjects {
         &self.0.owner().table[number]
     }
 
-    /// Holds an object at its current address, so that no other thread moves or frees it. The guard keeps its memory
-    /// from being reused.
+    /// Holds an object at its current address, so that no other thread moves or frees it. The guard prevents the reuse
+    /// of its memory.
     fn hold(&self, number: usize, _guard: &Guard) -> Result<NonNull<Object>, Failure> {
         for spin in 1.. {
             let Some(at) = NonNull::new(self.entry(number).load(Acquire)) else { break };
             // SAFETY: this is an object of the cache, whose memory is not reused while current guards live.
             let state = unsafe { &at.as_ref().state };
             let live = state_of(number);
-            // Success shows that the address is current, since an old object stays held until it is free.
+            // If the exchange succeeds, the address is current: a moved object stays held until it is free.
             if state.compare_exchange_weak(live, live | HELD, Acquire, Relaxed).is_ok() {
                 return Ok(at);
             }
@@ -239,7 +244,7 @@ impl Objects for OwnerObjects {
         object.words.iter().for_each(|word| word.store(word_of(number), Relaxed));
         object.words[CHANGES].store(0, Relaxed);
         self.entry(number).store(at.as_ptr(), Release);
-        // From this store on, the object can be moved.
+        // After this store, the object can be moved.
         object.state.store(state_of(number), Release);
         Ok(())
     }
@@ -274,7 +279,7 @@ impl Objects for OwnerObjects {
             let words = unsafe { &at.as_ref().words };
             let (first, changes, last) =
                 (words[0].load(Relaxed), words[CHANGES].load(Relaxed), words[LAST].load(Relaxed));
-            // If the words differ, the object was moved, or freed and reused, after its address was read.
+            // If the words differ, the object was moved, or was freed and reused, after its address was read.
             if first == word_of(number) && last == first {
                 return Ok(Some(changes));
             }

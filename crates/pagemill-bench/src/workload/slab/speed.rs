@@ -1,7 +1,8 @@
-//! Objects that are allocated and freed: each at once, in batches of a thousand, or as a random replacement among many.
+//! Objects that are allocated and freed: each object at once, in batches of a thousand, or as a random replacement
+//! among many.
 //!
-//! The first word of an object is its tag, which is written at allocation and checked when the object is freed. At the
-//! end of a run all live objects are checked. Tags and order are the same for every subject.
+//! The first word of an object is its tag. The tag is written at allocation and checked when the object is freed. At
+//! the end of a run, the tags of all live objects are checked. All subjects use the same tags in the same order.
 
 use std::time::{Duration, Instant};
 
@@ -51,29 +52,30 @@ pub struct Speed {
     pub pairs: u64,
 }
 
-/// Number of allocation and free pairs in a step of every pattern. It is also the size of a batch.
+/// Number of pairs of allocation and free in a step of every pattern, and the size of a batch.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// Number of pairs with which each thread warms up, in addition to two for each live object; and the time limit.
+/// Number of pairs with which each thread warms up, in addition to two for each live object.
 const WARM_PAIRS: u64 = 100_000;
+/// Time limit of the warm-up.
 const WARM_TIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// The words of an object after its first.
+/// The words of an object that follow its tag.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
 /// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
 pub fn run(arguments: &Speed) -> WorkloadResult {
     match arguments.size {
-        64 => of_size::<Words<7>>(arguments),
-        192 => of_size::<Words<23>>(arguments),
-        576 => of_size::<Words<71>>(arguments),
-        1024 => of_size::<Words<127>>(arguments),
-        4096 => of_size::<Words<511>>(arguments),
+        64 => run_for_object_size::<Words<7>>(arguments),
+        192 => run_for_object_size::<Words<23>>(arguments),
+        576 => run_for_object_size::<Words<71>>(arguments),
+        1024 => run_for_object_size::<Words<127>>(arguments),
+        4096 => run_for_object_size::<Words<511>>(arguments),
         size => Err(format!("there are no objects of {size} bytes here").into()),
     }
 }
 
-fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadResult {
+fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadResult {
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
         Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
@@ -92,7 +94,7 @@ fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadRes
     }
 }
 
-/// Measures threads that each get an access to the objects from `access`.
+/// Measures threads, each of which uses the objects through a value that `access` returns.
 fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut thread = ThreadState::new(arguments, access(), 0)?;
@@ -117,7 +119,7 @@ struct ThreadState<A: Access> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
-    /// The random order in which every second batch is freed.
+    /// The random order in which every second batch is freed; the other batches are freed in order of allocation.
     order: Vec<usize>,
     is_in_order: bool,
     random: Random,
@@ -143,7 +145,8 @@ impl<A: Access> ThreadState<A> {
         Ok(thread)
     }
 
-    /// Warms up for a number of pairs or a time, so that memory is touched and the allocator reaches its steady state.
+    /// Warms up for a number of pairs, but at most for a time. Afterwards memory is touched and the allocator is in its
+    /// steady state.
     fn warm_up(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_TIME_LIMIT;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;

@@ -1,5 +1,5 @@
-//! Latency of a thread that allocates and frees objects all the time, while another thread compacts or returns the
-//! memory of the same cache.
+//! Latency of a thread that continuously allocates and frees objects. Meanwhile another thread compacts the same cache
+//! or returns its memory.
 
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -13,9 +13,10 @@ use super::turns::{PAUSE, STEP};
 use crate::histogram::Histogram;
 use crate::workload::{Failure, WorkloadResult};
 
-const MOST_STEPS: usize = 2000;
+/// Maximum number of background steps.
+const MAX_STEPS: usize = 2000;
 
-/// Phases of a run: the thread runs alone; objects are moved or memory is returned; the run is over.
+/// Phases of a run: the thread runs alone; the other thread moves objects or returns memory; the run is over.
 const QUIET: u8 = 0;
 const MOVING: u8 = 1;
 const OVER: u8 = 2;
@@ -73,9 +74,9 @@ impl SubjectWork for Stalls {
     }
 }
 
-/// Does background steps until no objects are left to move.
+/// Makes background steps until no objects are left to move.
 fn run_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), Failure> {
-    for _ in 0..MOST_STEPS {
+    for _ in 0..MAX_STEPS {
         match store.step(STEP)? {
             None => return Err("it does nothing in the background".to_owned().into()),
             Some(progress) if progress.is_done && progress.moved == 0 => return Ok(()),
@@ -85,7 +86,8 @@ fn run_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), 
     Err("the steps come to no end".to_owned().into())
 }
 
-/// Replaces its objects in turn until stopped, the oldest first. Records the time of each call under the current phase.
+/// Repeatedly frees its oldest object and makes another one, until stopped. Adds the time of each call to the histogram
+/// of the current phase.
 fn replace_until_stopped<const WORDS: usize>(
     store: &impl ObjectStore<WORDS>,
     first: u64,
@@ -123,8 +125,8 @@ mod tests {
     use crate::workload::slab::fragments::Subject;
     use crate::workload::slab::slabs_of_test;
 
-    /// Objects are allocated and freed while others are moved, at once and in steps, and none is damaged. A cache that
-    /// cannot move its objects has no steps.
+    /// Objects are allocated and freed while others are moved, at once and in steps. None may be damaged. A cache that
+    /// cannot move its objects must have no steps.
     #[test]
     fn calls_are_timed_during_moves() {
         for (subject, steps) in [(Subject::OwnerSlab, true), (Subject::HandleMap, false), (Subject::Malloc, false)] {

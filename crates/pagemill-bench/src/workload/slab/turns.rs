@@ -1,4 +1,5 @@
-//! Turns of a workload: objects are replaced and then walked, with or without a concurrent thread that compacts them.
+//! Turns of a workload. In each turn, objects are replaced and then walked, with or without a concurrent thread that
+//! compacts them.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,7 +10,7 @@ use pagemill_slab::Slabs;
 
 use crate::workload::Failure;
 
-/// Length of a background step of defragmentation, and the pause between two steps.
+/// Length of a step of background defragmentation, and the pause between two steps.
 pub const STEP: Duration = Duration::from_millis(1);
 pub const PAUSE: Duration = Duration::from_millis(10);
 
@@ -28,7 +29,7 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Runs `turn` repeatedly, and passes to it the time for its walks.
+    /// Calls `turn` for each turn, with the time for its walks.
     pub fn run(
         &self,
         slabs: &'static Slabs,
@@ -40,8 +41,8 @@ impl Turns {
     }
 }
 
-/// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs step by step. After each step it
-/// sleeps for the time that `rest` computes from the duration of the step.
+/// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs step by step. After each step, the
+/// thread sleeps for the time that `rest` computes from the step's duration.
 pub fn run_with_defragmentation<T>(
     slabs: Option<&'static Slabs>,
     rest: impl Fn(Duration) -> Duration + Sync,
@@ -55,8 +56,8 @@ pub fn run_with_defragmentation<T>(
                 let begun = Instant::now();
                 let progress = slabs.defrag_step(STEP);
                 has_moved |= progress.moved > 0;
-                // The work may have ended before this thread ran at all, so the thread continues until an object was
-                // moved or none is left to move.
+                // The work may end before this thread gets a CPU. So this thread continues until an object was moved or
+                // none is left to move.
                 if is_over.load(Relaxed) && (has_moved || progress.is_done) {
                     return;
                 }
@@ -73,8 +74,8 @@ pub fn run_with_defragmentation<T>(
     })
 }
 
-/// Repeats `walk` for `time`, at least once. `walk` returns the number of entries that it found. Adds the nanoseconds
-/// per entry of each walk to `walks`.
+/// Repeats `walk` for `time`, but at least once. `walk` returns the number of entries that it found. Adds the
+/// nanoseconds per entry of each walk to `walks`.
 pub fn walk_for(
     time: Duration,
     walks: &mut Vec<f64>,

@@ -1,4 +1,5 @@
-//! Walks of a tree of names, as the program `find` does: without moves, during moves, and before and after compaction.
+//! Walks of a tree of names, like those of the program `find`: without moves, during moves, and before and after
+//! compaction.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,11 +11,13 @@ use super::turns::{Turns, walk_for};
 use crate::stats::{self, Random};
 use crate::workload::{Failure, WorkloadResult};
 
+/// Number of entries of a directory.
 const PER_DIRECTORY: usize = 100;
 
+/// Number of subdirectories of a directory.
 const FAN_OUT: usize = 10;
 
-/// Size of the tree before nine tenths are removed, relative to its size afterwards.
+/// Number of entries before nine tenths are removed, divided by the number of entries afterwards.
 const SHRINK_FACTOR: usize = 10;
 
 /// Arguments of a run in which the tree changes between walks.
@@ -35,14 +38,14 @@ pub struct Packed {
     pub turn_ms: u64,
 }
 
-/// A tree, and a model of its contents to compare walks with.
+/// A tree, and a model of its contents with which walks are compared.
 struct TreeWithModel {
     tree: Dentries,
-    /// For each directory by its number, the entries by serial number: number of the entry, and whether it is a
-    /// directory.
+    /// For each directory, by its number: its entries by serial number. The value is the entry's number, and whether
+    /// the entry is a directory.
     model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
     directories: Vec<u64>,
-    /// Number of the directory, serial number and own number of each file.
+    /// For each file: number of its directory, serial number, and own number.
     files: Vec<(u64, u64, u64)>,
     serial: u64,
     random: Random,
@@ -144,7 +147,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// Walks find exactly the expected entries: with and without concurrent moves, before and after compaction.
+    /// Walks must find exactly the expected entries: with and without concurrent moves, before and after compaction.
     #[test]
     fn walks_are_right_during_moves() {
         let slabs = || slabs_of_test().expect("slabs");
@@ -157,7 +160,7 @@ mod tests {
         assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
     }
 
-    /// After an entry was removed without the model's knowledge, a walk is a wrong answer.
+    /// An entry is removed from the tree but not from the model. The next walk must be a wrong answer.
     #[test]
     fn damage_is_detected() {
         let mut watched = TreeWithModel::new(slabs_of_test().expect("slabs"), 500, 600).expect("a tree");

@@ -1,4 +1,5 @@
-//! Memory for a bare io_uring: mappings with pages of the measured size, each divided into buffers for one transfer.
+//! Memory for a bare io_uring: mappings with pages of the measured size. Each mapping is divided into buffers for one
+//! transfer each.
 
 #![allow(unsafe_code)] // passes memory that it owns to io_uring
 
@@ -10,8 +11,8 @@ use pagemill_store::Buffer;
 
 use crate::native::Pages;
 
-/// The largest size of a mapping, which is registered as one buffer of the ring.
-const MOST_BYTES: usize = 64 << 20;
+/// Maximum size of a mapping. Each mapping is registered with the ring as one buffer.
+const MAX_MAPPING_BYTES: usize = 64 << 20;
 
 /// The size of the pages of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -22,7 +23,7 @@ pub enum Kind {
     Small,
 }
 
-/// A mapping and its length in bytes. It is divided into [`TransferBuffer`]s.
+/// A mapping and its length in bytes, divided into [`TransferBuffer`]s.
 pub struct Memory(Arc<Pages>, usize);
 
 /// The memory of one transfer, with the transfer's offset in the file and its start time.
@@ -38,10 +39,10 @@ pub struct TransferBuffer {
     pub began: Instant,
 }
 
-/// Makes `count` buffers of `len_bytes` each, and the mappings that they lie in.
+/// Makes `count` buffers of `len_bytes` each, and the mappings that contain them.
 pub fn make_buffers(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<TransferBuffer>), String> {
     let (mut memories, mut parts) = (Vec::new(), Vec::new());
-    let most = (MOST_BYTES / len_bytes).max(1);
+    let most = (MAX_MAPPING_BYTES / len_bytes).max(1);
     while parts.len() < count {
         let some = most.min(count - parts.len());
         let pages = match kind {

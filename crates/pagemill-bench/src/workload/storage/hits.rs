@@ -1,4 +1,4 @@
-//! One thread copies resident pages, alternately alone and while another thread keeps the device busy with reads.
+//! One thread copies resident pages. In turns, it is alone, or another thread keeps the device busy with reads.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -17,19 +17,20 @@ use crate::stats::Random;
 use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT_RATIO, MISSES};
 use crate::workload::{Failure, WorkloadResult};
 
-/// Bytes of the pages that are copied. They are few compared with the cache, so that all of them stay resident.
+/// Total size of the pages that are copied. It is small compared with the cache, so that all of them stay resident.
 const HOT_BYTES: u64 = 16 << 20;
 
 const DEPTH: u32 = 32;
 
-/// Number of turns. In each turn, copies are measured alone and then with concurrent misses.
+/// Number of turns. In each turn, copies are measured without other reads and then with concurrent misses.
 const TURN_COUNT: u32 = 4;
 
 /// Number of copies between two reads of the clock.
 const BATCH: usize = 64;
 
-/// Arguments of a run: hits of a cache, or copies of plain memory with reads by a bare io_uring. The second kind shows
-/// how much the machine itself slows copies down.
+/// Arguments of a run. The copies are hits of a cache, with misses of the same cache as other reads. With `--plain`,
+/// they are copies of plain memory, with reads by a bare io_uring; these show how much the machine itself slows copies
+/// down.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hits {
     #[command(flatten)]
@@ -45,6 +46,7 @@ pub struct Hits {
 
 type Record = [u8; RECORD_BYTES];
 
+/// States of the thread that makes misses.
 const PAUSED: u8 = 0;
 const BUSY: u8 = 1;
 const OVER: u8 = 2;
@@ -74,7 +76,7 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
         let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
         check_copy(read == RECORD_BYTES && source.is_right(black_box(record), offset))
     };
-    // Makes the pages resident, with enough uses that the eviction keeps them.
+    // Makes the pages resident and uses them so often that the eviction keeps them.
     let mut record = [0; RECORD_BYTES];
     for _ in 0..TURN_COUNT {
         (0..HOT_BYTES).step_by(RECORD_BYTES).try_for_each(|offset| copy(&mut record, offset))?;
@@ -98,7 +100,8 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
         }
         Ok(total + queue.drain()?)
     })?;
-    // Reads of the file beyond the misses are copied pages that were evicted and read again.
+    // All reads of the file that were not requested as misses are copied pages that had been evicted and were read
+    // again.
     let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
     line[COPIES_MISSED] = json!(read.saturating_sub(begun));
     Ok(line)
@@ -136,7 +139,7 @@ fn check_copy(is_right: bool) -> Result<(), Failure> {
     if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
 }
 
-/// Copies random pages, alternately while `miss` pauses and while it runs at full speed. Also returns the result of
+/// Copies random pages, in turns while `miss` pauses and while `miss` runs at full speed. Also returns the result of
 /// `miss`.
 fn copy_by_turns(
     arguments: &Hits,
@@ -163,7 +166,7 @@ fn copy_by_turns(
         let (state, misses) = (&state, &misses);
         let other = scope.spawn(move || miss(state, misses));
         let turns = (0..TURN_COUNT).try_for_each(|_| {
-            // Half of the time is warm-up, in which in-flight reads end or begin.
+            // Half of the time is warm-up: in-flight reads end, or new ones begin.
             state.store(PAUSED, Relaxed);
             copy_for(time / 2, &mut CopyTotals::default())?;
             copy_for(time, &mut alone)?;

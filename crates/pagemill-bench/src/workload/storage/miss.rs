@@ -1,4 +1,5 @@
-//! Random reads of pages of a file that is larger than its cache, by blocking threads or by one thread with a queue.
+//! Random reads of pages of a file that is larger than its cache. They are made by blocking threads, or by one thread
+//! with a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -19,12 +20,13 @@ use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
 use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer, which is longer than any device takes.
+/// Time limit of a transfer. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Number of reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
+/// Arguments of a run that reads pages of a file.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Miss {
     #[command(flatten)]
@@ -55,7 +57,7 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<PageCache
     }
 }
 
-/// A file whose cache has room for a part of it.
+/// A file, and a cache that is smaller than the file.
 pub struct Cached<'a> {
     pub cache: PageCache,
     pub file: Mapping,
@@ -75,7 +77,7 @@ impl<'a> Cached<'a> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
         let mut random = Random::new(99);
         let places = (self.source.len_bytes - from) as usize / self.io_bytes;
-        // In-flight folios cannot be evicted, so there must be fewer of them than the cache has room for.
+        // The number of reads in flight is limited, because in-flight folios cannot be evicted.
         let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
         let mut queue_loop = RequestQueue::new(self, FILL_DEPTH.min(most as u32).max(1))?;
         let mut bytes = vec![0; self.io_bytes];
@@ -94,8 +96,8 @@ impl<'a> Cached<'a> {
         queue_loop.drain().map(drop)
     }
 
-    /// Checks a page that should be resident. A page of a record's size is copied; of a larger one only two words are
-    /// read.
+    /// Checks a page that should be resident. A page of a record's size is copied as a whole; of a larger page only two
+    /// words are read.
     fn check_page(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
             self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
@@ -122,6 +124,7 @@ pub struct RequestQueue<'a> {
     free: Vec<u64>,
     /// Latencies of the completed requests in nanoseconds.
     pub times: Vec<u32>,
+    /// Number of requested pages that were already resident.
     pub present_count: u64,
 }
 
@@ -134,7 +137,7 @@ impl<'a> RequestQueue<'a> {
     }
 
     /// Fills the queue with requests at the offsets from `next`, waits for a completion, and handles all completions.
-    /// Calls `take` for each page that has become resident or already was.
+    /// Calls `on_page` for each page that has become resident or already was resident.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
@@ -175,7 +178,7 @@ impl<'a> RequestQueue<'a> {
     }
 }
 
-/// Returns the number of pages read from the file so far.
+/// Returns the number of pages of `io_bytes` bytes that were read from the file so far.
 fn read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
@@ -191,7 +194,7 @@ pub fn run(arguments: &Miss) -> WorkloadResult {
     }
 }
 
-/// Returns the JSON line. `ios` is the number of reads from the file; all other reads were hits.
+/// Returns the JSON line. `ios` is the number of reads that the file served; all other reads were hits.
 fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> WorkloadResult {
     let mut metrics = took.metrics(ios, io_bytes, times)?;
     metrics.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
@@ -223,6 +226,7 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
     line
 }
 
+/// Phases of a run with threads: warm-up, measurement, end.
 const BEFORE: u8 = 0;
 const MEASURED: u8 = 1;
 const OVER: u8 = 2;
@@ -259,7 +263,7 @@ fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Wor
             times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
         }
         let reads = times.len() as u64;
-        // Hits are faster than any device, so the slowest reads are those that were transfers.
+        // Hits are faster than any transfer, so the longest times are those of transfers.
         times.sort_unstable();
         let hits = reads.saturating_sub(ios) as usize;
         json_line(&took, reads, ios, cached.io_bytes, &mut times[hits..])

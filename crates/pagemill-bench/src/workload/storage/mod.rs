@@ -1,4 +1,4 @@
-//! Transfers with a file by O_DIRECT, through Pagemill's page cache or by a bare io_uring.
+//! Transfers to and from a file with O_DIRECT, through Pagemill's page cache or by a bare io_uring.
 
 pub mod buffers;
 pub mod hits;
@@ -44,13 +44,13 @@ impl Source {
         Ok(store)
     }
 
-    /// Whether a record has the stamp of this offset; always true if the file has no pattern.
+    /// Returns whether a record has the stamp of this offset. Always true if the file has no pattern.
     #[inline]
     fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
-    /// Does the same as [`Self::is_right`], for the first and the last record of a longer range.
+    /// Returns whether the first and the last record of a longer range have their stamps, like [`Self::is_right`].
     fn has_right_ends(&self, bytes: &[u8], offset: u64) -> bool {
         let last = bytes.len() - RECORD_BYTES;
         self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
@@ -102,7 +102,7 @@ impl Elapsed {
         Ok(metrics.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
     }
 
-    /// Returns the same as [`Self::rates`], and percentiles of the latencies `times`.
+    /// Returns the values of [`Self::rates`], and percentiles of the latencies `times`.
     fn metrics(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
         let mut metrics = self.rates(ios, io_bytes)?;
         for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
@@ -112,13 +112,13 @@ impl Elapsed {
     }
 }
 
-/// Returns the nanoseconds since a point in time; saturates at four seconds.
+/// Returns the nanoseconds since a point in time, but at most some four seconds.
 fn nanoseconds(since: Instant) -> u32 {
     u32::try_from(since.elapsed().as_nanos()).unwrap_or(u32::MAX)
 }
 
-/// Returns a percentile of the times in microseconds. It is one of the times, and `share` is the percentile as a
-/// fraction.
+/// Returns a percentile of the times in microseconds. `share` is the percentile as a fraction. The result is one of the
+/// times.
 fn percentile_us(times: &mut [u32], share: f64) -> f64 {
     let rank = (share * times.len() as f64).ceil() as usize;
     match times.len() {
@@ -131,6 +131,7 @@ fn percentile_us(times: &mut [u32], share: f64) -> f64 {
 mod tests {
     use super::*;
 
+    /// The percentile must be one of the times.
     #[test]
     fn percentile_is_one_of_the_times() {
         let mut times: Vec<u32> = (1..=1000).rev().map(|us| us * 1000).collect();

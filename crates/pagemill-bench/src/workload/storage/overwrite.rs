@@ -1,4 +1,4 @@
-//! Large resident pages. In each round, one word of each page is changed, and the pages are written back.
+//! Large resident pages. Each round changes one word of each page and writes the pages back.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::storage::writeback::page_offsets;
 use crate::workload::hit::{failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
 
-/// One page in this many is resident and changed.
+/// One page in this many is resident and is changed.
 const ONE_OF: u64 = 8;
 
 /// Number of pages that are read back after the last round.
 const READ_BACK_COUNT: usize = 32;
 
-/// Arguments of a run that writes to a file, whose content is lost.
+/// Arguments of a run that writes to a file. The file's previous content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Overwrite {
     #[command(flatten)]
@@ -46,7 +46,7 @@ pub fn run(arguments: &Overwrite) -> WorkloadResult {
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(*io_bytes);
-    // Whole pages are written, so that none is read from the file first.
+    // Whole pages are written, so that no page is first read from the file.
     page_offsets.iter().try_for_each(|offset| write_all(&file, records.stamped_at(0, *offset), *offset))?;
     let mut order = page_offsets.clone();
     if arguments.random {
@@ -58,7 +58,7 @@ pub fn run(arguments: &Overwrite) -> WorkloadResult {
         for offset in &order {
             write_all(&file, &pattern::stamp_word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
-        // There is no sync, since fio does not sync in the runs that this is compared with.
+        // There is no sync, because fio does not sync in the runs that these results are compared with.
         file.write_back(0, source.len_bytes).map_err(failed)?;
         Ok(order.len() as u64)
     };
@@ -79,7 +79,8 @@ pub fn run(arguments: &Overwrite) -> WorkloadResult {
     Ok(took.rates(ios, *io_bytes)?.into())
 }
 
-/// Checks the pages of the last round: the stamp has the last generation, and all other bytes are unchanged.
+/// Checks the pages after the last round. The stamp must have the last generation, and all other bytes must be
+/// unchanged.
 fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);

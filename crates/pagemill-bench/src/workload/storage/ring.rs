@@ -1,4 +1,4 @@
-//! A bare io_uring of the library with its own buffers, which is the upper bound for a cache that uses it.
+//! A bare io_uring of the library with buffers of its own. It is the upper bound for a cache that uses an io_uring.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer, which is longer than any device takes.
+/// Time limit of a transfer. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Number of offsets that are read back after they were written.
@@ -28,7 +28,7 @@ pub struct Ring {
     pub io_bytes: usize,
     #[arg(long)]
     pub depth: usize,
-    /// Transfers that are submitted together; fewer let the device start earlier
+    /// Number of transfers that are submitted together; with a smaller number the device starts earlier
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
     #[arg(long)]
@@ -107,8 +107,9 @@ pub struct TransferLoop<'a> {
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<TransferBuffer>,
     pub times: Vec<u32>,
-    /// The generation of the written stamps. It distinguishes writes of this process from those of others.
+    /// The generation of the written stamps. It distinguishes the writes of this process from those of other processes.
     generation: u64,
+    /// The offsets that were written, some of which are read back.
     written: BTreeSet<u64>,
 }
 
@@ -246,7 +247,7 @@ fn stamp_ends(bytes: &mut [u8], offset: u64, generation: u64) {
 pub fn run(arguments: &Ring) -> WorkloadResult {
     let mut work = TransferLoop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
-    // A tenth of the time is warm-up, as in the other workloads.
+    // A tenth of the time is spent on warm-up, as in the other workloads.
     work.run_for(run / 10)?;
     work.times.clear();
     let span = IntervalStart::begin();

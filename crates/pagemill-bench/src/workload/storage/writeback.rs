@@ -1,5 +1,5 @@
-//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from plain memory by
-//! a bare io_uring.
+//! Scattered pages of a file, written in ascending order. They are written from a cache in which they are dirty, or
+//! from plain memory by a bare io_uring.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::workload::{Failure, WorkloadResult};
 /// Number of offsets next to written pages that are checked for changes.
 const NEIGHBOURS: usize = 256;
 
-/// Arguments of a run that writes to a file, whose content is lost.
+/// Arguments of a run that writes to a file. The file's previous content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writeback {
     #[command(flatten)]
@@ -35,14 +35,14 @@ pub struct Writeback {
     pub ring: Option<usize>,
 }
 
-/// The start of an interval, with the counters of bytes and writes at that time.
+/// The start of an interval, and the values of the counters of bytes and writes at that time.
 struct WriteStart {
     span: IntervalStart,
     bytes: u64,
     writes: u64,
 }
 
-/// The duration of an interval, and the bytes and writes in it.
+/// The duration of an interval, and the number of bytes and writes in it.
 struct WriteTotals {
     took: Elapsed,
     bytes: u64,
@@ -66,7 +66,7 @@ impl WriteStart {
 pub fn run(arguments: &Writeback) -> WorkloadResult {
     let source = &arguments.source;
     let page_offsets = page_offsets(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
-    // The generation of the written stamps. It distinguishes writes of this process from those of others.
+    // The generation of the written stamps. It distinguishes the writes of this process from those of other processes.
     let generation = u64::from(std::process::id());
     let neighbours = read_neighbours(&source.open_read_only()?, &page_offsets, source.len_bytes)?;
     let written = match arguments.ring {
@@ -85,7 +85,7 @@ pub fn run(arguments: &Writeback) -> WorkloadResult {
     Ok(metrics.into())
 }
 
-/// Makes the pages dirty in random order, then syncs the file. Whole pages are written, so that none is read first.
+/// Makes the pages dirty in random order, then syncs the file. Writes whole pages, so that no page is read first.
 fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Result<WriteTotals, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
@@ -110,7 +110,7 @@ fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<
     Ok(write_start.end())
 }
 
-/// Reads the contents directly after some of the written pages, where no page is written.
+/// Reads the contents directly after some of the written pages, at places where no page is written.
 fn read_neighbours(store: &FileStore, page_offsets: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
     let mut random = Random::new(5);
     let mut found = Vec::new();
@@ -129,7 +129,7 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
     Ok(bytes)
 }
 
-/// Compares every written byte, and the bytes next to written pages, with the file.
+/// Compares the file with every byte that was written, and with the bytes next to written pages.
 fn check(source: &Source, page_offsets: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut page_offsets = page_offsets.iter().copied().peekable();

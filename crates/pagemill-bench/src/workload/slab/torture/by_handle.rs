@@ -1,4 +1,4 @@
-//! Caches by handle for the random operations. All threads change the values on the board, and the changes are counted.
+//! Caches by handle for the random operations. All threads change the values on the board, and each change is counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
 use pagemill_slab::SlabCache;
@@ -12,9 +12,10 @@ use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slab
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{BOARD, NODES, Removed, Subject};
 
-// SAFETY: the value has only numbers and a reference, so it may be moved by copying its bytes.
+// SAFETY: the value contains only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
+/// A cache by handle that is tested.
 pub struct Values<const WORDS: usize> {
     cache: HandleMap<Stamped<WORDS>>,
     counters: &'static Counters,
@@ -24,8 +25,8 @@ pub struct Values<const WORDS: usize> {
 }
 
 impl<const WORDS: usize> Values<WORDS> {
-    /// Changes a value. Returns whether the change was made; `None` if the value is missing. Clears `is_right` if the
-    /// old value had a wrong stamp or was torn.
+    /// Changes a value. Returns whether the change was made; `None` if the value is missing. Sets `is_right` to false
+    /// if the old value was torn, or if `old` returns false for its stamp.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
             *is_right &= old(value.stamp()) && value.is_intact();
@@ -57,7 +58,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let guard = slab::enter();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
         let was_whole = value.is(stamp);
-        // The value may be moved meanwhile, but its old copy does not change under the guard.
+        // The value may be moved now, but under the guard its old copy does not change.
         stamp.maybe_yield();
         was_whole && value.is(stamp)
     }
@@ -128,7 +129,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         self.cache.info().expect("a cache of this process")
     }
 
-    /// Removes half of the values; the others are dropped with the cache.
+    /// Removes half of the values. The others are dropped with the cache.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
             let guard = slab::enter();
@@ -140,7 +141,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let active = self.info().active;
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(Some(_))));
         let missing = left.len().div_ceil(2) - removed.count();
-        // The cache may count removed values for longer, while readers have guards.
+        // While readers have guards, the cache may still count values that were removed.
         wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
     }
 }

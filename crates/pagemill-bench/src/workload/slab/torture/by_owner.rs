@@ -1,5 +1,5 @@
-//! Caches by owner for the random operations. *Cells* contain the addresses of the items, and readers access them under
-//! a guard. Items on the board never change.
+//! Caches by owner for the random operations. *Cells* contain the addresses of the items. Readers get an address from a
+//! cell under a guard. Items on the board never change.
 #![allow(unsafe_code)] // an owner
 
 use std::ptr::NonNull;
@@ -13,17 +13,21 @@ use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, Slab
 use super::stamped::{Counters, Random, Stamp};
 use super::{BOARD, NODES, Removed, Subject};
 
+/// Number of cells of a cache.
 const CELLS: usize = 1 << 15;
 
+/// States of an item. `HELD`: a thread changes or pins the item. `MOVING`: defragmentation moves it.
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
 const HELD: u32 = 2;
 const MOVING: u32 = 3;
 
+/// An object of the cache, which has a state, the number of its cell, and words.
+///
 /// # Invariants
 ///
-/// Only the thread that changed the state from free or live to held may write the words. The words of an item that was
-/// moved away do not change until the cache reuses its memory.
+/// Only the thread that changed the state from free or live to held may write the words. After a move, the words of the
+/// old item do not change until the cache reuses its memory.
 #[repr(C)]
 pub struct Item<const WORDS: usize> {
     state: AtomicU32,
@@ -45,9 +49,11 @@ impl<const WORDS: usize> Item<WORDS> {
     }
 }
 
+/// The owner of the items: the address of each item by cell number, and the numbers of the unused cells.
 pub struct Cells<const WORDS: usize> {
     cells: Box<[AtomicPtr<Item<WORDS>>]>,
     free: Mutex<Vec<u32>>,
+    /// Number of moves that were requested. Some of them are refused on purpose.
     moves: AtomicU64,
     counters: &'static Counters,
 }
@@ -101,6 +107,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     }
 }
 
+/// A cache by owner that is tested.
 pub struct Items<const WORDS: usize> {
     cache: OwnerSlab<Cells<WORDS>>,
     board: Vec<u32>,
@@ -111,7 +118,7 @@ pub struct Items<const WORDS: usize> {
 pub struct Pin<'a, const WORDS: usize>(&'a Item<WORDS>);
 
 impl<const WORDS: usize> Items<WORDS> {
-    /// Returns the item of a cell. The caller must have a guard, and the item must not be freed meanwhile.
+    /// Returns the item of a cell. The caller must have a guard, and the item must not be freed during the borrow.
     fn item(&self, cell: u32) -> &Item<WORDS> {
         let item = self.cache.owner().cells[cell as usize].load(Acquire);
         // SAFETY: cells in use refer to live items. If the item is moved, its old memory stays while the guard lives.
@@ -122,12 +129,12 @@ impl<const WORDS: usize> Items<WORDS> {
         let _guard = pagemill_xarray::pin();
         let item = self.item(cell);
         let was_whole = item.is(stamp);
-        // The item may be moved meanwhile, but its old copy does not change under the guard.
+        // The item may be moved now, but under the guard its old copy does not change.
         stamp.maybe_yield();
         was_whole && item.is(stamp)
     }
 
-    /// Marks an item as held, so that it is not moved. Returns `None` if the item is already held or being moved.
+    /// Marks an item as held, so that it cannot be moved. Returns `None` if the item is already held or is being moved.
     fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = pagemill_xarray::pin();
         let item = self.item(cell);

@@ -6,7 +6,7 @@ use pagemill_slab::{FixedSlab, Settings, SlabCache, SlabInfo, Slabs, Slot};
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{Removed, Subject};
 
-/// A cache that is never dropped, since its slots borrow from it and move between threads.
+/// A cache that is never dropped, because slots borrow from it and move between threads.
 pub struct Boxes<const WORDS: usize> {
     cache: &'static FixedSlab<Stamped<WORDS>>,
     counters: &'static Counters,
@@ -57,8 +57,8 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Values in such a cache cannot be shared between threads, so the function inserts a value of its own and removes
-    /// it again.
+    /// Threads cannot share the values of such a cache. So the function inserts a value of its own and removes it
+    /// again.
     fn use_board(&self, at: u64, _random: &mut Random) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is(Stamp::of_board(at)))

@@ -1,10 +1,10 @@
 //! Random operations on slab caches by many threads, while another thread moves their objects. No object may be torn,
 //! lost, duplicated or dropped twice.
 //!
-//! The words of an object follow from its *stamp*: the number of the thread that inserted it, a serial number, and its
-//! number of changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it
-//! reads, changes or removes it. Threads exchange objects through a *pool*. The *board* has objects that all threads
-//! use.
+//! The words of an object follow from its *stamp*: the number of the thread that inserted it, a serial number, and the
+//! number of its changes. A thread knows the stamps of its own objects. It checks all words of an object whenever it
+//! reads, changes or removes the object. Threads exchange objects through a *pool*. The *board* contains objects that
+//! all threads use.
 
 mod by_handle;
 mod by_owner;
@@ -32,39 +32,42 @@ const NODES: usize = 3;
 /// The largest number of objects that a thread has in one cache.
 const MAX_OBJECTS: u64 = 1_500;
 
-/// Number of operations after which a thread chooses a new target for its number of objects.
+/// Number of operations after which a thread chooses a new target for the number of its objects.
 const OPERATIONS_PER_TARGET: u64 = 10_000;
 
 /// The largest number of objects that a thread has pinned at a time.
 const MAX_PINNED: usize = 4;
 
-/// Number of objects on the board, which all threads share.
+/// Number of objects on the board.
 const BOARD: u64 = 64;
 
+/// The size of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Number of operations of all threads together.
     pub operations: u64,
-    /// Number of threads for each of five object sizes.
+    /// Number of threads for each of the five object sizes.
     pub threads: u64,
     pub seed: u64,
 }
 
 /// Number of operations done, and number of errors found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct TortureResult {
     pub operations: u64,
     pub inserted: u64,
+    /// Number of moves of objects.
     pub moved: u64,
+    /// Number of slabs that became empty.
     pub emptied: u64,
     /// Number of objects with wrong contents.
     pub corrupted: u64,
-    /// Number of objects that were missing, or never dropped.
+    /// Number of objects that were missing, and of objects that were never dropped.
     pub lost: u64,
     pub dropped_twice: u64,
 }
 
-impl Found {
+impl TortureResult {
     pub fn is_right(&self) -> bool {
         self.corrupted == 0 && self.lost == 0 && self.dropped_twice == 0
     }
@@ -80,14 +83,17 @@ impl Found {
     }
 }
 
+/// The result of the attempt to remove an object.
 enum Removed<K> {
+    /// The object was removed.
     Gone,
-    /// Another thread uses the object, so it still exists.
+    /// Another thread uses the object, so the object still exists. The key is returned.
     Busy(K),
+    /// There was no object with this key.
     Missing,
 }
 
-/// A cache of one kind and object size, with its operations.
+/// A cache of one kind and object size, with the operations of the test.
 trait Subject: Sync + Sized + 'static {
     /// The reference by which a thread finds an object.
     type Key: Send;
@@ -98,9 +104,10 @@ trait Subject: Sync + Sized + 'static {
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self>;
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
-    /// Returns whether the object exists, with the contents of its stamp.
+    /// Returns whether the object exists and has the contents of its stamp.
     fn is_intact(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object. Returns `None` if the object may not be changed now, else whether it existed and was intact.
+    /// Changes an object from the stamp `old` to `new`. Returns `None` if the object may not be changed now; otherwise
+    /// returns whether the object existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
     fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
@@ -110,10 +117,11 @@ trait Subject: Sync + Sized + 'static {
     fn address(&self, key: &Self::Key) -> usize;
     /// Uses an object of the board; returns whether the object was intact.
     fn use_board(&self, at: u64, random: &mut Random) -> bool;
-    /// Moves some objects, or changes when they are moved.
+    /// Moves some objects, or changes the settings that determine when objects are moved.
     fn move_some(&self, random: &mut Random);
     fn info(&self) -> SlabInfo;
-    /// Checks the board, and drops the cache with its remaining objects. Returns the number of wrong objects.
+    /// Checks the board. Drops the cache with the objects in `left` and all others. Returns the number of wrong
+    /// objects.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
@@ -126,12 +134,15 @@ struct TestedCache<S: Subject> {
     removed: AtomicU64,
 }
 
-/// The state of one thread that operates on a cache.
+/// The state of one thread that operates on one cache.
 struct CacheUser<'a, S: Subject> {
     cache: &'a TestedCache<S>,
     random: Random,
+    /// Number of the thread, which is part of its stamps.
     number: u64,
+    /// Number of objects that the thread has inserted. It is also the serial number of the next one.
     inserted: u64,
+    /// Number of objects that the thread should have; insertions and removals approach it.
     target_count: u64,
     own: Vec<(S::Key, Stamp)>,
     held: Vec<(S::Pin<'a>, Stamp)>,
@@ -167,7 +178,7 @@ impl<S: Subject> TestedCache<S> {
     }
 
     /// Runs after all threads have ended. Checks that each object exists exactly once.
-    fn end(self, operations: u64) -> Found {
+    fn end(self, operations: u64) -> TortureResult {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
         let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
@@ -178,7 +189,7 @@ impl<S: Subject> TestedCache<S> {
         let there = left.len() as u64;
         let wrong = self.subject.end(left);
         let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
-        Found {
+        TortureResult {
             operations,
             inserted: self.inserted.load(Relaxed),
             moved: info.moved,
@@ -263,7 +274,7 @@ impl<S: Subject> CacheUser<'_, S> {
         self.held.extend(self.cache.subject.pin(key).map(|held| (held, *stamp)));
     }
 
-    /// Moves an object of this thread to the pool, and another one from the pool to this thread.
+    /// Moves one of this thread's objects to the pool, and takes another object from the pool.
     fn exchange_with_pool(&mut self) {
         let given = self.random_index().map(|at| self.own.swap_remove(at));
         let mut pool = self.cache.pool.lock().expect("the lock is not poisoned");
@@ -288,7 +299,7 @@ impl<S: Subject> CacheUser<'_, S> {
 trait AnyTestedCache: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
     fn move_some(&self, random: &mut Random);
-    fn end(self: Box<Self>, operations: u64) -> Found;
+    fn end(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
 impl<S: Subject> AnyTestedCache for TestedCache<S> {
@@ -300,7 +311,7 @@ impl<S: Subject> AnyTestedCache for TestedCache<S> {
         self.subject.move_some(random);
     }
 
-    fn end(self: Box<Self>, operations: u64) -> Found {
+    fn end(self: Box<Self>, operations: u64) -> TortureResult {
         TestedCache::end(*self, operations)
     }
 }
@@ -313,7 +324,7 @@ fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTes
 }
 
 /// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
-fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
+fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<TortureResult> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Testbed::new(layout, UNLIMITED)?.slabs;
     let caches = [
@@ -328,7 +339,7 @@ fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Pla
     Ok(run_caches(slabs, plan, caches.collect::<Result<_>>()?))
 }
 
-fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found {
+fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> TortureResult {
     let each = plan.operations.div_ceil(caches.len() as u64 * plan.threads);
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -348,10 +359,10 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found 
         mover.join().expect("the mover does not panic");
         ended.into_iter().for_each(|user| user.expect("no user panics"));
     });
-    // From here on no object may be moved, so that the counts are stable. So far the background thread moved objects,
-    // too.
+    // From here on no object may be moved, so that the counts stay the same. Until now, the background thread also
+    // moved objects.
     slabs.defrag_by_hand();
-    let mut found = Found::default();
+    let mut found = TortureResult::default();
     caches.into_iter().for_each(|cache| found.add(cache.end(each * plan.threads)));
     found
 }
@@ -372,7 +383,7 @@ fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rand
 /// # Errors
 ///
 /// An error of making the caches.
-pub fn run_by_handle(plan: Plan) -> Result<Found> {
+pub fn run_by_handle(plan: Plan) -> Result<TortureResult> {
     use by_handle::Values;
     run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
 }
@@ -382,17 +393,17 @@ pub fn run_by_handle(plan: Plan) -> Result<Found> {
 /// # Errors
 ///
 /// As [`run_by_handle`].
-pub fn run_by_owner(plan: Plan) -> Result<Found> {
+pub fn run_by_owner(plan: Plan) -> Result<TortureResult> {
     use by_owner::Items;
     run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
 }
 
-/// Runs caches of values that do not move.
+/// Runs caches whose values do not move.
 ///
 /// # Errors
 ///
 /// As [`run_by_handle`].
-pub fn run_fixed(plan: Plan) -> Result<Found> {
+pub fn run_fixed(plan: Plan) -> Result<TortureResult> {
     use fixed::Boxes;
     run_all::<Boxes<7>, Boxes<23>, Boxes<71>, Boxes<255>, Boxes<511>>(plan)
 }

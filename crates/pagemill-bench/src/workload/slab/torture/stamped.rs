@@ -1,7 +1,8 @@
-//! The contents of the objects, as a function of their stamps, and counters of the objects.
+//! The contents of the objects, which follow from their stamps; and counters of the objects.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+/// The contents of every word of a dropped value.
 const DROPPED_WORD: u64 = 0xdead_dead_dead_dead;
 
 fn mix_bits(word: u64) -> u64 {
@@ -24,7 +25,7 @@ impl Random {
     }
 }
 
-/// A unique number for an object in one version: thread, serial number, and number of changes.
+/// A number that is unique for an object and its version. It consists of thread, serial number, and number of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -49,7 +50,7 @@ impl Stamp {
         self.0 >> 16 == other.0 >> 16
     }
 
-    /// Yields the CPU for some of the objects, so that other threads run while this thread reads.
+    /// Yields the CPU for some stamps, so that other threads run while this thread reads the object.
     pub fn maybe_yield(self) {
         if (self.0 >> 16).is_multiple_of(32) {
             std::thread::yield_now();
@@ -75,13 +76,13 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Makes counters that are never freed, since values refer to them.
+    /// Makes counters that are never freed, because values refer to them.
     pub fn new() -> &'static Self {
         Box::leak(Box::default())
     }
 }
 
-/// A value whose words follow from its stamp, and which counts its creation and its drop.
+/// A value whose words follow from its stamp. It counts its creation and its drop.
 pub struct Stamped<const WORDS: usize> {
     words: [u64; WORDS],
     counters: &'static Counters,
@@ -116,7 +117,7 @@ impl<const WORDS: usize> Drop for Stamped<WORDS> {
         } else if !self.is_intact() {
             counters.corrupted.fetch_add(1, Relaxed);
         }
-        // A later read or a second drop finds these words.
+        // A later read or a second drop detects these words.
         self.words.iter_mut().for_each(|word| *word = std::hint::black_box(DROPPED_WORD));
     }
 }

@@ -1,0 +1,140 @@
+//! Predicts how much the usage grows before the control loop's next check, from the measured growth.
+//!
+//! Even with real-time priority, a check can be late by tens of milliseconds: a hypervisor runs other guests on the
+//! CPU, or a purge waits for the lock of a folder while the thread that holds the lock does not run. So the faster the
+//! writers are, the farther below a limit purges start (`budget`).
+
+use std::time::{Duration, Instant};
+
+/// A check is now and then late by this much. Writers must not reach a limit within this time.
+const LATENESS: Duration = Duration::from_millis(40);
+
+/// Duration of one measurement (a *window*); number of windows from which [`GrowthPredictor::predicted_bytes`]
+/// predicts; number of windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
+const WINDOW: Duration = Duration::from_millis(100);
+const WINDOWS: usize = 300;
+const RECENT_WINDOWS: usize = 20;
+
+/// Minimum time by which growth is divided to get a rate. Growth within a shorter time says little about the rate.
+const MIN_RATE_TIME: Duration = Duration::from_millis(10);
+
+/// The growth of the file system's usage in the last windows.
+#[derive(Clone, Debug)]
+pub struct GrowthPredictor {
+    used_bytes: u64,
+    /// Growth since the window began.
+    grown_bytes: u64,
+    began: Instant,
+    /// For each of the last windows: the growth, and the largest growth between two checks.
+    windows: [(u64, u64); WINDOWS],
+    next: usize,
+    /// Largest growth between two checks since the window began.
+    worst_step_bytes: u64,
+    /// Rate of the current window so far, in bytes per window. It lets new writers count at once.
+    current_rate: u64,
+}
+
+impl GrowthPredictor {
+    pub fn new(used_bytes: u64, now: Instant) -> Self {
+        Self {
+            used_bytes,
+            grown_bytes: 0,
+            began: now,
+            windows: [(0, 0); WINDOWS],
+            next: 0,
+            worst_step_bytes: 0,
+            current_rate: 0,
+        }
+    }
+
+    /// Records that a purge freed `bytes`. Writes that fill these bytes again then count as growth.
+    pub fn freed(&mut self, bytes: u64) {
+        self.used_bytes = self.used_bytes.saturating_sub(bytes);
+    }
+
+    /// Records the current usage.
+    pub fn record_usage(&mut self, used_bytes: u64, now: Instant) {
+        let step_bytes = used_bytes.saturating_sub(self.used_bytes);
+        self.used_bytes = used_bytes;
+        self.grown_bytes += step_bytes;
+        self.worst_step_bytes = self.worst_step_bytes.max(step_bytes);
+        let took = now.saturating_duration_since(self.began);
+        let rate = u128::from(self.grown_bytes) * WINDOW.as_nanos() / took.max(MIN_RATE_TIME).as_nanos();
+        self.current_rate = rate as u64;
+        if took >= WINDOW {
+            self.windows[self.next] = (rate as u64, self.worst_step_bytes);
+            self.next = (self.next + 1) % WINDOWS;
+            (self.began, self.grown_bytes, self.worst_step_bytes) = (now, 0, 0);
+        }
+    }
+
+    /// Predicts the growth before the next check, if that check is late. Uses the windows of the last half minute.
+    pub fn predicted_bytes(&self) -> u64 {
+        self.predict_from(WINDOWS)
+    }
+
+    /// Like [`Self::predicted_bytes`], but from the windows of the last two seconds.
+    pub fn recently_predicted_bytes(&self) -> u64 {
+        self.predict_from(RECENT_WINDOWS)
+    }
+
+    /// Predicts the growth from the given number of windows: the larger of the growth in `LATENESS` at the maximum
+    /// rate, and five quarters of the largest growth between two checks.
+    fn predict_from(&self, windows: usize) -> u64 {
+        let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOWS - back) % WINDOWS]);
+        let rate = last().map(|(rate, _)| rate).max().unwrap_or(0).max(self.current_rate);
+        let step = last().map(|(_, step)| step).max().unwrap_or(0).max(self.worst_step_bytes);
+        let late = u128::from(rate) * LATENESS.as_nanos() / WINDOW.as_nanos();
+        // A quarter is added to the largest growth between two checks.
+        (late as u64).max(step.saturating_add(step / 4))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A writer adds 10 MiB per millisecond, all of which is purged. Then a check is late. The prediction must include
+    /// the writer at once and keep its value for half a minute, but the recent prediction only for two seconds.
+    #[test]
+    fn fast_writers_are_predicted() {
+        let mut now = Instant::now();
+        let mut growth_predictor = GrowthPredictor::new(0, now);
+        for step in 0..200 {
+            if step == 20 {
+                assert_eq!(growth_predictor.predicted_bytes(), 400 * MIB, "known before the window has ended");
+            }
+            now += Duration::from_millis(1);
+            growth_predictor.record_usage(10 * MIB, now);
+            growth_predictor.freed(10 * MIB);
+        }
+        // 10 MiB a millisecond.
+        assert_eq!(growth_predictor.predicted_bytes(), 400 * MIB);
+        now += Duration::from_millis(40);
+        growth_predictor.record_usage(400 * MIB, now);
+        assert_eq!(growth_predictor.predicted_bytes(), 500 * MIB);
+        growth_predictor.freed(400 * MIB);
+        let mut rest = |windows: usize| {
+            for _ in 0..windows {
+                now += WINDOW;
+                growth_predictor.record_usage(0, now);
+            }
+            (growth_predictor.recently_predicted_bytes(), growth_predictor.predicted_bytes())
+        };
+        assert_eq!((rest(30), rest(WINDOWS)), ((0, 500 * MIB), (0, 0)));
+    }
+
+    /// Files are deleted, so usage falls. The prediction must then be 0, and later growth must count in full.
+    #[test]
+    fn deleting_is_no_growth() {
+        let now = Instant::now();
+        let mut growth_predictor = GrowthPredictor::new(100 * MIB, now);
+        growth_predictor.record_usage(10 * MIB, now + WINDOW);
+        assert_eq!(growth_predictor.predicted_bytes(), 0);
+        growth_predictor.freed(20 * MIB);
+        growth_predictor.record_usage(MIB, now + 2 * WINDOW);
+        assert_eq!(growth_predictor.predicted_bytes(), MIB + MIB / 4);
+    }
+}
