@@ -88,7 +88,7 @@ fn compact(slabs: &Slabs, cache: &impl SlabCache, [call, one, other]: [u8; 3], i
         }
         2 if !is_guarded => _ = cache.balance().unwrap(),
         3 => match cache.set_defrag_used_ratio(u32::from(one)) {
-            Ok(()) => assert_eq!(cache.info().defrag_used_ratio, u32::from(one)),
+            Ok(()) => assert_eq!(cache.info().unwrap().defrag_used_ratio, u32::from(one)),
             Err(error) => assert!(matches!(error, Error::BadRatio { percent: 101.. })),
         },
         4 => _ = slabs.shrink(u64::from(one) << 16, Urgency::Request),
@@ -243,7 +243,7 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
                     assert_eq!(slot.node(), usize::from(one) % (NODES + 1));
                     slots.push((slot, number));
                 }
-                Err(error) => assert!(matches!(error, Error::BadNode { node: NODES, .. })),
+                Err(error) => assert!(matches!(error.error, Error::BadNode { node: NODES, .. })),
             },
             12..20 => slots.retain(|(slot, number)| number % (1 + u64::from(one)) != 0 || !slot.is(*number)),
             20 if at < slots.len() => {

@@ -221,7 +221,7 @@ impl<'tree> RunningProgram<'tree> {
 /// at `--limit-kernel`. Called when there is no report to print.
 fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
-        say(&format!(
+        print_message(&format!(
             "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel limits all memory)",
             Bytes(excess.limit_bytes),
             Bytes(excess.over_bytes()),
@@ -289,7 +289,7 @@ impl Run {
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
         let code = ExitCode::from(ran.end.code as u8);
         if ran.end.signal == Some(libc::SIGSYS) {
-            say(&format!(
+            print_message(&format!(
                 "a system call filter (seccomp) ended {}: the filter may forbid a call of the allocator (docs/kernel.md)",
                 name.display()
             ));
@@ -391,7 +391,7 @@ impl Run {
             Ok(tree) => Ok(Some(tree)),
             Err(message) if limits.own.is_some() || self.wants_report() => Err(message),
             Err(message) => {
-                say(&format!("{message}; without it, the processes cannot make each other return memory"));
+                print_message(&format!("{message}; without it, the processes cannot make each other return memory"));
                 Ok(None)
             }
         }

@@ -274,7 +274,7 @@ impl Groups {
         for (at, suspect) in self.suspects.iter_mut().enumerate().filter(|(at, _)| !proved[*at]) {
             let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
             let Ok(GroupMemory { shared_bytes, .. }) = hierarchy.memory(&folder) else { continue };
-            if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
+            if shared_bytes > suspect.shared_bytes.saturating_add(SUSPECT_GROWTH_BYTES) {
                 grown.push((at, shared_bytes));
             }
             // The stored value never rises here, so the growth of a slow writer adds up over several calls.

@@ -71,7 +71,7 @@ static CHECKED: CheckedAllocator = CheckedAllocator;
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     static ONE_THREAD_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_THREAD_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    FORBIDDEN.store(mem::thread_token(), Relaxed);
+    FORBIDDEN_THREAD.store(mem::thread_token(), Relaxed);
     let result = act();
     FORBIDDEN_THREAD.store(0, Relaxed);
     result

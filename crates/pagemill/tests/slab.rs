@@ -311,8 +311,8 @@ unsafe impl Migrate for WaitingOwner {
 fn fork_does_not_deadlock_with_a_callback() {
     let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
-    let (lock, is_inside) = (Arc::default(), Arc::default());
-    let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
+    let (lock, is_in_callback) = (Arc::default(), Arc::default());
+    let owner = WaitingOwner { lock: Arc::clone(&lock), is_in_callback: Arc::clone(&is_in_callback) };
     let cache = pagemill.slabs.by_owner(without_background("waiting"), owner).unwrap();
     remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();

@@ -15,7 +15,7 @@ fn named(name: &str) -> Option<u64> {
 /// Runs the calls with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds
 /// until enough objects have moved. The thread that moves objects is one of several, so on a small machine it may
 /// rarely run.
-fn torture(run: fn(Plan) -> pagemill_core::Result<Found>, least_moved: u64) -> u64 {
+fn torture(run: fn(Plan) -> pagemill_core::Result<TortureResult>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
     let operations = named("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;

@@ -137,7 +137,7 @@ pub fn run() {
     let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
     let nodes: OwnerSlab<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
     let boxes = slabs.fixed::<u64>(Settings::new("boxes").debug(true)).unwrap();
-    let odd = slabs.fixed::<u64>(Settings::new(ODD_NAME)).unwrap();
+    let odd = slabs.fixed::<u64>(Settings::new(CONTROL_CHARACTER_NAME)).unwrap();
     let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();
     for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         assert!(entries.remove(*handle).unwrap().is_some(), "{number}");

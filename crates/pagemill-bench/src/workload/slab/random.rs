@@ -24,7 +24,7 @@ pub fn run(arguments: &Torture) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");
     let plan = Plan { operations: arguments.operations, threads: arguments.threads, seed };
-    type Run = fn(Plan) -> pagemill_core::Result<Found>;
+    type Run = fn(Plan) -> pagemill_core::Result<TortureResult>;
     let kinds: [(&str, Run); 3] =
         [("by_handle", torture::run_by_handle), ("by_owner", torture::run_by_owner), ("fixed", torture::run_fixed)];
     let mut line = json!({ "seed": seed });
