@@ -22,8 +22,8 @@ mod test_process;
 pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
-    Advice, Builder, Caches, Exclusive, Fetch, Fetched, Holder, Mapping, PageCache, Pin, Pins, Policy, Queue, Reuse,
-    Source, Usage, Writeback, ask_for_caches,
+    Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, Holder, Mapping, PageCache, Pin, Pins, Policy, Queue,
+    Reuse, Source, Usage, Writeback, ask_for_caches,
 };
 #[cfg(not(loom))]
 pub use nodes::{IndexNodes, NodeCache};

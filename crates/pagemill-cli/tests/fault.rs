@@ -18,6 +18,7 @@ use common::sweep::{cannot_inject, is_full};
 use common::{End, TIMEOUT, TestFolder, finish, walk};
 use pagemill_cache::mapping::policy::Always;
 use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::Error;
 use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
@@ -180,13 +181,15 @@ fn cache(path: &Path) {
 fn slabs() {
     let pagemill = set_up();
     let fixed = retry_once("making a cache", || pagemill.slabs.fixed::<[u64; 24]>(slab::Settings::new("fixed")));
-    let slots: Vec<_> = (0..40_000).map(|at| retry_once("inserting", || fixed.insert([at; 24]))).collect();
+    let slots: Vec<_> =
+        (0..40_000).map(|at| retry_once("inserting", || fixed.insert([at; 24]).map_err(Error::from))).collect();
     assert!(slots.iter().zip(0..).all(|(slot, at)| **slot == [at; 24]), "objects are others");
     let kept: Vec<_> = slots.into_iter().step_by(10).collect();
     retry_once("shrinking", || fixed.shrink());
     assert!(kept.iter().zip((0..).step_by(10)).all(|(slot, at)| **slot == [at; 24]), "objects are others");
     let handles = retry_once("making a cache", || pagemill.slabs.by_handle::<u64>(slab::Settings::new("handles")));
-    let keys: Vec<_> = (0..60_000).map(|at| retry_once("inserting", || handles.insert(at))).collect();
+    let keys: Vec<_> =
+        (0..60_000).map(|at| retry_once("inserting", || handles.insert(at).map_err(Error::from))).collect();
     for key in keys.iter().skip(1).step_by(2) {
         retry_once("removing", || handles.remove(*key));
     }

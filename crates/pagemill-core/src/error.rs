@@ -99,9 +99,9 @@ impl Error {
             Self::FileTooLarge { .. } => EFBIG,
             Self::ReadOnly => EBADF,
             Self::Busy { .. } => EBUSY,
-            Self::Store { cause, .. } => cause.raw_os_error().unwrap_or(EIO),
+            Self::Store { cause, .. } => errno_of(cause).unwrap_or(EIO),
             Self::Unsupported { .. } => EOPNOTSUPP,
-            Self::System { cause, .. } => cause.raw_os_error().unwrap_or(ENOMEM),
+            Self::System { cause, .. } => errno_of(cause).unwrap_or(ENOMEM),
         }
     }
 
@@ -109,6 +109,12 @@ impl Error {
     pub fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |cause| Self::System { doing, cause }
     }
+}
+
+/// The number of the system's error, also of one that was converted from an [`Error`].
+fn errno_of(cause: &io::Error) -> Option<i32> {
+    let inner = || cause.get_ref()?.downcast_ref::<Error>().map(Error::errno);
+    cause.raw_os_error().or_else(inner)
 }
 
 impl fmt::Display for Error {
@@ -174,9 +180,10 @@ impl fmt::Display for Error {
 }
 
 impl From<Error> for io::Error {
-    /// Converts to the `errno` only, so the error prints the system's text for that number.
+    /// The kind is that of [`Error::errno`]. The error itself is kept, and prints its text.
     fn from(error: Error) -> Self {
-        Self::from_raw_os_error(error.errno())
+        let kind = Self::from_raw_os_error(error.errno()).kind();
+        Self::new(kind, error)
     }
 }
 

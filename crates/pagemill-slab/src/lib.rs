@@ -13,6 +13,9 @@ mod slab {
     mod epochs;
 }
 
+/// Implements [`Movable`](trait@Movable) for a struct or an enum whose fields are all movable.
+#[cfg(all(feature = "derive", not(loom)))]
+pub use pagemill_derive::Movable;
 #[cfg(not(loom))]
 pub use slab::{
     Candidates, Done, FixedSlab, Guard, Handle, HandleMap, InsertError, MAX_CACHES, Migrate, Movable, Moving, New,

@@ -19,6 +19,12 @@ pub struct MemoryStore {
     block_bytes: usize,
 }
 
+impl std::fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MemoryStore").field("block_bytes", &self.block_bytes).finish_non_exhaustive()
+    }
+}
+
 impl MemoryStore {
     /// Creates a store with these bytes, and with blocks of `block_bytes`.
     ///

@@ -311,6 +311,7 @@ impl std::fmt::Debug for Cancel {
 /// let results = gather.wait(Duration::from_secs(60)).unwrap();
 /// assert!(results[0].is_ok() && results[1].is_err());
 /// ```
+#[derive(Debug)]
 pub struct Gather {
     results: Mutex<Vec<Option<io::Result<()>>>>,
     has_result: Condvar,

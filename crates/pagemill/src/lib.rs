@@ -57,8 +57,8 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 /// ```
 pub mod cache {
     pub use pagemill_cache::{
-        Advice, Always, Ask, Auto, Builder, Cause, Choice, Exclusive, Fetch, Fetched, Mapping, Never, PageCache, Pin,
-        Pins, Policy, Queue, Reuse, Source, Usage, Writeback,
+        Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, Mapping, Never,
+        PageCache, Pin, Pins, Policy, Queue, Reuse, Source, Usage, Writeback,
     };
 }
 

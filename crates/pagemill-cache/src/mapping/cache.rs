@@ -146,6 +146,15 @@ impl Builder {
     }
 }
 
+impl std::fmt::Debug for Builder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, page, limit_bytes, use_huge, .. } = self;
+        let mut text = f.debug_struct("Builder");
+        text.field("name", name).field("page", page).field("limit_bytes", limit_bytes).field("use_huge", use_huge);
+        text.finish_non_exhaustive()
+    }
+}
+
 /// All caches of a process.
 ///
 /// Example: [`PageCache`].

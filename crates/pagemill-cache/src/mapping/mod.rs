@@ -34,6 +34,7 @@ mod arrivals;
 mod behind;
 mod cache;
 mod collapse;
+mod cursor;
 mod dirty;
 mod evict;
 mod fetch;
@@ -87,6 +88,7 @@ pub use ahead::Advice;
 /// Example: [`Advice`].
 pub use ahead::Reuse;
 pub use cache::{Builder, Caches, MAX_CACHES, PageCache};
+pub use cursor::Cursor;
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;

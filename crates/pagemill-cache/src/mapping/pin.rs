@@ -9,6 +9,7 @@ use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 
 /// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. For I/O, or for many
@@ -50,6 +51,7 @@ pub struct Pin<'file> {
 /// range, needs no allocation.
 ///
 /// Example: [`Pin`].
+#[derive(Debug)]
 #[must_use = "the pin ends when this is dropped"]
 pub struct Pins<'file> {
     first: Option<Pin<'file>>,
@@ -379,6 +381,12 @@ impl Pin<'_> {
     }
 }
 
+impl fmt::Debug for Pin<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pin").field("len_bytes", &self.len_bytes).finish_non_exhaustive()
+    }
+}
+
 impl Drop for Pin<'_> {
     #[inline]
     fn drop(&mut self) {
@@ -435,6 +443,16 @@ impl DerefMut for Exclusive<'_> {
         let (pool, number, len_bytes) = (self.file.pool(), self.number, self.len_bytes);
         // SAFETY: as in `deref`, and the borrow is unique.
         unsafe { pool.held_bytes_mut(self, number, len_bytes) }
+    }
+}
+
+impl fmt::Debug for Exclusive<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { len_bytes, .. } = self;
+        f.debug_struct("Exclusive")
+            .field("offset", &self.offset())
+            .field("len_bytes", len_bytes)
+            .finish_non_exhaustive()
     }
 }
 

@@ -13,6 +13,7 @@ use super::engine::{Engine, Object};
 use super::epochs::{self, Epoch, Guard};
 use super::handles::{Handle, HandleTable, HandleWord, Key, Words};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use super::movable::Movable;
 use super::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
 use super::worker::unregister;
 use super::{Cache, InsertError, Settings, SlabKind, Slabs};
@@ -27,34 +28,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::thread;
 use std::time::Duration;
-
-/// Values that may be copied byte by byte to another address while other threads read them.
-///
-/// # Safety
-///
-/// The value does not refer to its own address. Its bytes do not change while only `&` references exist: no `Cell`,
-/// atomic or lock, except behind a pointer. Example of a cache of such values: [`HandleMap`].
-pub unsafe trait Movable: Send + Sync + 'static {}
-
-macro_rules! movable {
-    ($($plain:ty),*) => { $(
-        // SAFETY: plain data without interior mutability.
-        unsafe impl Movable for $plain {}
-    )* };
-}
-
-movable!((), bool, char, u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize, f32, f64, String);
-
-// SAFETY: an array is movable if its items are.
-unsafe impl<T: Movable, const N: usize> Movable for [T; N] {}
-// SAFETY: an option is movable if its value is.
-unsafe impl<T: Movable> Movable for Option<T> {}
-// SAFETY: a pointer and two lengths. The buffer itself is not moved.
-unsafe impl<T: Send + Sync + 'static> Movable for Vec<T> {}
-// SAFETY: a pointer. Its target is not moved.
-unsafe impl<T: Send + Sync + 'static> Movable for Box<T> {}
-// SAFETY: a pointer. Its target is not moved.
-unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]

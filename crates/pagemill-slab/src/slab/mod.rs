@@ -22,6 +22,7 @@ mod blocks;
 mod candidates;
 mod control;
 mod debug;
+mod debug_text;
 mod deferred_drop;
 mod defrag;
 #[cfg(all(test, not(shuttle)))]
@@ -42,6 +43,7 @@ mod meta;
 mod migrate;
 #[cfg(all(test, not(shuttle)))]
 mod model_tests;
+mod movable;
 mod node;
 #[cfg(all(test, not(shuttle)))]
 mod node_tests;
@@ -68,11 +70,12 @@ mod xnodes;
 
 pub use epochs::{Guard, enter};
 pub use fixed::{FixedSlab, Slot};
-pub use handle::{HandleMap, Movable, Pinned, Removed};
+pub use handle::{HandleMap, Pinned, Removed};
 pub use handles::Handle;
 pub use info::{NodeInfo, SlabInfo};
 pub use kinds::{InsertError, SlabCache};
 pub use migrate::Progress;
+pub use movable::Movable;
 pub use owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
 pub use pagemill_core::listing::ShrinkReport;
 pub use records::{ask_for_slabs, shown_name};

@@ -12,6 +12,7 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::Padded;
 use std::borrow::Borrow;
 use std::collections::HashMap;
+use std::fmt;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -199,6 +200,12 @@ struct ShardCounts {
     hits: AtomicU64,
     misses: AtomicU64,
     purged: AtomicU64,
+}
+
+impl<K, V> fmt::Debug for VolatileCache<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VolatileCache").finish_non_exhaustive()
+    }
 }
 
 /// Locks a mutex, also after a panic of a thread that had it locked.
