@@ -107,6 +107,8 @@ events! {
     FolioCollapsed "folio_collapsed" ("page_index" 40 "file", "order" 8 "cache");
     /// A callback of a slab cache panicked in the background; the cache is not defragmented in the background any more.
     SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
+    /// The drop of a file's last handle waited for writeback, for the store, or for other threads.
+    SlowDrop "slow_drop" ("waited_us", "dirty_bytes");
 }
 
 /// An entry of the ring.

@@ -1,5 +1,5 @@
-//! The slow path of malloc: large sizes, start of the library, errors, and work that must wait until jemalloc holds no
-//! lock.
+//! Large allocations: the path of malloc for all sizes that jemalloc does not serve. It also does what must wait until
+//! jemalloc holds no lock, starts the library, and reports errors.
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
@@ -102,14 +102,14 @@ fn charge_libc_fallback() {
     }
 }
 
-/// The slow path of [`crate::malloc`].
-#[cold]
+/// [`crate::malloc`] of large allocations, and of all if other work is due.
+#[inline(never)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Any)
 }
 
-/// The slow path of [`crate::calloc`].
-#[cold]
+/// [`crate::calloc`] of large allocations, and of all if other work is due.
+#[inline(never)]
 pub fn calloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Zeroed)
 }
@@ -150,12 +150,12 @@ fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     }
 }
 
-/// The slow path of [`crate::free`].
+/// [`crate::free`] of large allocations, and of all if other work is due.
 ///
 /// # Safety
 ///
 /// As [`crate::free`].
-#[cold]
+#[inline(never)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
     if pointer.is_null() {
         return;
@@ -241,12 +241,12 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     }
 }
 
-/// The slow path of [`crate::realloc`].
+/// [`crate::realloc`] of large allocations, and of all if other work is due.
 ///
 /// # Safety
 ///
 /// As [`crate::realloc`].
-#[cold]
+#[inline(never)]
 pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     if pointer.is_null() {
         return malloc(size);
@@ -306,8 +306,8 @@ pub fn trim() -> c_int {
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Makes the next call of malloc take the slow path, which calls [`do_deferred_work`]. Neither allocates nor locks.
-pub fn take_slow_path_next() {
+/// Makes the next call of malloc take the path of large allocations, which calls [`do_deferred_work`]. Neither allocates nor locks.
+pub fn take_large_path_next() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);
     }

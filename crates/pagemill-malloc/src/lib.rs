@@ -7,7 +7,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `lib.rs` | the exported functions; selects the path of a call |
-//! | `large.rs` | the slow path: large sizes, start, debts, errors |
+//! | `large.rs` | large allocations, start, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
 //! | `libc_fallback.rs` | libc fallback: the C library's malloc serves a program while it is small |
 //! | `start.rs` | start of the library, growth of the program, exit; the helper thread |
@@ -41,7 +41,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
 /// [`malloc`] passes sizes below this limit directly to jemalloc. The limit is 0 until the program has grown, while
-/// deferred work is pending ([`large::take_slow_path_next`]), and with `PAGEMILL_CHECK`.
+/// deferred work is pending ([`large::take_large_path_next`]), and with `PAGEMILL_CHECK`.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
 /// Start of the small zone of the arena. [`free`] passes the addresses of this zone directly to jemalloc. Until the

@@ -104,7 +104,7 @@ unsafe extern "C" fn commit(
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
     if pagemill.instance.helper.is_due(pagemill.instance.account) {
-        large::take_slow_path_next();
+        large::take_large_path_next();
     }
     result.is_err()
 }

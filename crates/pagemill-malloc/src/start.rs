@@ -173,7 +173,7 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
     let folder = tree().map_or("", |_| settings().tree.as_str());
     published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
-    account.on_debt(large::take_slow_path_next);
+    account.on_debt(large::take_large_path_next);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }

@@ -1,18 +1,22 @@
-//! Tests of trace events as another process reads them. The test has a process of its own, because the ring of events
-//! is short and other tests would overwrite its events.
+//! Trace events as another process reads them. The test has a process of its own, because the ring of events is short
+//! and other tests would overwrite its events.
 
-use pagemill_cache::mapping::PageCache;
 use pagemill_cache::mapping::policy::Always;
+use pagemill_cache::mapping::{PageCache, Writeback};
 use pagemill_core::stats;
 use pagemill_core::trace;
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_store::{FaultyStore, MemoryStore};
 use pagemill_sys::process;
 use pagemill_testbed::Testbed;
 use std::ffi::CString;
+use std::sync::Arc;
+use std::time::Duration;
 
-/// The event of a new huge folio must have its page index, its file, its order and its cache in the right fields.
+/// The event of a new huge folio must have its page index, its file, its order and its cache in the right fields. A drop
+/// that waits for a store must leave an event with the dirty bytes.
 #[test]
-fn the_event_of_a_new_huge_folio_describes_it() {
+fn events_describe_new_huge_folios_and_slow_drops() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("published").to_str().unwrap()).unwrap();
     stats::publish(&path, process::own_identity()).unwrap();
@@ -33,4 +37,17 @@ fn the_event_of_a_new_huge_folio_describes_it() {
         .map(|(span, file)| vec![("page_index", span * 32), ("file", file), ("order", 5), ("cache", 1)])
         .collect();
     assert_eq!(format!("{numbers:?}"), format!("{expected:?}"));
+
+    let store = FaultyStore::new(MemoryStore::new(vec![0; 64 << 10], 512));
+    let writeback = Writeback::default().timeout(Duration::from_millis(50));
+    let file = settings().writeback(writeback).build_in(caches).unwrap().open(Arc::new(store.clone())).unwrap();
+    file.write_at(&[1], 0).unwrap();
+    let dirty_bytes = file.dirty_bytes();
+    store.hold();
+    drop(file);
+    store.release();
+    let events = trace::read(&path, None).unwrap();
+    let drops: Vec<_> = events.iter().filter(|event| event.event == "slow_drop").collect();
+    let [(_, waited_us), (_, dirty)] = drops[0].numbers[..] else { panic!("{drops:?}") };
+    assert!(drops.len() == 1 && waited_us >= 50_000 && dirty == dirty_bytes && dirty > 0, "{drops:?}");
 }

@@ -132,6 +132,7 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use pagemill_core::trace::{self, Event};
 use pagemill_store::Store;
+use pagemill_sys::clock;
 use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
 use std::sync::Arc;
@@ -143,6 +144,9 @@ const MOST_WAIT_NS: u64 = 1_000_000_000;
 /// Maximum time that the drop of the last handle waits for other threads to drop their temporary references to the
 /// file.
 const MOST_LINGER_NS: u64 = 20_000_000;
+
+/// Drops of the last handle that take at least this long are traced.
+const SLOW_DROP_US: u64 = 1000;
 
 /// Serial number of the next file.
 static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
@@ -195,7 +199,8 @@ pub(crate) struct File {
 /// A handle of a cached file. Several threads may use one handle at the same time. Dropping the last handle closes the
 /// file: dirty bytes are written back, if the store accepts them in time ([`Writeback::timeout`]). [`Mapping::close`]
 /// reports errors of this writeback; a drop ignores them. The drop cancels readahead, and waits for the store's running
-/// reads, a second at most.
+/// reads, a second at most. A drop that took a millisecond or more appears in the trace
+/// (`slow_drop`).
 ///
 /// A page is the cache's software page. Offsets are bytes. Bytes that were never written read zero.
 ///
@@ -240,6 +245,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // A fork child must not close the file, because threads of the parent may hold its locks forever.
         if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
+            let (began_ns, dirty_bytes) = (clock::fine_ns(), self.dirty_bytes());
             // Other threads may still refer to the file, for a collapse or a read. Its pages are freed now, and
             // `is_closed` keeps new ones out. Only afterwards may another file get the id, because folios name their
             // owner by it.
@@ -253,6 +259,10 @@ impl Drop for Mapping {
             let mut backoff = Backoff::new();
             while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MOST_LINGER_NS {
                 backoff.pause();
+            }
+            let waited_us = (clock::fine_ns() - began_ns) / 1000;
+            if waited_us >= SLOW_DROP_US {
+                trace::event(Event::SlowDrop, waited_us, dirty_bytes);
             }
         }
     }
