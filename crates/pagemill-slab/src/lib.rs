@@ -1,24 +1,72 @@
 //! Caches of equally sized objects ([`Slabs`]). Movable objects are packed into fewer slabs, so that memory can be
 //! returned.
 //!
-//! Uses `pagemill-core`. The crate `pagemill` re-exports what programs use.
+//! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] cache keep their address until they are dropped.
+//! Objects of a [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
+//! cache are reached through a handle table, so the cache can move them by itself.
+//!
+//! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies
+//! apart (`meta`). A *whole* block is populated and freed as 2 MiB, a *sparse* block slab by slab. A thread allocates
+//! and frees through its own magazine (`magazine`, `asymmetric_lock`, `thread_slots`). Magazines are refilled with
+//! sheaves from a `barn`, or with objects from the slabs of a `node`, which are set up on demand (`supply`).
+//! Defragmentation drains the magazines (`drain`), chooses slabs (`steps`, `candidates`), moves objects (`migrate`),
+//! and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
+//!
+//! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Allocates the nodes of an index (`xnodes`) without
+//! a dependency on the index. States, transitions and bounds: docs/slab.md.
+//!
+//! | folder | |
+//! |---|---|
+//! | `alloc` | blocks, slabs, nodes, magazines |
+//! | `read` | values by handle: epochs, handle tables, retirement |
+//! | `defrag` | choice of slabs, moves, background thread |
+//! | `report` | statistics, commands of other processes |
+//! | `caches` | all caches of a process; tests of caches as a whole |
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words only.
+#[cfg_attr(loom, allow(dead_code))] // the parts that only caches use
+mod alloc;
 #[cfg(not(loom))]
-mod slab;
-#[cfg(all(loom, test))]
-mod slab {
-    mod asymmetric_lock;
-    #[allow(dead_code)] // the parts that only caches use
-    mod epochs;
-}
+mod caches;
+#[cfg(not(loom))]
+mod defrag;
+#[cfg(not(loom))]
+mod kinds;
+#[cfg(not(loom))]
+mod part;
+#[cfg_attr(loom, allow(dead_code))] // as above
+mod read;
+#[cfg(not(loom))]
+mod report;
+#[cfg(not(loom))]
+mod xnodes;
 
+#[cfg(not(loom))]
+pub use alloc::fixed::{FixedSlab, Slot};
+#[cfg(not(loom))]
+pub use caches::{MAX_CACHES, Settings, SlabKind, Slabs};
+#[cfg(not(loom))]
+pub use defrag::migrate::Progress;
+#[cfg(not(loom))]
+pub use defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
+#[cfg(not(loom))]
+pub use kinds::{InsertError, SlabCache};
+#[cfg(not(loom))]
+pub use pagemill_core::listing::ShrinkReport;
 /// Implements [`Movable`](trait@Movable) for a struct or an enum whose fields are all movable.
 #[cfg(all(feature = "derive", not(loom)))]
 pub use pagemill_derive::Movable;
 #[cfg(not(loom))]
-pub use slab::{
-    Candidates, Done, FixedSlab, Guard, Handle, HandleMap, InsertError, MAX_CACHES, Migrate, Movable, Moving, New,
-    NodeCache, NodeIndex, NodeInfo, NodeMemory, OwnerSlab, Pinned, Progress, Removed, Settings, ShrinkReport,
-    SlabCache, SlabInfo, SlabKind, Slabs, Slot, Target, ask_for_slabs, enter, shown_name,
-};
+pub use read::epochs::{Guard, enter};
+#[cfg(not(loom))]
+pub use read::handle::{HandleMap, Pinned, Removed};
+#[cfg(not(loom))]
+pub use read::handles::Handle;
+#[cfg(not(loom))]
+pub use read::movable::Movable;
+#[cfg(not(loom))]
+pub use report::info::{NodeInfo, SlabInfo};
+#[cfg(not(loom))]
+pub use report::records::{ask_for_slabs, shown_name};
+#[cfg(not(loom))]
+pub use xnodes::{NodeCache, NodeIndex, NodeMemory};

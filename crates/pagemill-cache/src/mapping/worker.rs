@@ -13,7 +13,9 @@ use pagemill_core::sync::{Guarded, Relaxed};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::thread;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::AcqRel};
+#[cfg(not(shuttle))]
+use std::sync::atomic::Ordering::AcqRel;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Weak};
 
 /// Maximum number of ranges in the queue. Further proposals are dropped; later writes propose the ranges again.

@@ -1,0 +1,658 @@
+//! The engine: allocation and freeing of objects of one size, shared by all kinds of caches.
+//!
+//! ```text
+//!   thread   magazine: two sheaves, no lock
+//!              | a sheaf at a time
+//!   node     barns: full sheaves         under the lock of one of them
+//!              | object by object
+//!   node     slabs, fullest first
+//!              | slab by slab, block by block
+//!   all      blocks (`blocks`), charged by the arena
+//! ```
+//!
+//! `supply` sets slabs up and frees them. Lock order: `drain_lock`, then the state (`NodeState`) of one node, then the
+//! lists of free blocks.
+#![allow(unsafe_code)] // the contract of freeing an object
+
+use crate::alloc::barn::{BARNS_PER_NODE, Barn};
+use crate::alloc::debug::Checks;
+use crate::alloc::magazine::{Magazine, MagazineGuard, Magazines};
+use crate::alloc::node::{Keep, Node, NodeState, TargetSlabs};
+use crate::alloc::poison;
+use crate::alloc::shape::{MAX_SHEAF_LEN, Shape};
+use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset, own_slot};
+use crate::caches::Settings;
+use crate::caches::SharedState;
+use crate::defrag::migrate::assert_not_isolating;
+use crate::defrag::steps::{Passes, is_step_worthwhile};
+use crate::defrag::worker::ShrinkRequest;
+use crate::read::batch::{Batch, Grace};
+use crate::read::handles::HandleTable;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{AtomicU64, Guarded, Lock, Padded, Relaxed, Release};
+use std::alloc::Layout;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+
+/// Step of the sequence of percentages that decides whether an allocation tries other nodes first. The step and 100
+/// have no common factor, so a hundred steps yield each percentage once.
+const PERCENT_STEP: u32 = 37;
+const PERCENT: u32 = 100;
+
+/// A constructor, called for each object of a slab before any of them is allocated.
+pub(crate) type SetUp = Box<dyn Fn(usize) + Send + Sync>;
+
+/// Layout and initialization of an object.
+pub(crate) struct Object {
+    pub layout: Layout,
+    /// Size of the part of `layout` that the cache's user defined.
+    pub user_bytes: usize,
+    /// Byte range of an object that AddressSanitizer poisons while the object is free.
+    pub poisoned_range: Range<usize>,
+    /// Constructor of the object, if it has one.
+    pub set_up: Option<SetUp>,
+    /// Whether defragmentation may move the object.
+    pub is_movable: bool,
+    /// Function that begins a grace period for readers of objects.
+    pub grace: fn() -> Grace,
+    /// The handle table, which also holds the stocks of threads.
+    pub handles: Option<&'static HandleTable>,
+}
+
+/// Checks that a ratio is a percentage.
+///
+/// # Errors
+///
+/// [`Error::BadRatio`] beyond 100.
+fn check_ratio(percent: u32) -> Result<()> {
+    if percent <= PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
+}
+
+/// The engine of one cache.
+///
+/// # Invariants
+///
+/// The memory of an allocated object stays until the object is freed. Objects of open slabs have been set up.
+pub(crate) struct Engine {
+    pub shared: &'static SharedState,
+    pub name: Arc<str>,
+    /// [`Settings::defrag_used_ratio`], in percent. Can be changed later.
+    pub used_ratio: AtomicU32,
+    /// [`Settings::remote_node_defrag_ratio`], in percent. Can be changed later.
+    pub remote_ratio: AtomicU32,
+    /// Bytes of an object as the user defined it.
+    pub object_bytes: usize,
+    pub shape: Shape,
+    /// Id of the cache within `shared`.
+    pub cache_id: usize,
+    /// Fork generation of the process that created the cache.
+    generation: u16,
+    /// The magazines, by thread slot. In debug mode no magazine is opened.
+    pub magazines: Magazines,
+    /// The cache's handle table, which also holds the stocks of threads.
+    handles: Option<&'static HandleTable>,
+    has_one_node: bool,
+    /// The slabs and blocks of each node.
+    nodes: Box<[Padded<Guarded<NodeState>>]>,
+    /// The barns of all nodes, [`BARNS_PER_NODE`] for each.
+    barns: Box<[Padded<Barn>]>,
+    /// For each node, whether a block was filled completely. If so, the next block may be whole.
+    pub has_filled_block: Box<[AtomicBool]>,
+    /// Constructor of objects.
+    pub set_up: Option<SetUp>,
+    /// Checks of debug mode; `None` in normal mode.
+    pub checks: Option<Checks>,
+    /// One bit for each thread slot that has opened its magazine; empty in debug mode. Changed under `drain_lock`.
+    pub opened_slots: Box<[AtomicU64]>,
+    /// Held by the thread that drains magazines and empties slabs.
+    pub drain_lock: Lock,
+    /// Whether magazines are being drained, so that they are unusable.
+    pub is_draining: AtomicBool,
+    /// State of the sequence of percentages ([`Engine::next_percent`]).
+    percent_counter: AtomicU32,
+    /// Batches of emptied slabs that wait for readers.
+    pub batches: Guarded<VecDeque<Batch>>,
+    /// State of the defragmentation of the cache.
+    pub passes: Passes,
+    pub is_movable: bool,
+    poisoned_range: Range<usize>,
+    pub grace: fn() -> Grace,
+    /// Set when a callback panicked on the background thread, which skips the cache from then on.
+    pub has_panicked: AtomicBool,
+    pub shrink_request: Guarded<ShrinkRequest>,
+    /// Set when the user drops the cache. Requests of other processes then fail.
+    pub is_unregistered: AtomicBool,
+    pub counts: Counts,
+}
+
+/// Counts of objects by the outcome of their move, of emptied slabs, and of objects from remote nodes.
+#[derive(Default)]
+pub(crate) struct Counts {
+    pub moved: AtomicU64,
+    pub freed: AtomicU64,
+    pub busy: AtomicU64,
+    pub failed: AtomicU64,
+    pub refused: AtomicU64,
+    pub emptied: AtomicU64,
+    pub from_remote: AtomicU64,
+}
+
+impl Engine {
+    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
+    /// if the ratio is the same.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`] beyond 100.
+    pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
+        self.check_generation()?;
+        check_ratio(percent)?;
+        let is_raised = self.used_ratio.swap(percent, Relaxed) < percent;
+        if is_raised {
+            self.passes.resume();
+        }
+        if self.has_panicked.swap(false, Relaxed) || is_raised {
+            self.notify_worker_if_worthwhile();
+        }
+        Ok(())
+    }
+
+    /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
+    /// it.
+    pub fn note_shrunk(&self) {
+        if self.has_panicked.swap(false, Relaxed) {
+            self.notify_worker_if_worthwhile();
+        }
+    }
+
+    /// Wakes the background thread if it would find work in this cache.
+    fn notify_worker_if_worthwhile(&self) {
+        if self.is_movable && is_step_worthwhile(self) {
+            self.shared.slabs.worker.notify();
+        }
+    }
+
+    /// Sets [`Settings::remote_node_defrag_ratio`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`] beyond 100.
+    pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
+        check_ratio(percent)?;
+        self.remote_ratio.store(percent, Relaxed);
+        Ok(())
+    }
+
+    /// Creates an engine for an unused cache id.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`], and those of [`Shape::new`].
+    pub fn new(shared: &'static SharedState, cache_id: usize, settings: Settings, object: Object) -> Result<Self> {
+        let nodes = shared.blocks.arena.nodes.count();
+        let Object { layout, user_bytes, poisoned_range, set_up, is_movable, grace, handles } = object;
+        [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
+        let checks = settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
+        // Debug mode has its own checks of free objects.
+        let poisoned_range = if checks.is_some() { 0..0 } else { poisoned_range };
+        let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);
+        let bytes =
+            if trailer > 0 { layout.size().next_multiple_of(size_of::<u64>()) + trailer } else { layout.size() };
+        let shape = Shape::new(bytes, layout.align(), settings.slab_bytes)?;
+        let barn = |at| Padded(Barn::new(shared.barn_memory, cache_id * nodes * BARNS_PER_NODE + at, shape.sheaf_len));
+        let slot_words = if checks.is_some() { 0 } else { MAX_THREADS / WORD_BITS };
+        stats::add(Counter::SlabCaches, 1);
+        Ok(Self {
+            shared,
+            cache_id,
+            used_ratio: AtomicU32::new(settings.defrag_used_ratio),
+            remote_ratio: AtomicU32::new(settings.remote_node_defrag_ratio),
+            name: settings.name.into(),
+            object_bytes: user_bytes,
+            generation: shared.blocks.arena.generation(),
+            magazines: Magazines::new(shared.range(cache_id), shared.barriers),
+            handles,
+            has_one_node: nodes == 1,
+            nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::new()))).collect(),
+            barns: (0..nodes * BARNS_PER_NODE).map(barn).collect(),
+            has_filled_block: (0..nodes).map(|_| AtomicBool::new(false)).collect(),
+            set_up,
+            checks,
+            opened_slots: (0..slot_words).map(|_| AtomicU64::new(0)).collect(),
+            drain_lock: Lock::new(),
+            is_draining: AtomicBool::new(false),
+            percent_counter: AtomicU32::new(0),
+            batches: Guarded::new(VecDeque::new()),
+            passes: Passes::new(),
+            is_movable,
+            poisoned_range,
+            grace,
+            has_panicked: AtomicBool::new(false),
+            shrink_request: Guarded::new(ShrinkRequest::None),
+            is_unregistered: AtomicBool::new(false),
+            counts: Counts::default(),
+            shape,
+        })
+    }
+
+    pub fn node_count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Fails in a fork child for caches of the parent: threads that held their locks do not exist in the child.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`].
+    #[inline]
+    pub fn check_generation(&self) -> Result<()> {
+        if self.generation == self.shared.blocks.arena.generation() { Ok(()) } else { Self::fail_in_child() }
+    }
+
+    #[cold]
+    fn fail_in_child() -> Result<()> {
+        Err(Error::WrongState { what: "a slab cache of the parent process: a fork child must create its own" })
+    }
+
+    /// Calls `act` with the state of a node, under the node's lock.
+    pub fn with_node<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> R {
+        let (shape, blocks) = (&self.shape, &self.shared.blocks);
+        self.nodes[node].0.with(|state| act(&mut Node { shape, blocks, state }))
+    }
+
+    /// As [`Engine::with_node`], but returns `None` at once if another thread holds the lock.
+    pub fn try_with_node<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> Option<R> {
+        let (shape, blocks) = (&self.shape, &self.shared.blocks);
+        self.nodes[node].0.try_with(|state| act(&mut Node { shape, blocks, state }))
+    }
+
+    /// Enters the magazine of this thread; `None` if it is not open or is being drained.
+    #[inline(always)]
+    fn enter(&self) -> Option<MagazineGuard<'_>> {
+        self.magazines.enter(own_offset())
+    }
+
+    /// Allocates an object, mostly from the thread's magazine.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]; [`Error::WrongState`] in a fork child.
+    #[inline]
+    #[track_caller]
+    pub fn allocate(&self) -> Result<usize> {
+        let object = match self.enter().and_then(MagazineGuard::pop) {
+            Some(object) => object,
+            None => self.allocate_slowly()?,
+        };
+        self.unpoison(object);
+        Ok(object)
+    }
+
+    /// Frees an object.
+    ///
+    /// # Safety
+    ///
+    /// The object was allocated from this cache, no reference to it exists, and its contents are again those of a
+    /// set-up object.
+    #[inline]
+    #[track_caller]
+    pub unsafe fn free(&self, object: usize) {
+        self.poison(object);
+        let is_in = self.enter().is_some_and(|magazine| self.is_same_node(&magazine, object) && magazine.push(object));
+        if !is_in {
+            self.free_slowly(object);
+        }
+    }
+
+    /// Allocates an object together with the result of `take_other`, which takes a handle from the thread's stock.
+    /// Returns `None`, and allocates neither, if one of the two is not available. `take_other` must not panic.
+    #[inline(always)]
+    pub fn allocate_together<R>(&self, take_other: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
+        let found = self.enter()?.pop_together(|| take_other(own_slot() as usize))?;
+        self.unpoison(found.0);
+        Some(found)
+    }
+
+    /// Frees up to about a sheaf of objects.
+    ///
+    /// # Safety
+    ///
+    /// As [`Engine::free`], for each object.
+    pub unsafe fn free_all(&self, objects: &[u64]) {
+        let mut rest = 0;
+        if self.has_one_node {
+            objects.iter().for_each(|object| self.poison(*object as usize));
+            rest = self.fill(objects.iter().map(|object| *object as usize), 0);
+            if rest < objects.len() {
+                let mut sheaf = [0; MAX_SHEAF_LEN];
+                let count = self.drain(&mut sheaf[..self.shape.sheaf_len]);
+                self.return_objects(0, &sheaf[..count]);
+                rest += self.fill(objects[rest..].iter().map(|object| *object as usize), 0);
+            }
+        }
+        // SAFETY: the caller's promise, for the objects that did not fit into the magazine.
+        objects[rest..].iter().for_each(|object| unsafe { self.free(*object as usize) });
+    }
+
+    /// Calls `act` with the thread slot while the thread's magazine is entered, which also protects the slot's stock.
+    /// `act` must not panic. Returns `None` if the magazine is not open.
+    #[inline(always)]
+    pub fn with_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
+        self.enter()?.run_entered(|| act(own_slot() as usize))
+    }
+
+    /// [`MagazineGuard::fill`] on the thread's magazine.
+    fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
+        self.enter().map_or(0, |magazine| magazine.fill(objects, node))
+    }
+
+    /// [`MagazineGuard::drain`] on the thread's magazine.
+    fn drain(&self, sheaf: &mut [usize]) -> usize {
+        self.enter().map_or(0, |magazine| magazine.drain(sheaf))
+    }
+
+    /// Returns whether the magazine holds objects of the node of this object.
+    #[inline(always)]
+    fn is_same_node(&self, magazine: &Magazine, object: usize) -> bool {
+        self.has_one_node || magazine.node() == self.node_of(object)
+    }
+
+    /// The node of an object's memory.
+    pub fn node_of(&self, object: usize) -> usize {
+        self.shared.blocks.node_of(self.shared.blocks.number_of(object))
+    }
+
+    /// The index of an object in its slab.
+    pub fn object_index(&self, object: usize) -> u32 {
+        let blocks = &self.shared.blocks;
+        self.shape.locate(object - blocks.addr(blocks.number_of(object))).1
+    }
+
+    /// Returns the thread's magazine, and opens it if necessary. Returns `None` while magazines are drained.
+    fn open_magazine(&self) -> Option<&Magazine> {
+        if self.is_draining.load(Relaxed) {
+            return None;
+        }
+        let slot = ensure_slot() as usize;
+        let (word, bit) = (self.opened_slots.get(slot / WORD_BITS)?, 1 << (slot % WORD_BITS));
+        if word.load(Relaxed) & bit == 0 {
+            let _emptying = self.drain_lock.try_lock()?;
+            let has_stock = self.handles.is_none_or(|handles| handles.open_slot(slot));
+            let has_room = has_stock && self.magazines.open_slot(slot);
+            let magazine = has_room.then(|| self.enter()).flatten()?;
+            magazine.open(2 * self.shape.sheaf_len);
+            word.fetch_or(bit, Release);
+        }
+        Some(self.magazines.get(slot))
+    }
+
+    /// Allocates a sheaf of objects from a barn or slabs, and puts all but one into the magazine.
+    #[cold]
+    #[inline(never)]
+    #[track_caller]
+    fn allocate_slowly(&self) -> Result<usize> {
+        assert_not_isolating();
+        self.check_generation()?;
+        let has_magazine = self.open_magazine().is_some();
+        let mut taken = [0; MAX_SHEAF_LEN];
+        let most = if has_magazine { self.shape.sheaf_len } else { 1 };
+        let node = self.shared.blocks.arena.current_node();
+        let (node, count) = self.take_objects(node, self.remote_ratio.load(Relaxed), &mut taken[..most])?;
+        let object = taken[count - 1];
+        if has_magazine {
+            let rest = &taken[..count - 1];
+            let kept = self.fill(rest.iter().copied(), node);
+            self.return_objects(node, &rest[kept..]);
+        }
+        self.note_allocated(object);
+        Ok(object)
+    }
+
+    /// Allocates one object from the memory of a node.
+    ///
+    /// # Errors
+    ///
+    /// As [`Engine::allocate`]; [`Error::BadNode`].
+    #[track_caller]
+    pub fn allocate_on(&self, node: usize) -> Result<usize> {
+        assert_not_isolating();
+        self.check_generation()?;
+        self.check_node(node)?;
+        let mut taken = [0];
+        self.take_objects(node, 0, &mut taken)?;
+        self.note_allocated(taken[0]);
+        self.unpoison(taken[0]);
+        Ok(taken[0])
+    }
+
+    /// Lets AddressSanitizer accept accesses to an object that is about to be used.
+    #[inline(always)]
+    pub fn unpoison(&self, object: usize) {
+        poison::unpoison(object + self.poisoned_range.start, self.poisoned_range.len());
+    }
+
+    /// Lets AddressSanitizer report accesses to a free object.
+    #[inline(always)]
+    pub fn poison(&self, object: usize) {
+        poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
+    }
+
+    /// Checks that a node exists.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadNode`].
+    pub fn check_node(&self, node: usize) -> Result<()> {
+        let nodes = self.node_count();
+        if node < nodes { Ok(()) } else { Err(Error::BadNode { node, nodes }) }
+    }
+
+    /// In debug mode, checks an object that was allocated and records the call site.
+    #[track_caller]
+    pub fn note_allocated(&self, object: usize) {
+        if let Some(checks) = &self.checks {
+            checks.note_allocated(object);
+        }
+    }
+
+    /// In debug mode, checks an object that is being freed and records the call site.
+    #[track_caller]
+    pub fn note_freed(&self, object: usize) {
+        if let Some(checks) = &self.checks {
+            checks.note_freed(object);
+        }
+    }
+
+    /// Frees an object that does not fit into the magazine. Makes room in the magazine first, if possible.
+    #[cold]
+    #[inline(never)]
+    #[track_caller]
+    fn free_slowly(&self, object: usize) {
+        assert_not_isolating();
+        if self.check_generation().is_err() {
+            // The object belongs to the parent. Its copy in the child is never used again.
+            return;
+        }
+        self.note_freed(object);
+        let node = self.node_of(object);
+        if let Some(magazine) = self.open_magazine()
+            && (self.is_same_node(magazine, object) || magazine.len() == 0)
+        {
+            let mut sheaf = [0; MAX_SHEAF_LEN];
+            let count = if magazine.len() < 2 * self.shape.sheaf_len {
+                0
+            } else {
+                self.drain(&mut sheaf[..self.shape.sheaf_len])
+            };
+            self.return_objects(magazine.node(), &sheaf[..count]);
+            if self.fill([object].into_iter(), node) == 1 {
+                return;
+            }
+        }
+        self.return_objects(node, &[object]);
+    }
+
+    /// Returns free objects of a node to one of its barns, or to their slabs.
+    pub fn return_objects(&self, node: usize, objects: &[usize]) {
+        if objects.is_empty() {
+            return;
+        }
+        if self.barns(node).next().is_some_and(|own| own.push_sheaf(objects)) {
+            return;
+        }
+        let (has_surplus, is_due) = self.with_node(node, |node| {
+            objects.iter().for_each(|object| node.free(*object));
+            node.state.freed_objects += objects.len() as u64;
+            (node.has_surplus(), node.state.freed_objects >= u64::from(self.shape.block_capacity()))
+        });
+        if has_surplus {
+            self.trim(node, Keep::Reserve);
+        }
+        if is_due && self.is_movable && self.used_ratio.load(Relaxed) > 0 {
+            self.shared.slabs.worker.notify();
+        }
+    }
+
+    /// Returns whether users have freed objects into slabs since the last call.
+    pub fn has_new_frees(&self) -> bool {
+        let given = |node| self.with_node(node, |node| std::mem::take(&mut node.state.freed_objects));
+        (0..self.node_count()).map(given).sum::<u64>() > 0
+    }
+
+    /// Requests the background thread to pack the cache, because memory is short. The first request also shortens the
+    /// thread's rest.
+    pub fn note_memory_short(&self) {
+        let worker = &self.shared.slabs.worker;
+        if self.used_ratio.load(Relaxed) > 0 && !worker.is_stopped() {
+            // Either the thread sees the flag, or it has not yet begun the round that this call requests.
+            if self.passes.note_memory_short() {
+                worker.notify();
+            } else {
+                worker.wake();
+            }
+        }
+    }
+
+    /// Allocates up to `taken.len()` objects, at least one. They come from `node` if it has free objects. Otherwise
+    /// `remote_percent` percent of the calls first try the other nodes. If no object is found, sets up a slab on
+    /// `node`. Returns the node and the number of objects.
+    pub fn take_objects(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
+        loop {
+            let stored = self.barns(node).map(|barn| barn.pop_sheaf(taken)).find(|count| *count > 0);
+            let count = stored.unwrap_or_else(|| self.take_from_slabs(node, TargetSlabs::Any, taken));
+            if count > 0 {
+                return Ok((node, count));
+            }
+            if !self.has_one_node && self.next_percent() < remote_percent {
+                let others = (1..self.node_count()).map(|step| (node + step) % self.node_count());
+                let found =
+                    others.map(|node| (node, self.with_node(node, |node| node.allocate(TargetSlabs::InUse, taken))));
+                if let Some((node, count)) = found.into_iter().find(|(_, count)| *count > 0) {
+                    self.counts.from_remote.fetch_add(count as u64, Relaxed);
+                    return Ok((node, count));
+                }
+            }
+            if let Err(error) = self.add_slab(node) {
+                // Reclaim during the attempt may have drained magazines of other threads.
+                let count = self.take_from_slabs(node, TargetSlabs::Any, taken);
+                return if count > 0 { Ok((node, count)) } else { Err(error) };
+            }
+        }
+    }
+
+    /// Allocates objects from set-up slabs of a node. Returns their number.
+    pub fn take_from_slabs(&self, node: usize, targets: TargetSlabs, taken: &mut [usize]) -> usize {
+        self.with_node(node, |node| node.allocate(targets, taken))
+    }
+
+    /// Returns the next percentage of a sequence in which all values from 0 to 99 are equally frequent.
+    fn next_percent(&self) -> u32 {
+        self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % PERCENT
+    }
+
+    /// The barns of a node, beginning with the one that this thread prefers.
+    fn barns(&self, node: usize) -> impl Iterator<Item = &Barn> {
+        let own = own_slot() as usize;
+        (0..BARNS_PER_NODE).map(move |step| &self.barns[node * BARNS_PER_NODE + (own + step) % BARNS_PER_NODE].0)
+    }
+
+    /// Number of free objects in the barns of a node, approximately.
+    pub fn objects_in_barns(&self, node: usize) -> u64 {
+        self.barns(node).map(|barn| barn.objects() as u64).sum()
+    }
+
+    /// Returns the objects in the barns of a node to their slabs.
+    pub fn drain_barns(&self, node: usize) {
+        let mut objects = [0; MAX_SHEAF_LEN];
+        for barn in self.barns(node) {
+            loop {
+                let count = barn.pop_sheaf(&mut objects);
+                if count == 0 {
+                    break;
+                }
+                self.with_node(node, |node| objects[..count].iter().for_each(|object| node.free(*object)));
+            }
+        }
+    }
+
+    /// Frees all memory of the cache at its end. Blocks with objects that are still allocated are leaked.
+    fn free_all_memory(&mut self) {
+        // Objects that readers may still use are leaked, with their blocks.
+        let is_finished = self.finish_all_retired().unwrap_or(false);
+        if let Ok(drained) = self.drain_magazines() {
+            drained.close();
+            self.trim_all(Keep::Nothing);
+            // Another cache that gets this cache id must find usable magazines.
+            drop(drained);
+            if is_finished {
+                self.shared.free_id(self.cache_id);
+            }
+        }
+    }
+
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn check_state(&self) {
+        (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.check()));
+    }
+
+    /// Number of slabs and blocks with objects in use.
+    pub fn used_slabs_and_blocks(&self) -> u64 {
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.used_slabs_and_blocks())).sum()
+    }
+
+    /// Number of objects that are not on the free lists of their slabs: allocated, or in magazines and barns.
+    pub fn used_objects(&self) -> u64 {
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used_objects())).sum()
+    }
+
+    /// Bytes charged for the blocks of the cache.
+    pub fn resident_bytes(&self) -> u64 {
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.tally().resident_bytes)).sum()
+    }
+
+    /// Bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node whose lock is held, because the
+    /// lock's holder may run a callback.
+    pub fn kept_bytes(&self) -> u64 {
+        if self.check_generation().is_err() {
+            return 0;
+        }
+        (0..self.node_count()).filter_map(|node| self.try_with_node(node, |node| node.kept_bytes())).sum()
+    }
+
+    pub fn has_constructor(&self) -> bool {
+        self.set_up.is_some()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The counter of a fork child includes only the child's own caches.
+        if self.check_generation().is_ok() {
+            stats::sub(Counter::SlabCaches, 1);
+        }
+        self.free_all_memory();
+    }
+}

@@ -1,0 +1,99 @@
+//! Doubly linked lists of the blocks of one cache on one node. The links lie in the metadata of the blocks. A block is
+//! in at most one list of each kind.
+
+use crate::alloc::blocks::Blocks;
+use crate::alloc::meta::Links;
+
+/// `COUNT` lists of blocks that use the links of kind `KIND`. Heads and tails are block numbers plus one; 0: the list
+/// is empty.
+pub(crate) struct Lists<const COUNT: usize, const KIND: usize> {
+    /// Number of each list's first block, plus one.
+    heads: [u32; COUNT],
+    /// Number of each list's last block, plus one.
+    tails: [u32; COUNT],
+}
+
+impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
+    pub fn new() -> Self {
+        Self { heads: [0; COUNT], tails: [0; COUNT] }
+    }
+
+    /// Returns the number of a list's first block.
+    pub fn first(&self, list: usize) -> Option<u32> {
+        self.heads[list].checked_sub(1)
+    }
+
+    pub fn iter<'a>(&self, blocks: &'a Blocks, list: usize) -> impl Iterator<Item = u32> + use<'a, COUNT, KIND> {
+        std::iter::successors(self.first(list), |block_number| Self::next(blocks, *block_number))
+    }
+
+    /// Returns the number of the next block in the list of `block_number`.
+    pub fn next(blocks: &Blocks, block_number: u32) -> Option<u32> {
+        Self::links(blocks, block_number).next.get().checked_sub(1)
+    }
+
+    fn links(blocks: &Blocks, block_number: u32) -> &Links {
+        &blocks.block(block_number).links[KIND]
+    }
+
+    /// Inserts a block at the front of a list. The block must be in no list of this kind.
+    pub fn push_front(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
+        let links = Self::links(blocks, block_number);
+        let after = std::mem::replace(&mut self.heads[list], block_number + 1);
+        links.list.set(list as u32);
+        links.previous.set(0);
+        links.next.set(after);
+        match after.checked_sub(1) {
+            Some(after) => Self::links(blocks, after).previous.set(block_number + 1),
+            None => self.tails[list] = block_number + 1,
+        }
+    }
+
+    /// Inserts a block at the back of a list. The block must be in no list of this kind.
+    pub fn push_back(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
+        let links = Self::links(blocks, block_number);
+        let previous = std::mem::replace(&mut self.tails[list], block_number + 1);
+        links.list.set(list as u32);
+        links.previous.set(previous);
+        links.next.set(0);
+        match previous.checked_sub(1) {
+            Some(previous) => Self::links(blocks, previous).next.set(block_number + 1),
+            None => self.heads[list] = block_number + 1,
+        }
+    }
+
+    /// Moves a block to the back of its list.
+    pub fn move_to_back(&mut self, blocks: &Blocks, block_number: u32) {
+        self.remove(blocks, block_number);
+        self.push_back(blocks, Self::links(blocks, block_number).list.get() as usize, block_number);
+    }
+
+    /// Removes a block from its list.
+    pub fn remove(&mut self, blocks: &Blocks, block_number: u32) {
+        let links = Self::links(blocks, block_number);
+        let (previous, after) = (links.previous.get(), links.next.get());
+        let list = links.list.get() as usize;
+        match previous.checked_sub(1) {
+            Some(previous) => Self::links(blocks, previous).next.set(after),
+            None => self.heads[list] = after,
+        }
+        match after.checked_sub(1) {
+            Some(after) => Self::links(blocks, after).previous.set(previous),
+            None => self.tails[list] = previous,
+        }
+    }
+
+    /// Checks that each list has the same blocks in both directions.
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn check(&self, blocks: &Blocks) {
+        for list in 0..COUNT {
+            let mut forwards: Vec<u32> = self.iter(blocks, list).collect();
+            let last = self.tails[list].checked_sub(1);
+            let backwards = std::iter::successors(last, |block_number| {
+                Self::links(blocks, *block_number).previous.get().checked_sub(1)
+            });
+            forwards.reverse();
+            assert_eq!(backwards.collect::<Vec<_>>(), forwards);
+        }
+    }
+}

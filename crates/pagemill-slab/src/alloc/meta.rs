@@ -1,0 +1,407 @@
+//! Slab metadata, apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block has the set
+//! of slabs at each level of use.
+//!
+//! All metadata is changed under the lock of the node that has the block ([`crate::alloc::node`]). The words are atomic only
+//! because they lie in shared tables.
+#![allow(unsafe_code)] // zero bits are valid metadata
+
+use crate::alloc::shape::{MAX_OBJECTS, MAX_SLABS};
+use pagemill_core::arena::Zeroed;
+use pagemill_core::sync::Relaxed;
+
+macro_rules! locked_word {
+    ($name:ident, $atomic:ident, $integer:ty) => {
+        /// An atomic word that is accessed under a lock only.
+        #[derive(Default)]
+        #[repr(transparent)]
+        pub(crate) struct $name(std::sync::atomic::$atomic);
+
+        impl $name {
+            #[inline]
+            pub fn get(&self) -> $integer {
+                self.0.load(Relaxed)
+            }
+
+            #[inline]
+            pub fn set(&self, value: $integer) {
+                self.0.store(value, Relaxed);
+            }
+        }
+    };
+}
+
+locked_word!(LockedU32, AtomicU32, u32);
+locked_word!(LockedU64, AtomicU64, u64);
+
+impl LockedU32 {
+    pub fn add(&self, more: u32) {
+        self.set(self.get() + more);
+    }
+
+    pub fn sub(&self, less: u32) {
+        self.set(self.get() - less);
+    }
+}
+
+/// Number of words of a slab's bitmap.
+const WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
+
+/// A set of objects of one slab.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Objects([u64; WORDS]);
+
+impl Objects {
+    pub fn add(&mut self, object: u32) {
+        self.0[object as usize / 64] |= 1 << (object % 64);
+    }
+
+    pub fn count(&self) -> u32 {
+        self.0.iter().map(|word| word.count_ones()).sum()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = u32> + use<> {
+        let (mut words, mut at) = (self.0, 0);
+        std::iter::from_fn(move || {
+            at += words[at..].iter().position(|word| *word != 0)?;
+            let object = at as u32 * 64 + words[at].trailing_zeros();
+            words[at] &= words[at] - 1;
+            Some(object)
+        })
+    }
+}
+
+/// State of a slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum SlabState {
+    /// Objects are allocated from the slab and freed into it.
+    Open,
+    /// One thread owns the slab, to set it up, empty it, or free its memory. Objects can still be freed into it.
+    Claimed,
+    /// The slab is unusable, because a callback panicked. No object is allocated from it again.
+    Lost,
+}
+
+/// Metadata of one slab.
+#[repr(C, align(128))]
+pub(crate) struct Slab {
+    /// One bit for each object, set while the object is *used*: allocated, or in a magazine or barn.
+    bits: [LockedU64; WORDS],
+    /// Number of set bits in `bits`.
+    used: LockedU32,
+    state: LockedU32,
+    /// Number of the last pass that tried to empty the slab.
+    pub tried: LockedU32,
+}
+
+// SAFETY: atomic words are valid if all bits are zero.
+unsafe impl Zeroed for Slab {}
+
+impl Slab {
+    pub fn used_objects(&self) -> u32 {
+        self.used.get()
+    }
+
+    pub fn state(&self) -> SlabState {
+        match self.state.get() {
+            0 => SlabState::Open,
+            1 => SlabState::Claimed,
+            _ => SlabState::Lost,
+        }
+    }
+
+    pub fn set_state(&self, state: SlabState) {
+        self.state.set(state as u32);
+    }
+
+    /// Allocates up to `most` free objects, the lowest first, and calls `on_allocated` for each. Returns the number of
+    /// objects. The slab has `capacity` objects.
+    pub fn allocate(&self, capacity: u32, most: usize, mut on_allocated: impl FnMut(u32)) -> usize {
+        let mut count = 0;
+        for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
+            let left = capacity - at as u32 * 64;
+            let all = if left >= 64 { u64::MAX } else { (1 << left) - 1 };
+            let mut free = !word.get() & all;
+            while free != 0 && count < most {
+                on_allocated(at as u32 * 64 + free.trailing_zeros());
+                free &= free - 1;
+                count += 1;
+            }
+            word.set(word.get() & !all | all & !free);
+            if count == most {
+                break;
+            }
+        }
+        self.used.add(count as u32);
+        count
+    }
+
+    /// Frees one object.
+    ///
+    /// # Panics
+    ///
+    /// If the object is free already.
+    pub fn free(&self, object: u32) {
+        let word = &self.bits[object as usize / 64];
+        let bit = 1 << (object % 64);
+        assert!(word.get() & bit != 0, "object {object} of a slab is free already");
+        word.set(word.get() & !bit);
+        self.used.sub(1);
+    }
+
+    /// Frees several objects.
+    ///
+    /// # Panics
+    ///
+    /// If one of the objects is free already.
+    pub fn free_all(&self, objects: &Objects) {
+        for (word, freed) in self.bits.iter().zip(objects.0) {
+            assert!(word.get() & freed == freed, "an object of a slab is free already");
+            word.set(word.get() & !freed);
+        }
+        self.used.sub(objects.count());
+    }
+
+    /// Calls `found` for up to `most` used objects, beginning at object `from`. Returns the number of calls.
+    pub fn for_each_allocated(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
+        let first = from as usize / 64;
+        let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
+        if let Some(word) = objects.0.get_mut(first) {
+            *word &= u64::MAX << (from % 64);
+        }
+        objects.iter().take(most).map(found).count()
+    }
+}
+
+/// Classes of slabs by use. A slab is *bare* until it is set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Level {
+    /// The slab has no memory, or was never divided into objects.
+    Bare,
+    /// The slab is set up, and all objects are free.
+    Empty,
+    /// The first of four levels of partial slabs, by quarters in use.
+    Partial,
+}
+
+/// Number of levels of partial slabs.
+const QUARTERS: usize = 4;
+/// Number of levels.
+pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTERS;
+/// Number of 64-bit words of a set of slabs.
+const MASK_WORDS: usize = 2;
+const _: () = assert!(MAX_SLABS == u128::BITS as usize);
+
+/// Returns the level of an open slab with `used` used objects; `None` if the slab is full.
+pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
+    match used {
+        0 => Some(Level::Empty as usize),
+        used if used == capacity => None,
+        used => Some(Level::Partial as usize + used as usize * QUARTERS / capacity as usize),
+    }
+}
+
+/// Kind of the lists of blocks by use. Each block of a node is in one of them.
+pub(crate) const BY_USE: usize = 0;
+/// Kind of the queues of blocks that the current block search has not visited yet.
+pub(crate) const SEARCH_QUEUE: usize = 1;
+/// Number of kinds of lists.
+const LINKS: usize = SEARCH_QUEUE + 1;
+
+/// Neighbours of a block in a list, as block numbers plus one (0: none), and the index of that list.
+#[derive(Default)]
+pub(crate) struct Links {
+    pub next: LockedU32,
+    pub previous: LockedU32,
+    pub list: LockedU32,
+}
+
+/// Metadata of one block.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(crate) struct Block {
+    /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
+    levels: [[LockedU64; MASK_WORDS]; LEVELS],
+    /// Neighbours of the block in its list of each kind.
+    pub links: [Links; LINKS],
+    /// Number of used objects of the block.
+    pub used: LockedU32,
+    /// Number of objects that can be allocated from the block's open slabs.
+    pub free_objects: LockedU32,
+    /// Number of slabs that are claimed or lost.
+    pub claimed: LockedU32,
+    /// Number of slabs that are set up.
+    pub slabs: LockedU32,
+    /// 1 if the block is sparse: its memory is charged and freed slab by slab.
+    pub is_sparse: LockedU32,
+    /// 1 while the block is being emptied. No object is allocated from it then.
+    pub is_emptying: LockedU32,
+    /// The `block_pass` of the last attempt to empty the block.
+    pub tried: LockedU32,
+    /// 1 if an attempt to empty the block left objects in it.
+    pub has_unmovable: LockedU32,
+    /// Id of the last slab search that found no further candidate in the block.
+    pub exhausted_search: LockedU32,
+    /// Id of the block search in whose queue the block is; 0 if none.
+    pub queued_search: LockedU32,
+}
+
+// SAFETY: atomic words are valid if all bits are zero.
+unsafe impl Zeroed for Block {}
+
+/// A set of slabs of one block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SlabSet(u128);
+
+impl SlabSet {
+    pub fn add(&mut self, slab: u32) {
+        self.0 |= 1 << slab;
+    }
+
+    pub fn iter(mut self) -> impl Iterator<Item = u32> {
+        std::iter::from_fn(move || {
+            let first = (self.0 != 0).then(|| self.0.trailing_zeros())?;
+            self.0 &= self.0 - 1;
+            Some(first)
+        })
+    }
+}
+
+impl Block {
+    /// Index of the `BY_USE` list that the block is in.
+    pub fn use_list(&self) -> usize {
+        self.links[BY_USE].list.get() as usize
+    }
+
+    /// Adds a slab to the set of a level.
+    pub fn insert(&self, level: usize, slab: u32) {
+        let word = &self.levels[level][slab as usize / 64];
+        word.set(word.get() | 1 << (slab % 64));
+    }
+
+    /// Removes a slab from the set of a level.
+    pub fn remove(&self, level: usize, slab: u32) {
+        let word = &self.levels[level][slab as usize / 64];
+        debug_assert!(word.get() >> (slab % 64) & 1 == 1);
+        word.set(word.get() & !(1 << (slab % 64)));
+    }
+
+    /// Returns the first slab at a level.
+    #[inline]
+    pub fn first_at_level(&self, level: usize) -> Option<u32> {
+        let slabs = self.mask_at_level(level);
+        (slabs != 0).then(|| slabs.trailing_zeros())
+    }
+
+    /// Returns the set of slabs at a level, one bit each.
+    fn mask_at_level(&self, level: usize) -> u128 {
+        let [low, high] = &self.levels[level];
+        u128::from(low.get()) | u128::from(high.get()) << u64::BITS
+    }
+
+    pub fn slabs_at_level(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
+        SlabSet(self.mask_at_level(level)).iter()
+    }
+
+    /// All slabs that are set up. The block has `slabs` slabs.
+    pub fn set_up_slabs(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
+        SlabSet(!self.mask_at_level(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
+    }
+
+    pub fn count_at_level(&self, level: usize) -> u32 {
+        self.mask_at_level(level).count_ones()
+    }
+
+    /// Adds the first `slabs` slabs to the level of bare slabs.
+    pub fn mark_all_bare(&self, slabs: u32) {
+        (0..slabs).for_each(|slab| self.insert(Level::Bare as usize, slab));
+    }
+
+    /// Removes all slabs from all levels.
+    pub fn clear_levels(&self) {
+        self.levels.iter().flatten().for_each(|word| word.set(0));
+    }
+
+    /// Returns the fullest partial slab. If no slab is partial and `may_be_empty` is true, returns an empty slab.
+    pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
+        let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
+        (least..LEVELS).rev().find_map(|level| self.first_at_level(level))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slab() -> Slab {
+        // SAFETY: zero bits are a valid slab.
+        unsafe { std::mem::zeroed() }
+    }
+
+    /// Allocates objects until the slab is full. Each object must be allocated once, and none beyond the capacity. A
+    /// freed object must be allocated again.
+    #[test]
+    fn each_object_is_allocated_once() {
+        for capacity in [1, 63, 64, 65, 341, 512] {
+            let slab = slab();
+            let mut taken = Vec::new();
+            while slab.allocate(capacity, 7, |object| taken.push(object)) == 7 {}
+            assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
+            assert_eq!((slab.used_objects(), level_of(slab.used_objects(), capacity)), (capacity, None));
+            slab.free(capacity - 1);
+            assert_eq!(slab.for_each_allocated(capacity - 1, 1, |_| ()), 0);
+            assert_eq!(slab.allocate(capacity, 9, |object| assert_eq!(object, capacity - 1)), 1);
+        }
+    }
+
+    /// Allocates 300 objects and frees two thirds at once. From any start, `for_each_allocated` must visit exactly the
+    /// objects that were not freed.
+    #[test]
+    fn objects_are_found_and_freed_together() {
+        let slab = slab();
+        slab.allocate(512, 300, |_| ());
+        let mut freed = Objects::default();
+        (0..300).filter(|object| object % 3 != 0).for_each(|object| freed.add(object));
+        assert_eq!(freed.iter().collect::<Vec<_>>(), (0..300).filter(|object| object % 3 != 0).collect::<Vec<_>>());
+        slab.free_all(&freed);
+        assert_eq!(slab.used_objects(), 100);
+        for (from, most) in [(0, 200), (1, 7), (64, 30), (127, 200), (299, 1), (512, 1)] {
+            let mut found = Vec::new();
+            let count = slab.for_each_allocated(from, most, |object| found.push(object));
+            let expected: Vec<u32> = (from..300).filter(|object| object % 3 == 0).take(most).collect();
+            assert_eq!((count, found), (expected.len(), expected));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "free already")]
+    fn double_free_panics() {
+        let slab = slab();
+        slab.allocate(64, 1, |_| ());
+        slab.free(0);
+        slab.free(0);
+    }
+
+    /// Levels must rise with use, by quarters. A full slab must have no level.
+    #[test]
+    fn levels_are_quarters() {
+        assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
+        let levels: Vec<_> = (1..8).map(|used| level_of(used, 8).unwrap()).collect();
+        assert_eq!(levels, [2, 3, 3, 4, 4, 5, 5]);
+        assert_eq!(level_of(8, 8), None);
+    }
+
+    /// `fullest_slab` must return the fullest partial slab, and an empty slab only if allowed.
+    #[test]
+    fn fullest_slab_is_chosen_first() {
+        let block = Block::default();
+        block.insert(Level::Empty as usize, 3);
+        assert_eq!((block.fullest_slab(false), block.fullest_slab(true)), (None, Some(3)));
+        block.insert(Level::Partial as usize, 100);
+        block.insert(LEVELS - 1, 70);
+        assert_eq!((block.fullest_slab(false), block.count_at_level(LEVELS - 1)), (Some(70), 1));
+        block.remove(LEVELS - 1, 70);
+        assert_eq!(block.fullest_slab(true), Some(100));
+    }
+}

@@ -1,0 +1,476 @@
+//! Tests of the background thread: its work without a call of the program, and the cases in which it must not run.
+#![allow(unsafe_code)] // implements `Movable`
+
+use super::*;
+use crate::caches::tests::basics::{STUCK_AFTER, slabs_with_background};
+use crate::caches::tests::owner::{Behavior, ItemOwner, Items, cache_of};
+use crate::defrag::worker::{ShrinkRequest, VisitResult, Worker, rest_due_after};
+use pagemill_core::instance::Part;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::Relaxed;
+use pagemill_core::units::BLOCK_BYTES;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicUsize;
+use std::thread;
+use std::time::Instant;
+
+/// Number of items that a test adds at first.
+const ITEMS: u64 = 60_000;
+
+/// Waits until `is_so` returns true. Makes no call that would do the work of the background thread.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < STUCK_AFTER, "{what} does not come");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn slabs(use_huge: bool) -> &'static Slabs {
+    slabs_with_background(
+        pagemill_core::arena::Layout { use_huge, ..pagemill_core::arena::Layout::for_test() },
+        UNLIMITED,
+    )
+    .0
+}
+
+/// Returns the settings of a cache with this `defrag_used_ratio`.
+fn with_ratio(name: &str, percent: u32) -> Settings {
+    Settings::new(name).defrag_used_ratio(percent)
+}
+
+/// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
+/// the number of remaining items.
+fn fragmented(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
+    (0..ITEMS).for_each(|number| cache.add(number));
+    let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
+    (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
+        // The removal fails while the item is being moved.
+        wait_until("an item", || cache.remove(number));
+    });
+    (0..ITEMS).filter(stays).count() as u64
+}
+
+/// Returns the number of blocks that `items` items need, plus one.
+fn blocks_for(cache: &OwnerSlab<ItemOwner>, items: u64) -> u32 {
+    let engine = cache.engine();
+    (items.div_ceil(u64::from(engine.shape.block_capacity())) + 1) as u32
+}
+
+/// Creates a cache whose owner keeps the background thread in a callback until the owner's behaviour is changed.
+fn cache_that_blocks_the_background(slabs: &'static Slabs) -> OwnerSlab<ItemOwner> {
+    let cache = cache_of(slabs, Settings::new("busy"));
+    *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
+    (0..ITEMS).for_each(|number| cache.add(number));
+    (0..ITEMS).filter(|number| number % 16 != 3).for_each(|number| _ = cache.remove(number));
+    wait_until("a move", || cache.owner().waits.load(Relaxed));
+    cache
+}
+
+fn wait_for_sleep(slabs: &Slabs) {
+    wait_until("sleep", || slabs.worker.is_asleep());
+}
+
+/// A cache is fragmented. Its memory must return to the system without any call. The thread may use at most a twentieth
+/// of a processor, and must sleep afterwards.
+#[test]
+fn background_frees_fragmented_memory() {
+    for use_huge in [true, false] {
+        let slabs = slabs(use_huge);
+        let cache = cache_of(slabs, Settings::new("behind"));
+        (ITEMS..2 * ITEMS).for_each(|number| cache.add(number));
+        (ITEMS..2 * ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
+        let items = fragmented(&cache, 10);
+        // The ratio's bound in whole blocks, plus an idle block that is kept.
+        let block_bytes = BLOCK_BYTES as u64;
+        let most =
+            (items * cache.info().unwrap().stride_bytes as u64 * 100 / 30).next_multiple_of(block_bytes) + block_bytes;
+        wait_until("memory", || {
+            cache.info().unwrap().total.resident_bytes <= most
+                && slabs.shared.get().unwrap().blocks.giveable_bytes() == 0
+        });
+        wait_for_sleep(slabs);
+        let info = cache.info().unwrap();
+        assert_eq!((cache.check_all(), info.active), (items, items));
+        assert!(info.moved > 0 && info.total.resident_bytes <= most, "{info:?}");
+        let (worked, rested) = (slabs.worker.used_cpu_ns(), slabs.worker.rested_ns());
+        assert!(worked > 0 && rested >= 19 * worked, "{worked} {rested}");
+        assert!(stats::get(Counter::SlabBehindSteps) > 0);
+        cache.engine().check_state();
+    }
+}
+
+/// The program frees all objects of a cache, which is kept or dropped. The blocks must return to the system without any
+/// call.
+#[test]
+fn background_frees_blocks_that_the_program_emptied() {
+    let (slabs, account) = slabs_with_background(pagemill_core::arena::Layout::for_test(), UNLIMITED);
+    let kept = cache_of(slabs, Settings::new("kept"));
+    let fixed = slabs.fixed::<[u64; 24]>(Settings::new("fixed")).unwrap();
+    for is_dropped in [false, true] {
+        let slots: Vec<_> = (0..ITEMS).map(|number| fixed.insert([number; 24]).unwrap()).collect();
+        // With ratio 0 nothing is moved, so nothing waits for readers when the cache is dropped.
+        let other = is_dropped.then(|| cache_of(slabs, with_ratio("goes", 0)));
+        let cache = other.as_ref().unwrap_or(&kept);
+        (0..ITEMS).for_each(|number| cache.add(number));
+        (0..ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
+        drop((other, slots));
+        wait_until("memory", || slabs.shared.get().unwrap().blocks.giveable_bytes() == 0);
+        wait_for_sleep(slabs);
+        // Each cache keeps a block for its next objects, and the objects in magazines.
+        let bytes: u64 = slabs.list().iter().map(|cache| cache.total.resident_bytes).sum();
+        assert_eq!(account.resident(), bytes);
+    }
+}
+
+/// A value whose destructor removes the next value, in the next cache.
+struct Link {
+    next: Option<Handle<Link>>,
+    number: usize,
+    gone: Arc<AtomicUsize>,
+    caches: Arc<OnceLock<Vec<HandleMap<Link>>>>,
+}
+
+// SAFETY: numbers and pointers can be copied byte by byte.
+unsafe impl Movable for Link {}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if let (Some(next), Some(caches)) = (self.next, self.caches.get()) {
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap().is_some());
+        }
+        self.gone.fetch_add(1, Relaxed);
+    }
+}
+
+/// Destructors on the background thread remove further values, in the same cache or in one already visited. The further
+/// values must be dropped without a call, too.
+#[test]
+fn values_removed_by_destructors_are_dropped() {
+    for count in [1, 2] {
+        let slabs = slabs(true);
+        let (caches, gone) = (Arc::new(OnceLock::new()), Arc::new(AtomicUsize::new(0)));
+        let made =
+            caches.get_or_init(|| (0..count).map(|_| slabs.by_handle(Settings::new("lists")).unwrap()).collect());
+        let mut next = None;
+        for number in (0..5).rev() {
+            let link = Link { next, number, gone: gone.clone(), caches: caches.clone() };
+            next = Some(made[number % count].insert(link).unwrap());
+        }
+        assert!(made[0].remove(next.unwrap()).unwrap().is_some());
+        wait_until("a destructor", || {
+            // Without this call the first value would wait for a full batch.
+            slabs.worker.notify();
+            gone.load(Relaxed) > 0
+        });
+        wait_until("the others", || gone.load(Relaxed) == 5);
+    }
+}
+
+/// A value that counts how many values were dropped.
+struct Value {
+    words: [u64; 20],
+    gone: Arc<AtomicUsize>,
+}
+
+// SAFETY: numbers and a pointer can be copied byte by byte.
+unsafe impl Movable for Value {}
+
+impl Drop for Value {
+    fn drop(&mut self) {
+        self.gone.fetch_add(1, Relaxed);
+    }
+}
+
+/// Nine of ten values by handle are removed. These values must be dropped, and the others packed, without a call.
+#[test]
+fn values_by_handle_are_dropped_and_packed() {
+    let slabs = slabs(true);
+    let cache = slabs.by_handle::<Value>(Settings::new("behind")).unwrap();
+    let gone = Arc::new(AtomicUsize::new(0));
+    let value = |number| Value { words: [number; 20], gone: gone.clone() };
+    let handles: Vec<_> = (0..ITEMS).map(|number| cache.insert(value(number)).unwrap()).collect();
+    handles.iter().zip(0..).filter(|(_, number)| number % 10 != 7).for_each(|(handle, _)| {
+        assert!(cache.remove(*handle).unwrap().is_some());
+    });
+    let items = ITEMS / 10;
+    wait_until("destructors", || gone.load(Relaxed) as u64 == ITEMS - items);
+    let most = (items * 100 / 30).div_ceil(u64::from(cache.engine().shape.block_capacity())) as u32 + 1;
+    wait_until("memory", || cache.info().unwrap().total.blocks <= most);
+    wait_for_sleep(slabs);
+    assert!(cache.info().unwrap().moved > 0);
+    for (handle, number) in handles.iter().zip(0..) {
+        let words = cache.get(*handle, &crate::enter()).map(|value| value.words);
+        assert_eq!(words, (number % 10 == 7).then_some([number; 20]));
+    }
+    drop(cache);
+    assert_eq!(gone.load(Relaxed) as u64, ITEMS);
+}
+
+/// Three values that own memory are removed. The memory must be freed without another call.
+#[test]
+fn background_drops_a_few_removed_values() {
+    struct Held(Arc<()>);
+    // SAFETY: a pointer; its target is not moved.
+    unsafe impl Movable for Held {}
+    let (slabs, held) = (slabs(true), Arc::new(()));
+    let cache = slabs.by_handle(Settings::new("few")).unwrap();
+    let handles: Vec<_> = (0..3).map(|_| cache.insert(Held(held.clone())).unwrap()).collect();
+    assert!(
+        handles
+            .iter()
+            .all(|handle| cache.get(*handle, &crate::enter()).is_some_and(|value| Arc::ptr_eq(&value.0, &held)))
+    );
+    assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap().is_some()));
+    wait_until("destructors", || Arc::strong_count(&held) == 1);
+}
+
+/// Values without a destructor are removed under a guard. After the guard is dropped, their memory must be freed
+/// without another call.
+#[test]
+fn values_removed_under_a_guard_are_freed() {
+    const VALUES: usize = 100_000;
+    for has_own_guard in [true, false] {
+        let cache = slabs(true).by_handle::<[u64; 24]>(Settings::new("read")).unwrap();
+        let handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number as u64; 24]).unwrap()).collect();
+        let remove =
+            || handles[VALUES / 10..].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
+        let guard = crate::enter();
+        if has_own_guard {
+            remove();
+        } else {
+            thread::scope(|scope| _ = scope.spawn(remove).join());
+        }
+        assert_eq!(cache.get(handles[7], &guard), Some(&[7; 24]));
+        drop(guard);
+        // Fewer objects than a block has do not wake the background thread.
+        let most = VALUES as u64 / 10 + 2 * u64::from(cache.engine().shape.block_capacity());
+        wait_until("memory", || cache.info().unwrap().active <= most);
+    }
+}
+
+/// One cache is packed while another cache has ratio 0. The objects of the cache with ratio 0 must not be moved.
+#[test]
+fn nothing_moves_at_a_ratio_of_0() {
+    let slabs = slabs(true);
+    let still = cache_of(slabs, with_ratio("still", 0));
+    let items = fragmented(&still, 10);
+    let other = cache_of(slabs, Settings::new("other"));
+    fragmented(&other, 10);
+    wait_until("a move", || other.info().unwrap().moved > 0);
+    wait_for_sleep(slabs);
+    let info = still.info().unwrap();
+    assert_eq!((info.moved, info.emptied, still.check_all()), (0, 0, items));
+    assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
+}
+
+/// After `defrag_by_hand` the background thread must end without moving any further object.
+#[test]
+fn stopped_background_does_nothing() {
+    let slabs = slabs(true);
+    let cache = cache_of(slabs, Settings::new("by hand"));
+    let items = fragmented(&cache, 10);
+    wait_until("a thread", || slabs.worker.is_started());
+    slabs.defrag_by_hand();
+    let moved = cache.info().unwrap().moved;
+    wait_until("the thread's end", || !slabs.worker.is_started());
+    for number in 0..ITEMS {
+        cache.remove(number);
+    }
+    fragmented(&cache, 10);
+    assert_eq!((cache.info().unwrap().moved, cache.check_all()), (moved, items));
+    while slabs.defrag_step(Duration::from_secs(1)).moved > 0 {}
+    assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
+}
+
+/// A cache is dropped while the background thread visits it. The drop must wait for the visit, and the owner must be
+/// dropped on the dropping thread. The background thread must serve later caches.
+#[test]
+fn drop_waits_for_the_background_visit() {
+    let slabs = slabs(true);
+    for use_wait in [true, false, true] {
+        let cache = cache_of(slabs, Settings::new("dropped"));
+        let ended_on = cache.owner().ended_on.clone();
+        let behavior = cache.owner().behavior.clone();
+        if use_wait {
+            *behavior.lock().unwrap() = Behavior::Wait;
+        }
+        (0..ITEMS).for_each(|number| cache.add(number));
+        (0..ITEMS).filter(|number| number % 16 != 3).for_each(|number| _ = cache.remove(number));
+        if use_wait {
+            wait_until("a move", || cache.owner().waits.load(Relaxed));
+        }
+        let dropper = thread::spawn(move || drop(cache));
+        if use_wait {
+            wait_until("the withdrawal", || slabs.cache_count() == 0);
+            assert_eq!(ended_on.get(), None);
+            *behavior.lock().unwrap() = Behavior::Move;
+        }
+        let dropper_id = dropper.thread().id();
+        dropper.join().unwrap();
+        assert_eq!(ended_on.get(), Some(&dropper_id));
+    }
+    let cache = cache_of(slabs, Settings::new("next"));
+    fragmented(&cache, 10);
+    wait_until("a move", || cache.info().unwrap().moved > 0);
+}
+
+/// A callback panics on the background thread. The panic must be counted, and the slab must be unusable. The thread
+/// must skip the cache of the callback, but no other cache.
+#[test]
+fn panic_gives_up_only_its_cache() {
+    let slabs = slabs(true);
+    let failing = cache_of(slabs, with_ratio("failing", 0));
+    let items = fragmented(&failing, 10);
+    *failing.owner().behavior.lock().unwrap() = Behavior::PanicInMigrate;
+    let before = stats::get(Counter::SlabBehindFailed);
+    failing.set_defrag_used_ratio(30).unwrap();
+    wait_until("a panic", || failing.engine().has_panicked.load(Relaxed));
+    // The count follows the flag a moment later.
+    wait_until("a count", || stats::get(Counter::SlabBehindFailed) > before);
+    let other = cache_of(slabs, Settings::new("other"));
+    let other_items = fragmented(&other, 10);
+    wait_until("a move", || other.info().unwrap().moved > 0);
+    wait_for_sleep(slabs);
+    let info = failing.info().unwrap();
+    assert_eq!((info.total.lost, info.active, other.check_all()), (1, items, other_items));
+    assert!(info.is_given_up && !other.info().unwrap().is_given_up);
+}
+
+/// A callback panics, so the background thread skips its cache. After the ratio is set, even to the same value, the
+/// thread must visit the cache again. It must skip the cache again only if callbacks still panic.
+#[test]
+fn setting_the_ratio_retries_a_given_up_cache() {
+    let slabs = slabs(true);
+    let cache = cache_of(slabs, with_ratio("failing", 0));
+    let items = fragmented(&cache, 10);
+    *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
+    for lost in 1..=2 {
+        cache.set_defrag_used_ratio(30).unwrap();
+        wait_until("a panic", || cache.info().unwrap().total.lost == lost && cache.info().unwrap().is_given_up);
+        wait_for_sleep(slabs);
+    }
+    let (before, moved) = (cache.info().unwrap(), || cache.info().unwrap().moved);
+    *cache.owner().behavior.lock().unwrap() = Behavior::Move;
+    assert_eq!(before.total.lost, 2, "nothing is tried by itself");
+    cache.set_defrag_used_ratio(30).unwrap();
+    wait_until("a move", || moved() > before.moved);
+    wait_for_sleep(slabs);
+    let after = cache.info().unwrap();
+    assert_eq!((after.is_given_up, after.total.lost, cache.check_all()), (false, 2, items));
+}
+
+/// A callback panics, so the background thread skips its cache. A shrink by the program that panics must not change
+/// that. After a successful shrink, the thread must visit the cache again.
+#[test]
+fn successful_shrink_retries_a_given_up_cache() {
+    let slabs = slabs(true);
+    let cache = cache_of(slabs, with_ratio("failing", 0));
+    let items = fragmented(&cache, 10);
+    let is_given_up = || cache.info().unwrap().is_given_up;
+    *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
+    cache.set_defrag_used_ratio(30).unwrap();
+    wait_until("a panic", is_given_up);
+    wait_for_sleep(slabs);
+    assert!(catch_unwind(AssertUnwindSafe(|| cache.shrink())).is_err() && is_given_up());
+    *cache.owner().behavior.lock().unwrap() = Behavior::Move;
+    cache.shrink().unwrap();
+    assert!(!is_given_up());
+    let before = cache.info().unwrap();
+    (ITEMS..2 * ITEMS).for_each(|number| cache.add(number));
+    let more = (ITEMS..2 * ITEMS).filter(|number| number % 10 == 0).count() as u64;
+    (ITEMS..2 * ITEMS)
+        .filter(|number| number % 10 > 0)
+        .for_each(|number| wait_until("an item", || cache.remove(number)));
+    wait_until("a move", || cache.info().unwrap().moved > before.moved);
+    wait_for_sleep(slabs);
+    assert_eq!((cache.info().unwrap().total.lost, cache.check_all()), (2, items + more));
+}
+
+/// A cache is dropped while a shrink of it is requested and the thread is busy elsewhere. The request must return
+/// `None`, the owner must be dropped on the dropping thread, and later requests must succeed.
+#[test]
+fn shrink_request_ends_with_its_cache() {
+    let slabs = slabs(true);
+    let busy = cache_that_blocks_the_background(slabs);
+    let requested = cache_of(slabs, Settings::new("requested"));
+    let ended_on = requested.owner().ended_on.clone();
+    let request = thread::spawn(move || slabs.shrink_one(1));
+    wait_until("the request", || {
+        requested.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Wanted))
+    });
+    let dropper = thread::spawn(move || drop(requested));
+    wait_until("an answer", || request.is_finished());
+    assert!(request.join().unwrap().is_none());
+    let dropper_id = dropper.thread().id();
+    dropper.join().unwrap();
+    assert_eq!(ended_on.get(), Some(&dropper_id));
+    *busy.owner().behavior.lock().unwrap() = Behavior::Move;
+    assert!(slabs.shrink_one(0).unwrap().is_ok());
+}
+
+/// No rest may be due for a requested shrink. For other work the rest must be 19 times its processor time, at most a
+/// second.
+#[test]
+fn rest_is_bounded() {
+    let slabs = slabs(true);
+    slabs.defrag_by_hand();
+    let cache = cache_of(slabs, Settings::new("requested"));
+    (0..100).for_each(|number| cache.add(number));
+    cache.engine().shrink_request.with(|request| *request = ShrinkRequest::Wanted);
+    let (worker, mut rest_due_ns) = (Worker::default(), 0);
+    assert_eq!(worker.run_round(slabs, &mut rest_due_ns), VisitResult::ShrinkRequest);
+    assert_eq!((rest_due_ns, worker.rested_ns()), (0, 0));
+    assert!(cache.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
+    for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {
+        assert_eq!(rest_due_after(0, took_ms * 1_000_000), owed_ms * 1_000_000);
+    }
+}
+
+/// While memory is short, reclaim must wake the resting thread once, and not again until the thread has packed all
+/// caches.
+#[test]
+fn memory_shortage_shortens_a_rest() {
+    let slabs = slabs(true);
+    let busy = cache_that_blocks_the_background(slabs);
+    let before = slabs.worker.wake_count();
+    let wakes = [(); 3].map(|()| {
+        slabs.shrink(u64::MAX, Urgency::Limit);
+        slabs.worker.wake_count() - before
+    });
+    // Ends the callback before an assertion can fail, because dropping the cache waits for the callback.
+    *busy.owner().behavior.lock().unwrap() = Behavior::Move;
+    assert_eq!(wakes, [1; 3]);
+}
+
+/// At a memory limit, caches by owner must be packed even if they are used above their ratio, except caches with ratio
+/// 0.
+#[test]
+fn caches_by_owner_are_packed_at_a_limit() {
+    let slabs = slabs(true);
+    let [half, still] = [("half", 30), ("still", 0)].map(|(name, percent)| cache_of(slabs, with_ratio(name, percent)));
+    let items = [&half, &still].map(|cache| fragmented(cache, 2));
+    wait_until("a thread", || slabs.worker.is_started());
+    wait_for_sleep(slabs);
+    assert!(half.info().unwrap().total.blocks > blocks_for(&half, items[0]));
+    slabs.shrink(u64::MAX, Urgency::Limit);
+    wait_until("packing", || half.info().unwrap().total.blocks <= blocks_for(&half, items[0]));
+    wait_for_sleep(slabs);
+    assert_eq!((still.info().unwrap().moved, [&half, &still].map(|cache| cache.check_all())), (0, items));
+}
+
+/// After a fork, the child's list of caches must be empty, so that the child never drops an owner of the parent.
+#[test]
+fn fork_child_lists_no_caches_of_its_parent() {
+    let slabs = slabs(true);
+    slabs.defrag_by_hand();
+    let cache = cache_of(slabs, Settings::new("a parent's"));
+    // SAFETY: no other thread uses this arena, and no lock is held.
+    unsafe { slabs.arena.forked() };
+    // SAFETY: as above.
+    unsafe { slabs.begin_child() };
+    assert_eq!(slabs.cache_count(), 0);
+    drop(cache);
+}

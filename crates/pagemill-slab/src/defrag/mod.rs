@@ -1,0 +1,14 @@
+//! Defragmentation: choice of slabs, moves, and the background thread.
+
+#[cfg(not(loom))]
+pub(crate) mod candidates;
+#[cfg(not(loom))]
+pub(crate) mod drain;
+#[cfg(not(loom))]
+pub(crate) mod migrate;
+#[cfg(not(loom))]
+pub(crate) mod owner;
+#[cfg(not(loom))]
+pub(crate) mod steps;
+#[cfg(not(loom))]
+pub(crate) mod worker;

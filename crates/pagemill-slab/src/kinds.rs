@@ -1,0 +1,182 @@
+//! What all kinds of slab caches have in common.
+
+use crate::FixedSlab;
+use crate::HandleMap;
+use crate::Migrate;
+use crate::Movable;
+use crate::OwnerSlab;
+use crate::caches::Cache;
+use crate::defrag::migrate::Progress;
+use crate::report::info::{self, SlabInfo};
+use pagemill_core::error::{Error, Result};
+use std::fmt;
+use std::time::Duration;
+
+/// The cache inside a public type. Other crates cannot name this trait, so they cannot implement [`SlabCache`].
+pub trait Inner {
+    /// The cache without its type.
+    #[expect(private_interfaces, reason = "other crates cannot name this trait")]
+    fn inner(&self) -> &dyn Cache;
+}
+
+impl<T> Inner for FixedSlab<T> {
+    #[expect(private_interfaces, reason = "as in the trait")]
+    fn inner(&self) -> &dyn Cache {
+        &*self.inner
+    }
+}
+
+impl<M: Migrate> Inner for OwnerSlab<M> {
+    #[expect(private_interfaces, reason = "as in the trait")]
+    fn inner(&self) -> &dyn Cache {
+        &*self.inner
+    }
+}
+
+impl<T: Movable> Inner for HandleMap<T> {
+    #[expect(private_interfaces, reason = "as in the trait")]
+    fn inner(&self) -> &dyn Cache {
+        &*self.inner
+    }
+}
+
+/// Operations of all kinds of slab caches: [`FixedSlab`], [`OwnerSlab`], [`HandleMap`].
+///
+/// ```
+/// use pagemill_slab::{FixedSlab, SlabCache};
+///
+/// fn report(cache: &impl SlabCache) -> pagemill_core::Result<()> {
+///     let info = cache.info()?;
+///     println!("{}: {} objects, {} bytes", info.name, info.total.used, info.total.resident_bytes);
+///     Ok(())
+/// }
+///
+/// let cache = FixedSlab::new("names")?;
+/// let name = cache.insert("page".to_owned())?;
+/// report(&cache)?;
+/// drop(name);
+/// cache.shrink()?; // the empty slab returns to the system
+/// assert_eq!(cache.info()?.total.used, 0);
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+pub trait SlabCache: Inner {
+    /// Packs all movable objects into as few slabs and blocks as possible, drops removed values, and frees the unused
+    /// memory: free objects in magazines and barns, idle blocks, empty slabs, unused pages of the handle table. Returns
+    /// by how many bytes the charge of the cache fell.
+    ///
+    /// Afterwards each node has at most one partial slab, unless some objects could not be moved. Waits for readers, at
+    /// most one second, so it must not be called under a guard.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread defragments or drains the cache for a second, or a thread was
+    /// stopped during an allocation or free. [`pagemill_core::Error::WrongState`] in a fork child.
+    ///
+    /// # Panics
+    ///
+    /// If [`Migrate::isolate`] or [`Migrate::migrate`] panics: the slab is unusable afterwards.
+    fn shrink(&self) -> Result<u64> {
+        self.inner().shrink()
+    }
+
+    /// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the
+    /// cache's ratio. The time is checked after every 64 objects, but at least one slab is finished. A later call frees
+    /// the memory, after readers have finished. Does nothing for a [`FixedSlab`] cache.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during an
+    /// allocation or free.
+    ///
+    /// # Panics
+    ///
+    /// As [`SlabCache::shrink`].
+    fn defrag_step(&self, budget: Duration) -> Result<Progress> {
+        self.inner().defrag(budget)
+    }
+
+    /// Moves up to `most` objects from one NUMA node to another. Does nothing for a [`FixedSlab`] cache.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::BadNode`], and as [`SlabCache::shrink`].
+    fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
+        self.inner().move_objects(from, to, most)
+    }
+
+    /// Moves objects from NUMA nodes with more than the average to nodes with less, until each has the average. Does
+    /// nothing for a [`FixedSlab`] cache.
+    ///
+    /// # Errors
+    ///
+    /// As [`SlabCache::shrink`].
+    fn balance(&self) -> Result<Progress> {
+        self.inner().balance()
+    }
+
+    /// Sets the percentage of use below which [`SlabCache::defrag_step`] empties slabs: 0 empties none, 100 all that
+    /// are not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
+    /// ([`SlabInfo::is_given_up`]).
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::BadRatio`].
+    fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
+        self.inner().engine().set_used_ratio(percent)
+    }
+
+    /// Returns the statistics of the cache.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::WrongState`] in a fork child.
+    fn info(&self) -> Result<SlabInfo> {
+        info::of(self.inner())
+    }
+}
+
+impl<C: Inner> SlabCache for C {}
+
+/// An insertion that failed. It returns the value.
+///
+/// The conversion to [`Error`] drops the value, so `?` works in functions that return [`Result`].
+///
+/// ```
+/// use pagemill_slab::HandleMap;
+///
+/// let map = HandleMap::<String>::new("names")?;
+/// let handle = match map.insert("pagemill".to_owned()) {
+///     Ok(handle) => handle,
+///     Err(failed) => panic!("no memory for {}: {}", failed.value, failed.error),
+/// };
+/// # drop(handle);
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+pub struct InsertError<T> {
+    pub value: T,
+    pub error: Error,
+}
+
+impl<T> From<InsertError<T>> for Error {
+    fn from(failed: InsertError<T>) -> Self {
+        failed.error
+    }
+}
+
+impl<T> fmt::Debug for InsertError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InsertError").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Display for InsertError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> std::error::Error for InsertError<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}

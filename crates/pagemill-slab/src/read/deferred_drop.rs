@@ -1,0 +1,59 @@
+//! Deferred drop: bounds the nesting of destructors that remove further values of their cache. Such values are dropped
+//! later, by the outer call on this thread that is already dropping values of the cache. So destructors nest at most
+//! once per cache, even if each removes the next element of a long list.
+
+use crate::alloc::thread_slots;
+use std::cell::Cell;
+
+/// Maximum number of caches with destructors nested on one thread. Removed values of further caches are dropped by a
+/// later call.
+const DEPTH: usize = 8;
+
+thread_local! {
+    /// The drops in progress on this thread. The variable has no destructor, so it is usable until the thread ends.
+    static DROPPING: [DropSlot; DEPTH] =
+        const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+}
+
+/// A drop in progress on this thread.
+struct DropSlot {
+    /// Address that identifies the cache; 0 if this entry is unused.
+    cache: Cell<usize>,
+    /// Whether destructors have retired further values of the cache.
+    has_more: Cell<bool>,
+}
+
+/// The right to drop values of one cache on this thread, until the `DeferredDrop` is dropped.
+pub(crate) struct DeferredDrop(usize);
+
+impl DeferredDrop {
+    /// Begins to drop values of a cache, which its address identifies. Returns `None` inside of a destructor of the
+    /// same cache, and records for the outer call that there are more values to drop. Also returns `None` if all
+    /// [`DEPTH`] entries are used.
+    pub fn begin<T>(cache: &T) -> Option<Self> {
+        // Under shuttle all tasks share one thread.
+        let thread = if cfg!(shuttle) { thread_slots::own_slot() as usize } else { 0 };
+        let cache = std::ptr::from_ref(cache) as usize + thread;
+        DROPPING.with(|slots| {
+            if let Some(outer) = slots.iter().find(|slot| slot.cache.get() == cache) {
+                outer.has_more.set(true);
+                return None;
+            }
+            let free = slots.iter().position(|slot| slot.cache.get() == 0)?;
+            slots[free].cache.set(cache);
+            Some(Self(free))
+        })
+    }
+
+    /// Returns whether destructors have retired further values since the last call.
+    pub fn take_has_more(&self) -> bool {
+        DROPPING.with(|slots| slots[self.0].has_more.take())
+    }
+}
+
+impl Drop for DeferredDrop {
+    fn drop(&mut self) {
+        self.take_has_more();
+        DROPPING.with(|slots| slots[self.0].cache.set(0));
+    }
+}

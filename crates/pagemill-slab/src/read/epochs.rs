@@ -1,0 +1,421 @@
+//! Epoch-based reclamation for values by handle: a retired object is freed once the epochs of all readers are newer
+//! than that of the object.
+//!
+//! ```text
+//!   reader    word = global epoch, barrier, look up values ... word = 0
+//!   retiring  unlink the object, barrier, read the words of all participants
+//!               no reader, or only readers with a newer epoch --> free it
+//!               else advance the global epoch by one, and wait until all readers up to the old one have finished
+//! ```
+//!
+//! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
+//! object. An object without readers is free at the first check, and the global epoch advances only if there are
+//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot share an
+//! overflow list.
+
+use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
+use std::sync::atomic::Ordering::{AcqRel, SeqCst};
+
+/// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which the first
+/// of these guards began.
+const DEPTH_BITS: u32 = 16;
+/// Mask of the number of guards in a participant's word.
+const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
+
+/// An epoch: a value of the global epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Epoch(u64);
+
+impl Epoch {
+    /// Returned for a participant that is not reading: newer than all epochs.
+    const NEVER: Self = Self(u64::MAX);
+
+    /// Older than any value of the global epoch.
+    const BEFORE_ALL: Self = Self(0);
+
+    /// Returns the epoch as a number, to be stored in an atomic word.
+    pub fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+}
+
+/// The global epoch, which retiring threads advance while there are readers.
+pub(crate) struct GlobalEpoch(AtomicU64);
+
+/// The word of a participant: a thread that may read values. 0 while the thread is not reading. Only that thread writes
+/// the word.
+#[repr(align(128))]
+pub(crate) struct Participant(AtomicU64);
+
+impl Participant {
+    /// Begins to read. A nested call only increments the number of guards.
+    #[inline(always)]
+    fn begin(&self, global: &GlobalEpoch) {
+        match self.0.load(Relaxed) {
+            0 => self.enter(global.0.load(Acquire) << DEPTH_BITS | 1),
+            word => self.nest(word),
+        }
+    }
+
+    /// Stores the word of the first guard, followed by a barrier.
+    #[inline(always)]
+    fn enter(&self, word: u64) {
+        // A thread that sees this store also sees that all earlier reads of this thread are done.
+        if cfg!(all(target_arch = "x86_64", not(loom))) {
+            // On x86-64 a locked exchange is a full barrier, at half the price of a fence.
+            self.0.swap(word, SeqCst);
+            std::sync::atomic::compiler_fence(SeqCst);
+        } else {
+            self.0.store(word, Release);
+            fence(SeqCst);
+        }
+    }
+
+    /// Counts one more guard.
+    #[cold]
+    fn nest(&self, word: u64) {
+        assert!(word & DEPTH < DEPTH, "too many guards of one thread");
+        self.0.store(word + 1, Release);
+    }
+
+    /// Ends one guard. The thread is not reading any more if this was its last guard.
+    #[inline(always)]
+    fn end(&self) {
+        let word = self.0.load(Relaxed);
+        // The word is 0 if a fork child has reset it meanwhile.
+        self.0.store(if word & DEPTH <= 1 { 0 } else { word - 1 }, Release);
+    }
+
+    fn is_reading(&self) -> bool {
+        self.0.load(Relaxed) != 0
+    }
+
+    /// Returns the epoch at which the participant began to read; [`Epoch::NEVER`] if it is not reading.
+    fn pinned_epoch(&self) -> Epoch {
+        // Acquire: everything that the reader did before it finished, or began anew, is done.
+        match self.0.load(Acquire) {
+            0 => Epoch::NEVER,
+            word => Epoch(word >> DEPTH_BITS),
+        }
+    }
+}
+
+/// Returns the oldest epoch of the participants that are reading.
+fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) -> Epoch {
+    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NEVER)
+}
+
+impl GlobalEpoch {
+    /// Retires objects after their last reference was removed. Returns the epoch up to which readers may still use
+    /// them, and the oldest epoch of a current reader. `participants` is called after the barrier.
+    fn retire<'all, R: IntoIterator<Item = &'all Participant>>(
+        &self,
+        participants: impl FnOnce() -> R,
+    ) -> (Epoch, Epoch) {
+        fence(SeqCst);
+        let now = self.0.load(Acquire);
+        let oldest = oldest_of(participants());
+        if oldest <= Epoch(now) {
+            // Readers that begin from here on have a newer epoch. If the exchange fails, another thread has advanced
+            // the epoch.
+            let _ = self.0.compare_exchange(now, now + 1, AcqRel, Relaxed);
+        }
+        (Epoch(now), oldest)
+    }
+}
+
+#[cfg(not(loom))]
+pub use process_wide::{Guard, enter};
+#[cfg(not(loom))]
+pub(crate) use process_wide::{begin_child, grace_epoch, is_reading, note_process, oldest_pinned, retire};
+
+#[cfg(not(loom))]
+mod process_wide {
+    use super::{DEPTH_BITS, Epoch, GlobalEpoch, Participant, oldest_of};
+    use crate::alloc::thread_slots::{self, MAX_THREADS, NONE};
+    use pagemill_core::sync::{Acquire, AtomicU64, Padded, Relaxed, Release, fence};
+    use pagemill_sys::process;
+    use std::marker::PhantomData;
+    use std::sync::OnceLock;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::sync::atomic::{AtomicBool, AtomicU32};
+
+    /// Number of participants in one segment of the overflow list.
+    const OVERFLOW_LEN: usize = 64;
+
+    static GLOBAL_EPOCH: Padded<GlobalEpoch> = Padded(GlobalEpoch(AtomicU64::new(1)));
+
+    /// Participants by thread slot.
+    static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
+
+    /// Whether a thread without a slot was ever a participant.
+    static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
+    /// First segment of the overflow list.
+    static FIRST_OVERFLOW: Overflow = Overflow::new();
+
+    /// The process whose threads the participants are; 0 before the first thread.
+    static OWNER: AtomicU32 = AtomicU32::new(0);
+
+    /// A segment of the overflow list: participants of threads without a slot, because all slots are taken or the
+    /// thread is ending. Each guard uses a word of its own.
+    struct Overflow {
+        participants: [Participant; OVERFLOW_LEN],
+        next: OnceLock<Box<Overflow>>,
+    }
+
+    impl Overflow {
+        const fn new() -> Self {
+            Self { participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_LEN], next: OnceLock::new() }
+        }
+
+        fn all(&'static self) -> impl Iterator<Item = &'static Self> {
+            std::iter::successors(Some(self), |overflow| overflow.next.get().map(|next| &**next))
+        }
+
+        /// Begins to read with the first free word of the list. Adds a segment if all words are used.
+        fn begin(&'static self) -> &'static Participant {
+            let mut overflow = self;
+            loop {
+                let word = GLOBAL_EPOCH.0.0.load(Acquire) << DEPTH_BITS | 1;
+                let found = overflow.participants.iter().find(|participant| {
+                    participant.0.load(Relaxed) == 0 && participant.0.compare_exchange(0, word, SeqCst, Relaxed).is_ok()
+                });
+                if let Some(participant) = found {
+                    fence(SeqCst);
+                    return participant;
+                }
+                overflow = overflow.next.get_or_init(|| Box::new(Overflow::new()));
+            }
+        }
+    }
+
+    /// A pinned epoch of a reader. Until the guard is dropped, values that were looked up under it stay valid and
+    /// unchanged.
+    ///
+    /// Example: [`HandleMap`](crate::slab::HandleMap).
+    pub struct Guard {
+        participant: &'static Participant,
+        _of_this_thread: PhantomData<*mut ()>,
+    }
+
+    /// Pins the current epoch, so that values can be read. Costs some nanoseconds and writes no shared cache line.
+    /// Retired memory accumulates while the guard exists.
+    #[inline]
+    pub fn enter() -> Guard {
+        let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
+            Some(participant) => {
+                participant.begin(&GLOBAL_EPOCH.0);
+                participant
+            }
+            None => pin_slowly(),
+        };
+        Guard { participant, _of_this_thread: PhantomData }
+    }
+
+    /// Pins the epoch of a thread that had no slot: takes a slot, or else a word of the overflow list.
+    #[cold]
+    #[inline(never)]
+    fn pin_slowly() -> &'static Participant {
+        if let Some(participant) = PARTICIPANTS.get(thread_slots::ensure_slot() as usize) {
+            participant.begin(&GLOBAL_EPOCH.0);
+            return participant;
+        }
+        // Set before this reader's barrier, so that a retiring thread that could miss the reader sees the flag.
+        HAS_OVERFLOW.store(true, Relaxed);
+        FIRST_OVERFLOW.begin()
+    }
+
+    impl Drop for Guard {
+        #[inline]
+        fn drop(&mut self) {
+            self.participant.end();
+        }
+    }
+
+    /// All participants that may be reading. The caller must have executed a barrier.
+    fn participants() -> impl Iterator<Item = &'static Participant> {
+        let overflow =
+            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.all().flat_map(|overflow| &overflow.participants));
+        // A participant whose slot is not in use is not reading.
+        thread_slots::slots_in_use().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
+    }
+
+    /// Retires objects that were unlinked. Returns the epoch up to which readers may use them, and the oldest epoch of
+    /// a current reader. The objects are free if the second epoch is newer than the first.
+    pub fn retire() -> (Epoch, Epoch) {
+        GLOBAL_EPOCH.0.retire(participants)
+    }
+
+    /// Returns the epoch that [`oldest_pinned`] must exceed before objects retired now are free. If no thread reads,
+    /// the result is older than all epochs.
+    pub fn grace_epoch() -> Epoch {
+        let (epoch, oldest) = retire();
+        if oldest > epoch { Epoch::BEFORE_ALL } else { epoch }
+    }
+
+    /// Returns the oldest epoch of a current reader. Objects that were retired at an earlier epoch are free.
+    pub fn oldest_pinned() -> Epoch {
+        fence(SeqCst);
+        oldest_of(participants())
+    }
+
+    /// Whether the thread in this slot is reading.
+    pub fn is_reading(slot: u32) -> bool {
+        PARTICIPANTS[slot as usize].is_reading()
+    }
+
+    /// Records this process as the one whose threads are the participants, unless a process is recorded.
+    pub fn note_process() {
+        let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
+    }
+
+    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if the
+    /// process has several Pagemills. Does nothing on another thread than the first, because the first may be reading.
+    pub fn begin_child() {
+        let own = process::id();
+        if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {
+            return;
+        }
+        OWNER.store(own, Relaxed);
+        let slot = thread_slots::own_slot();
+        let all = PARTICIPANTS.iter().take(thread_slots::high_water()).enumerate();
+        all.filter(|(at, _)| *at != slot as usize).for_each(|(_, participant)| {
+            if participant.is_reading() {
+                participant.0.store(0, Release)
+            }
+        });
+        if slot != NONE {
+            FIRST_OVERFLOW
+                .all()
+                .flat_map(|overflow| &overflow.participants)
+                .for_each(|participant| participant.0.store(0, Release));
+        }
+    }
+
+    #[cfg(all(test, not(shuttle)))]
+    mod tests {
+        use super::*;
+
+        /// Objects that are retired under two guards must wait for both guards, but not for a newer one.
+        #[test]
+        fn retired_objects_wait_for_earlier_guards() {
+            let (first, second) = (enter(), enter());
+            let (epoch, oldest_then) = retire();
+            assert!(oldest_then <= epoch);
+            drop(first);
+            assert!(oldest_pinned() <= epoch, "the second guard is there");
+            drop(second);
+            let later = enter();
+            let wait = |is_so: &dyn Fn() -> bool| {
+                while !is_so() {
+                    std::thread::yield_now();
+                }
+            };
+            // Readers of concurrent tests may delay this.
+            wait(&|| oldest_pinned() > epoch);
+            drop(later);
+        }
+
+        /// Creates more participants without a thread slot than a segment of the overflow list holds. Retired objects
+        /// must wait for all of them.
+        #[test]
+        fn participants_without_a_slot_count() {
+            let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
+                .map(|_| {
+                    HAS_OVERFLOW.store(true, Relaxed);
+                    Guard { participant: FIRST_OVERFLOW.begin(), _of_this_thread: PhantomData }
+                })
+                .collect();
+            let (epoch, oldest_then) = retire();
+            assert!(oldest_then <= epoch);
+            let mut guards = guards.into_iter();
+            let last = guards.next_back();
+            guards.for_each(drop);
+            assert!(oldest_pinned() <= epoch);
+            drop(last);
+            while oldest_pinned() <= epoch {
+                std::thread::yield_now();
+            }
+        }
+
+        /// A thread ends without dropping its guard. Other threads must not get its slot before the guard ends.
+        #[test]
+        fn slots_of_participants_are_kept() {
+            let (slot, participant) = std::thread::spawn(|| {
+                let guard = enter();
+                let participant = guard.participant;
+                std::mem::forget(guard);
+                (thread_slots::own_slot(), participant)
+            })
+            .join()
+            .unwrap();
+            let others = (0..100).map(|_| std::thread::spawn(thread_slots::ensure_slot).join().unwrap());
+            assert!(others.into_iter().all(|other| other != slot));
+            participant.end();
+        }
+    }
+}
+
+#[cfg(all(loom, test))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+    use pagemill_core::sync::AtomicU32;
+
+    const RETIRERS: usize = 2;
+
+    struct Model {
+        global: GlobalEpoch,
+        participant: Participant,
+        /// Each reference leads to one object while it is 1.
+        references: [AtomicU32; RETIRERS],
+        /// Each object is 1 once its memory is reused.
+        memory: [AtomicU32; RETIRERS],
+    }
+
+    /// A reader begins twice while two threads each unlink an object and reuse its memory when it is free. The reader
+    /// must never see reused memory. Two threads are needed, because one advances the global epoch for the other.
+    #[test]
+    fn no_reader_sees_reused_memory() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let model = Arc::new(Model {
+                global: GlobalEpoch(AtomicU64::new(1)),
+                participant: Participant(AtomicU64::new(0)),
+                references: [AtomicU32::new(1), AtomicU32::new(1)],
+                memory: [AtomicU32::new(0), AtomicU32::new(0)],
+            });
+            let retire = |at: usize| {
+                let model = model.clone();
+                move || {
+                    model.references[at].store(0, Release);
+                    let (epoch, oldest) = model.global.retire(|| [&model.participant]);
+                    let is_free = oldest > epoch || {
+                        fence(SeqCst);
+                        oldest_of([&model.participant]) > epoch
+                    };
+                    if is_free {
+                        model.memory[at].store(1, Relaxed);
+                    }
+                }
+            };
+            let retirers = [thread::spawn(retire(0)), thread::spawn(retire(1))];
+            for _ in 0..2 {
+                model.participant.begin(&model.global);
+                for at in 0..RETIRERS {
+                    if model.references[at].load(Acquire) == 1 {
+                        assert_eq!(model.memory[at].load(Relaxed), 0, "the memory is reused under its reader");
+                    }
+                }
+                model.participant.end();
+            }
+            retirers.into_iter().for_each(|retirer| retirer.join().unwrap());
+        });
+    }
+}

@@ -1,0 +1,10 @@
+//! Statistics, and commands of other processes.
+
+#[cfg(not(loom))]
+pub(crate) mod control;
+#[cfg(not(loom))]
+pub(crate) mod debug_text;
+#[cfg(not(loom))]
+pub(crate) mod info;
+#[cfg(not(loom))]
+pub(crate) mod records;
