@@ -131,7 +131,7 @@ enum PointerOwner {
     CLibrary,
     /// jemalloc.
     Small,
-    /// The heap of this Pagemill.
+    /// The heap of this library's instance.
     Heap(&'static Base),
 }
 

@@ -54,7 +54,7 @@ pub(super) struct Batch {
 
 /// A grace period. It is over when all readers that existed at its beginning have finished.
 pub(super) struct Grace {
-    /// All readers under [`super::pin`] with this epoch or an earlier one must have finished.
+    /// All readers under [`super::enter`] with this epoch or an earlier one must have finished.
     handle_epoch: Epoch,
     /// Set to true when all readers under [`pagemill_core::epoch::pin`] have finished. `None`: the objects have no such
     /// readers.

@@ -1,9 +1,9 @@
 //! Slab allocator: caches of objects of equal size. They return free memory to the system, and pack their objects into
 //! fewer slabs if the objects can move.
 //!
-//! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] cache keep their address until they are dropped.
-//! Objects of a [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
-//! cache are reached through a handle table, so the cache can move them by itself.
+//! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] keep their address until they are dropped. Objects
+//! of an [`OwnerSlab`] are moved by their owner, which updates all references. Values of a [`HandleMap`] are reached
+//! through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies
 //! apart (`meta`). A *whole* block is populated and freed as 2 MiB, a *sparse* block slab by slab. A thread allocates

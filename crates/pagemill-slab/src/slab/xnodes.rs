@@ -30,7 +30,7 @@ use std::time::Duration;
 /// - If `relocate` returns true, only readers under a guard of [`epoch::pin`] that began before the call may still
 ///   access the node `old`. If `relocate` returns false, no thread accesses the node `new`.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub unsafe trait NodeIndex: Any + Send + Sync {
     /// Size and alignment of a node.
     fn layout() -> Layout
@@ -205,7 +205,7 @@ impl Mover for NodeInner {
 /// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads
 /// zero. Slabs are set up with atomic stores, because readers may access them.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeMemory(Arc<NodeInner>);
 
 impl NodeMemory {
@@ -250,7 +250,7 @@ impl NodeMemory {
 
 /// The cache of index nodes.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeCache {
     inner: Arc<NodeInner>,
 }
