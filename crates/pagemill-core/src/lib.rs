@@ -1,4 +1,4 @@
-//! What all parts of Pagemill share.
+//! What all crates of Pagemill share.
 //!
 //! From bottom to top: [`units`], [`error`], [`trace`], [`stats`], [`sync`], [`epoch`]; the [`arena`] of 2 MiB blocks;
 //! memory limits and [`reclaim`]; files with statistics ([`published`]) and answers to other processes ([`listing`]); and

@@ -604,7 +604,7 @@ impl Snapshot {
         Self { values, ..self.clone() }
     }
 
-    /// Adds the counters of another Pagemill of the same process. The sum of two peaks is an upper bound of the
+    /// Adds the counters of another instance of the same process. The sum of two peaks is an upper bound of the
     /// process's peak.
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {
