@@ -470,7 +470,7 @@ static PRIVATE_PAGE: Figures = Figures::new();
 /// The shared page; null while [`PRIVATE_PAGE`] is used.
 static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The page that this process updates: the shared one, or [`PRIVATE_PAGE`] before [`publish`].
+/// The page that this process updates: the shared one, or a private one before [`publish`].
 #[inline]
 pub fn current() -> &'static Figures {
     let page = SHARED_PAGE.load(Relaxed);

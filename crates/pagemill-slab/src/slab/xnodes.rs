@@ -326,29 +326,29 @@ impl NodeCache {
         self.inner.index()
     }
 
-    /// As [`super::OwnerSlab::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
+    /// As [`super::SlabCache::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
     ///
     /// # Errors
     ///
-    /// As [`super::OwnerSlab::shrink`].
+    /// As [`super::SlabCache::shrink`].
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
 
-    /// As [`super::OwnerSlab::defrag_step`].
+    /// As [`super::SlabCache::defrag_step`].
     ///
     /// # Errors
     ///
-    /// As [`super::OwnerSlab::defrag_step`].
+    /// As [`super::SlabCache::defrag_step`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
         self.inner.defrag(budget)
     }
 
-    /// As [`super::OwnerSlab::set_defrag_used_ratio`].
+    /// As [`super::SlabCache::set_defrag_used_ratio`].
     ///
     /// # Errors
     ///
-    /// As [`super::OwnerSlab::set_defrag_used_ratio`].
+    /// As [`super::SlabCache::set_defrag_used_ratio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
         self.inner.engine.set_used_ratio(percent)
     }
