@@ -33,6 +33,7 @@ const LAYERS: &[(&str, usize)] = &[
     ("reclaim", 5),
     ("published", 6),
     ("listing", 7),
+    ("instance", 8),
 ];
 
 /// Exceptions from the layers. Each is a module, another module that it may name although the layers forbid that, and

@@ -25,8 +25,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 pub struct Guard(crossbeam_epoch::Guard);
 
 /// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of Pagemill,
-/// so it must not call functions of the program. This is a function and not a method, so that the crate `pagemill` can
-/// re-export [`Guard`] without it.
+/// so it must not call functions of the program. This is a function and not a method, so that a crate can re-export
+/// [`Guard`] without it.
 pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
     guard.0.defer(act);
 }
@@ -114,8 +114,8 @@ fn pin_later(generation: u32) -> Guard {
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
 ///
-/// Each Pagemill of the process calls this. Only the first call has an effect: by the time of a second call, other
-/// threads may exist and be pinned.
+/// The page caches of each instance in the process call this. Only the first call has an effect: by the time of a second
+/// call, other threads may exist and be pinned.
 ///
 /// # Safety
 ///

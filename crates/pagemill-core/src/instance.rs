@@ -23,6 +23,8 @@ use pagemill_sys::{clock, file, process, thread};
 use std::sync::OnceLock;
 
 /// The products that can have a part, in the order in which their locks are acquired before a fork.
+///
+/// Example: [`Instance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Product {
     Slab,
@@ -272,7 +274,7 @@ impl Instance {
 
 /// The part of a product in the instance of the process.
 ///
-/// Example: [`Instance::of_process`].
+/// Example: `Slabs::of_process` of `pagemill-slab`.
 pub struct PartOfProcess<T: 'static>(OnceLock<&'static T>);
 
 impl<T: Sync> PartOfProcess<T> {

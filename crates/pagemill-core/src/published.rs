@@ -75,10 +75,11 @@ static HOME: OnceLock<Home> = OnceLock::new();
 /// parent.
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
-/// Maximum number of Pagemills of one process that publish into one folder.
+/// Maximum number of instances of one process that publish into one folder. The preload library and a program that
+/// links Pagemill have an instance each.
 const MAX_COPIES: u32 = 4;
 
-/// Index of this Pagemill among those of the process that publish into the same folder.
+/// Index of this instance among those of the process that publish into the same folder.
 static COPY_INDEX: AtomicU32 = AtomicU32::new(0);
 
 /// Sets the folder into which this process publishes: `tree`, or the user's folder if `tree` is empty.
@@ -212,7 +213,7 @@ pub fn file_of(folder: &str, identity: Identity) -> Option<Path> {
     Path::format(format_args!("{folder}/{}-{}", identity.pid, identity.start_ticks))
 }
 
-/// As [`file_of`], for the Pagemill of the process with index `copy`.
+/// As [`file_of`], for the instance of the process with index `copy`.
 fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     match copy {
         0 => file_of(folder, identity),
@@ -342,7 +343,7 @@ fn own_folders() -> Vec<String> {
     existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
-/// A running process with the figures of each Pagemill in it. Those of the preload library are the first.
+/// A running process with the figures of each instance in it. Those of the preload library are the first.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;

@@ -470,7 +470,7 @@ static PRIVATE_PAGE: Figures = Figures::new();
 /// The shared page; null while [`PRIVATE_PAGE`] is used.
 static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The page that this process updates: the shared one, or [`PRIVATE_PAGE`] before [`publish`].
+/// The page that this process updates: the shared one, or a private one before [`publish`].
 #[inline]
 pub fn current() -> &'static Figures {
     let page = SHARED_PAGE.load(Relaxed);
@@ -604,7 +604,7 @@ impl Snapshot {
         Self { values, ..self.clone() }
     }
 
-    /// Adds the counters of another Pagemill of the same process. The sum of two peaks is an upper bound of the
+    /// Adds the counters of another instance of the same process. The sum of two peaks is an upper bound of the
     /// process's peak.
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {

@@ -1,6 +1,6 @@
 //! Large allocations for programs: the [`Heap`] of slots of 64 KiB and up.
 //!
-//! Uses `pagemill-core`. The crate `pagemill` re-exports what programs use.
+//! Uses `pagemill-core`. `pagemill-volatile` and the preload library `pagemill-malloc` allocate from the heap.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
 #[cfg(not(loom))]

@@ -7,9 +7,9 @@ use pagemill_core::error::Result;
 use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::reclaim::{Account, tree::UNLIMITED};
 
-/// The parts that tests use.
+/// An account, an arena and a heap, which the tests of this crate use.
 ///
-/// Example: [`TestProcess::for_test`].
+/// Example: the tests of this crate.
 pub struct TestProcess {
     pub account: &'static Account,
     pub arena: &'static Arena,

@@ -131,7 +131,7 @@ enum PointerOwner {
     CLibrary,
     /// jemalloc.
     Small,
-    /// The heap of this Pagemill.
+    /// The heap of this library's instance.
     Heap(&'static Base),
 }
 
@@ -200,7 +200,7 @@ fn remove_marks(pagemill: &'static Base, pointer: *mut c_void) {
     }
 }
 
-/// Returns the Pagemill of this process; creates it if the C library still serves the program. `None` if it cannot be
+/// Returns the [`Base`] of this library; creates it if the C library still serves the program. `None` if it cannot be
 /// created.
 pub fn grown_pagemill() -> Option<&'static Base> {
     loop {

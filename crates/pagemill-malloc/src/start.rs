@@ -36,7 +36,7 @@ const UNMANAGED: usize = 3;
 
 /// One of the phases above, or the token of the thread that is starting the library or creating the arena.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
-/// The Pagemill of this process; null until the arena is created.
+/// The heap, the volatile ranges and the instance of this library; null until the arena is created.
 static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 /// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
@@ -60,7 +60,7 @@ pub enum State {
     Unmanaged,
 }
 
-/// Returns the Pagemill of this process; `None` until the program has grown.
+/// Returns the [`Base`] of this library; `None` until the program has grown.
 pub fn pagemill() -> Option<&'static Base> {
     // SAFETY: the pointer is null or refers to a Base, which is never freed.
     unsafe { PAGEMILL.load(Acquire).as_ref() }

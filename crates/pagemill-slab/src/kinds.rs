@@ -13,6 +13,8 @@ use std::fmt;
 use std::time::Duration;
 
 /// The cache inside a public type. Other crates cannot name this trait, so they cannot implement [`SlabCache`].
+///
+/// Example: [`SlabCache`].
 pub trait Inner {
     /// The cache without its type.
     #[expect(private_interfaces, reason = "other crates cannot name this trait")]

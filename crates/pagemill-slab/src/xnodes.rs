@@ -34,7 +34,7 @@ use std::time::Duration;
 /// - If `relocate` returns true, only readers under a guard of [`epoch::pin`] that began before the call may still
 ///   access the node `old`. If `relocate` returns false, no thread accesses the node `new`.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub unsafe trait NodeIndex: Any + Send + Sync {
     /// Size and alignment of a node.
     fn layout() -> Layout
@@ -209,7 +209,7 @@ impl Mover for NodeInner {
 /// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads
 /// zero. Slabs are set up with atomic stores, because readers may access them.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeMemory(Arc<NodeInner>);
 
 impl NodeMemory {
@@ -254,7 +254,7 @@ impl NodeMemory {
 
 /// The cache of index nodes.
 ///
-/// Example: [`Slabs`].
+/// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeCache {
     inner: Arc<NodeInner>,
 }
@@ -330,29 +330,29 @@ impl NodeCache {
         self.inner.index()
     }
 
-    /// As [`crate::OwnerSlab::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
+    /// As [`crate::SlabCache::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
     ///
     /// # Errors
     ///
-    /// As [`crate::OwnerSlab::shrink`].
+    /// As [`crate::SlabCache::shrink`].
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
 
-    /// As [`crate::OwnerSlab::defrag_step`].
+    /// As [`crate::SlabCache::defrag_step`].
     ///
     /// # Errors
     ///
-    /// As [`crate::OwnerSlab::defrag_step`].
+    /// As [`crate::SlabCache::defrag_step`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
         self.inner.defrag(budget)
     }
 
-    /// As [`crate::OwnerSlab::set_defrag_used_ratio`].
+    /// As [`crate::SlabCache::set_defrag_used_ratio`].
     ///
     /// # Errors
     ///
-    /// As [`crate::OwnerSlab::set_defrag_used_ratio`].
+    /// As [`crate::SlabCache::set_defrag_used_ratio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
         self.inner.engine.set_used_ratio(percent)
     }

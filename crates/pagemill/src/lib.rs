@@ -80,7 +80,7 @@ pub mod slab {
     };
 }
 
-/// What lies behind cached files: files and block devices, memory, and the program's own stores.
+/// Stores, from which cached files are read: files and block devices, memory, and the program's own types.
 ///
 /// ```no_run
 /// use pagemill::PageCache;

@@ -61,7 +61,9 @@ impl Pagemill {
     ///
     /// # Panics
     ///
-    /// If more than three shrinkers of one cost register, Pagemill's own included.
+    /// If more than three shrinkers of one cost register, or more than two of
+    /// [`Cost::Purge`](crate::reclaim::Cost::Purge). Those of Pagemill's products count: heap and slab caches (`Nothing`),
+    /// page caches (`Contents`), and both kinds of volatile ranges (`Purge`).
     pub fn register(self, shrinker: &'static dyn Shrinker) {
         self.0.account.register(shrinker);
     }

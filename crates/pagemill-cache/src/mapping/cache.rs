@@ -109,10 +109,10 @@ impl Builder {
         Self { writeback, ..self }
     }
 
-    /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the limit fails
-    /// ([`Error::Store`] with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of other threads
-    /// that the call needs. The read itself continues, and a later call finds its bytes. For a store with blocking
-    /// calls only ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with
+    /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the
+    /// limit fails ([`Error::Store`] with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of
+    /// other threads that the call needs. The read itself continues, and a later call finds its bytes. For a store with
+    /// blocking calls only ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with
     /// [`Error::Busy`] if no write of its file completes for this time.
     pub fn timeout(self, timeout: impl Into<Option<Duration>>) -> Self {
         Self { timeout: timeout.into(), ..self }
@@ -256,8 +256,8 @@ impl Caches {
     }
 
     /// Prevents the start of background threads from now on. The program then collapses small folios with
-    /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes back with
-    /// [`PageCache::write_back_due`].
+    /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes back
+    /// with [`PageCache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.disable_threads();
     }

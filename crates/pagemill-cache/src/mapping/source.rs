@@ -19,7 +19,7 @@ pub enum Source {
     Ordinary,
     /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). At its creation the cache
     /// takes enough pages for its limit, and one more to move folios; it keeps them until it ends. Folios are never
-    /// split, as if [`Builder::may_split`] were false. The pages count against no memory limit. If too few are free,
+    /// split, as if [`Builder::split`] were false. The pages count against no memory limit. If too few are free,
     /// the cache is not created ([`Error::NoHugetlb`]).
     Hugetlb,
     /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which one.

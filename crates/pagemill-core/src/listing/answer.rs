@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 /// The error number that is reported for an error without one.
 const EIO: i32 = 5;
 
-/// Answers requests to one Pagemill: writes lists and figures, and forwards commands to the control endpoint.
+/// Answers requests to one instance: writes lists and figures, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {

@@ -100,7 +100,7 @@ pub trait Measured: Sync {
 pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
 /// Writes one kind of list for other processes, such as that of slab caches. The crate of the listed objects implements
-/// this trait; `pagemill` adds the implementation to the [`StatsResponder`].
+/// this trait, and adds the implementation to the [`StatsResponder`] of an instance.
 ///
 /// ```
 /// use pagemill_core::listing::{ListWriter, Record, Response};

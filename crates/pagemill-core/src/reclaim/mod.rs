@@ -43,7 +43,7 @@ pub enum Urgency {
 
 /// Which free memory is offered to the kernel.
 ///
-/// Example: [`Shrinker::offer`].
+/// Example: [`Shrinker`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     /// Only memory that has been free for a while.

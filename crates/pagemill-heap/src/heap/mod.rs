@@ -87,7 +87,7 @@ struct LocatedSlot {
     node: usize,
 }
 
-/// The heap of one Pagemill.
+/// The heap of one instance.
 ///
 /// # Invariants
 ///

@@ -116,7 +116,7 @@ impl ThreadSlots {
 }
 
 /// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken
-/// slots already, as when a second Pagemill of the process calls this function. Also does nothing on another thread
+/// slots already, as when a second instance of the process calls this function. Also does nothing on another thread
 /// than the first.
 pub(crate) fn begin_child() {
     if process::is_first_thread() {

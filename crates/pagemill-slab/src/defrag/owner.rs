@@ -32,8 +32,8 @@ use std::time::Duration;
 ///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
-///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`crate::caches::pin`]). The object is free once these guards are
-///   dropped, and needs no destructor.
+///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`crate::enter`]). The object is free once these guards
+///   are dropped, and needs no destructor.
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```

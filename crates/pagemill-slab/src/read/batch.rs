@@ -54,7 +54,7 @@ pub(crate) struct Batch {
 
 /// A grace period. It is over when all readers that existed at its beginning have finished.
 pub(crate) struct Grace {
-    /// All readers under [`crate::caches::pin`] with this epoch or an earlier one must have finished.
+    /// All readers under [`crate::enter`] with this epoch or an earlier one must have finished.
     handle_epoch: Epoch,
     /// Set to true when all readers under [`pagemill_core::epoch::pin`] have finished. `None`: the objects have no such
     /// readers.

@@ -274,7 +274,7 @@ mod process_wide {
     }
 
     /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if the
-    /// process has several Pagemills. Does nothing on another thread than the first, because the first may be reading.
+    /// process has several instances. Does nothing on another thread than the first, because the first may be reading.
     pub fn begin_child() {
         let own = process::id();
         if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {

@@ -128,7 +128,7 @@ struct RangeEntry {
 // SAFETY: the type consists of atomics, for which zero bits are valid.
 unsafe impl Zeroed for RangeEntry {}
 
-/// All ranges of one Pagemill.
+/// All ranges of one instance.
 ///
 /// Example: [`VolatileBuf`].
 pub struct Ranges {
