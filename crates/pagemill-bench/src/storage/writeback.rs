@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use fastrand::Rng;
 use tempfile::TempDir;
 
 use super::fio::{self, Engine, Replay};
@@ -14,7 +15,7 @@ use crate::error::{Error, Result, doing};
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
-use crate::stats::{Better, Random};
+use crate::stats::Better;
 
 /// Metric: number of write operations of the subject per dirty page.
 pub const TRANSFERS: &str = "transfers_per_page";
@@ -78,9 +79,9 @@ pub struct Options {
 
 /// Returns the offsets of the dirty pages in ascending order: on average one page in `one_of`, chosen by the seed.
 pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
-    let mut random = Random::new(seed);
+    let mut random = Rng::with_seed(seed);
     let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
-    all.filter(|_| random.next_below(one_of as usize) == 0).collect()
+    all.filter(|_| random.u64(..one_of) == 0).collect()
 }
 
 type Case = ();

@@ -13,6 +13,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::{Failure, WorkloadResult};
@@ -20,7 +21,6 @@ use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-use crate::stats::Random;
 pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
 
 /// The subjects, named after the place where the pages are stored.
@@ -153,19 +153,19 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
 }
 
 /// An operation that is repeated on random pages. Returns the number of wrong results.
-type BatchOperation<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
+type BatchOperation<D> = fn(&D, usize, &mut Rng, &mut Record, usize) -> u64;
 
 #[inline]
 fn copy_random_pages<D: PageStore>(
     store: &D,
     pages: usize,
-    random: &mut Random,
+    random: &mut Rng,
     to: &mut Record,
     operations: usize,
 ) -> u64 {
     let mut wrong = 0;
     for _ in 0..operations {
-        let page = random.next_below(pages);
+        let page = random.usize(..pages);
         let is_there = store.copy(page, to);
         // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = black_box(&*to);
@@ -179,13 +179,13 @@ fn copy_random_pages<D: PageStore>(
 fn pin_random_pages<D: PageStore>(
     store: &D,
     pages: usize,
-    random: &mut Random,
+    random: &mut Rng,
     _to: &mut Record,
     operations: usize,
 ) -> u64 {
     let mut wrong = 0;
     for _ in 0..operations {
-        let page = random.next_below(pages);
+        let page = random.usize(..pages);
         wrong += u64::from(black_box(store.pin(page)) != stamp_of_page(page));
     }
     wrong
@@ -201,7 +201,7 @@ fn time_by_threads<D: PageStore>(
     let start = Barrier::new(arguments.threads);
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
-        let mut random = Random::new(index as u64 + 1);
+        let mut random = Rng::with_seed(index as u64 + 1);
         // Every subject copies pages into such a page-aligned buffer.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
