@@ -29,7 +29,9 @@ const HANDLE_BYTES: u64 = 8;
 /// The allocator or cache that stores the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
+    #[value(name = "by-owner")]
     OwnerSlab,
+    #[value(name = "by-handle")]
     HandleMap,
     Fixed,
     Malloc,

@@ -18,7 +18,9 @@ use crate::workload::{Failure, WorkloadResult};
 /// The kind of cache, and how its objects are found: by owner or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
+    #[value(name = "by-owner")]
     OwnerSlab,
+    #[value(name = "by-handle")]
     HandleMap,
 }
 

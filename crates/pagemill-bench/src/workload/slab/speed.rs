@@ -20,8 +20,10 @@ pub enum Subject {
     /// A cache of values that do not move
     Fixed,
     /// A cache of objects that their owner moves
+    #[value(name = "by-owner")]
     OwnerSlab,
     /// A cache of values that are accessed by handle
+    #[value(name = "by-handle")]
     HandleMap,
     /// Allocations of the C library, or of the preloaded allocator
     Malloc,
