@@ -8,13 +8,12 @@
 
 use std::time::Duration;
 
-use crate::child::{self, RunningGroup};
+use crate::child;
 use crate::error::{Result, doing};
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::hog::{self, SampleTimes};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject;
 
 /// One kind of memory for the copies, and the environment of the workload that uses it.
 struct CopyMemory {
@@ -151,14 +150,10 @@ fn measure_alone(
         ("--threads", case.threads),
         ("--sum-every", SUM_EVERY),
     ];
-    let words = ["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes].map(str::to_owned);
-    let arguments: Vec<String> = words.into_iter().chain(child::numeric_options(&numbers)).collect();
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let mut command = child::workload_command(&arguments)?;
-    subject::clear_foreign_settings(&mut command);
-    command.envs(memory_kind.settings.iter().copied());
-    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?;
-    samples.add_outcome(case, memory_kind.name, &METRICS, &child::classify(memory_kind.name, &finished)?);
+    let line = child::words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
+    let (name, settings) = (memory_kind.name, memory_kind.settings);
+    let outcome = child::run_with_settings(name, line, settings, Duration::from_secs(60))?;
+    samples.add_outcome(case, name, &METRICS, &outcome);
     Ok(())
 }
 

@@ -68,7 +68,7 @@ fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) 
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{threads} threads, {}", subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
                 samples.add_outcome(&threads, subject.name(), &[RECORDS], &outcome);
             }
         }
@@ -135,7 +135,7 @@ fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mu
 /// of gaps.
 fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
-    let mut command = child::workload_command(&["__idle", "--mib", &mib, "--seconds", "60"])?;
+    let mut command = child::workload_command(["__idle", "--mib", &mib, "--seconds", "60"])?;
     pagemill.apply(&mut command);
     command.env(IDLE_SETTING.0, IDLE_SETTING.1);
     let running = RunningGroup::start(&mut command)?;

@@ -129,7 +129,7 @@ fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
                 samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
             }
         }

@@ -136,6 +136,11 @@ pub fn report_row<Case: Ord + Clone>(
     report.add_series(entry, series);
 }
 
+/// Returns the number of threads as text, such as "1 thread" or "2 threads".
+pub fn threads_text(count: u64) -> String {
+    format!("{count} thread{}", if count == 1 { "" } else { "s" })
+}
+
 /// Returns a verdict without an estimate. `why` is the reason why the target was not measured.
 pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str, why: &str) -> Verdict {
     Verdict {

@@ -22,14 +22,7 @@ const HELD: &str = "held_mib";
 const LONGEST: &str = "longest_malloc_ms";
 const QUIET: &str = "longest_malloc_quiet_ms";
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[command(flatten)]
-    pub common: CommonOptions,
-}
-
-pub fn run(options: &Options) -> Result<Report> {
-    let common = &options.common;
+pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
     let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("giveback", common.json);
@@ -60,7 +53,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
                 let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(120))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
                 let metrics = [WALL_MS, RETURNED, HELD, LONGEST, QUIET];
                 samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }

@@ -99,7 +99,7 @@ pub fn sample_pair(
     let mut command = match &group {
         Some(group) => {
             let entrance = group.join_file().display().to_string();
-            let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
+            let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
             command.args(launcher);
             command
         }

@@ -97,7 +97,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleT
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(30))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
                 samples.add_outcome(&case, subject.name(), &[NANOSECONDS], &outcome);
             }
         }

@@ -97,7 +97,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
 
 fn arguments(kind: &FileKind) -> Vec<String> {
     let numbers = [("--files", kind.files), ("--bytes", kind.bytes), ("--step", kind.step)];
-    ["__waste".to_owned()].into_iter().chain(child::numeric_options(&numbers)).collect()
+    child::words(&["__waste"], &numbers)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {

@@ -159,7 +159,7 @@ fn churn_load(common: &CommonOptions) -> Load {
         [("--threads", 8), ("--mib", 350), ("--run-ms", 20_000), ("--rest-ms", 15_000)],
     );
     let command = move || {
-        let mut command = child::workload_command(&["__churn"])?;
+        let mut command = child::workload_command(["__churn"])?;
         command.args(child::numeric_options(&numbers));
         Ok(command)
     };

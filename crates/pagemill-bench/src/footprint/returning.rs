@@ -74,7 +74,7 @@ fn measure(
             progress.step(&format!("pieces of {}", Bytes(size)));
             let mut running = Vec::new();
             for subject in ready {
-                let mut command = child::workload_command(&["__returning"])?;
+                let mut command = child::workload_command(["__returning"])?;
                 command.args(child::numeric_options(&[("--mib", mib), ("--size", size), ("--seconds", seconds)]));
                 subject.apply(&mut command);
                 running.push((subject, RunningGroup::start(&mut command)?));

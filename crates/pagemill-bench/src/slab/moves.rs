@@ -3,12 +3,11 @@
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, Options};
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject;
 
 /// The kinds of caches. The names in the report and on the workload's command line are equal.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
@@ -79,11 +78,9 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
 }
 
 fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
-    let mut command = child::workload_command(&["__slab", "moves", "--kind", kind])?;
-    command.args(child::numeric_options(&[("--objects", OBJECTS), ("--run-ms", run_ms)]));
-    command.args(case.then_some("--defrag"));
-    subject::clear_foreign_settings(&mut command);
-    child::classify(kind, &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
+    let mut line = child::words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
+    line.extend(case.then(|| "--defrag".to_owned()));
+    child::run_plain(kind, line, Duration::from_secs(60))
 }
 
 fn verdict(samples: &SampleTable<Case>, kind: &'static str, metric: &'static str) -> Verdict {

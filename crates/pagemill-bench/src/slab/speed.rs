@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
 use crate::callgrind;
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, threads_text};
 use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject};
@@ -85,9 +85,9 @@ impl Subject {
     fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
         let live = LIVE.min(LIVE_BYTES / size);
         let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
-        let mut command = child::workload_command(&[])?;
+        let mut command = child::workload_command([""; 0])?;
         self.add_arguments(&mut command, (pattern, size), &numbers);
-        child::classify(self.name(), &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
+        child::finish(self.name(), &mut command, Duration::from_secs(60))
     }
 }
 
@@ -130,10 +130,6 @@ fn shapes(sizes: &[usize]) -> impl Iterator<Item = PatternAndSize> {
 
 fn case_name((pattern, size, threads): Case) -> String {
     format!("{pattern}, {size} B, {}", threads_text(threads))
-}
-
-fn threads_text(threads: u64) -> String {
-    format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
 }
 
 /// Measures all cases. The runs of a subject with one and with two threads follow each other, because the verdict on

@@ -171,9 +171,7 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
         Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
     };
-    let words = words.iter().map(|word| (*word).to_owned());
-    let line =
-        words.chain(child::numeric_options(&numbers)).chain(child::numeric_options(&[("--run-ms", run_ms)])).collect();
+    let line = child::words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 

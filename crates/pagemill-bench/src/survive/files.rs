@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use super::Options;
+use super::handover::start_in_group;
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
@@ -12,7 +13,6 @@ use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_S
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject;
 use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
 
 /// Total size in MiB of the files that must not be removed.
@@ -205,12 +205,10 @@ fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(
 }
 
 fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<RunningGroup> {
-    let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
-    command.arg(child::own_executable()?).arg("__file-writers").args(place_arguments(mounted));
-    command.args(child::numeric_options(options));
-    subject::clear_foreign_settings(&mut command);
-    RunningGroup::start(&mut command)
+    let own = child::own_executable()?.display().to_string();
+    let mut line = child::words(&[&own, "__file-writers"], options);
+    line.extend(place_arguments(mounted));
+    start_in_group(group, &line)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {

@@ -110,7 +110,7 @@ fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
 /// Starts a command in the cgroup, without any allocator setting of the caller.
 pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
     let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
+    let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
     command.args(line);
     subject::clear_foreign_settings(&mut command);
     RunningGroup::start(&mut command)

@@ -212,8 +212,7 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
         }
     };
     let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
-    let line = words.into_iter().map(str::to_owned).chain(child::numeric_options(&numbers)).collect();
-    sample(subject.name, target, line, Duration::from_secs(120))
+    sample(subject.name, target, child::words(&words, &numbers), Duration::from_secs(120))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
