@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::hog::{self, SampleTimes};
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 
 /// One kind of memory for the copies, and the environment of the workload that uses it.
 struct CopyMemory {
@@ -124,8 +124,7 @@ fn measure(
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases {
-            for index in 0..memories.len() {
-                let memory_kind = memories[(index + round) % memories.len()];
+            for memory_kind in rotated(memories, round) {
                 progress.step(memory_kind.name);
                 if case.has_hog {
                     measure_with_hog(common, case, memory_kind, &mut samples, report)?;
@@ -204,10 +203,5 @@ fn judge_against_best(
     let Some((name, best)) = best else {
         return Verdict { has_lost_round: !own.survived(), ..blank("no peer of this kind survived") };
     };
-    Verdict {
-        estimate: stats::estimate_median(&own.ratios(best, Better::Higher)),
-        baseline: name.to_owned(),
-        has_lost_round: !own.survived(),
-        ..blank("")
-    }
+    blank("").compared(own, (name, best), Better::Higher)
 }

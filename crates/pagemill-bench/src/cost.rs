@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::child::{self, RunningGroup};
 use crate::ebizzy::{Options, RECORDS};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
@@ -65,8 +65,7 @@ fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) 
         for &threads in threads {
             let count = threads.to_string();
             let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("{threads} threads, {}", subject.name()));
                 let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
                 samples.add_outcome(&threads, subject.name(), &[RECORDS], &outcome);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
@@ -46,8 +46,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
     let mut samples = SampleTable::new();
     for piece in ALLOCATION_SIZES {
         for round in 0..common.rounds() {
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("pieces of {} KiB, {}", piece >> 10, subject.name()));
                 let how = clap::ValueEnum::to_possible_value(&subject.subject.give_back);
                 let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();

@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, threads_text,
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
+    threads_text,
 };
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
@@ -143,8 +144,7 @@ fn measure(
     let mut samples = SampleTable::new();
     for round in 0..rounds {
         for case in THREADS {
-            for index in 0..subjects.len() {
-                let subject = subjects[(index + round) % subjects.len()];
+            for subject in rotated(subjects, round) {
                 progress.step(subject.name);
                 let numbers =
                     [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];

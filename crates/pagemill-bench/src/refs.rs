@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row, rotated,
+};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
@@ -91,8 +93,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases() {
-            for index in 0..ways.len() {
-                let (subject, way) = ways[(index + round) % ways.len()];
+            for &(subject, way) in rotated(&ways, round) {
                 progress.step(subject);
                 let run_ms = common.quick_or_full(PIN_RUN_MS.0, PIN_RUN_MS.1);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
@@ -101,8 +102,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
                 samples.add_outcome(&case, subject, &[NS], &child::run_plain(subject, line, LIMIT)?);
             }
         }
-        for index in 0..changes.len() {
-            let (subject, metrics, flag) = changes[(index + round) % changes.len()];
+        for &(subject, metrics, flag) in rotated(&changes, round) {
             progress.step(subject);
             let numbers = [
                 ("--folios", common.quick_or_full(FOLIOS.0, FOLIOS.1)),

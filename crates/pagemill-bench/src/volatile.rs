@@ -6,7 +6,8 @@ use crate::child;
 use crate::chunks;
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, threads_text,
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
+    threads_text,
 };
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
@@ -86,8 +87,7 @@ fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<S
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
-            for index in 0..ways.len() {
-                let (name, way) = ways[(index + round) % ways.len()];
+            for &(name, way) in rotated(&ways, round) {
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
                 let outcome = child::run_plain(name, child::words(&["__toggle", "--way", way], &numbers), LIMIT)?;

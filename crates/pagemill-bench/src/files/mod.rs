@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Progress, SampleTable};
+use crate::experiment::{CommonOptions, Progress, SampleTable, rotated};
 use crate::report::Report;
 use mount::{FileSystem, Mounted, Mounter};
 
@@ -54,8 +54,7 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
         let mut samples = SampleTable::new();
         for case in self.cases {
             for round in 0..self.rounds {
-                for index in 0..ready.len() {
-                    let subject = ready[(index + round) % ready.len()];
+                for &subject in rotated(ready, round) {
                     progress.step(&format!("{}, {}", (self.name)(case), subject.name));
                     if !subject.is_mounted() {
                         let outcome = self.sample(case, subject, &[CACHED.to_owned()])?;

@@ -14,7 +14,7 @@ use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{SampleTable, not_measured};
 use crate::report::{Bound, Series, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use target::Target;
 
 /// Metrics of all subjects, both of fio and of Pagemill.
@@ -98,15 +98,9 @@ fn judge_ratio(
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
-    Verdict {
-        // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
-        // costs.
-        estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
-        baseline: name.to_owned(),
-        has_lost_round: !own.survived(),
-        note: String::new(),
-        ..blank
-    }
+    // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
+    // costs.
+    blank.compared(own, (name, base), Better::Higher)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, PlaceOptions, device, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row, rotated};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
@@ -127,8 +127,7 @@ fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<
         let seed = round as u64 + 1;
         let page_offsets = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
         fio::write_list(&list, &page_offsets, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
-        for index in 0..subjects.len() {
-            let subject = subjects[(index + round) % subjects.len()];
+        for subject in rotated(subjects, round) {
             progress.step(subject.name);
             let before = device::completed_writes(target.path());
             let mut outcome = run_sample(subject, target, &list, (options.one_of, seed))?;

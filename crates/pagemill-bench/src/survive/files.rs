@@ -8,7 +8,7 @@ use super::handover::start_in_group;
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
@@ -93,8 +93,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
-            for index in 0..setups.len() {
-                let (case, limit_mib) = setups[(index + round) % setups.len()];
+            for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
                     let outcome = sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;

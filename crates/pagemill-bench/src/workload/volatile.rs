@@ -12,6 +12,7 @@ use pagemill_testbed::Testbed;
 use pagemill_volatile::vrange::Mode;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
+use super::steps::in_threads;
 use super::{Failure, WorkloadResult};
 use crate::histogram::Histogram;
 use crate::native::Pages;
@@ -66,17 +67,7 @@ pub struct Purging {
 pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
-    let threads = 0..arguments.threads;
-    let results: Vec<Result<(f64, u64), Failure>> = thread::scope(|scope| {
-        let work = |index: usize| {
-            let start = &start;
-            move || toggle_in_thread(arguments, pagemill, index, start)
-        };
-        let workers: Vec<_> = threads.map(|index| scope.spawn(work(index))).collect();
-        let joined = workers.into_iter().map(|worker| worker.join());
-        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
-    });
-    let results = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let results = in_threads(arguments.threads, |index| toggle_in_thread(arguments, pagemill, index, &start))?;
     let each: Vec<f64> = results.iter().map(|(ns, _)| *ns).collect();
     let faults: u64 = results.iter().map(|(_, faults)| *faults).sum();
     Ok(serde_json::json!({ "ns": each.iter().sum::<f64>() / each.len() as f64, "faults": faults }))

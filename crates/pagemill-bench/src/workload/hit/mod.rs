@@ -10,12 +10,12 @@ mod plain;
 
 use std::hint::black_box;
 use std::sync::Barrier;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
+use super::steps::in_threads;
 use super::{Failure, WorkloadResult};
 use crate::files::FilePlace;
 use crate::native::Pages;
@@ -211,13 +211,7 @@ fn time_by_threads<D: PageStore>(
         time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH))?;
         time_repeated(run, || operation(store, pages, &mut random, to, BATCH))
     };
-    let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
-        let work = &work;
-        let workers: Vec<_> = (0..arguments.threads).map(|index| scope.spawn(move || work(index))).collect();
-        let joined = workers.into_iter().map(|worker| worker.join());
-        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
-    });
-    let each = results.into_iter().collect::<Result<Vec<f64>, _>>()?;
+    let each = in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 

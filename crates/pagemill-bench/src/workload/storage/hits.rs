@@ -15,6 +15,7 @@ use super::ring::{self, TransferLoop};
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT_RATIO, MISSES};
+use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Total size of the pages that are copied. It is small compared with the cache, so that all of them stay resident.
@@ -173,7 +174,7 @@ fn copy_by_turns(
             copy_for(time, &mut beside)
         });
         state.store(OVER, Relaxed);
-        let other = other.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()));
+        let other = join(other);
         turns.and(other)
     })?;
     let rate = |count: u64, totals: &CopyTotals| count as f64 / totals.seconds;

@@ -19,6 +19,7 @@ use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
+use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Time limit of a transfer. It is longer than any device needs.
@@ -262,7 +263,7 @@ fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Wor
         let took = span.end();
         let mut times = Histogram::new();
         for worker in workers {
-            times.merge(&worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
+            times.merge(&join(worker)?);
         }
         json_line(&took, times.count(), ios, cached.io_bytes, &times)
     })
