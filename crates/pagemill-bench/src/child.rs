@@ -4,6 +4,7 @@
 //! the workloads. The bench then ends every group that it started, and removes its cgroups and folders.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::io::{self, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -75,7 +76,7 @@ pub fn sleep(duration: Duration) -> Result<()> {
 }
 
 /// Returns a command that runs this executable with one of its hidden subcommands.
-pub fn workload_command(arguments: &[&str]) -> Result<Command> {
+pub fn workload_command(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
     Ok(command)
@@ -217,11 +218,51 @@ pub enum Outcome {
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`] after a signal.
-pub fn run_under(ready: &AvailableSubject, arguments: &[&str], limit: Duration) -> Result<Outcome> {
+pub fn run_under(
+    ready: &AvailableSubject,
+    arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+    limit: Duration,
+) -> Result<Outcome> {
     let mut command = workload_command(arguments)?;
     ready.apply(&mut command);
-    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
-    classify(ready.name(), &finished)
+    finish(ready.name(), &mut command, limit)
+}
+
+/// Runs a hidden subcommand under the C library's allocator, because it measures something else than the allocator.
+/// Reads the JSON line that it prints.
+///
+/// # Errors
+///
+/// As [`run_under`].
+pub fn run_plain(
+    subject: &str,
+    arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+    limit: Duration,
+) -> Result<Outcome> {
+    run_with_settings(subject, arguments, &[], limit)
+}
+
+/// Like [`run_plain`], with these environment variables.
+pub fn run_with_settings(
+    subject: &str,
+    arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+    settings: &[(&str, &str)],
+    limit: Duration,
+) -> Result<Outcome> {
+    let mut command = workload_command(arguments)?;
+    crate::subject::clear_foreign_settings(&mut command);
+    command.envs(settings.iter().copied());
+    finish(subject, &mut command, limit)
+}
+
+/// Runs a command from start to end, and classifies how it ended.
+pub fn finish(subject: &str, command: &mut Command, limit: Duration) -> Result<Outcome> {
+    classify(subject, &RunningGroup::start(command)?.finish(limit)?)
+}
+
+/// Returns the words of a command line: first words, then numeric options.
+pub fn words(first: &[&str], numbers: &[(&str, u64)]) -> Vec<String> {
+    first.iter().map(|word| (*word).to_owned()).chain(numeric_options(numbers)).collect()
 }
 
 /// Classifies a finished workload as measured, killed or failed.
@@ -250,7 +291,7 @@ pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
 /// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
 /// touches. Without this call, the first subject would seem slower than the others.
 pub fn touch_beforehand(mib: u64) -> Result<()> {
-    let mut command = workload_command(&["__touch", "--mib", &mib.to_string()])?;
+    let mut command = workload_command(["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
     let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
     match finished.status.success() {

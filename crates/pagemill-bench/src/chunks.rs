@@ -8,13 +8,12 @@
 
 use std::time::Duration;
 
-use crate::child::{self, RunningGroup};
+use crate::child;
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::hog::{self, SampleTimes};
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
-use crate::subject;
+use crate::stats::Better;
 
 /// One kind of memory for the copies, and the environment of the workload that uses it.
 struct CopyMemory {
@@ -125,8 +124,7 @@ fn measure(
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases {
-            for index in 0..memories.len() {
-                let memory_kind = memories[(index + round) % memories.len()];
+            for memory_kind in rotated(memories, round) {
                 progress.step(memory_kind.name);
                 if case.has_hog {
                     measure_with_hog(common, case, memory_kind, &mut samples, report)?;
@@ -151,14 +149,10 @@ fn measure_alone(
         ("--threads", case.threads),
         ("--sum-every", SUM_EVERY),
     ];
-    let words = ["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes].map(str::to_owned);
-    let arguments: Vec<String> = words.into_iter().chain(child::numeric_options(&numbers)).collect();
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let mut command = child::workload_command(&arguments)?;
-    subject::clear_foreign_settings(&mut command);
-    command.envs(memory_kind.settings.iter().copied());
-    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?;
-    samples.add_outcome(case, memory_kind.name, &METRICS, &child::classify(memory_kind.name, &finished)?);
+    let line = child::words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
+    let (name, settings) = (memory_kind.name, memory_kind.settings);
+    let outcome = child::run_with_settings(name, line, settings, Duration::from_secs(60))?;
+    samples.add_outcome(case, name, &METRICS, &outcome);
     Ok(())
 }
 
@@ -209,10 +203,5 @@ fn judge_against_best(
     let Some((name, best)) = best else {
         return Verdict { has_lost_round: !own.survived(), ..blank("no peer of this kind survived") };
     };
-    Verdict {
-        estimate: stats::estimate_median(&own.ratios(best, Better::Higher)),
-        baseline: name.to_owned(),
-        has_lost_round: !own.survived(),
-        ..blank("")
-    }
+    blank("").compared(own, (name, best), Better::Higher)
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::child::{self, RunningGroup};
 use crate::ebizzy::{Options, RECORDS};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
@@ -65,10 +65,9 @@ fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) 
         for &threads in threads {
             let count = threads.to_string();
             let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("{threads} threads, {}", subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
                 samples.add_outcome(&threads, subject.name(), &[RECORDS], &outcome);
             }
         }
@@ -135,7 +134,7 @@ fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mu
 /// of gaps.
 fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
-    let mut command = child::workload_command(&["__idle", "--mib", &mib, "--seconds", "60"])?;
+    let mut command = child::workload_command(["__idle", "--mib", &mib, "--seconds", "60"])?;
     pagemill.apply(&mut command);
     command.env(IDLE_SETTING.0, IDLE_SETTING.1);
     let running = RunningGroup::start(&mut command)?;

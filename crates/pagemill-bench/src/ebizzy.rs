@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
@@ -126,10 +126,9 @@ fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -
         for round in 0..common.rounds() {
             // Each round begins with another subject, so that a subject does not always run after the same other
             // subject.
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
                 samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
             }
         }

@@ -136,6 +136,17 @@ pub fn report_row<Case: Ord + Clone>(
     report.add_series(entry, series);
 }
 
+/// Returns all items, beginning with another one in each round. So an item does not always run after the same other item.
+pub fn rotated<T>(items: &[T], round: usize) -> impl Iterator<Item = &T> {
+    let (before, from) = items.split_at(round % items.len().max(1));
+    from.iter().chain(before)
+}
+
+/// Returns the number of threads as text, such as "1 thread" or "2 threads".
+pub fn threads_text(count: u64) -> String {
+    format!("{count} thread{}", if count == 1 { "" } else { "s" })
+}
+
 /// Returns a verdict without an estimate. `why` is the reason why the target was not measured.
 pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str, why: &str) -> Verdict {
     Verdict {
@@ -173,13 +184,7 @@ pub fn judge_time_ratio<Case: Ord + Clone>(
         Bound::AtLeast(_) => Better::Lower,
         Bound::AtMost(_) => Better::Higher,
     };
-    Verdict {
-        estimate: stats::estimate_median(&series.ratios(baseline, better)),
-        baseline: base.subject.to_owned(),
-        has_lost_round: !series.survived(),
-        note: String::new(),
-        ..blank
-    }
+    blank.compared(series, (base.subject, baseline), better)
 }
 
 /// Compares the value of one subject with a fixed bound, without a baseline.
@@ -191,12 +196,7 @@ pub fn judge_value<Case: Ord + Clone>(
 ) -> Verdict {
     let blank = not_measured(target, bound, unit, "it was not run");
     match samples.get(own.case, own.subject, own.metric) {
-        Some(series) => Verdict {
-            estimate: stats::estimate_median(&series.values()),
-            has_lost_round: !series.survived(),
-            note: String::new(),
-            ..blank
-        },
+        Some(series) => blank.measured(series),
         None => blank,
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
@@ -22,14 +22,7 @@ const HELD: &str = "held_mib";
 const LONGEST: &str = "longest_malloc_ms";
 const QUIET: &str = "longest_malloc_quiet_ms";
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[command(flatten)]
-    pub common: CommonOptions,
-}
-
-pub fn run(options: &Options) -> Result<Report> {
-    let common = &options.common;
+pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
     let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("giveback", common.json);
@@ -53,14 +46,13 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
     let mut samples = SampleTable::new();
     for piece in ALLOCATION_SIZES {
         for round in 0..common.rounds() {
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("pieces of {} KiB, {}", piece >> 10, subject.name()));
                 let how = clap::ValueEnum::to_possible_value(&subject.subject.give_back);
                 let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(120))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
                 let metrics = [WALL_MS, RETURNED, HELD, LONGEST, QUIET];
                 samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }

@@ -4,16 +4,16 @@
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row,
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
+    threads_text,
 };
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
 use crate::report::{Bound, Report, Series, TableCell};
 use crate::stats::Better;
-use crate::subject;
 
 const HUGE: &str = "huge";
 const DENSE: &str = "dense";
@@ -144,13 +144,11 @@ fn measure(
     let mut samples = SampleTable::new();
     for round in 0..rounds {
         for case in THREADS {
-            for index in 0..subjects.len() {
-                let subject = subjects[(index + round) % subjects.len()];
+            for subject in rotated(subjects, round) {
                 progress.step(subject.name);
                 let numbers =
                     [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
-                let line = ["__hit", "--subject", subject.argument].map(str::to_owned);
-                let line: Vec<String> = line.into_iter().chain(child::numeric_options(&numbers)).collect();
+                let line = child::words(&["__hit", "--subject", subject.argument], &numbers);
                 let outcome = sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
@@ -158,7 +156,7 @@ fn measure(
         if has_files {
             progress.step(FILES);
             let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
-            let line = ["__small-files".to_owned()].into_iter().chain(child::numeric_options(&numbers)).collect();
+            let line = child::words(&["__small-files"], &numbers);
             let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
             samples.add_outcome(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
         }
@@ -176,16 +174,7 @@ fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, m
         _ => None,
     };
     line.extend(mounted.iter().flat_map(files::place_arguments));
-    let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload_command(&line)?;
-    subject::clear_foreign_settings(&mut command);
-    command.envs(subject.settings.iter().copied());
-    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(120))?;
-    child::classify(subject.name, &finished)
-}
-
-fn threads_text(count: u64) -> String {
-    format!("{count} thread{}", if count == 1 { "" } else { "s" })
+    child::run_with_settings(subject.name, line, subject.settings, Duration::from_secs(120))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {

@@ -14,7 +14,7 @@ use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::ebizzy::{FAULTS, MIN_FAULTS_IF_RETURNING};
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
@@ -52,8 +52,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     let progress = Progress::new(ready.len() * common.rounds());
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
-        for index in 0..ready.len() {
-            let subject = &ready[(index + round) % ready.len()];
+        for subject in rotated(ready, round) {
             progress.step(&format!("with a hog, {}", subject.name()));
             match sample(subject, &times, is_limited)? {
                 Ok(outcome) => samples.add_outcome(&CASE, subject.name(), METRICS, &outcome),
@@ -99,7 +98,7 @@ pub fn sample_pair(
     let mut command = match &group {
         Some(group) => {
             let entrance = group.join_file().display().to_string();
-            let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
+            let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
             command.args(launcher);
             command
         }

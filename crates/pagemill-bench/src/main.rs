@@ -64,7 +64,7 @@ enum Experiment {
     /// Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone
     Small(small::Options),
     /// Time to return 1 GiB of free memory on request, and the longest malloc meanwhile
-    Giveback(giveback::Options),
+    Giveback(CommonOptions),
     /// Startup cost of a preloaded library in a program that does nothing
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
@@ -81,13 +81,13 @@ enum Experiment {
     Metadata(files::FileOptions),
     /// Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
     /// ebizzy with its copies in volatile ranges
-    Volatile(volatile::Options),
+    Volatile(CommonOptions),
     /// Resident pages copied out and pinned in random order: the page cache compared with memcpy, files and other
     /// caches; its metadata
     Hit(hit::Options),
     /// Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and collapse
     /// them, compared with a copy
-    Refs(refs::Options),
+    Refs(CommonOptions),
     /// Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE
     Traces(traces::Options),
     /// Random 4 KiB reads of a file six times as large as the cache, by 1 to 32 threads and by one thread with many
@@ -104,92 +104,82 @@ enum Experiment {
     Slab(slab::Options),
     /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
-    #[command(name = "__touch", hide = true)]
-    Touch(workload::Touch),
     #[command(name = "__enter", hide = true)]
     Enter(workload::Enter),
-    #[command(name = "__ebizzy", hide = true)]
-    EbizzyWork(workload::ebizzy::Ebizzy),
-    #[command(name = "__hog", hide = true)]
-    HogWork(workload::hog::Hog),
-    #[command(name = "__pair", hide = true)]
-    PairWork(workload::pair::Pair),
-    #[command(name = "__writers", hide = true)]
-    WritersWork(workload::writers::Writers),
-    #[command(name = "__keeper", hide = true)]
-    KeeperWork(workload::handover::Keeper),
-    #[command(name = "__piece-keeper", hide = true)]
-    PieceKeeperWork(workload::pieces::PieceKeeper),
-    #[command(name = "__churn", hide = true)]
-    ChurnWork(workload::churn::Churn),
-    #[command(name = "__returning", hide = true)]
-    ReturningWork(workload::returning::Returning),
-    #[command(name = "__newcomer", hide = true)]
-    NewcomerWork(workload::handover::Newcomer),
-    #[command(name = "__asker", hide = true)]
-    AskerWork(workload::reaction::Asker),
-    #[command(name = "__hoarder", hide = true)]
-    HoarderWork(workload::reaction::Hoarder),
-    #[command(name = "__server", hide = true)]
-    ServerWork(workload::host::Server),
-    #[command(name = "__filler", hide = true)]
-    FillerWork(workload::host::Filler),
-    #[command(name = "__idle", hide = true)]
-    IdleWork(workload::idle::Idle),
-    #[command(name = "__small", hide = true)]
-    SmallWork(workload::small::Small),
-    #[command(name = "__slab", hide = true)]
-    SlabWork(workload::slab::Slab),
-    #[command(name = "__giveback", hide = true)]
-    GivebackWork(workload::giveback::Giveback),
-    #[command(name = "__iozone", hide = true)]
-    IozoneWork(workload::iozone::Iozone),
-    #[command(name = "__iozone-part", hide = true)]
-    IozonePart(workload::iozone::WorkerArguments),
-    #[command(name = "__file-writers", hide = true)]
-    FileWritersWork(workload::file_writers::FileWriters),
-    #[command(name = "__toggle", hide = true)]
-    ToggleWork(workload::volatile::Toggle),
-    #[command(name = "__purging", hide = true)]
-    PurgingWork(workload::volatile::Purging),
-    #[command(name = "__hit", hide = true)]
-    HitWork(workload::hit::Hit),
-    #[command(name = "__small-files", hide = true)]
-    SmallFilesWork(workload::hit::SmallFiles),
-    #[command(name = "__refs", hide = true)]
-    RefsWork(workload::refs::Refs),
-    #[command(name = "__change", hide = true)]
-    ChangeWork(workload::refs::Change),
-    #[command(name = "__ring", hide = true)]
-    RingWork(workload::storage::ring::Ring),
-    #[command(name = "__miss", hide = true)]
-    MissWork(workload::storage::miss::Miss),
-    #[command(name = "__hits", hide = true)]
-    HitsWork(workload::storage::hits::Hits),
-    #[command(name = "__writeback", hide = true)]
-    WritebackWork(workload::storage::writeback::Writeback),
-    #[command(name = "__overwrite", hide = true)]
-    OverwriteWork(workload::storage::overwrite::Overwrite),
-    #[command(name = "__waste", hide = true)]
-    WasteWork(workload::waste::Waste),
-    #[command(name = "__metadata", hide = true)]
-    MetadataWork(workload::metadata::Metadata),
+    #[command(flatten)]
+    Workload(Workload),
+}
+
+/// Defines the hidden subcommands from a table. Each line has the subcommand's name, its arguments, and the function that
+/// runs it.
+macro_rules! workloads {
+    ($($name:literal $variant:ident($arguments:ty) => $run:path,)*) => {
+        #[derive(Debug, Subcommand)]
+        enum Workload {
+            $(#[command(name = $name, hide = true)] $variant($arguments),)*
+        }
+
+        impl Workload {
+            fn run(&self) -> ExitCode {
+                match self {
+                    $(Self::$variant(arguments) => workload::run(|| $run(arguments)),)*
+                }
+            }
+        }
+    };
+}
+
+workloads! {
+    "__touch" Touch(workload::Touch) => workload::touch,
+    "__ebizzy" Ebizzy(workload::ebizzy::Ebizzy) => workload::ebizzy::run,
+    "__hog" Hog(workload::hog::Hog) => workload::hog::run,
+    "__pair" Pair(workload::pair::Pair) => workload::pair::run,
+    "__writers" Writers(workload::writers::Writers) => workload::writers::run,
+    "__keeper" Keeper(workload::handover::Keeper) => workload::handover::run_keeper,
+    "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeper) => workload::pieces::run_keeper,
+    "__churn" Churn(workload::churn::Churn) => workload::churn::run,
+    "__returning" Returning(workload::returning::Returning) => workload::returning::run,
+    "__newcomer" Newcomer(workload::handover::Newcomer) => workload::handover::run_newcomer,
+    "__asker" Asker(workload::reaction::Asker) => workload::reaction::run_asker,
+    "__hoarder" Hoarder(workload::reaction::Hoarder) => workload::reaction::run_hoarder,
+    "__server" Server(workload::host::Server) => workload::host::run_server,
+    "__filler" Filler(workload::host::Filler) => workload::host::run_filler,
+    "__idle" Idle(workload::idle::Idle) => workload::idle::run,
+    "__small" Small(workload::small::Small) => workload::small::run,
+    "__slab" Slab(workload::slab::Slab) => workload::slab::run,
+    "__giveback" Giveback(workload::giveback::Giveback) => workload::giveback::run,
+    "__iozone" Iozone(workload::iozone::Iozone) => workload::iozone::run,
+    "__iozone-part" IozonePart(workload::iozone::WorkerArguments) => workload::iozone::run_worker,
+    "__file-writers" FileWriters(workload::file_writers::FileWriters) => workload::file_writers::run,
+    "__toggle" Toggle(workload::volatile::Toggle) => workload::volatile::measure_toggle,
+    "__purging" Purging(workload::volatile::Purging) => workload::volatile::measure_purging,
+    "__hit" Hit(workload::hit::Hit) => workload::hit::run,
+    "__small-files" SmallFiles(workload::hit::SmallFiles) => workload::hit::measure_files,
+    "__refs" Refs(workload::refs::Refs) => workload::refs::run,
+    "__change" Change(workload::refs::Change) => workload::refs::measure_change,
+    "__ring" Ring(workload::storage::ring::Ring) => workload::storage::ring::run,
+    "__miss" Miss(workload::storage::miss::Miss) => workload::storage::miss::run,
+    "__hits" Hits(workload::storage::hits::Hits) => workload::storage::hits::run,
+    "__writeback" Writeback(workload::storage::writeback::Writeback) => workload::storage::writeback::run,
+    "__overwrite" Overwrite(workload::storage::overwrite::Overwrite) => workload::storage::overwrite::run,
+    "__waste" Waste(workload::waste::Waste) => workload::waste::run,
+    "__metadata" Metadata(workload::metadata::Metadata) => workload::metadata::run,
 }
 
 fn main() -> ExitCode {
     match Arguments::parse().experiment {
         Experiment::Ebizzy(options) => experiment(&options.common, || ebizzy::run(&options)),
         Experiment::Small(options) => experiment(&options.common, || small::run(&options)),
-        Experiment::Giveback(options) => experiment(&options.common, || giveback::run(&options)),
+        Experiment::Giveback(common) => experiment(&common, || giveback::run(&common)),
         Experiment::Startup(options) => experiment(&options.common, || startup::run(&options)),
         Experiment::Footprint(options) => experiment(&options.common, || footprint::run(&options)),
         Experiment::Survive(options) => experiment(&options.common, || survive::run(&options)),
         Experiment::Iozone(options) => experiment(&options.files.common, || files::iozone::run(&options)),
         Experiment::Waste(options) => experiment(&options.common, || files::waste::run(&options)),
         Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
-        Experiment::Volatile(options) => experiment(&options.common, || volatile::run(&options)),
+        Experiment::Volatile(common) => experiment(&common, || volatile::run(&common)),
         Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
-        Experiment::Refs(options) => experiment(&options.common, || refs::run(&options)),
+        Experiment::Refs(common) => experiment(&common, || refs::run(&common)),
         Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
         Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
         Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
@@ -199,41 +189,8 @@ fn main() -> ExitCode {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
         }
-        Experiment::Touch(arguments) => workload::run(|| workload::touch(&arguments)),
         Experiment::Enter(arguments) => workload::enter(&arguments),
-        Experiment::EbizzyWork(arguments) => workload::run(|| workload::ebizzy::run(&arguments)),
-        Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
-        Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
-        Experiment::WritersWork(arguments) => workload::run(|| workload::writers::run(&arguments)),
-        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::run_keeper(&arguments)),
-        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::run_keeper(&arguments)),
-        Experiment::ChurnWork(arguments) => workload::run(|| workload::churn::run(&arguments)),
-        Experiment::ReturningWork(arguments) => workload::run(|| workload::returning::run(&arguments)),
-        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::run_newcomer(&arguments)),
-        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::run_asker(&arguments)),
-        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::run_hoarder(&arguments)),
-        Experiment::ServerWork(arguments) => workload::run(|| workload::host::run_server(&arguments)),
-        Experiment::FillerWork(arguments) => workload::run(|| workload::host::run_filler(&arguments)),
-        Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
-        Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
-        Experiment::SlabWork(arguments) => workload::run(|| workload::slab::run(&arguments)),
-        Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
-        Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
-        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::run_worker(&arguments)),
-        Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
-        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::measure_toggle(&arguments)),
-        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::measure_purging(&arguments)),
-        Experiment::HitWork(arguments) => workload::run(|| workload::hit::run(&arguments)),
-        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::measure_files(&arguments)),
-        Experiment::RefsWork(arguments) => workload::run(|| workload::refs::run(&arguments)),
-        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::measure_change(&arguments)),
-        Experiment::RingWork(arguments) => workload::run(|| workload::storage::ring::run(&arguments)),
-        Experiment::MissWork(arguments) => workload::run(|| workload::storage::miss::run(&arguments)),
-        Experiment::HitsWork(arguments) => workload::run(|| workload::storage::hits::run(&arguments)),
-        Experiment::WritebackWork(arguments) => workload::run(|| workload::storage::writeback::run(&arguments)),
-        Experiment::OverwriteWork(arguments) => workload::run(|| workload::storage::overwrite::run(&arguments)),
-        Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
-        Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
+        Experiment::Workload(workload) => workload.run(),
     }
 }
 

@@ -3,6 +3,9 @@
 use std::fs;
 use std::io::Read;
 
+use procfs::process::{MemoryMap, Process};
+use procfs::{Current, CurrentSI, KernelStats, Meminfo};
+
 use crate::native::Pages;
 
 /// Resident memory of one process in bytes, from `/proc/PID/status`.
@@ -30,11 +33,12 @@ pub struct ProcessStat {
 
 /// Returns the resident memory of a process; none if it has ended or is a zombie.
 pub fn resident_memory(pid: u32) -> Option<ResidentMemory> {
-    parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+    let status = Process::new(pid as i32).and_then(|process| process.status()).ok()?;
+    Some(ResidentMemory { all: status.vmrss? * 1024, anonymous: status.rssanon? * 1024, peak: status.vmhwm? * 1024 })
 }
 
 /// Returns the resident bytes of this process as the kernel counts them; 0 if the value cannot be read. Makes no
-/// allocation.
+/// allocation, unlike `procfs`, because workloads call it between two measurements of an allocator.
 pub fn own_resident_bytes() -> u64 {
     let mut bytes = [0; 128];
     let read = fs::File::open("/proc/self/statm").and_then(|mut file| file.read(&mut bytes));
@@ -45,20 +49,19 @@ pub fn own_resident_bytes() -> u64 {
 
 /// Returns parent, start time and faults of a process; none if it has ended.
 pub fn process_stat(pid: u32) -> Option<ProcessStat> {
-    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    stat_of(&Process::new(pid as i32).ok()?)
 }
 
-pub fn all_processes() -> Vec<ProcessStat> {
-    let Ok(entries) = fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    numbers.filter_map(process_stat).collect()
+fn stat_of(process: &Process) -> Option<ProcessStat> {
+    let stat = process.stat().ok()?;
+    let (pid, parent) = (stat.pid as u32, stat.ppid as u32);
+    Some(ProcessStat { pid, parent, start_time: stat.starttime, minor_faults: stat.minflt })
 }
 
 /// Lists a process and all its descendants.
 pub fn process_tree(root: u32) -> Vec<ProcessStat> {
-    let processes = all_processes();
+    let all = procfs::process::all_processes().into_iter().flatten();
+    let processes: Vec<ProcessStat> = all.filter_map(|process| stat_of(&process.ok()?)).collect();
     let mut family: Vec<ProcessStat> = processes.iter().copied().filter(|process| process.pid == root).collect();
     let mut next = 0;
     while let Some(&parent) = family.get(next) {
@@ -77,128 +80,57 @@ pub fn has_mapped(pid: u32, path: &str) -> bool {
 
 /// Returns how much memory could be used without swapping, as the kernel estimates it (`MemAvailable`).
 pub fn available_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    field_bytes(&text, "MemAvailable:")
+    Meminfo::current().ok()?.mem_available
 }
 
 /// Returns the machine's memory (`MemTotal`).
 pub fn total_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    field_bytes(&text, "MemTotal:")
+    Meminfo::current().ok().map(|memory| memory.mem_total)
 }
 
 /// Returns how many bytes of the file mapping that contains `address` are mapped by huge page table entries.
 pub fn huge_mapped_bytes_at(address: usize) -> Option<u64> {
-    parse_huge_mapped_bytes(&fs::read_to_string("/proc/self/smaps").ok()?, address)
+    let is_it = |mapping: &MemoryMap| (mapping.address.0..mapping.address.1).contains(&(address as u64));
+    let mapping = Process::myself().and_then(|own| own.smaps()).ok()?.into_iter().find(is_it)?;
+    Some(mapping.extension.map.get("ShmemPmdMapped")? + mapping.extension.map.get("FilePmdMapped").unwrap_or(&0))
 }
 
 /// Returns the bytes of this process in huge pages, in anonymous memory, shared memory and files.
 pub fn own_huge_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
-    ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field_bytes(&text, name)).sum()
+    sum_of_rollup(&["AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"])
 }
 
 /// Returns the anonymous and shared memory of this process in bytes, without file mappings. A page that this process
 /// maps twice counts once.
 pub fn own_anonymous_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
-    Some(field_bytes(&text, "Pss_Anon:")? + field_bytes(&text, "Pss_Shmem:")?)
+    sum_of_rollup(&["Pss_Anon", "Pss_Shmem"])
 }
 
-fn parse_huge_mapped_bytes(smaps: &str, address: usize) -> Option<u64> {
-    let bounds = |line: &str| {
-        let (start, end) = line.split_whitespace().next()?.split_once('-')?;
-        Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
-    };
-    let mut lines = smaps.lines().skip_while(|line| bounds(line).is_none_or(|range| !range.contains(&address)));
-    lines.next()?;
-    let mapping: Vec<&str> = lines.take_while(|line| bounds(line).is_none()).collect();
-    let text = mapping.join("\n");
-    Some(field_bytes(&text, "ShmemPmdMapped:")? + field_bytes(&text, "FilePmdMapped:").unwrap_or(0))
+/// Returns the sum of these fields of `smaps_rollup`; none if the kernel does not have one of them.
+fn sum_of_rollup(fields: &[&str]) -> Option<u64> {
+    let rollup = Process::myself().and_then(|own| own.smaps_rollup()).ok()?;
+    let values = &rollup.memory_map_rollup.0.first()?.extension.map;
+    fields.iter().map(|field| values.get(*field).copied()).sum()
 }
 
 /// Returns the voluntary context switches of all threads of a process so far; none if it has ended.
 pub fn voluntary_switches(pid: u32) -> Option<u64> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
-    let statuses = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok());
-    statuses.map(|status| field_number(&status, "voluntary_ctxt_switches:")).sum()
+    let tasks = Process::new(pid as i32).and_then(|process| process.tasks()).ok()?;
+    let statuses = tasks.filter_map(|task| task.ok()?.status().ok());
+    statuses.map(|status| status.voluntary_ctxt_switches).sum()
 }
 
-/// Returns the busy clock ticks and all clock ticks of all CPUs since boot.
+/// Returns the busy clock ticks and all clock ticks of all CPUs since boot. The user time already includes guest time.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
-    parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
-}
-
-fn parse_ticks(text: &str) -> Option<(u64, u64)> {
-    let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    // Fields: user, nice, system, idle, iowait, irq, softirq, steal. The user field already includes guest time.
-    let fields: Vec<u64> = line.split_whitespace().take(8).filter_map(|field| field.parse().ok()).collect();
-    let idle = fields.get(3)? + fields.get(4)?;
-    let all: u64 = fields.iter().sum();
-    Some((all - idle, all))
-}
-
-fn parse_status(text: &str) -> Option<ResidentMemory> {
-    Some(ResidentMemory {
-        all: field_bytes(text, "VmRSS:")?,
-        anonymous: field_bytes(text, "RssAnon:")?,
-        peak: field_bytes(text, "VmHWM:")?,
-    })
-}
-
-fn field_bytes(text: &str, name: &str) -> Option<u64> {
-    Some(field_number(text, name)? * 1024)
-}
-
-fn field_number(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    line.split_whitespace().next()?.parse().ok()
-}
-
-fn parse_stat(text: &str) -> Option<ProcessStat> {
-    // The process name is in parentheses and can itself contain spaces and parentheses.
-    let (head, tail) = text.rsplit_once(')')?;
-    let (pid, _) = head.split_once(' ')?;
-    let fields: Vec<&str> = tail.split_whitespace().collect();
-    Some(ProcessStat {
-        pid: pid.parse().ok()?,
-        parent: fields.get(1)?.parse().ok()?,
-        start_time: fields.get(19)?.parse().ok()?,
-        minor_faults: fields.get(7)?.parse().ok()?,
-    })
+    let cpu = KernelStats::current().ok()?.total;
+    let optional = [cpu.irq, cpu.softirq, cpu.steal].into_iter().flatten().sum::<u64>();
+    let (busy, idle) = (cpu.user + cpu.nice + cpu.system + optional, cpu.idle + cpu.iowait?);
+    Some((busy, busy + idle))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A process name may look like further fields of the line. It must be skipped up to the last parenthesis.
-    #[test]
-    fn process_name_with_parentheses_is_skipped() {
-        let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
-
-        let expected = ProcessStat { pid: 7, parent: 3, start_time: 999, minor_faults: 55 };
-        assert_eq!(parse_stat(line), Some(expected));
-    }
-
-    /// In a line as the kernel writes it, iowait must count as idle time, and guest time must not be added a second
-    /// time.
-    #[test]
-    fn cpu_line_is_parsed_into_busy_and_all_ticks() {
-        let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
-        assert_eq!(parse_ticks(text), Some((20, 140)));
-        assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
-    }
-
-    /// Of two mappings in smaps, only the mapping with the address must count.
-    #[test]
-    fn huge_bytes_count_only_the_mapping_at_the_address() {
-        let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
-                     2000-4000 rw-s 0 0:1 8 /b\nShmemPmdMapped: 4096 kB\nVmFlags: rd";
-        assert_eq!(parse_huge_mapped_bytes(smaps, 0x1fff), Some(2048 << 10));
-        assert_eq!(parse_huge_mapped_bytes(smaps, 0x2000), Some(4096 << 10));
-        assert_eq!(parse_huge_mapped_bytes(smaps, 0x4000), None);
-    }
 
     /// The functions must find this test process: in its own process tree, with resident memory, and with its C library
     /// mapped.
@@ -214,5 +146,6 @@ mod tests {
         let own_bytes = own_anonymous_bytes().expect("the kernel tells it");
         assert!(own_bytes > 0 && own_bytes < resident_memory(own).expect("a live process").peak);
         assert!(voluntary_switches(own).is_some() && total_bytes() > available_bytes());
+        assert!(own_huge_bytes().is_some() && cpu_ticks().is_some_and(|(busy, all)| busy <= all));
     }
 }

@@ -3,12 +3,13 @@
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child;
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row, rotated,
+};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
-use crate::subject;
 
 const SPLITTABLE: &str = "splittable";
 const NEVER_SPLIT: &str = "never-split";
@@ -30,15 +31,10 @@ const SIZES_KIB: [u64; 2] = [64, 1024];
 const PIN_RUN_MS: (u64, u64) = (20, 200);
 /// Duration of a sample of splits and collapses, or of copies (quick, full).
 const SPLIT_RUN_MS: (u64, u64) = (100, 1000);
+const LIMIT: Duration = Duration::from_secs(60);
 /// Number of folios (quick, full). Together they are larger than the CPU caches, because folios that wait for a
 /// collapse are usually not cached.
 const FOLIOS: (u64, u64) = (16, 64);
-
-#[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[command(flatten)]
-    pub common: CommonOptions,
-}
 
 /// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
@@ -64,8 +60,7 @@ fn case_name((kib, threads, is_own): Case) -> String {
 ///
 /// [`crate::error::Error::WrongAnswer`] if a reference leaked or bytes changed; [`crate::error::Error::CannotRun`] for
 /// an unknown subject.
-pub fn run(options: &Options) -> Result<Report> {
-    let common = &options.common;
+pub fn run(common: &CommonOptions) -> Result<Report> {
     let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
     common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
@@ -91,26 +86,23 @@ pub fn run(options: &Options) -> Result<Report> {
 }
 
 fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
-    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
+    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| common.is_wanted(name)).collect();
     let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
-    changes.retain(|(name, ..)| is_wanted(name));
+    changes.retain(|(name, ..)| common.is_wanted(name));
     let progress = Progress::new(common.rounds() * (cases().count() * ways.len() + changes.len()));
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases() {
-            for index in 0..ways.len() {
-                let (subject, way) = ways[(index + round) % ways.len()];
+            for &(subject, way) in rotated(&ways, round) {
                 progress.step(subject);
                 let run_ms = common.quick_or_full(PIN_RUN_MS.0, PIN_RUN_MS.1);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
                 let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
                 let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-                samples.add_outcome(&case, subject, &[NS], &sample(subject, line)?);
+                samples.add_outcome(&case, subject, &[NS], &child::run_plain(subject, line, LIMIT)?);
             }
         }
-        for index in 0..changes.len() {
-            let (subject, metrics, flag) = changes[(index + round) % changes.len()];
+        for &(subject, metrics, flag) in rotated(&changes, round) {
             progress.step(subject);
             let numbers = [
                 ("--folios", common.quick_or_full(FOLIOS.0, FOLIOS.1)),
@@ -118,19 +110,10 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
             ];
             let words = ["__change"].into_iter().chain(flag);
             let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-            samples.add_outcome(&SPLIT_CASE, subject, metrics, &sample(subject, line)?);
+            samples.add_outcome(&SPLIT_CASE, subject, metrics, &child::run_plain(subject, line, LIMIT)?);
         }
     }
     Ok(samples)
-}
-
-fn sample(subject: &str, line: impl Iterator<Item = String>) -> Result<Outcome> {
-    let line: Vec<String> = line.collect();
-    let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload_command(&line)?;
-    subject::clear_foreign_settings(&mut command);
-    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?;
-    child::classify(subject, &finished)
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {

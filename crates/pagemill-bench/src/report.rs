@@ -128,6 +128,19 @@ impl Verdict {
         }
     }
 
+    /// Returns the verdict with an estimate from the values of one series, and without a note.
+    pub fn measured(self, own: &Series) -> Self {
+        let estimate = stats::estimate_median(&own.values());
+        Self { estimate, has_lost_round: !own.survived(), note: String::new(), ..self }
+    }
+
+    /// Returns the verdict with an estimate from the ratios of `own` to a named baseline, and without a note.
+    pub fn compared(self, own: &Series, (name, base): (&str, &Series), better: Better) -> Self {
+        let estimate = stats::estimate_median(&own.ratios(base, better));
+        let (baseline, has_lost_round) = (name.to_owned(), !own.survived());
+        Self { estimate, baseline, has_lost_round, note: String::new(), ..self }
+    }
+
     fn format_line(&self) -> String {
         let state = match self.state() {
             VerdictState::Reached => "reached      ",

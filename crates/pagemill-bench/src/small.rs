@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::callgrind;
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
 use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL};
@@ -94,10 +94,9 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleT
         let arguments =
             ["__small", "--pattern", pattern, "--threads", &threads, "--size", &size, "--measure-ms", milliseconds];
         for round in 0..common.rounds() {
-            for index in 0..ready.len() {
-                let subject = &ready[(index + round) % ready.len()];
+            for subject in rotated(ready, round) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                let outcome = child::run_under(subject, &arguments, Duration::from_secs(30))?;
+                let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
                 samples.add_outcome(&case, subject.name(), &[NANOSECONDS], &outcome);
             }
         }
@@ -116,14 +115,9 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         let baseline = samples.get(&case, BASELINE, NANOSECONDS);
         if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
             let ratios = pagemill.ratios(baseline, Better::Lower);
-            let verdict = Verdict {
-                estimate: stats::estimate_median(&ratios),
-                baseline: BASELINE.to_owned(),
-                has_lost_round: !pagemill.survived(),
-                ..not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "")
-            };
             all.push(ratios);
-            report.add_verdict(verdict);
+            let blank = not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "");
+            report.add_verdict(blank.compared(pagemill, (BASELINE, baseline), Better::Lower));
         }
     }
     let is_whole = all.len() == cases().count();

@@ -26,40 +26,6 @@ pub struct Estimate {
     pub samples: usize,
 }
 
-/// The random number generator SplitMix64. From any seed, its period is 2^64. (The original generator of ebizzy stayed
-/// at zero.)
-///
-/// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// Makes a generator. Different seeds give unrelated sequences, since the output is mixed.
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^ (bits >> 31)
-    }
-
-    /// Returns a random number below `bound`. Uses a multiplication, because a division would be too slow for the
-    /// measured loops.
-    pub fn next_below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
-    }
-
-    pub fn shuffle<T>(&mut self, all: &mut [T]) {
-        for last in (1..all.len()).rev() {
-            all.swap(last, self.next_below(last + 1));
-        }
-    }
-}
-
 /// Returns the median, which for an even number of values is the mean of the two middle ones; none without values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
@@ -70,14 +36,6 @@ pub fn median(values: &[f64]) -> Option<f64> {
         len if len % 2 == 1 => Some(sorted[middle]),
         _ => Some((sorted[middle - 1] + sorted[middle]) / 2.0),
     }
-}
-
-/// Returns the smallest value that at least the fraction `share` of all values do not exceed; none without values.
-pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let rank = (share * sorted.len() as f64).ceil() as usize;
-    sorted.get(rank.saturating_sub(1)).copied()
 }
 
 /// Returns (max - min) / median; zero for fewer than two values or a median of zero.
@@ -119,10 +77,10 @@ pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
 /// Returns the median and its 95 % confidence interval, by bootstrap with a fixed seed.
 pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
     let value = median(values)?;
-    let mut random = Random::new(0x7061_6765_6d69_6c6c);
+    let mut random = fastrand::Rng::with_seed(0x7061_6765_6d69_6c6c);
     let mut medians: Vec<f64> = (0..RESAMPLES)
         .filter_map(|_| {
-            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.next_below(values.len())]).collect();
+            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.usize(..values.len())]).collect();
             median(&resample)
         })
         .collect();
@@ -141,16 +99,6 @@ mod tests {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);
-    }
-
-    /// The 99th percentile of the numbers 1 to 100 must be 99, and that of two values the larger one. An empty list
-    /// must have none.
-    #[test]
-    fn percentile_is_one_of_the_values() {
-        let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
-        assert_eq!(percentile(&hundred, 0.99), Some(99.0));
-        assert_eq!(percentile(&[3.0, 1.0], 0.99), Some(3.0));
-        assert_eq!(percentile(&[], 0.99), None);
     }
 
     /// The spread must be (max - min) / median. For a single value or a median of zero it must be zero; nothing may be
@@ -192,17 +140,5 @@ mod tests {
         let means = geometric_means(&[vec![2.0, 1.0], vec![8.0, 1.0]]);
 
         assert!((means[0] - 4.0).abs() < 1e-9 && (means[1] - 1.0).abs() < 1e-9);
-    }
-
-    /// Numbers from seed 0 must take all values below the bound and no others. Different seeds must give different
-    /// numbers.
-    #[test]
-    fn random_numbers_cover_their_range() {
-        let mut random = Random::new(0);
-        let numbers: Vec<usize> = (0..10_000).map(|_| random.next_below(100)).collect();
-
-        assert!(numbers.iter().all(|&number| number < 100));
-        assert!((0..100).all(|wanted| numbers.contains(&wanted)));
-        assert_ne!(Random::new(1).next_u64(), Random::new(2).next_u64());
     }
 }

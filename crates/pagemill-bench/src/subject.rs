@@ -56,130 +56,90 @@ pub struct Subject {
     pub install_hint: &'static str,
 }
 
-const TCMALLOC: Library =
-    Library::Installed(&["libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so"]);
-const JEMALLOC: Library = Library::Built("libpeer_jemalloc.so");
-const MIMALLOC: Library = Library::Built("libpeer_mimalloc.so");
 const BUILD_HINT: &str = "cargo build --release -p pagemill-bench";
 const INSTALL_HINT: &str = "apt-get install libtcmalloc-minimal4";
 
+/// An allocator with default settings. Each of them is the base of the subjects with other settings.
+const fn default(name: &'static str, library: Library, give_back: GiveBack, install_hint: &'static str) -> Subject {
+    Subject { name, role: Role::Default, library, settings: &[], give_back, effect: "as it comes", install_hint }
+}
+
+const GLIBC: Subject = default("glibc", Library::System, GiveBack::MallocTrim, "");
+const JEMALLOC: Subject = default("jemalloc", Library::Built("libpeer_jemalloc.so"), GiveBack::Mallctl, BUILD_HINT);
+const MIMALLOC: Subject = default("mimalloc", Library::Built("libpeer_mimalloc.so"), GiveBack::MiCollect, BUILD_HINT);
+const TCMALLOC: Subject = default(
+    "tcmalloc",
+    Library::Installed(&["libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so"]),
+    GiveBack::ReleaseFreeMemory,
+    INSTALL_HINT,
+);
+const OWN: Subject = Subject {
+    role: Role::Pagemill,
+    ..default(PAGEMILL, Library::Built("libpagemill_malloc.so"), GiveBack::MallocTrim, BUILD_HINT)
+};
+
 /// All subjects: the peers with default settings, the peers that return memory at once, then the variants of Pagemill.
 pub const SUBJECTS: &[Subject] = &[
-    Subject {
-        name: "glibc",
-        role: Role::Default,
-        library: Library::System,
-        settings: &[],
-        give_back: GiveBack::MallocTrim,
-        effect: "as it comes",
-        install_hint: "",
-    },
-    Subject {
-        name: "jemalloc",
-        role: Role::Default,
-        library: JEMALLOC,
-        settings: &[],
-        give_back: GiveBack::Mallctl,
-        effect: "as it comes from the crate tikv-jemalloc-sys",
-        install_hint: BUILD_HINT,
-    },
-    Subject {
-        name: "mimalloc",
-        role: Role::Default,
-        library: MIMALLOC,
-        settings: &[],
-        give_back: GiveBack::MiCollect,
-        effect: "as it comes from the crate libmimalloc-sys",
-        install_hint: BUILD_HINT,
-    },
-    Subject {
-        name: "tcmalloc",
-        role: Role::Default,
-        library: TCMALLOC,
-        settings: &[],
-        give_back: GiveBack::ReleaseFreeMemory,
-        effect: "as it comes from the distribution (gperftools)",
-        install_hint: INSTALL_HINT,
-    },
+    GLIBC,
+    Subject { effect: "as it comes from the crate tikv-jemalloc-sys", ..JEMALLOC },
+    Subject { effect: "as it comes from the crate libmimalloc-sys", ..MIMALLOC },
+    Subject { effect: "as it comes from the distribution (gperftools)", ..TCMALLOC },
     Subject {
         name: "glibc-eager",
         role: Role::ReturningAtOnce,
-        library: Library::System,
         settings: &[(
             "GLIBC_TUNABLES",
             "glibc.malloc.mmap_threshold=65536:glibc.malloc.trim_threshold=0:glibc.malloc.top_pad=0",
         )],
-        give_back: GiveBack::MallocTrim,
         effect: "blocks from 64 KiB are mapped and unmapped one by one, the heap's end is trimmed at each free",
-        install_hint: "",
+        ..GLIBC
     },
     Subject {
         name: "jemalloc-eager",
         role: Role::ReturningAtOnce,
-        library: JEMALLOC,
         settings: &[("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")],
-        give_back: GiveBack::Mallctl,
         effect: "free extents are purged at once instead of over ten seconds",
-        install_hint: BUILD_HINT,
+        ..JEMALLOC
     },
     Subject {
         name: "mimalloc-eager",
         role: Role::ReturningAtOnce,
-        library: MIMALLOC,
         settings: &[("MIMALLOC_PURGE_DELAY", "0")],
-        give_back: GiveBack::MiCollect,
         effect: "free pages are purged at once",
-        install_hint: BUILD_HINT,
+        ..MIMALLOC
     },
     Subject {
         name: "tcmalloc-eager",
         role: Role::ReturningAtOnce,
-        library: TCMALLOC,
         settings: &[("TCMALLOC_AGGRESSIVE_DECOMMIT", "1"), ("TCMALLOC_RELEASE_RATE", "1000")],
-        give_back: GiveBack::ReleaseFreeMemory,
         effect: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
-        install_hint: INSTALL_HINT,
+        ..TCMALLOC
     },
-    Subject {
-        name: "pagemill",
-        role: Role::Pagemill,
-        library: Library::Built("libpagemill_malloc.so"),
-        settings: &[],
-        give_back: GiveBack::MallocTrim,
-        effect: "as it comes",
-        install_hint: BUILD_HINT,
-    },
+    OWN,
     Subject {
         name: UNWATCHED,
         role: Role::Unwatched,
-        library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
-        give_back: GiveBack::MallocTrim,
         effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
-        install_hint: BUILD_HINT,
+        ..OWN
     },
     Subject {
         name: KEEPING_SUBJECT,
         role: Role::Keeping,
-        library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_RETURN", "keep")],
-        give_back: GiveBack::MallocTrim,
         effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
-        install_hint: BUILD_HINT,
+        ..OWN
     },
 ];
 
 /// Mesh, an allocator that compacts by meshing: it maps two virtual pages to one physical page if their allocations do
 /// not overlap. Only measurements of compaction include Mesh.
-pub const MESH: Subject = Subject {
-    name: "mesh",
-    role: Role::Default,
-    library: Library::Installed(&["libmesh.so"]),
-    settings: &[],
-    give_back: GiveBack::MeshCompact,
-    effect: "as it comes",
-    install_hint: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
-};
+pub const MESH: Subject = default(
+    "mesh",
+    Library::Installed(&["libmesh.so"]),
+    GiveBack::MeshCompact,
+    "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
+);
 
 /// The name of the subject Pagemill with default settings.
 pub const PAGEMILL: &str = "pagemill";

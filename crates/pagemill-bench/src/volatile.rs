@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child;
 use crate::chunks;
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row,
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
+    threads_text,
 };
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
@@ -29,6 +30,7 @@ const THREADS: [u64; 2] = [1, 2];
 const TARGET_KIB: u64 = 64;
 /// MiB that one purge frees.
 const PURGED_MIB: u64 = 1024;
+const LIMIT: Duration = Duration::from_secs(60);
 
 const NS: &str = "ns";
 const FAULTS: &str = "faults";
@@ -36,12 +38,6 @@ const RATE: &str = "purge_gb_per_second";
 const VRANGE_RATE: &str = "vrange_gb_per_second";
 const STRICT_RATE: &str = "strict_gb_per_second";
 const WAIT: &str = "wait_p999_us";
-
-#[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[command(flatten)]
-    pub common: CommonOptions,
-}
 
 /// Size of the range in KiB, and number of threads.
 type Case = (u64, u64);
@@ -53,8 +49,7 @@ const PURGE_CASE: Case = (0, 0);
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if bytes changed without memory pressure.
-pub fn run(options: &Options) -> Result<Report> {
-    let common = &options.common;
+pub fn run(common: &CommonOptions) -> Result<Report> {
     let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
     common.check_only(&known)?;
     let mut report = Report::new("volatile", common.json);
@@ -85,10 +80,6 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn threads_text(count: u64) -> String {
-    format!("{count} thread{}", if count == 1 { "" } else { "s" })
-}
-
 fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(50, 300);
     let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
@@ -96,35 +87,21 @@ fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<S
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
-            for index in 0..ways.len() {
-                let (name, way) = ways[(index + round) % ways.len()];
+            for &(name, way) in rotated(&ways, round) {
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
-                let arguments =
-                    ["__toggle", "--way", way].map(str::to_owned).into_iter().chain(child::numeric_options(&numbers));
-                samples.add_outcome(&case, name, &[NS, FAULTS], &sample(name, arguments)?);
+                let outcome = child::run_plain(name, child::words(&["__toggle", "--way", way], &numbers), LIMIT)?;
+                samples.add_outcome(&case, name, &[NS, FAULTS], &outcome);
             }
         }
         if is_wanted(PURGING) {
             progress.step(PURGING);
             let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full(500, 3000))];
-            let arguments = ["__purging".to_owned()].into_iter().chain(child::numeric_options(&numbers));
-            samples.add_outcome(
-                &PURGE_CASE,
-                PURGING,
-                &[RATE, VRANGE_RATE, STRICT_RATE, WAIT],
-                &sample(PURGING, arguments)?,
-            );
+            let outcome = child::run_plain(PURGING, child::words(&["__purging"], &numbers), LIMIT)?;
+            samples.add_outcome(&PURGE_CASE, PURGING, &[RATE, VRANGE_RATE, STRICT_RATE, WAIT], &outcome);
         }
     }
     Ok(samples)
-}
-
-fn sample(subject: &str, arguments: impl Iterator<Item = String>) -> Result<Outcome> {
-    let arguments: Vec<String> = arguments.collect();
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let finished = RunningGroup::start(&mut child::workload_command(&arguments)?)?.finish(Duration::from_secs(60))?;
-    child::classify(subject, &finished)
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {

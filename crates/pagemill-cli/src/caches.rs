@@ -1,5 +1,6 @@
 //! The memory of a process's page caches, by cache name and by memory node, as the process reports it.
 
+use crate::columns::{self, Heading};
 use crate::requests::{Interrupt, unanswered_reason};
 use pagemill_cache::mapping::{Holder, Usage};
 use pagemill_core::listing::Unanswered;
@@ -109,17 +110,20 @@ impl CachesReport {
         if rows.is_empty() {
             return text;
         }
-        let width = rows.iter().map(|(holder, usage)| holder_name(*holder, usage).chars().count()).max().unwrap_or(0);
-        let width = width.max("all on node 0".len());
-        let _ = write!(text, "  {:<width$}  {:>3} {:>4}", "CACHE", "#", "NODE");
-        SUMMED_COLUMNS.iter().for_each(|(name, _)| _ = write!(text, " {:>9}", name.to_uppercase()));
-        let _ = writeln!(text, " {:>9} {:>9} {:>9} {:>9}", "CHARGED", "DIRTY", "LIMIT", "PAGE");
+        let mut headings = vec![
+            Heading::left("CACHE", "all on node 0".len(), 2),
+            Heading::right("#", 3, 2),
+            Heading::right("NODE", 4, 1),
+        ];
+        let titles: Vec<String> = SUMMED_COLUMNS.iter().map(|(name, _)| name.to_uppercase()).collect();
+        let titles = titles.iter().map(String::as_str).chain(["CHARGED", "DIRTY", "LIMIT", "PAGE"]);
+        headings.extend(titles.map(|title| Heading::right(title, 9, 1)));
+        headings.push(Heading::left("", 0, 0));
         let amount = |bytes: u64| Bytes(bytes).to_string();
-        let mut row = |name: &str, number: String, node: String, sums: &ColumnSums, rest: String| {
-            let _ = write!(text, "  {name:<width$}  {number:>3} {node:>4}");
-            sums.iter().for_each(|bytes| _ = write!(text, " {:>9}", amount(*bytes)));
-            let _ = writeln!(text, "{rest}");
+        let row = |name: String, number: String, node: String, sums: &ColumnSums| -> Vec<String> {
+            [name, number, node].into_iter().chain(sums.iter().map(|bytes| amount(*bytes))).collect()
         };
+        let mut lines = Vec::new();
         for (holder, usage) in rows {
             let mut sums = ColumnSums::default();
             add_usage(&mut sums, usage);
@@ -127,22 +131,19 @@ impl CachesReport {
                 Holder::SpareNodes => (String::new(), String::new()),
                 _ => (usage.number.to_string(), usage.node.to_string()),
             };
-            let rest = match holder {
-                Holder::Cache => {
-                    let page = amount(usage.page_bytes as u64);
-                    let partial = if usage.is_partial { "  in part" } else { "" };
-                    let [charged, dirty, limit] = [usage.charged, usage.dirty, usage.limit].map(amount);
-                    let hugetlb = if usage.is_hugetlb { "  hugetlb" } else { "" };
-                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{hugetlb}{partial}")
-                }
-                _ => String::new(),
-            };
-            row(&holder_name(*holder, usage), number, node, &sums, rest);
+            let mut line = row(holder_name(*holder, usage).to_string(), number, node, &sums);
+            if matches!(holder, Holder::Cache) {
+                line.extend([usage.charged, usage.dirty, usage.limit, usage.page_bytes as u64].map(amount));
+                let partial = if usage.is_partial { "  in part" } else { "" };
+                line.push(format!("{}{partial}", if usage.is_hugetlb { "  hugetlb" } else { "" }));
+            }
+            lines.push(line);
         }
         for (node, sums) in nodes_of(rows) {
-            row(&format!("all on node {node}"), String::new(), String::new(), &sums, String::new());
+            lines.push(row(format!("all on node {node}"), String::new(), String::new(), &sums));
         }
-        row("all", String::new(), String::new(), &sums_of(rows), String::new());
+        lines.push(row("all".to_owned(), String::new(), String::new(), &sums_of(rows)));
+        text += &columns::aligned(&headings, lines);
         if rows.iter().any(|(_, usage)| usage.is_partial) {
             text.push_str("  in part: not everything was examined in time; more may be locked and in the index\n");
         }

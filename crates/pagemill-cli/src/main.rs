@@ -6,6 +6,7 @@
 
 mod bench;
 mod caches;
+mod columns;
 mod doctor;
 mod elf;
 mod kernel_limit;

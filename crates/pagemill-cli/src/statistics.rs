@@ -1,6 +1,7 @@
 //! The published statistics (counters) of running processes. Each process measures itself on request. For a process
 //! that does not answer, the commands show the last published values with their age.
 
+use crate::columns::Heading;
 use crate::requests::Interrupt;
 use pagemill_core::listing;
 use pagemill_core::listing::Unanswered;
@@ -8,7 +9,6 @@ use pagemill_core::published;
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
-use std::fmt::Write as _;
 use std::time::Duration;
 
 /// The counters that add up to resident memory.
@@ -169,22 +169,22 @@ pub type Column = (&'static str, fn(&Snapshot) -> u64);
 /// Returns a table with one line for each process, and a line with the sum.
 pub fn process_table(processes: &[Process], columns: &[Column]) -> String {
     let sum = sum_of(processes);
-    let all = format!("all {}", processes.len());
-    let width = processes.iter().map(|process| process.sum.name().len()).max().unwrap_or(0).max(all.len());
-    let mut text = format!("{:>8} {:<width$}", "PID", "NAME");
-    columns.iter().for_each(|(name, _)| _ = write!(text, " {name:>10}"));
-    text.push('\n');
-    let mut line = |pid: String, name: &str, snapshot: &Snapshot, rest: &str| {
-        let _ = write!(text, "{pid:>8} {name:<width$}");
-        columns.iter().for_each(|(_, of)| _ = write!(text, " {:>10}", Bytes(of(snapshot)).to_string()));
-        let _ = writeln!(text, "{rest}");
+    let mut headings = vec![Heading::right("PID", 8, 0), Heading::left("NAME", 0, 1)];
+    headings.extend(columns.iter().map(|(name, _)| Heading::right(name, 10, 1)));
+    headings.push(Heading::left("", 0, 2));
+    let row = |pid: String, name: String, snapshot: &Snapshot, age: String| {
+        let numbers = columns.iter().map(|(_, of)| Bytes(of(snapshot)).to_string());
+        [pid, name].into_iter().chain(numbers).chain([age]).collect()
     };
-    for process in processes {
-        let rest = process.age().map_or_else(String::new, |age| format!("  {age}"));
-        line(process.pid().to_string(), &process.sum.name(), &process.sum, &rest);
-    }
-    line(String::new(), &all, &sum, "");
-    text
+    let mut rows: Vec<Vec<String>> = processes
+        .iter()
+        .map(|process| {
+            let age = process.age().unwrap_or_default();
+            row(process.pid().to_string(), process.sum.name().to_string(), &process.sum, age)
+        })
+        .collect();
+    rows.push(row(String::new(), format!("all {}", processes.len()), &sum, String::new()));
+    crate::columns::aligned(&headings, rows)
 }
 
 #[cfg(test)]

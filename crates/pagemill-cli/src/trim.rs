@@ -1,5 +1,6 @@
 //! `pagemill trim`: makes processes return memory now, and shows how much they returned.
 
+use crate::columns::{self, Heading};
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
 use crate::statistics::{self, Process};
@@ -11,7 +12,6 @@ use pagemill_core::units::{self, Bytes};
 use pagemill_sys::process;
 use serde_json::json;
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
@@ -240,22 +240,26 @@ fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> Trim
 
 fn text_of(done: &[TrimResult]) -> String {
     let sum = |of: fn(&TrimResult) -> u64| done.iter().fold(0u64, |sum, done| sum.saturating_add(of(done)));
-    let all = format!("all {}", done.len());
-    let width = done.iter().map(|done| done.process.sum.name().len()).max().unwrap_or(0).max(all.len());
-    let mut text = String::new();
-    let _ =
-        writeln!(text, "{:>8} {:<width$} {:>10} {:>12} {:>12}", "PID", "NAME", "RETURNED", "RSS BEFORE", "RSS AFTER");
-    let mut line = |pid: String, name: &str, bytes: [u64; 3]| {
-        let [returned, before, after] = bytes.map(|bytes| Bytes(bytes).to_string());
-        let _ = writeln!(text, "{pid:>8} {name:<width$} {returned:>10} {before:>12} {after:>12}");
+    let headings = [
+        Heading::right("PID", 8, 0),
+        Heading::left("NAME", 0, 1),
+        Heading::right("RETURNED", 10, 1),
+        Heading::right("RSS BEFORE", 12, 1),
+        Heading::right("RSS AFTER", 12, 1),
+    ];
+    let row = |pid: String, name: String, bytes: [u64; 3]| {
+        [pid, name].into_iter().chain(bytes.map(|bytes| Bytes(bytes).to_string())).collect()
     };
-    for done in done {
-        line(done.process.pid().to_string(), &done.process.sum.name(), [done.returned, done.before, done.after]);
-    }
+    let of_process = |done: &TrimResult| {
+        let name = done.process.sum.name().to_string();
+        row(done.process.pid().to_string(), name, [done.returned, done.before, done.after])
+    };
+    let mut rows: Vec<Vec<String>> = done.iter().map(of_process).collect();
     if done.len() > 1 {
-        line(String::new(), &all, [sum(|done| done.returned), sum(|done| done.before), sum(|done| done.after)]);
+        let sums = [sum(|done| done.returned), sum(|done| done.before), sum(|done| done.after)];
+        rows.push(row(String::new(), format!("all {}", done.len()), sums));
     }
-    text
+    columns::aligned(&headings, rows)
 }
 
 fn json_of(done: &[TrimResult]) -> String {

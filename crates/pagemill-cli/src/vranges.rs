@@ -1,6 +1,7 @@
 //! `pagemill vranges PID`: lists the volatile ranges of a process with their states and purged bytes. Ranges have a
 //! handle or are marked by address.
 
+use crate::columns::{self, Heading};
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
 use pagemill_core::listing::Unanswered;
@@ -148,11 +149,16 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
         text.push_str("  no volatile ranges\n");
         return text;
     }
-    let (addresses, size, kind, state, goes, age) = ("ADDRESSES", "SIZE", "KIND", "STATE", "GOES", "AGE");
-    let _ = writeln!(text, "  {addresses:<25} {size:>10}  {kind:<6}  {state:<8}  {goes:<14}  {age:>10}  PURGED");
-    for range in &list.ranges {
-        let addresses = format!("{:012x}-{:012x}", range.addr, range.addr.saturating_add(range.len_bytes));
-        let size = Bytes(range.len_bytes as u64).to_string();
+    let headings = [
+        Heading::left("ADDRESSES", 25, 2),
+        Heading::right("SIZE", 10, 1),
+        Heading::left("KIND", 6, 2),
+        Heading::left("STATE", 8, 2),
+        Heading::left("GOES", 14, 2),
+        Heading::right("AGE", 10, 2),
+        Heading::left("PURGED", 0, 2),
+    ];
+    let row = |range: &Listed| {
         let age = age_seconds(range).map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.1} s"));
         let purged = match (purged_keyword(range), range.purged_bytes) {
             ("no", _) => "-".to_owned(),
@@ -160,10 +166,17 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
             (_, Some(bytes)) => Bytes(bytes as u64).to_string(),
             (_, None) => "some".to_owned(),
         };
-        let (kind, state) = (kind_name(range), state_name(range.state));
-        let goes = format!("{}{}", behaviour_name(range), if range.is_strict { " strict" } else { "" });
-        let _ = writeln!(text, "  {addresses:<25} {size:>10}  {kind:<6}  {state:<8}  {goes:<14}  {age:>10}  {purged}");
-    }
+        vec![
+            format!("{:012x}-{:012x}", range.addr, range.addr.saturating_add(range.len_bytes)),
+            Bytes(range.len_bytes as u64).to_string(),
+            kind_name(range).to_string(),
+            state_name(range.state).to_string(),
+            format!("{}{}", behaviour_name(range), if range.is_strict { " strict" } else { "" }),
+            age,
+            purged,
+        ]
+    };
+    text += &columns::aligned(&headings, list.ranges.iter().map(row));
     let totals = Totals::of(&list.ranges);
     let ranges = if list.ranges.len() == 1 { "1 range".to_owned() } else { format!("{} ranges", list.ranges.len()) };
     let _ = write!(text, "  {ranges}, {}:", Bytes(totals.bytes));

@@ -7,8 +7,8 @@ use super::mount::{Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
 use crate::experiment::{Metric, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::report::{Bound, Report, TableCell};
+use crate::stats::Better;
 
 const FILES: (usize, usize) = (10_000, 100_000);
 const PER_DIRECTORY: u64 = 1000;
@@ -91,13 +91,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
             let verdict = not_measured(target, bound, "x", "one side was not run");
             let get = |subject| samples.get(&case, subject, name);
             report.add_verdict(match (get(PAGEMILL_MOUNT.name), get(WITHIN_SIZE.name)) {
-                (Some(series), Some(plain)) => Verdict {
-                    estimate: stats::estimate_median(&series.ratios(plain, Better::Higher)),
-                    baseline: WITHIN_SIZE.name.to_owned(),
-                    has_lost_round: !series.survived(),
-                    note: String::new(),
-                    ..verdict
-                },
+                (Some(series), Some(plain)) => verdict.compared(series, (WITHIN_SIZE.name, plain), Better::Higher),
                 _ => verdict,
             });
         }

@@ -6,15 +6,13 @@ pub mod metadata;
 pub mod mount;
 pub mod waste;
 
-use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Progress, SampleTable};
+use crate::experiment::{CommonOptions, Progress, SampleTable, rotated};
 use crate::report::Report;
-use crate::subject;
 use mount::{FileSystem, Mounted, Mounter};
 
 /// Command-line options of the experiments on files.
@@ -56,11 +54,10 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
         let mut samples = SampleTable::new();
         for case in self.cases {
             for round in 0..self.rounds {
-                for index in 0..ready.len() {
-                    let subject = ready[(index + round) % ready.len()];
+                for &subject in rotated(ready, round) {
                     progress.step(&format!("{}, {}", (self.name)(case), subject.name));
                     if !subject.is_mounted() {
-                        let outcome = self.sample(case, subject, &[CACHED])?;
+                        let outcome = self.sample(case, subject, &[CACHED.to_owned()])?;
                         samples.add_outcome(case, subject.name, self.metrics, &outcome);
                         continue;
                     }
@@ -78,12 +75,9 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
         Ok(samples)
     }
 
-    fn sample(&self, case: &Case, subject: FileSystem, place: &[impl AsRef<OsStr>]) -> Result<Outcome> {
-        let mut command = child::workload_command(&[])?;
-        command.args((self.arguments)(case)).args(place);
-        subject::clear_foreign_settings(&mut command);
-        let finished = RunningGroup::start(&mut command)?.finish(self.limit)?;
-        child::classify(subject.name, &finished)
+    fn sample(&self, case: &Case, subject: FileSystem, place: &[String]) -> Result<Outcome> {
+        let line = (self.arguments)(case).into_iter().chain(place.iter().map(|word| (*word).to_owned()));
+        child::run_plain(subject.name, line, self.limit)
     }
 }
 

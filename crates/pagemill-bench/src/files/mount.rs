@@ -177,7 +177,7 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
-    let mut command = child::workload_command(&["__enter", "--"])?;
+    let mut command = child::workload_command(["__enter", "--"])?;
     command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
     subject::clear_foreign_settings(&mut command);
     let running = RunningGroup::start(&mut command)?;

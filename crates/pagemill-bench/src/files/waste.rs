@@ -9,7 +9,7 @@ use crate::child;
 use crate::error::Result;
 use crate::experiment::{Metric, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 
 const AT_ONCE: &str = "used_at_once";
 const LATER: &str = "used_after_second";
@@ -97,7 +97,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
 
 fn arguments(kind: &FileKind) -> Vec<String> {
     let numbers = [("--files", kind.files), ("--bytes", kind.bytes), ("--step", kind.step)];
-    ["__waste".to_owned()].into_iter().chain(child::numeric_options(&numbers)).collect()
+    child::words(&["__waste"], &numbers)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {
@@ -121,15 +121,9 @@ fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind
 fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
     let verdict = not_measured(target, Bound::AtMost(MAX_RATIO), "x", "one side was not run");
+    // The ratio is own bytes divided by baseline bytes, so a larger ratio is worse here.
     match (samples.get(&kind, PAGEMILL_MOUNT.name, LATER), samples.get(&kind, NEVER.name, LATER)) {
-        (Some(series), Some(never)) => Verdict {
-            // The ratio is own bytes divided by baseline bytes, so a larger ratio is worse here.
-            estimate: stats::estimate_median(&series.ratios(never, Better::Higher)),
-            baseline: NEVER.name.to_owned(),
-            has_lost_round: !series.survived(),
-            note: String::new(),
-            ..verdict
-        },
+        (Some(series), Some(never)) => verdict.compared(series, (NEVER.name, never), Better::Higher),
         _ => verdict,
     }
 }
@@ -138,12 +132,7 @@ fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
     let verdict = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
     match samples.get(&kind, PAGEMILL_MOUNT.name, SHARE) {
-        Some(series) => Verdict {
-            estimate: stats::estimate_median(&series.values()),
-            has_lost_round: !series.survived(),
-            note: String::new(),
-            ..verdict
-        },
+        Some(series) => verdict.measured(series),
         None => verdict,
     }
 }

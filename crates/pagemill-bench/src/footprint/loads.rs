@@ -11,7 +11,7 @@ use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
@@ -159,7 +159,7 @@ fn churn_load(common: &CommonOptions) -> Load {
         [("--threads", 8), ("--mib", 350), ("--run-ms", 20_000), ("--rest-ms", 15_000)],
     );
     let command = move || {
-        let mut command = child::workload_command(&["__churn"])?;
+        let mut command = child::workload_command(["__churn"])?;
         command.args(child::numeric_options(&numbers));
         Ok(command)
     };
@@ -253,8 +253,7 @@ fn measure(
 ) -> Result<()> {
     let mut answer = None;
     for round in 0..common.rounds() {
-        for index in 0..ready.len() {
-            let subject = &ready[(index + round) % ready.len()];
+        for subject in rotated(ready, round) {
             progress.step(&format!("{}, {}", load.name, subject.name()));
             let outcome = sample(load, subject)?;
             if let Outcome::Measured(line) = &outcome {

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use crate::child::{self, FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
 pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
@@ -148,8 +148,7 @@ fn measure(
         return Ok(());
     }
     for round in 0..common.rounds() {
-        for index in 0..ready.len() {
-            let subject = &ready[(index + round) % ready.len()];
+        for subject in rotated(ready, round) {
             progress.step(&format!("{}, {}", program.name, subject.name()));
             let (finished, sample) = run_once(program, Some(subject), folder.path())?;
             check_output(program, subject, &reference, &finished)?;
@@ -211,8 +210,7 @@ fn measure_redis(
     }
     let folder = redis::folder()?;
     for round in 0..common.rounds() {
-        for index in 0..ready.len() {
-            let subject = &ready[(index + round) % ready.len()];
+        for subject in rotated(ready, round) {
             progress.step(&format!("{REDIS}, {}", subject.name()));
             let outcome = match redis::run(subject, folder.path())? {
                 Ok(sample) if sample.peaks.has_mapped_library => Outcome::Measured(sample.json_line()),
@@ -277,13 +275,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
             Some(series) if series.median().is_none() && series.killed + series.failures.len() == 0 => {
                 Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
-            Some(series) => Verdict {
-                // The ratio is own memory divided by baseline memory, so a larger ratio is worse here.
-                estimate: stats::estimate_median(&series.ratios(glibc, Better::Higher)),
-                baseline: BASELINE.to_owned(),
-                has_lost_round: !series.survived(),
-                ..verdict
-            },
+            // The ratio is own memory divided by baseline memory, so a larger ratio is worse here.
+            Some(series) => verdict.compared(series, (BASELINE, glibc), Better::Higher),
         });
     }
 }

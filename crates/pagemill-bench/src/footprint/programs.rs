@@ -8,8 +8,9 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use fastrand::Rng;
+
 use crate::error::{Result, doing};
-use crate::stats::Random;
 use crate::subject;
 
 /// A program that the experiment runs.
@@ -165,13 +166,13 @@ fn prepare_git(folder: &Path) -> std::io::Result<()> {
     const WORDS: [&str; 8] = ["page", "folio", "range", "block", "limit", "slab", "node", "store"];
     let tree = folder.join("tree");
     fs::create_dir_all(&tree)?;
-    let mut random = Random::new(7);
+    let mut random = Rng::with_seed(7);
     for number in 0..600 {
         let mut text = String::new();
-        for _ in 0..200 + random.next_below(800) {
-            let word = WORDS[random.next_below(WORDS.len())];
-            let end = if random.next_below(9) == 0 { '\n' } else { ' ' };
-            let _ = write!(text, "{word}{}{end}", random.next_below(100));
+        for _ in 0..200 + random.usize(..800) {
+            let word = WORDS[random.usize(..WORDS.len())];
+            let end = if random.usize(..9) == 0 { '\n' } else { ' ' };
+            let _ = write!(text, "{word}{}{end}", random.usize(..100));
         }
         fs::write(tree.join(format!("{number:04}.txt")), text)?;
     }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::{AvailableSubject, PAGEMILL};
 
 /// MiB that a process allocates and frees, and seconds for which it works afterwards (quick, full).
@@ -74,7 +74,7 @@ fn measure(
             progress.step(&format!("pieces of {}", Bytes(size)));
             let mut running = Vec::new();
             for subject in ready {
-                let mut command = child::workload_command(&["__returning"])?;
+                let mut command = child::workload_command(["__returning"])?;
                 command.args(child::numeric_options(&[("--mib", mib), ("--size", size), ("--seconds", seconds)]));
                 subject.apply(&mut command);
                 running.push((subject, RunningGroup::start(&mut command)?));
@@ -138,12 +138,7 @@ fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
     let blank = not_measured(target, Bound::AtMost(MAX_LEFT_MIB), "MiB", "pagemill was not run");
     match samples.get(&case, PAGEMILL, MORE_MIB) {
         None => blank,
-        Some(series) => Verdict {
-            estimate: stats::estimate_median(&series.values()),
-            has_lost_round: !series.survived(),
-            note: String::new(),
-            ..blank
-        },
+        Some(series) => blank.measured(series),
     }
 }
 

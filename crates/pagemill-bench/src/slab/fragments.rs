@@ -5,10 +5,10 @@ use super::keepers::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row, rotated};
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 
 pub const SIZES: [u64; 2] = [192, 576];
 
@@ -87,8 +87,7 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
     let mut samples = SampleTable::new();
     for size in SIZES {
         for round in 0..options.common.rounds() {
-            for index in 0..subjects.len() {
-                let subject = &subjects[(index + round) % subjects.len()];
+            for subject in rotated(subjects, round) {
                 progress.step(&format!("fragments of {size} B, {}", subject.name()));
                 let numbers = [("--size", size), ("--objects", objects(options))];
                 let outcome = subject.sample("fragments", &numbers, None)?;
@@ -167,13 +166,7 @@ fn compare_bytes(
     let blank = not_measured(target, bound, "x", "it was not run");
     let of = |subject| samples.get(&size, subject, LEFT_MIB);
     match (of(subject), of(peer)) {
-        (Some(own), Some(other)) => Verdict {
-            estimate: stats::estimate_median(&own.ratios(other, Better::Lower)),
-            baseline: peer.to_owned(),
-            has_lost_round: !own.survived(),
-            note: String::new(),
-            ..blank
-        },
+        (Some(own), Some(other)) => blank.compared(own, (peer, other), Better::Lower),
         _ => blank,
     }
 }

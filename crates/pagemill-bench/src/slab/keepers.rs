@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, allocator_names, allocators};
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::CommonOptions;
 use crate::report::Report;
@@ -16,7 +16,8 @@ pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 /// The caches that can move their objects.
 pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
 
-const LIMIT: Duration = Duration::from_secs(120);
+/// Time limit of a workload.
+pub const LIMIT: Duration = Duration::from_secs(120);
 
 /// A subject that stores the objects: an allocator or a cache.
 pub enum StorageSubject {
@@ -49,19 +50,11 @@ impl StorageSubject {
         }
         line.extend(child::numeric_options(numbers));
         line.extend(flag.map(str::to_owned));
-        let line: Vec<&str> = line.iter().map(String::as_str).collect();
         match self {
-            Self::Allocator(ready) => child::run_under(ready, &line, LIMIT),
-            Self::Cache(name) => run_under_glibc(name, &line),
+            Self::Allocator(ready) => child::run_under(ready, line, LIMIT),
+            Self::Cache(name) => child::run_plain(name, line, LIMIT),
         }
     }
-}
-
-/// Runs a workload under the C library's allocator, because it measures something else than the allocator.
-pub fn run_under_glibc(name: &str, line: &[&str]) -> Result<Outcome> {
-    let mut command = child::workload_command(line)?;
-    subject::clear_foreign_settings(&mut command);
-    child::classify(name, &RunningGroup::start(&mut command)?.finish(LIMIT)?)
 }
 
 /// Returns the wanted subjects that are available on this machine; adds a gap for each that is not.

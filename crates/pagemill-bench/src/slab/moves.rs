@@ -3,12 +3,11 @@
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, Options};
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
-use crate::subject;
+use crate::stats::Better;
 
 /// The kinds of caches. The names in the report and on the workload's command line are equal.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
@@ -67,8 +66,7 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
     let mut samples = SampleTable::new();
     for round in 0..rounds {
         for kind in kinds {
-            for index in 0..CASES.len() {
-                let case = CASES[(index + round) % CASES.len()];
+            for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
                 let outcome = sample(kind, case, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
                 samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &outcome);
@@ -79,11 +77,9 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
 }
 
 fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
-    let mut command = child::workload_command(&["__slab", "moves", "--kind", kind])?;
-    command.args(child::numeric_options(&[("--objects", OBJECTS), ("--run-ms", run_ms)]));
-    command.args(case.then_some("--defrag"));
-    subject::clear_foreign_settings(&mut command);
-    child::classify(kind, &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
+    let mut line = child::words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
+    line.extend(case.then(|| "--defrag".to_owned()));
+    child::run_plain(kind, line, Duration::from_secs(60))
 }
 
 fn verdict(samples: &SampleTable<Case>, kind: &'static str, metric: &'static str) -> Verdict {
@@ -94,13 +90,8 @@ fn verdict(samples: &SampleTable<Case>, kind: &'static str, metric: &'static str
     let (Some(alone), Some(beside), Some(moves)) = (of(false, metric), of(true, metric), of(true, MOVES)) else {
         return blank;
     };
-    Verdict {
-        estimate: stats::estimate_median(&beside.ratios(alone, Better::Higher)),
-        baseline: kind.to_owned(),
-        has_lost_round: !beside.survived(),
-        note: format!("{:.0} moves a second", moves.median().unwrap_or_default()),
-        ..blank
-    }
+    let note = format!("{:.0} moves a second", moves.median().unwrap_or_default());
+    Verdict { note, ..blank.compared(beside, (kind, alone), Better::Higher) }
 }
 
 #[cfg(test)]

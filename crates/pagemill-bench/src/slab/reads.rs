@@ -3,12 +3,11 @@
 use std::time::Duration;
 
 use super::Options;
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
-use crate::subject;
 
 const HANDLE: &str = "handle-read";
 const POINTER: &str = "pointer-read";
@@ -66,10 +65,8 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
-    let mut command = child::workload_command(&["__slab", "reads"])?;
-    command.args(child::numeric_options(&[("--objects", objects), ("--run-ms", run_ms)]));
-    subject::clear_foreign_settings(&mut command);
-    child::classify(HANDLE, &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
+    let line = child::words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
+    child::run_plain(HANDLE, line, Duration::from_secs(60))
 }
 
 /// Returns the part of the workload's JSON line that belongs to one subject.

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
 use crate::callgrind;
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated, threads_text,
+};
 use crate::report::{Bound, Report, Series, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::{self, AvailableSubject};
 
 /// Subjects that are caches or keyed maps, not allocators: the name in the report, and the name on the workload's
@@ -85,9 +87,9 @@ impl Subject {
     fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
         let live = LIVE.min(LIVE_BYTES / size);
         let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
-        let mut command = child::workload_command(&[])?;
+        let mut command = child::workload_command([""; 0])?;
         self.add_arguments(&mut command, (pattern, size), &numbers);
-        child::classify(self.name(), &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
+        child::finish(self.name(), &mut command, Duration::from_secs(60))
     }
 }
 
@@ -132,10 +134,6 @@ fn case_name((pattern, size, threads): Case) -> String {
     format!("{pattern}, {size} B, {}", threads_text(threads))
 }
 
-fn threads_text(threads: u64) -> String {
-    format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
-}
-
 /// Measures all cases. The runs of a subject with one and with two threads follow each other, because the verdict on
 /// scaling compares them.
 fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
@@ -144,8 +142,7 @@ fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Res
     let mut samples = SampleTable::new();
     for (pattern, size) in shapes(sizes) {
         for round in 0..common.rounds() {
-            for index in 0..subjects.len() {
-                let subject = &subjects[(index + round) % subjects.len()];
+            for subject in rotated(subjects, round) {
                 for threads in THREADS {
                     let case = (pattern, size, threads);
                     progress.step(&format!("{}, {}", case_name(case), subject.name()));
@@ -194,13 +191,8 @@ fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Cas
         .min_by(|(_, one), (_, other)| one.median().partial_cmp(&other.median()).unwrap_or(std::cmp::Ordering::Equal));
     let (Some(own), Some((best, peer))) = (samples.get(&case, name, NS), best) else { return blank };
     let missing = if peers.len() < PEERS.len() { ", the only one that there is" } else { "" };
-    Verdict {
-        estimate: stats::estimate_median(&own.ratios(peer, Better::Lower)),
-        baseline: BEST.to_owned(),
-        has_lost_round: !own.survived(),
-        note: format!("best: {best}{missing}"),
-        ..blank
-    }
+    let note = format!("best: {best}{missing}");
+    Verdict { note, ..blank.compared(own, (BEST, peer), Better::Lower) }
 }
 
 /// Compares the throughput of two threads with that of one thread.
@@ -209,13 +201,7 @@ fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
     let of = |threads| samples.get(&(pattern, size, threads), name, RATE);
     let (Some(one), Some(two)) = (of(1), of(2)) else { return blank };
-    Verdict {
-        estimate: stats::estimate_median(&two.ratios(one, Better::Higher)),
-        baseline: name.to_owned(),
-        has_lost_round: !two.survived(),
-        note: String::new(),
-        ..blank
-    }
+    blank.compared(two, (name, one), Better::Higher)
 }
 
 /// Number of live objects under valgrind. It is small, so that setting up takes less than a minute.

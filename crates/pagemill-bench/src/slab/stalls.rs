@@ -5,7 +5,7 @@ use super::Options;
 use super::fragments::{self, SIZES};
 use super::keepers::{self, MOVERS, StorageSubject};
 use crate::error::Result;
-use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
@@ -92,8 +92,7 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
     for case in cases() {
         let subjects: Vec<&StorageSubject> = of_case(case).collect();
         for round in 0..options.common.rounds() {
-            for index in 0..subjects.len() {
-                let subject = subjects[(index + round) % subjects.len()];
+            for subject in rotated(&subjects, round) {
                 progress.step(&format!("stalls, {}, {}", case_name(case), subject.name()));
                 let objects = fragments::objects(options);
                 let quiet = options.common.quick_or_full(QUIET_MS.0, QUIET_MS.1);

@@ -2,7 +2,7 @@
 //! afterwards.
 
 use super::Options;
-use super::keepers::run_under_glibc;
+use super::keepers::LIMIT;
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
@@ -155,8 +155,7 @@ fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Res
 }
 
 fn run(work: &str, subject: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
-    let words = ["__slab", work].map(str::to_owned).into_iter().chain(child::numeric_options(numbers));
-    let line: Vec<String> = words.chain(flag.map(str::to_owned)).collect();
-    let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    run_under_glibc(subject, &line)
+    let mut line = child::words(&["__slab", work], numbers);
+    line.extend(flag.map(str::to_owned));
+    child::run_plain(subject, line, LIMIT)
 }

@@ -13,8 +13,8 @@ use crate::error::{Error, Result, doing};
 use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
 use crate::footprint::is_installed;
 use crate::native;
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::report::{Bound, Report, TableCell};
+use crate::stats::Better;
 use crate::subject::{self, PAGEMILL};
 
 /// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
@@ -253,13 +253,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, option
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
         report.add_verdict(match (samples.get(&case, PAGEMILL, metric), samples.get(&case, baseline, metric)) {
-            (Some(own), Some(base)) => Verdict {
-                // The ratio is own time divided by baseline time, so a larger ratio is worse here.
-                estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
-                baseline: baseline.to_owned(),
-                note: String::new(),
-                ..blank
-            },
+            // The ratio is own time divided by baseline time, so a larger ratio is worse here.
+            (Some(own), Some(base)) => blank.compared(own, (baseline, base), Better::Higher),
             _ => blank,
         });
     }

@@ -9,7 +9,7 @@ use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_agai
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result};
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row,
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row, rotated,
 };
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
@@ -144,8 +144,7 @@ fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: 
     let progress = Progress::new(common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
-        for index in 0..subjects.len() {
-            let subject = &subjects[(index + round) % subjects.len()];
+        for subject in rotated(subjects, round) {
             progress.step(subject.name);
             let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
             samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
@@ -171,9 +170,7 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
         Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
     };
-    let words = words.iter().map(|word| (*word).to_owned());
-    let line =
-        words.chain(child::numeric_options(&numbers)).chain(child::numeric_options(&[("--run-ms", run_ms)])).collect();
+    let line = child::words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 

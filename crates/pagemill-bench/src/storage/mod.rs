@@ -10,12 +10,11 @@ pub mod writeback;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{SampleTable, not_measured};
 use crate::report::{Bound, Series, Verdict};
-use crate::stats::{self, Better};
-use crate::subject;
+use crate::stats::Better;
 use target::Target;
 
 /// Metrics of all subjects, both of fio and of Pagemill.
@@ -59,11 +58,7 @@ impl PlaceOptions {
 /// Runs a hidden subcommand of the bench on the file.
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
-    let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload_command(&line)?;
-    subject::clear_foreign_settings(&mut command);
-    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
-    child::classify(subject, &finished)
+    child::run_plain(subject, line, limit)
 }
 
 /// Returns the subject with the best median of a rate. Taking the best of each round instead would favour luck.
@@ -103,15 +98,9 @@ fn judge_ratio(
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
-    Verdict {
-        // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
-        // costs.
-        estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
-        baseline: name.to_owned(),
-        has_lost_round: !own.survived(),
-        note: String::new(),
-        ..blank
-    }
+    // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
+    // costs.
+    blank.compared(own, (name, base), Better::Higher)
 }
 
 #[cfg(test)]

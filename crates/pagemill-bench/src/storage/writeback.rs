@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use fastrand::Rng;
 use tempfile::TempDir;
 
 use super::fio::{self, Engine, Replay};
@@ -11,10 +12,10 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, PlaceOptions, device, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row, rotated};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
-use crate::stats::{Better, Random};
+use crate::stats::Better;
 
 /// Metric: number of write operations of the subject per dirty page.
 pub const TRANSFERS: &str = "transfers_per_page";
@@ -78,9 +79,9 @@ pub struct Options {
 
 /// Returns the offsets of the dirty pages in ascending order: on average one page in `one_of`, chosen by the seed.
 pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
-    let mut random = Random::new(seed);
+    let mut random = Rng::with_seed(seed);
     let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
-    all.filter(|_| random.next_below(one_of as usize) == 0).collect()
+    all.filter(|_| random.u64(..one_of) == 0).collect()
 }
 
 type Case = ();
@@ -126,8 +127,7 @@ fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<
         let seed = round as u64 + 1;
         let page_offsets = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
         fio::write_list(&list, &page_offsets, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
-        for index in 0..subjects.len() {
-            let subject = subjects[(index + round) % subjects.len()];
+        for subject in rotated(subjects, round) {
             progress.step(subject.name);
             let before = device::completed_writes(target.path());
             let mut outcome = run_sample(subject, target, &list, (options.one_of, seed))?;

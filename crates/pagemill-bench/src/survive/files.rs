@@ -4,15 +4,15 @@
 use std::time::Duration;
 
 use super::Options;
+use super::handover::start_in_group;
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject;
 use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
 
 /// Total size in MiB of the files that must not be removed.
@@ -93,8 +93,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
-            for index in 0..setups.len() {
-                let (case, limit_mib) = setups[(index + round) % setups.len()];
+            for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
                     let outcome = sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
@@ -205,12 +204,10 @@ fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(
 }
 
 fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<RunningGroup> {
-    let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
-    command.arg(child::own_executable()?).arg("__file-writers").args(place_arguments(mounted));
-    command.args(child::numeric_options(options));
-    subject::clear_foreign_settings(&mut command);
-    RunningGroup::start(&mut command)
+    let own = child::own_executable()?.display().to_string();
+    let mut line = child::words(&[&own, "__file-writers"], options);
+    line.extend(place_arguments(mounted));
+    start_in_group(group, &line)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {

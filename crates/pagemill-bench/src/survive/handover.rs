@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
@@ -39,8 +39,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     let progress = Progress::new(ready.len() * common.rounds());
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
-        for index in 0..ready.len() {
-            let subject = &ready[(index + round) % ready.len()];
+        for subject in rotated(ready, round) {
             progress.step(&format!("handover, {}", subject.name()));
             match sample(subject, turns)? {
                 Ok(outcome) => {
@@ -110,7 +109,7 @@ fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
 /// Starts a command in the cgroup, without any allocator setting of the caller.
 pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
     let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
+    let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
     command.args(line);
     subject::clear_foreign_settings(&mut command);
     RunningGroup::start(&mut command)

@@ -160,7 +160,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     let folder = folder.path().display().to_string();
     let (free, live) = ((plan.free >> 20).to_string(), LIVE_MIB.to_string());
     let mut command =
-        child::workload_command(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
+        child::workload_command(["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
     ready.apply(&mut command);
     let server = RunningGroup::start(&mut command)?;
     if !signs.wait_for(READY_SIGN, &server, TIMEOUT)? {
@@ -170,7 +170,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     let (mib, rate) = (plan.filler_mib(available).to_string(), RATE_MIB.to_string());
     let floor = (plan.floor >> 20).to_string();
     let mut command =
-        child::workload_command(&["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
+        child::workload_command(["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
     command.args(["--floor-mib", &floor]);
     subject::clear_foreign_settings(&mut command);
     let filler = RunningGroup::start(&mut command)?;

@@ -17,7 +17,7 @@ use crate::cgroup::Cgroup;
 use crate::chain::MIN_BYTES;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
@@ -120,8 +120,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         let (variant, size) = case;
         let fitting: Vec<&AvailableSubject> = ready.iter().filter(|ready| variant.applies_to(size, ready)).collect();
         for trial in 0..trials {
-            for index in 0..fitting.len() {
-                let subject = fitting[(index + trial) % fitting.len()];
+            for subject in rotated(&fitting, trial) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
                 match sample(subject, case, PAUSES[trial % PAUSES.len()])? {
                     Ok(outcome) => add_sample(&mut samples, case, subject.name(), &outcome),

@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use crate::cgroup::Cgroup;
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
+use crate::subject::{AvailableSubject, PAGEMILL, Role};
 
+use super::handover::start_in_group;
 use super::{LIMIT_MIB, Options};
 
 /// Live memory of all writers together. Together with the memory that they free in one phase, it exceeds the limit.
@@ -112,11 +113,7 @@ fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::res
         ("--run-ms", seconds * 1000),
     ];
     line.extend(child::numeric_options(&options));
-    let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
-    command.args(&line);
-    subject::clear_foreign_settings(&mut command);
-    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(seconds + 60))?;
+    let finished = start_in_group(&group, &line)?.finish(Duration::from_secs(seconds + 60))?;
     let used_share = group.peak_bytes().unwrap_or(0) as f64 / (LIMIT_MIB << 20) as f64;
     child::classify(ready.name(), &finished).map(|outcome| Ok((outcome, used_share)))
 }

@@ -3,7 +3,26 @@
 //! A trace depends on its kind, on the number of pages (the footprint), and on a seed. For some kinds it also depends
 //! on the size of the cache. Equal inputs give an equal trace.
 
-use crate::stats::Random;
+/// The random number generator SplitMix64. It stays hand-written: the hit ratios in docs/benchmarks.md belong to the
+/// exact sequence of requests, which a release of another generator could change.
+///
+/// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
+struct Random(u64);
+
+impl Random {
+    fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^ (bits >> 31)
+    }
+
+    /// Returns a random number below `bound`.
+    fn next_below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
+    }
+}
 
 /// A Zipf distribution over pages. Each rank has a page, assigned at random.
 struct Zipf {
@@ -72,7 +91,7 @@ pub const KINDS: [(&str, TraceKind); 11] = [
 
 /// Makes a trace of `requests` page numbers below `pages`, for a cache with room for `size` pages.
 pub fn trace(kind: TraceKind, pages: usize, size: usize, requests: usize, seed: u64) -> Vec<u32> {
-    let random = &mut Random::new(seed);
+    let random = &mut Random(seed);
     let set = pages / 20;
     let requested: Vec<usize> = match kind {
         TraceKind::Zipf(exponent) => {

@@ -6,10 +6,12 @@ use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::pieces::Load;
 use super::{Failure, WorkloadResult};
 use crate::native::TaggedAllocation;
-use crate::stats::{self, Random};
+use crate::stats;
 use crate::{native, proc};
 
 /// Smallest and largest size of an allocation. The logarithms of the sizes are uniformly distributed.
@@ -116,12 +118,12 @@ fn sample_memory(state: &SharedState, duration: Duration) -> Vec<(f64, f64)> {
 /// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all of them. Returns the number
 /// of allocations that it made.
 fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failure> {
-    let mut random = Random::new(seed);
+    let mut random = Rng::with_seed(seed);
     let (mut held, mut held_bytes, mut allocated) = (Vec::<TrackedAllocation>::with_capacity(1 << 16), 0, 0);
     while !state.is_over.load(Ordering::Relaxed) {
         let size = random_size(&mut random);
         while held_bytes + size > share && !held.is_empty() {
-            let gone = held.swap_remove(random.next_below(held.len()));
+            let gone = held.swap_remove(random.usize(..held.len()));
             held_bytes -= gone.size;
             state.free(gone)?;
         }
@@ -130,8 +132,8 @@ fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failu
         allocated += 1;
         state.live.fetch_add(size as u64, Ordering::Relaxed);
         let new = TrackedAllocation { piece, size, tag };
-        if random.next_below(PASSED_ONE_OF) == 0 {
-            let place = &state.shared[random.next_below(PASSING_SLOTS)];
+        if random.usize(..PASSED_ONE_OF) == 0 {
+            let place = &state.shared[random.usize(..PASSING_SLOTS)];
             let other = place.lock().unwrap_or_else(PoisonError::into_inner).replace(new);
             other.map_or(Ok(()), |other| state.free(other))?;
         } else {
@@ -144,8 +146,8 @@ fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failu
 }
 
 /// Returns a random size whose logarithm is uniformly distributed.
-fn random_size(random: &mut Random) -> usize {
-    let share = random.next_below(1 << 20) as f64 / f64::from(1 << 20);
+fn random_size(random: &mut Rng) -> usize {
+    let share = random.f64();
     (MIN_BYTES * (MAX_BYTES / MIN_BYTES).powf(share)) as usize
 }
 
@@ -183,7 +185,7 @@ mod tests {
     /// tags and report its results.
     #[test]
     fn churn_keeps_its_tags() {
-        let mut random = Random::new(1);
+        let mut random = Rng::with_seed(1);
         let sizes: Vec<f64> = (0..10_000).map(|_| random_size(&mut random) as f64).collect();
         assert!(sizes.iter().all(|&size| (MIN_BYTES..=MAX_BYTES).contains(&size)));
         assert!((4e3..40e3).contains(&stats::median(&sizes).expect("there are some")));

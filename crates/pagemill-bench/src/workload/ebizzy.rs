@@ -17,11 +17,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::copies::{self, Copies, Copy, Memory};
 use super::{Failure, WorkloadResult};
 use crate::native::{self, WordAllocation};
 use crate::proc;
-use crate::stats::Random;
 
 /// Number of words in 256 KiB, the size of ebizzy's chunks.
 const FIXED_WORDS: usize = 256 * 1024 / 8;
@@ -141,13 +142,13 @@ pub fn run(arguments: &Ebizzy) -> WorkloadResult {
 
 /// Makes chunks of ascending keys. The upper bits of a key are the chunk's number, so that no two chunks share a key.
 fn make_working_set(chunks: usize, words: usize) -> Result<Vec<WordAllocation>, Failure> {
-    let mut random = Random::new(0x6562_697a_7a79);
+    let mut random = Rng::with_seed(0x6562_697a_7a79);
     (0..chunks)
         .map(|chunk| {
             let mut key = (chunk as u64) << 40;
             let keys: Vec<u64> = (0..words)
                 .map(|_| {
-                    key += 1 + random.next_below(7) as u64;
+                    key += 1 + random.u64(..7);
                     key
                 })
                 .collect();
@@ -200,7 +201,7 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
 }
 
 fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
-    let mut random = Random::new(0x1000 + index as u64);
+    let mut random = Rng::with_seed(0x1000 + index as u64);
     let counters = &shared.counters[index];
     while !shared.is_over.load(Ordering::Relaxed) {
         match &mut bursts {
@@ -217,7 +218,7 @@ fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Opt
 }
 
 /// Makes copies until their bytes reach the size of a burst, then searches all of them and frees them.
-fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Random) {
+fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Rng) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
         match Query::make(shared, copies, random) {
@@ -252,14 +253,14 @@ struct Query {
 }
 
 impl Query {
-    fn make(shared: &Shared, copies: &mut Copies, random: &mut Random) -> Option<Self> {
-        let chunk = random.next_below(shared.chunks.len());
+    fn make(shared: &Shared, copies: &mut Copies, random: &mut Rng) -> Option<Self> {
+        let chunk = random.usize(..shared.chunks.len());
         let source = shared.chunks[chunk].words();
         let words = match shared.sizes {
             Sizes::Fixed => source.len(),
-            Sizes::Mixed => MIXED_WORDS.0 + random.next_below(MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
+            Sizes::Mixed => MIXED_WORDS.0 + random.usize(..MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
         };
-        let place = random.next_below(words);
+        let place = random.usize(..words);
         let copy = copies.copy_of(&source[..words])?;
         Some(Self { copy, chunk, words, place })
     }
@@ -363,7 +364,7 @@ mod tests {
     fn damaged_copy_is_counted() {
         let shared = shared();
         let mut copies = Copies::new(Memory::Malloc, 0).expect("nothing is made yet");
-        let mut query = Query::make(&shared, &mut copies, &mut Random::new(1)).expect("1 MiB is there");
+        let mut query = Query::make(&shared, &mut copies, &mut Rng::with_seed(1)).expect("1 MiB is there");
         assert!(query.finds_key(&shared) && query.equals_source(&shared));
 
         let source = &shared.chunks[query.chunk].words()[..query.words];

@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::{Failure, WorkloadResult};
 use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
-use crate::stats::Random;
 
 /// Smallest and largest size of a large allocation.
 const LARGE: (usize, usize) = (64 << 10, 1 << 20);
@@ -57,7 +58,7 @@ pub fn taken_sign(turn: u64) -> String {
 /// In each turn, fills and frees memory. Then does little work until the newcomer has ended.
 pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
-    let mut random = Random::new(0x6b65_6570);
+    let mut random = Rng::with_seed(0x6b65_6570);
     let mut refused = 0_u64;
     for turn in 0..arguments.turns {
         refused += fill_and_free(arguments.mib << 20, &mut random)?;
@@ -72,12 +73,12 @@ pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
 }
 
 /// Fills memory with allocations of mixed sizes and frees them. Returns the number of failed allocations.
-fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
+fn fill_and_free(bytes: usize, random: &mut Rng) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
         let mut sizes = [0; SMALL_PER_LARGE + 1];
-        sizes.fill_with(|| SMALL.0 + random.next_below(SMALL.1 - SMALL.0));
-        sizes[SMALL_PER_LARGE] = LARGE.0 + random.next_below(LARGE.1 - LARGE.0);
+        sizes.fill_with(|| SMALL.0 + random.usize(..SMALL.1 - SMALL.0));
+        sizes[SMALL_PER_LARGE] = LARGE.0 + random.usize(..LARGE.1 - LARGE.0);
         for size in sizes {
             let tag = held.len() as u64;
             match TaggedAllocation::filled(size, tag) {

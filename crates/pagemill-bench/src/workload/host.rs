@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::{Failure, WorkloadResult};
 use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
-use crate::stats::Random;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
@@ -109,7 +110,7 @@ fn fill_memory(mib: usize) -> Result<Vec<(u64, TaggedAllocation)>, Failure> {
 /// The server's permanent work. Each step frees one allocation and makes another.
 struct ServerWork {
     blocks: Vec<Option<(u64, TaggedAllocation)>>,
-    random: Random,
+    random: Rng,
     count: u64,
     refused: u64,
     wrong: u64,
@@ -118,16 +119,16 @@ struct ServerWork {
 impl ServerWork {
     fn new() -> Self {
         let blocks = (0..LIVE_BLOCKS).map(|_| None).collect();
-        Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
+        Self { blocks, random: Rng::with_seed(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
     /// Frees one allocation and makes another instead. Times the malloc together with the touch of its first page.
     fn replace_one(&mut self, times: &mut Histogram) {
-        let place = self.random.next_below(self.blocks.len());
+        let place = self.random.usize(..self.blocks.len());
         let old = self.blocks[place].take();
         self.wrong += u64::from(old.is_some_and(|(tag, block)| block.tag() != tag));
-        let base = ALLOCATION_SIZES.0 << self.random.next_below(ALLOCATION_SIZES.1 as usize);
-        let size = base + self.random.next_below(base);
+        let base = ALLOCATION_SIZES.0 << self.random.u32(..ALLOCATION_SIZES.1);
+        let size = base + self.random.usize(..base);
         self.count += 1;
         let begun = Instant::now();
         let block = TaggedAllocation::new(size, self.count);

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::handover::taken_sign;
 use super::{Failure, WorkloadResult};
 use crate::chain::Chain;
 use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
-use crate::stats::Random;
 
 /// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
@@ -108,11 +109,11 @@ pub fn fill(chain: &mut Chain, size: usize, bytes: usize) -> u64 {
 /// [`Failure::WrongAnswer`] if an allocation has changed since it was written.
 pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure> {
     let run = (RUN_BYTES / size).max(1) as u64;
-    let mut random = Random::new(0x7069_6563);
+    let mut random = Rng::with_seed(0x7069_6563);
     let wrong = chain.retain(|place| match freed {
         Freed::All => false,
         Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS,
-        Freed::Random => (random.next_below(RUNS_PER_CYCLE as usize) as u64) < KEPT_RUNS,
+        Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS,
     });
     match wrong {
         0 => Ok(()),

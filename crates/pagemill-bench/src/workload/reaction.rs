@@ -12,8 +12,8 @@ use pagemill_core::reclaim::tree::TreePage;
 
 use super::{Failure, WorkloadResult};
 use crate::child;
+use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
-use crate::stats;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
@@ -33,7 +33,7 @@ pub struct Asker {
     #[arg(long)]
     pub ask_mib: usize,
     #[arg(long)]
-    pub asks: usize,
+    pub asks: u64,
 }
 
 /// Arguments of the hoarder.
@@ -89,23 +89,23 @@ pub fn run_asker(arguments: &Asker) -> WorkloadResult {
     let bytes = (arguments.ask_mib << 20) as u64;
     // Number of requests before the hoarder fills its memory again. It is one less than the memory suffices for, since
     // the last free memory may be too scattered to be returned.
-    let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
+    let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1) as u64;
     let mut hoard = HoarderProcess::start(arguments.hoard_mib)?;
-    let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
-    while times.len() < arguments.asks {
+    let (mut times, mut late) = (Histogram::new(), 0_u64);
+    while times.count() < arguments.asks {
         hoard.refill()?;
         // A request for zero bytes makes the processes of the tree measure their overcommitted memory now. Measured
         // later, that memory would count as new memory during the requests.
         page.ask(0, None, || false);
-        for _ in 0..asks_per_refill.min(arguments.asks - times.len()) {
+        for _ in 0..asks_per_refill.min(arguments.asks - times.count()) {
             let took = time_request(page, bytes);
             late += u64::from(took.is_none());
-            times.push(took.unwrap_or(LATE).as_secs_f64() * 1e6);
+            times.add(took.unwrap_or(LATE));
         }
     }
     Ok(serde_json::json!({
-        "median_us": stats::median(&times),
-        "p99_us": stats::percentile(&times, 0.99),
+        "median_us": times.percentile_ms(0.5) * 1e3,
+        "p99_us": times.percentile_ms(0.99) * 1e3,
         "late": late,
     }))
 }

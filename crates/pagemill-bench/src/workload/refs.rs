@@ -2,7 +2,6 @@
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use pagemill_cache::mapping::policy::Always;
@@ -10,6 +9,7 @@ use pagemill_cache::mapping::{Mapping, PageCache};
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::hit::{cache, failed, write_all};
+use super::steps::in_threads;
 use super::{Failure, WorkloadResult};
 use crate::native::{Pages, SharedCounters};
 use crate::pattern::{self, RECORD_BYTES, Records};
@@ -136,13 +136,7 @@ fn time_by_threads(arguments: &Refs, operation: impl Fn(usize) -> Result<(), Fai
         // A tenth of the time is warm-up, in which CPUs leave their idle states.
         repeat(thread, run / 10).and_then(|_| repeat(thread, run))
     };
-    let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
-        let work = &work;
-        let workers: Vec<_> = (0..arguments.threads).map(|thread| scope.spawn(move || work(thread))).collect();
-        let joined = workers.into_iter().map(|worker| worker.join());
-        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
-    });
-    let each = results.into_iter().collect::<Result<Vec<f64>, _>>()?;
+    let each = in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 

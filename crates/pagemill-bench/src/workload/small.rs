@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::steps::{self, StepWork};
 use super::{Failure, WorkloadResult};
 use crate::native::TaggedAllocation;
-use crate::stats::Random;
 
 /// Number of malloc and free pairs in a step of every pattern. Also the number of allocations in a batch and in the
 /// table.
@@ -48,7 +49,7 @@ struct ThreadState {
     size: usize,
     pattern: Pattern,
     table: Vec<Option<TaggedAllocation>>,
-    random: Random,
+    random: Rng,
     wrong: u64,
 }
 
@@ -87,7 +88,7 @@ impl ThreadState {
                 *slot = Some(TaggedAllocation::new(arguments.size, tag).ok_or_else(out_of_memory)?);
             }
         }
-        Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
+        Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Rng::with_seed(seed), wrong: 0 })
     }
 
     /// Warms up for a number of pairs, but at most for a time, so that the allocator reaches its steady state. The C
@@ -125,7 +126,7 @@ impl StepWork for ThreadState {
             }
             Pattern::Churn => {
                 for _ in 0..STEP_PAIRS {
-                    let tag = self.random.next_below(self.table.len());
+                    let tag = self.random.usize(..self.table.len());
                     let slot = &mut self.table[tag];
                     let block = slot.take();
                     self.wrong += u64::from(block.is_some_and(|block| block.tag() != tag as u64));

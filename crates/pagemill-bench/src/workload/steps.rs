@@ -2,7 +2,7 @@
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use super::Failure;
@@ -40,6 +40,26 @@ impl ThreadTimes {
     pub fn per_second(&self, thread: usize) -> f64 {
         self.0.get(thread).map_or(0.0, |time| time.operations as f64 * 1e9 / time.nanoseconds as f64)
     }
+}
+
+/// Returns the result of a thread. A panic is an error.
+pub fn join<T>(worker: ScopedJoinHandle<'_, Result<T, Failure>>) -> Result<T, Failure> {
+    worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))
+}
+
+fn join_all<T>(workers: Vec<ScopedJoinHandle<'_, Result<T, Failure>>>) -> Result<Vec<T>, Failure> {
+    // All threads are joined before the first error is returned.
+    let results: Vec<_> = workers.into_iter().map(join).collect();
+    results.into_iter().collect()
+}
+
+/// Runs `work` in this many threads at once, with the index of the thread. Returns the results in that order.
+pub fn in_threads<T: Send>(
+    threads: usize,
+    work: impl Fn(usize) -> Result<T, Failure> + Sync,
+) -> Result<Vec<T>, Failure> {
+    let work = &work;
+    thread::scope(|scope| join_all((0..threads).map(|index| scope.spawn(move || work(index))).collect()))
 }
 
 /// Runs threads that start together. They warm up for a quarter of `duration` and are then measured for `duration`.
@@ -81,8 +101,6 @@ pub fn measure_threads<W: StepWork>(
         is_measured.store(true, Ordering::Relaxed);
         thread::sleep(duration);
         is_over.store(true, Ordering::Relaxed);
-        let joined = workers.into_iter().map(|worker| worker.join());
-        let times = joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into())));
-        times.collect::<Result<_, _>>().map(ThreadTimes)
+        join_all(workers).map(ThreadTimes)
     })
 }

@@ -12,7 +12,9 @@ use pagemill_testbed::Testbed;
 use pagemill_volatile::vrange::Mode;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
+use super::steps::in_threads;
 use super::{Failure, WorkloadResult};
+use crate::histogram::Histogram;
 use crate::native::Pages;
 use crate::stats;
 
@@ -65,17 +67,7 @@ pub struct Purging {
 pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
-    let threads = 0..arguments.threads;
-    let results: Vec<Result<(f64, u64), Failure>> = thread::scope(|scope| {
-        let work = |index: usize| {
-            let start = &start;
-            move || toggle_in_thread(arguments, pagemill, index, start)
-        };
-        let workers: Vec<_> = threads.map(|index| scope.spawn(work(index))).collect();
-        let joined = workers.into_iter().map(|worker| worker.join());
-        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
-    });
-    let results = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let results = in_threads(arguments.threads, |index| toggle_in_thread(arguments, pagemill, index, &start))?;
     let each: Vec<f64> = results.iter().map(|(ns, _)| *ns).collect();
     let faults: u64 = results.iter().map(|(_, faults)| *faults).sum();
     Ok(serde_json::json!({ "ns": each.iter().sum::<f64>() / each.len() as f64, "faults": faults }))
@@ -243,9 +235,9 @@ pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
         "vrange_gb_per_second": lazy,
         "strict_gb_per_second": strict,
         "purged_bytes": total,
-        "wait_p999_us": stats::percentile(&waits, 0.999),
-        "wait_p50_us": stats::percentile(&waits, 0.5),
-        "waits": waits.len(),
+        "wait_p999_us": waits.percentile_ms(0.999) * 1e3,
+        "wait_p50_us": waits.percentile_ms(0.5) * 1e3,
+        "waits": waits.count(),
     }))
 }
 
@@ -280,13 +272,13 @@ fn measure_purge_of_marks(pagemill: &'static Testbed, bytes: usize, mode: Mode) 
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Returns the microseconds to unmark a range during a purge, for each try. One thread purges continuously; this thread
+/// Returns the times to unmark a range during a purge. One thread purges continuously; this thread
 /// marks and unmarks the range.
-fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Vec<f64>, Failure> {
+fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Histogram, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
     let is_over = AtomicBool::new(false);
-    let mut waits = Vec::new();
+    let mut waits = Histogram::new();
     thread::scope(|scope| {
         let purger = scope.spawn(|| {
             while !is_over.load(Relaxed) {
@@ -310,7 +302,7 @@ fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Vec<f64>, 
                 let asked = Instant::now();
                 range.unmark()?;
                 if is_met {
-                    waits.push(asked.elapsed().as_nanos() as f64 / 1e3);
+                    waits.add(asked.elapsed());
                 }
             }
             Ok::<_, pagemill_core::Error>(())
@@ -319,8 +311,8 @@ fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Vec<f64>, 
         let _ = purger.join();
         result.map_err(|error| Failure::Other(error.to_string()))
     })?;
-    match waits.is_empty() {
-        true => Err(Failure::Other("no unmarking met a purge".to_owned())),
-        false => Ok(waits),
+    match waits.count() {
+        0 => Err(Failure::Other("no unmarking met a purge".to_owned())),
+        _ => Ok(waits),
     }
 }

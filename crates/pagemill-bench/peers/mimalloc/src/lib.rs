@@ -4,137 +4,28 @@
 
 #![allow(unsafe_code)] // the C ABI of malloc
 
-use core::ffi::{c_int, c_void};
 use libmimalloc_sys as mimalloc;
 
-/// The largest usual OS page size of the processor. On systems with smaller pages, blocks have more alignment than
-/// needed.
-const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
+#[path = "../../family.rs"]
+mod family;
 
-/// Rounds up to whole pages. On overflow returns `size` itself, which is too large for any allocation to succeed.
-fn whole_pages(size: usize) -> usize {
-    size.checked_next_multiple_of(PAGE_BYTES).unwrap_or(size)
-}
+/// The functions of mimalloc under the names that the family uses.
+mod allocator {
+    use core::ffi::c_void;
+    pub use libmimalloc_sys::mi_usable_size as malloc_usable_size;
+    pub use libmimalloc_sys::{mi_calloc as calloc, mi_free as free, mi_malloc as malloc};
+    pub use libmimalloc_sys::{mi_posix_memalign as posix_memalign, mi_realloc as realloc};
 
-/// Allocates `size` bytes.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `malloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn malloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `malloc`.
-    unsafe { mimalloc::mi_malloc(size) }
-}
-
-/// Allocates `count * size` zeroed bytes.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `calloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `calloc`.
-    unsafe { mimalloc::mi_calloc(count, size) }
-}
-
-/// Resizes a block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `realloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn realloc(ptr: *mut c_void, size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `realloc`.
-    unsafe { mimalloc::mi_realloc(ptr, size) }
-}
-
-/// Frees a block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `free`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn free(ptr: *mut c_void) {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `free`.
-    unsafe { mimalloc::mi_free(ptr) }
-}
-
-/// Allocates an aligned block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `aligned_alloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aligned_alloc(alignment: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `aligned_alloc`.
-    unsafe { mimalloc::mi_malloc_aligned(size, alignment) }
-}
-
-/// Allocates an aligned block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `memalign`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn memalign(alignment: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `memalign`.
-    unsafe { mimalloc::mi_malloc_aligned(size, alignment) }
-}
-
-/// Allocates an aligned block; returns 0 or an errno.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `posix_memalign`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn posix_memalign(out: *mut *mut c_void, alignment: usize, size: usize) -> c_int {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `posix_memalign`.
-    unsafe { mimalloc::mi_posix_memalign(out, alignment, size) }
-}
-
-/// Returns the usable size of a block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `malloc_usable_size`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn malloc_usable_size(ptr: *mut c_void) -> usize {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `malloc_usable_size`.
-    unsafe { mimalloc::mi_usable_size(ptr) }
-}
-
-/// Resizes a block to `count * size` bytes.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `reallocarray`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn reallocarray(ptr: *mut c_void, count: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `reallocarray`.
-    unsafe { mimalloc::mi_realloc(ptr, count.saturating_mul(size)) }
-}
-
-/// Allocates a page-aligned block.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `valloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn valloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `valloc`.
-    unsafe { mimalloc::mi_malloc_aligned(size, PAGE_BYTES) }
-}
-
-/// Allocates whole pages.
-///
-/// # Safety
-///
-/// The caller must keep the contract of C's `pvalloc`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `pvalloc`.
-    unsafe { mimalloc::mi_malloc_aligned(whole_pages(size), PAGE_BYTES) }
+    /// Allocates `size` bytes. Unlike mimalloc's own function, takes the alignment first.
+    ///
+    /// # Safety
+    ///
+    /// The caller must keep the contract of C's `aligned_alloc`.
+    #[inline]
+    pub unsafe fn aligned_alloc(alignment: usize, size: usize) -> *mut c_void {
+        // SAFETY: the caller keeps the contract.
+        unsafe { libmimalloc_sys::mi_malloc_aligned(size, alignment) }
+    }
 }
 
 /// Calls `mi_collect`. The experiment `giveback` requests a purge with it. The exported name differs, because the crate

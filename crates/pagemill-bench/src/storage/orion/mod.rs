@@ -12,7 +12,7 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, sample};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row, rotated};
 use crate::report::{Report, TableCell};
 use crate::stats::Better;
 use subjects::{SUBJECTS, Subject, Work};
@@ -175,8 +175,7 @@ fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Ta
         for round in 0..common.rounds() {
             for case in cases.iter().filter(|case| case.is_write == is_write) {
                 let subjects = subjects_of(case);
-                for index in 0..subjects.len() {
-                    let subject = subjects[(index + round) % subjects.len()];
+                for subject in rotated(&subjects, round) {
                     progress.step(&format!("{}, {}", case.name(), subject.name));
                     let outcome = run_sample(subject, *case, target, options.run_ms())?;
                     samples.add_outcome(case, subject.name, METRICS, &outcome);
@@ -212,8 +211,7 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
         }
     };
     let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
-    let line = words.into_iter().map(str::to_owned).chain(child::numeric_options(&numbers)).collect();
-    sample(subject.name, target, line, Duration::from_secs(120))
+    sample(subject.name, target, child::words(&words, &numbers), Duration::from_secs(120))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {

@@ -10,17 +10,17 @@ mod plain;
 
 use std::hint::black_box;
 use std::sync::Barrier;
-use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
+use super::steps::in_threads;
 use super::{Failure, WorkloadResult};
 use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-use crate::stats::Random;
 pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
 
 /// The subjects, named after the place where the pages are stored.
@@ -153,19 +153,19 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
 }
 
 /// An operation that is repeated on random pages. Returns the number of wrong results.
-type BatchOperation<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
+type BatchOperation<D> = fn(&D, usize, &mut Rng, &mut Record, usize) -> u64;
 
 #[inline]
 fn copy_random_pages<D: PageStore>(
     store: &D,
     pages: usize,
-    random: &mut Random,
+    random: &mut Rng,
     to: &mut Record,
     operations: usize,
 ) -> u64 {
     let mut wrong = 0;
     for _ in 0..operations {
-        let page = random.next_below(pages);
+        let page = random.usize(..pages);
         let is_there = store.copy(page, to);
         // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = black_box(&*to);
@@ -179,13 +179,13 @@ fn copy_random_pages<D: PageStore>(
 fn pin_random_pages<D: PageStore>(
     store: &D,
     pages: usize,
-    random: &mut Random,
+    random: &mut Rng,
     _to: &mut Record,
     operations: usize,
 ) -> u64 {
     let mut wrong = 0;
     for _ in 0..operations {
-        let page = random.next_below(pages);
+        let page = random.usize(..pages);
         wrong += u64::from(black_box(store.pin(page)) != stamp_of_page(page));
     }
     wrong
@@ -201,7 +201,7 @@ fn time_by_threads<D: PageStore>(
     let start = Barrier::new(arguments.threads);
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
-        let mut random = Random::new(index as u64 + 1);
+        let mut random = Rng::with_seed(index as u64 + 1);
         // Every subject copies pages into such a page-aligned buffer.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
@@ -211,13 +211,7 @@ fn time_by_threads<D: PageStore>(
         time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH))?;
         time_repeated(run, || operation(store, pages, &mut random, to, BATCH))
     };
-    let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
-        let work = &work;
-        let workers: Vec<_> = (0..arguments.threads).map(|index| scope.spawn(move || work(index))).collect();
-        let joined = workers.into_iter().map(|worker| worker.join());
-        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
-    });
-    let each = results.into_iter().collect::<Result<Vec<f64>, _>>()?;
+    let each = in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 

@@ -5,13 +5,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use fastrand::Rng;
 use pagemill_cache::mapping::{Mapping as Cached, PageCache};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 
 use super::{Interval, Job, Operation, now_ns};
 use crate::files::mapping::{Access, Mapping};
 use crate::pattern::{self, RECORD_BYTES};
-use crate::stats::Random;
 use crate::workload::Failure;
 
 /// Prepares the worker, waits for all other workers, and runs the operation. A worker that cannot open its file also
@@ -186,7 +186,7 @@ impl Worker {
 /// Returns all numbers below `count` in an order that depends on the seed.
 fn shuffled_indexes(count: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
-    Random::new(seed).shuffle(&mut order);
+    Rng::with_seed(seed).shuffle(&mut order);
     order
 }
 

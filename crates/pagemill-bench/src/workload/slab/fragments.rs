@@ -4,6 +4,7 @@
 use std::hint;
 use std::time::Instant;
 
+use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::SlabsProvider;
@@ -11,7 +12,6 @@ use super::keepers::{FixedStore, HandleStore, Malloc, ObjectStore};
 use super::owned::{AddressTable, OwnerStore};
 use crate::native::{GiveBack, Pages};
 use crate::proc;
-use crate::stats::Random;
 use crate::workload::{Failure, WorkloadResult};
 
 /// The seed of the random order. All subjects use the same seed, so that they free the same objects in the same order.
@@ -29,7 +29,9 @@ const HANDLE_BYTES: u64 = 8;
 /// The allocator or cache that stores the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
+    #[value(name = "by-owner")]
     OwnerSlab,
+    #[value(name = "by-handle")]
     HandleMap,
     Fixed,
     Malloc,
@@ -100,7 +102,7 @@ pub struct Plan<Reference> {
 impl<Reference> Plan<Reference> {
     pub fn new(objects: usize) -> Self {
         let mut order: Vec<u32> = (0..objects as u32).collect();
-        Random::new(SEED).shuffle(&mut order);
+        Rng::with_seed(SEED).shuffle(&mut order);
         let mut references = Vec::with_capacity(objects);
         references.resize_with(objects, || None);
         // `black_box` makes the compiler write the entries, so that their pages are resident.

@@ -6,19 +6,21 @@
 
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_slab as slab;
 use pagemill_slab::Slabs;
 
 use super::shared::{HandleObjects, Objects, OwnerObjects};
 use super::turns::run_with_defragmentation;
-use crate::stats::Random;
 use crate::workload::steps::{self, StepWork};
 use crate::workload::{Failure, WorkloadResult};
 
 /// The kind of cache, and how its objects are found: by owner or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
+    #[value(name = "by-owner")]
     OwnerSlab,
+    #[value(name = "by-handle")]
     HandleMap,
 }
 
@@ -61,7 +63,7 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
     objects.set_used_ratio(if arguments.defrag { USED_RATIO } else { 0 })?;
     let begun = Instant::now();
     let make = |thread| match thread {
-        READER => Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Random::new(0), wrong: 0 })),
+        READER => Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Rng::with_seed(0), wrong: 0 })),
         _ => Writer::new(objects, arguments.objects).map(Role::Writer),
     };
     let rest = |took: Duration| (took * REST_FACTOR).max(MIN_REST);
@@ -109,7 +111,7 @@ impl<O: Objects> StepWork for Role<'_, O> {
 struct Reader<'objects, O> {
     objects: &'objects O,
     count: usize,
-    random: Random,
+    random: Rng,
     wrong: u64,
 }
 
@@ -118,7 +120,7 @@ impl<O: Objects> Reader<'_, O> {
         for _ in 0..STEP_OPERATIONS / GUARDED_READS {
             let guard = slab::enter();
             for _ in 0..GUARDED_READS {
-                let number = self.random.next_below(self.count);
+                let number = self.random.usize(..self.count);
                 self.wrong += u64::from(self.objects.read(number, &guard).is_err());
             }
         }
@@ -143,13 +145,13 @@ struct Writer<'objects, O> {
     group: usize,
     /// The position in `order`.
     at: usize,
-    random: Random,
+    random: Rng,
 }
 
 impl<'objects, O: Objects> Writer<'objects, O> {
     /// Makes all objects, and frees most of each group once.
     fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
-        let mut random = Random::new(1);
+        let mut random = Rng::with_seed(1);
         let mut order: Vec<usize> = (0..count / GROUPS).collect();
         random.shuffle(&mut order);
         let mut writer = Self { objects, expected: vec![None; count], order, group: 0, at: 0, random };
@@ -173,8 +175,8 @@ impl<'objects, O: Objects> Writer<'objects, O> {
     fn replace_one(&mut self) -> Result<(), Failure> {
         let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
         let (freed, made) = (number(self.group), number(self.group + GROUPS / 2));
-        let changed_number = self.random.next_below(self.expected.len());
-        if self.random.next_below(KEPT_ONE_OF_GROUP) > 0 && self.expected[freed].take().is_some() {
+        let changed_number = self.random.usize(..self.expected.len());
+        if self.random.usize(..KEPT_ONE_OF_GROUP) > 0 && self.expected[freed].take().is_some() {
             self.objects.remove(freed)?;
         }
         self.put(made)?;

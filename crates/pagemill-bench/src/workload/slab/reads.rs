@@ -3,12 +3,12 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_slab as slab;
 use pagemill_slab::{Guard, Handle, HandleMap};
 
 use super::own::{self, Object};
 use super::speed::Words;
-use crate::stats::Random;
 use crate::workload::hit::failed;
 use crate::workload::{Failure, WorkloadResult};
 
@@ -72,7 +72,7 @@ pub fn run(arguments: &Reads) -> WorkloadResult {
 /// Inserts values that each contain the index of the next one in the cycle. Returns the handles by index; the index of
 /// a value is unrelated to its address.
 fn fill(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
-    let mut random = Random::new(count as u64);
+    let mut random = Rng::with_seed(count as u64);
     let mut any_order = || {
         let mut order: Vec<usize> = (0..count).collect();
         random.shuffle(&mut order);

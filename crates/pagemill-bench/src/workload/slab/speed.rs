@@ -6,10 +6,11 @@
 
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::Access;
 use super::own::{self, Object};
 use super::peers::{LockedSlotMap, Malloc, SharedSlab, ThreadSlotMap};
-use crate::stats::Random;
 use crate::workload::small::Pattern;
 use crate::workload::steps::{self, StepWork};
 use crate::workload::{Failure, WorkloadResult};
@@ -19,8 +20,10 @@ pub enum Subject {
     /// A cache of values that do not move
     Fixed,
     /// A cache of objects that their owner moves
+    #[value(name = "by-owner")]
     OwnerSlab,
     /// A cache of values that are accessed by handle
+    #[value(name = "by-handle")]
     HandleMap,
     /// Allocations of the C library, or of the preloaded allocator
     Malloc,
@@ -122,13 +125,13 @@ struct ThreadState<A: Access> {
     /// The random order in which every second batch is freed; the other batches are freed in order of allocation.
     order: Vec<usize>,
     is_in_order: bool,
-    random: Random,
+    random: Rng,
     wrong: u64,
 }
 
 impl<A: Access> ThreadState<A> {
     fn new(arguments: &Speed, access: A, seed: u64) -> Result<Self, Failure> {
-        let mut random = Random::new(seed);
+        let mut random = Rng::with_seed(seed);
         let count = match arguments.pattern {
             Pattern::Churn => arguments.live.div_ceil(arguments.threads),
             Pattern::Pair | Pattern::Batch => STEP_PAIRS as usize,
@@ -206,7 +209,7 @@ impl<A: Access> StepWork for ThreadState<A> {
             }
             Pattern::Churn => {
                 for _ in 0..STEP_PAIRS {
-                    let index = self.random.next_below(self.objects.len());
+                    let index = self.random.usize(..self.objects.len());
                     self.free_at(index);
                     self.objects[index] = Some(self.access.make_object(tag_of(index)).ok_or_else(out_of_memory)?);
                 }

@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use fastrand::Rng;
 use pagemill_slab::Slabs;
 
 use super::dentries::{Tree as Dentries, WalkChecksum};
 use super::turns::{Turns, walk_for};
-use crate::stats::{self, Random};
+use crate::stats;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Number of entries of a directory.
@@ -48,13 +49,13 @@ struct TreeWithModel {
     /// For each file: number of its directory, serial number, and own number.
     files: Vec<(u64, u64, u64)>,
     serial: u64,
-    random: Random,
+    random: Rng,
 }
 
 impl TreeWithModel {
     fn new(slabs: &'static Slabs, entries: usize, capacity: usize) -> Result<Self, Failure> {
         let tree = Dentries::new(slabs, capacity + 1)?;
-        let (model, random) = (BTreeMap::from([(0, BTreeMap::new())]), Random::new(1));
+        let (model, random) = (BTreeMap::from([(0, BTreeMap::new())]), Rng::with_seed(1));
         let mut watched = Self { tree, model, directories: vec![0], files: Vec::new(), serial: 0, random };
         for index in 1..(entries / PER_DIRECTORY).max(2) {
             let parent = watched.directories[(index - 1) / FAN_OUT];
@@ -75,7 +76,7 @@ impl TreeWithModel {
 
     fn add_files(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
-            let directory = self.directories[self.random.next_below(self.directories.len())];
+            let directory = self.directories[self.random.usize(..self.directories.len())];
             let number = self.add(directory, false)?;
             self.files.push((directory, self.serial, number));
         }
@@ -84,7 +85,7 @@ impl TreeWithModel {
 
     fn remove_files(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
-            let at = self.random.next_below(self.files.len());
+            let at = self.random.usize(..self.files.len());
             let (directory, serial, number) = self.files.swap_remove(at);
             self.tree.remove(number)?;
             self.model.entry(directory).or_default().remove(&serial);

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_core::stats::{self, Counter};
 use serde_json::json;
 
@@ -13,8 +14,8 @@ use super::miss::{Cached, RequestQueue};
 use super::ring::{self, TransferLoop};
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
-use crate::stats::Random;
 use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT_RATIO, MISSES};
+use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Total size of the pages that are copied. It is small compared with the cache, so that all of them stay resident.
@@ -84,21 +85,20 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
     let before = stats::get(Counter::StoreRead);
     let (mut line, begun) = copy_by_turns(arguments, copy, |state, misses| {
         let mut queue = RequestQueue::new(&cached, DEPTH)?;
-        let (mut random, mut record) = (Random::new(7), [0; RECORD_BYTES]);
-        let mut total = 0;
+        let (mut random, mut record) = (Rng::with_seed(7), [0; RECORD_BYTES]);
+        let mut drained = 0;
         while state.load(Relaxed) != OVER {
             if state.load(Relaxed) == PAUSED {
-                total += queue.drain()?;
+                drained += queue.drain()?;
                 thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            let next = || HOT_BYTES + (random.next_below(places) * RECORD_BYTES) as u64;
+            let next = || HOT_BYTES + (random.usize(..places) * RECORD_BYTES) as u64;
             queue.step(next, |offset| copy(&mut record, offset))?;
-            total += queue.times.len() as u64;
-            misses.fetch_add(queue.times.len() as u64, Relaxed);
-            queue.times.clear();
+            misses.store(queue.times.count(), Relaxed);
         }
-        Ok(total + queue.drain()?)
+        drained += queue.drain()?;
+        Ok(queue.times.count() + drained)
     })?;
     // All reads of the file that were not requested as misses are copied pages that had been evicted and were read
     // again.
@@ -126,8 +126,7 @@ fn measure_plain(arguments: &Hits) -> WorkloadResult {
                 continue;
             }
             work.step()?;
-            misses.fetch_add(work.times.len() as u64, Relaxed);
-            work.times.clear();
+            misses.store(work.times.count(), Relaxed);
         }
         work.drain()?;
         Ok(0)
@@ -147,12 +146,12 @@ fn copy_by_turns(
     miss: impl FnOnce(&AtomicU8, &AtomicU64) -> Result<u64, Failure> + Send,
 ) -> Result<(serde_json::Value, u64), Failure> {
     let (state, misses) = (AtomicU8::new(PAUSED), AtomicU64::new(0));
-    let (mut random, mut record) = (Random::new(3), [0; RECORD_BYTES]);
+    let (mut random, mut record) = (Rng::with_seed(3), [0; RECORD_BYTES]);
     let mut copy_for = |time: Duration, totals: &mut CopyTotals| -> Result<(), Failure> {
         let (begun, before) = (Instant::now(), misses.load(Relaxed));
         while begun.elapsed() < time {
             for _ in 0..BATCH {
-                copy(&mut record, (random.next_below(HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
+                copy(&mut record, (random.usize(..HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
             }
             totals.copies += BATCH as u64;
         }
@@ -175,7 +174,7 @@ fn copy_by_turns(
             copy_for(time, &mut beside)
         });
         state.store(OVER, Relaxed);
-        let other = other.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()));
+        let other = join(other);
         turns.and(other)
     })?;
     let rate = |count: u64, totals: &CopyTotals| count as f64 / totals.seconds;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Queue};
 use pagemill_core::stats::{self, Counter};
@@ -13,11 +14,12 @@ use pagemill_core::units::BLOCK_BYTES;
 use serde_json::Value;
 
 use super::ring::Offsets;
-use super::{Elapsed, IntervalStart, Source, nanoseconds};
+use super::{Elapsed, IntervalStart, Source};
+use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES};
-use crate::stats::Random;
 use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
+use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Time limit of a transfer. It is longer than any device needs.
@@ -75,7 +77,7 @@ impl<'a> Cached<'a> {
     /// Reads random pages at or above the offset `from` until the cache is full, and compares every byte.
     pub fn fill(&self, from: u64) -> Result<(), Failure> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
-        let mut random = Random::new(99);
+        let mut random = Rng::with_seed(99);
         let places = (self.source.len_bytes - from) as usize / self.io_bytes;
         // The number of reads in flight is limited, because in-flight folios cannot be evicted.
         let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
@@ -84,7 +86,7 @@ impl<'a> Cached<'a> {
         let mut rounds = 0;
         while self.cache.charged_bytes() < full_bytes && rounds < 10 * places {
             rounds += 1;
-            let next = || from + (random.next_below(places) * self.io_bytes) as u64;
+            let next = || from + (random.usize(..places) * self.io_bytes) as u64;
             queue_loop.step(next, |offset| {
                 let read = self.file.read_at(&mut bytes, offset).map_err(failed)?;
                 match read == bytes.len() && (!self.source.pattern || pattern::is_intact(&bytes, 0, offset)) {
@@ -122,8 +124,8 @@ pub struct RequestQueue<'a> {
     /// The offset and the start time of each request, by its token.
     requests: Vec<(u64, Instant)>,
     free: Vec<u64>,
-    /// Latencies of the completed requests in nanoseconds.
-    pub times: Vec<u32>,
+    /// Latencies of the completed requests.
+    pub times: Histogram,
     /// Number of requested pages that were already resident.
     pub present_count: u64,
 }
@@ -133,7 +135,7 @@ impl<'a> RequestQueue<'a> {
         let queue = cached.cache.queue(depth).map_err(failed)?;
         let requests = vec![(0, Instant::now()); depth as usize];
         let free = (0..u64::from(depth)).collect();
-        Ok(Self { file: &cached.file, queue, requests, free, times: Vec::with_capacity(1 << 20), present_count: 0 })
+        Ok(Self { file: &cached.file, queue, requests, free, times: Histogram::new(), present_count: 0 })
     }
 
     /// Fills the queue with requests at the offsets from `next`, waits for a completion, and handles all completions.
@@ -156,7 +158,7 @@ impl<'a> RequestQueue<'a> {
         while let Some(completion) = self.queue.next() {
             let (offset, began) = self.requests[completion.token as usize];
             completion.result.map_err(failed)?;
-            self.times.push(nanoseconds(began));
+            self.times.add(began.elapsed());
             self.free.push(completion.token);
             on_page(offset)?;
         }
@@ -194,8 +196,9 @@ pub fn run(arguments: &Miss) -> WorkloadResult {
     }
 }
 
-/// Returns the JSON line. `ios` is the number of reads that the file served; all other reads were hits.
-fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> WorkloadResult {
+/// Returns the JSON line. `ios` is the number of reads that the file served; all other reads were hits. Hits are faster
+/// than any transfer, so the longest times are those of transfers.
+fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &Histogram) -> WorkloadResult {
     let mut metrics = took.metrics(ios, io_bytes, times)?;
     metrics.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
     metrics.insert(HIT_RATIO.to_owned(), Value::from(1.0 - ios.min(reads) as f64 / reads.max(1) as f64));
@@ -220,8 +223,8 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
     let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
     run_for(&mut queue_loop, run)?;
     let ios = read_from_store(cached.io_bytes) - before;
-    let reads = queue_loop.times.len() as u64 + queue_loop.present_count;
-    let line = json_line(&span.end(), reads, ios, cached.io_bytes, &mut queue_loop.times);
+    let reads = queue_loop.times.count() + queue_loop.present_count;
+    let line = json_line(&span.end(), reads, ios, cached.io_bytes, &queue_loop.times);
     queue_loop.drain()?;
     line
 }
@@ -233,16 +236,16 @@ const OVER: u8 = 2;
 
 fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> WorkloadResult {
     let phase = AtomicU8::new(BEFORE);
-    let work = |thread: usize| -> Result<Vec<u32>, Failure> {
-        let mut random = Random::new(thread as u64 + 1);
+    let work = |thread: usize| -> Result<Histogram, Failure> {
+        let mut random = Rng::with_seed(thread as u64 + 1);
         let places = arguments.source.len_bytes as usize / cached.io_bytes;
-        let (mut record, mut times) = ([0; RECORD_BYTES], Vec::with_capacity(1 << 18));
+        let (mut record, mut times) = ([0; RECORD_BYTES], Histogram::new());
         while phase.load(Relaxed) != OVER {
-            let offset = (random.next_below(places) * cached.io_bytes) as u64;
+            let offset = (random.usize(..places) * cached.io_bytes) as u64;
             let began = Instant::now();
             cached.check_page(&mut record, offset)?;
             if phase.load(Relaxed) == MEASURED {
-                times.push(nanoseconds(began));
+                times.add(began.elapsed());
             }
         }
         Ok(times)
@@ -258,14 +261,10 @@ fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Wor
         phase.store(OVER, Relaxed);
         let ios = read_from_store(cached.io_bytes) - before;
         let took = span.end();
-        let mut times = Vec::new();
+        let mut times = Histogram::new();
         for worker in workers {
-            times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
+            times.merge(&join(worker)?);
         }
-        let reads = times.len() as u64;
-        // Hits are faster than any transfer, so the longest times are those of transfers.
-        times.sort_unstable();
-        let hits = reads.saturating_sub(ios) as usize;
-        json_line(&took, reads, ios, cached.io_bytes, &mut times[hits..])
+        json_line(&took, times.count(), ios, cached.io_bytes, &times)
     })
 }

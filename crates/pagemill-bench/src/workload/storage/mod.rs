@@ -15,6 +15,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Map, Value};
 
 use super::Failure;
+use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
 
@@ -102,41 +103,12 @@ impl Elapsed {
         Ok(metrics.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
     }
 
-    /// Returns the values of [`Self::rates`], and percentiles of the latencies `times`.
-    fn metrics(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
+    /// Returns the values of [`Self::rates`], and percentiles of the `ios` longest latencies in `times`.
+    fn metrics(&self, ios: u64, io_bytes: usize, times: &Histogram) -> Result<Map<String, Value>, Failure> {
         let mut metrics = self.rates(ios, io_bytes)?;
         for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
-            metrics.insert(name.to_owned(), percentile_us(times, share).into());
+            metrics.insert(name.to_owned(), (times.percentile_of_longest_ms(ios, share) * 1e3).into());
         }
         Ok(metrics)
-    }
-}
-
-/// Returns the nanoseconds since a point in time, but at most some four seconds.
-fn nanoseconds(since: Instant) -> u32 {
-    u32::try_from(since.elapsed().as_nanos()).unwrap_or(u32::MAX)
-}
-
-/// Returns a percentile of the times in microseconds. `share` is the percentile as a fraction. The result is one of the
-/// times.
-fn percentile_us(times: &mut [u32], share: f64) -> f64 {
-    let rank = (share * times.len() as f64).ceil() as usize;
-    match times.len() {
-        0 => 0.0,
-        _ => f64::from(*times.select_nth_unstable(rank.max(1) - 1).1) / 1000.0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The percentile must be one of the times.
-    #[test]
-    fn percentile_is_one_of_the_times() {
-        let mut times: Vec<u32> = (1..=1000).rev().map(|us| us * 1000).collect();
-        let found = [0.5, 0.99, 0.999, 1.0].map(|share| percentile_us(&mut times, share));
-        assert_eq!(found, [500.0, 990.0, 999.0, 1000.0]);
-        assert_eq!(percentile_us(&mut [], 0.5), 0.0);
     }
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_core::stats::{self, Counter};
 use pagemill_store::{Aligned, Store as _};
 
 use super::miss::cache_of_folios;
 use super::{IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
-use crate::stats::Random;
 use crate::storage::writeback::page_offsets;
 use crate::workload::hit::{failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
@@ -50,7 +50,7 @@ pub fn run(arguments: &Overwrite) -> WorkloadResult {
     page_offsets.iter().try_for_each(|offset| write_all(&file, records.stamped_at(0, *offset), *offset))?;
     let mut order = page_offsets.clone();
     if arguments.random {
-        Random::new(2).shuffle(&mut order);
+        Rng::with_seed(2).shuffle(&mut order);
     }
     let mut generation = u64::from(std::process::id());
     let mut round = || -> Result<u64, Failure> {

@@ -3,14 +3,15 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use pagemill_store::ring::{Event, FileId, Settings};
 use pagemill_store::{Aligned, FileStore, Ring as StoreRing, Store};
 use serde_json::Value;
 
 use super::buffers::{self, Kind, TransferBuffer};
-use super::{IntervalStart, Source, nanoseconds};
+use super::{IntervalStart, Source};
+use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES, Records};
-use crate::stats::Random;
 use crate::workload::{Failure, WorkloadResult};
 
 /// Time limit of a transfer. It is longer than any device needs.
@@ -48,7 +49,7 @@ pub struct Ring {
 
 /// An endless sequence of offsets in a file, sequential or random.
 pub struct Offsets {
-    random: Option<Random>,
+    random: Option<Rng>,
     count: usize,
     next: usize,
     io_bytes: usize,
@@ -57,12 +58,12 @@ pub struct Offsets {
 impl Offsets {
     pub fn new(len_bytes: u64, io_bytes: usize, is_random: bool) -> Self {
         let count = len_bytes as usize / io_bytes;
-        Self { random: is_random.then(|| Random::new(1)), count, next: 0, io_bytes }
+        Self { random: is_random.then(|| Rng::with_seed(1)), count, next: 0, io_bytes }
     }
 
     pub fn draw(&mut self) -> u64 {
         let at = match &mut self.random {
-            Some(random) => random.next_below(self.count),
+            Some(random) => random.usize(..self.count),
             None => {
                 self.next = (self.next + 1) % self.count;
                 self.next
@@ -106,7 +107,7 @@ pub struct TransferLoop<'a> {
     file: FileId,
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<TransferBuffer>,
-    pub times: Vec<u32>,
+    pub times: Histogram,
     /// The generation of the written stamps. It distinguishes the writes of this process from those of other processes.
     generation: u64,
     /// The offsets that were written, some of which are read back.
@@ -132,7 +133,7 @@ impl<'a> TransferLoop<'a> {
             }
         }
         let offsets = Box::new(offsets);
-        let (times, written) = (Vec::with_capacity(1 << 20), BTreeSet::new());
+        let (times, written) = (Histogram::new(), BTreeSet::new());
         let generation = u64::from(std::process::id());
         Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
     }
@@ -200,7 +201,7 @@ impl<'a> TransferLoop<'a> {
                 return Err("a transfer is late".to_owned().into());
             };
             result.map_err(|error| format!("at {}: {error}", part.offset))?;
-            self.times.push(nanoseconds(part.began));
+            self.times.add(part.began.elapsed());
             if self.arguments.write {
                 if self.written.len() < READ_BACK_COUNT {
                     self.written.insert(part.offset);
@@ -253,7 +254,7 @@ pub fn run(arguments: &Ring) -> WorkloadResult {
     let span = IntervalStart::begin();
     work.run_for(run)?;
     let took = span.end();
-    let mut metrics = took.metrics(work.times.len() as u64, arguments.io_bytes, &mut work.times)?;
+    let mut metrics = took.metrics(work.times.count(), arguments.io_bytes, &work.times)?;
     metrics.insert("is_kernel".to_owned(), Value::from(work.ring.is_kernel()));
     work.drain()?;
     work.read_back()?;

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use fastrand::Rng;
 use pagemill_cache::mapping::policy::Never;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
@@ -11,7 +12,6 @@ use pagemill_store::{Aligned, FileStore, Store};
 use super::ring::{Ring, TransferLoop};
 use super::{Elapsed, IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
-use crate::stats::Random;
 use crate::storage::writeback::{TRANSFERS, page_offsets};
 use crate::workload::hit::{cache, failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
@@ -89,7 +89,7 @@ pub fn run(arguments: &Writeback) -> WorkloadResult {
 fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Result<WriteTotals, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
-    let (mut page_offsets, mut random) = (page_offsets.to_vec(), Random::new(generation));
+    let (mut page_offsets, mut random) = (page_offsets.to_vec(), Rng::with_seed(generation));
     random.shuffle(&mut page_offsets);
     let mut record = Records::filled(RECORD_BYTES).stamped_at(0, 0).to_vec();
     for offset in page_offsets {
@@ -112,10 +112,10 @@ fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<
 
 /// Reads the contents directly after some of the written pages, at places where no page is written.
 fn read_neighbours(store: &FileStore, page_offsets: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
-    let mut random = Random::new(5);
+    let mut random = Rng::with_seed(5);
     let mut found = Vec::new();
     for _ in 0..NEIGHBOURS.min(page_offsets.len()) {
-        let offset = page_offsets[random.next_below(page_offsets.len())] + RECORD_BYTES as u64;
+        let offset = page_offsets[random.usize(..page_offsets.len())] + RECORD_BYTES as u64;
         if offset < len_bytes && page_offsets.binary_search(&offset).is_err() {
             found.push((offset, read(store, offset, RECORD_BYTES)?));
         }

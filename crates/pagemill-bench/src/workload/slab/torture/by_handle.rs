@@ -1,16 +1,16 @@
 //! Caches by handle for the random operations. All threads change the values on the board, and each change is counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
+use fastrand::Rng;
 use pagemill_slab::SlabCache;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
 
 use pagemill_core::{Error, Result};
 use pagemill_slab as slab;
 use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slabs};
 
-use super::stamped::{Counters, Random, Stamp, Stamped};
-use super::{BOARD, NODES, Removed, Subject};
+use super::stamped::{Counters, Stamp, Stamped};
+use super::{BOARD, Removed, Subject};
 
 // SAFETY: the value contains only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
@@ -95,10 +95,10 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         self.cache.get(*handle, &slab::enter()).map_or(0, |value| std::ptr::from_ref(value) as usize)
     }
 
-    fn use_board(&self, at: u64, random: &mut Random) -> bool {
+    fn use_board(&self, at: u64, random: &mut Rng) -> bool {
         let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
         let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_intact();
-        match random.below(4) {
+        match random.u64(..4) {
             0 => match self.cache.pin(handle) {
                 Ok(Some(pinned)) => is_it(&pinned),
                 Ok(None) => false,
@@ -114,15 +114,8 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         }
     }
 
-    fn move_some(&self, random: &mut Random) {
-        let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
-        match random.below(5) {
-            0 => _ = self.cache.shrink(),
-            1 => _ = self.cache.defrag_step(Duration::from_micros(random.below(2_000))),
-            2 => _ = self.cache.move_objects(from, to, random.below(500)),
-            3 => _ = self.cache.balance(),
-            _ => self.cache.set_defrag_used_ratio(random.below(101) as u32).expect("a ratio"),
-        }
+    fn move_some(&self, random: &mut Rng) {
+        super::move_some_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {

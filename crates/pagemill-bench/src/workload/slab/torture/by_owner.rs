@@ -5,13 +5,13 @@
 use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::time::Duration;
 
+use fastrand::Rng;
 use pagemill_core::Result;
 use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs, Target};
 
-use super::stamped::{Counters, Random, Stamp};
-use super::{BOARD, NODES, Removed, Subject};
+use super::stamped::{Counters, Stamp};
+use super::{BOARD, Removed, Subject};
 
 /// Number of cells of a cache.
 const CELLS: usize = 1 << 15;
@@ -218,19 +218,12 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         std::ptr::from_ref(self.item(*cell)) as usize
     }
 
-    fn use_board(&self, at: u64, _random: &mut Random) -> bool {
+    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
         self.is(self.board[at as usize], Stamp::of_board(at))
     }
 
-    fn move_some(&self, random: &mut Random) {
-        let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
-        match random.below(5) {
-            0 => _ = self.cache.shrink(),
-            1 => _ = self.cache.defrag_step(Duration::from_micros(random.below(2_000))),
-            2 => _ = self.cache.move_objects(from, to, random.below(500)),
-            3 => _ = self.cache.balance(),
-            _ => self.cache.set_defrag_used_ratio(random.below(101) as u32).expect("a ratio"),
-        }
+    fn move_some(&self, random: &mut Rng) {
+        super::move_some_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {

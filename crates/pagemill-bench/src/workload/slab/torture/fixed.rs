@@ -1,9 +1,10 @@
 //! Caches of values that do not move, for the random operations.
 
+use fastrand::Rng;
 use pagemill_core::Result;
 use pagemill_slab::{FixedSlab, Settings, SlabCache, SlabInfo, Slabs, Slot};
 
-use super::stamped::{Counters, Random, Stamp, Stamped};
+use super::stamped::{Counters, Stamp, Stamped};
 use super::{Removed, Subject};
 
 /// A cache that is never dropped, because slots borrow from it and move between threads.
@@ -59,12 +60,12 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
 
     /// Threads cannot share the values of such a cache. So the function inserts a value of its own and removes it
     /// again.
-    fn use_board(&self, at: u64, _random: &mut Random) -> bool {
+    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is(Stamp::of_board(at)))
     }
 
-    fn move_some(&self, _random: &mut Random) {
+    fn move_some(&self, _random: &mut Rng) {
         let _ = self.cache.shrink();
     }
 

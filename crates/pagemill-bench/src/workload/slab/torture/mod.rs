@@ -15,15 +15,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use fastrand::Rng;
 use pagemill_core::Result;
 use pagemill_core::arena::Layout;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
-use pagemill_slab::{SlabInfo, Slabs};
+use pagemill_slab::{SlabCache, SlabInfo, Slabs};
 use pagemill_testbed::Testbed;
 
-pub use stamped::Random;
 use stamped::{Counters, Stamp};
 
 /// Number of logical NUMA nodes that the caches of a run use.
@@ -116,9 +116,9 @@ trait Subject: Sync + Sized + 'static {
     /// Returns the address of an object; 0 if the object does not exist.
     fn address(&self, key: &Self::Key) -> usize;
     /// Uses an object of the board; returns whether the object was intact.
-    fn use_board(&self, at: u64, random: &mut Random) -> bool;
+    fn use_board(&self, at: u64, random: &mut Rng) -> bool;
     /// Moves some objects, or changes the settings that determine when objects are moved.
-    fn move_some(&self, random: &mut Random);
+    fn move_some(&self, random: &mut Rng);
     fn info(&self) -> SlabInfo;
     /// Checks the board. Drops the cache with the objects in `left` and all others. Returns the number of wrong
     /// objects.
@@ -137,7 +137,7 @@ struct TestedCache<S: Subject> {
 /// The state of one thread that operates on one cache.
 struct CacheUser<'a, S: Subject> {
     cache: &'a TestedCache<S>,
-    random: Random,
+    random: Rng,
     /// Number of the thread, which is part of its stamps.
     number: u64,
     /// Number of objects that the thread has inserted. It is also the serial number of the next one.
@@ -165,12 +165,12 @@ impl<S: Subject> TestedCache<S> {
     }
 
     fn work(&self, plan: Plan, number: u64, operations: u64) {
-        let random = Random::new(plan.seed ^ number << 48);
+        let random = Rng::with_seed(plan.seed ^ number << 48);
         let (own, held) = (Vec::new(), Vec::new());
         let mut user = CacheUser { cache: self, random, number, inserted: 0, target_count: 0, own, held };
         for operation in 0..operations {
             if operation % OPERATIONS_PER_TARGET == 0 {
-                user.target_count = user.random.below(MAX_OBJECTS);
+                user.target_count = user.random.u64(..MAX_OBJECTS);
             }
             user.do_random_operation();
         }
@@ -204,7 +204,7 @@ impl<S: Subject> TestedCache<S> {
 impl<S: Subject> CacheUser<'_, S> {
     fn do_random_operation(&mut self) {
         let is_low = (self.own.len() as u64) < self.target_count;
-        match self.random.below(16) {
+        match self.random.u64(..16) {
             0..4 if is_low => self.insert(),
             0..4 => self.remove(),
             4 => self.insert(),
@@ -214,19 +214,19 @@ impl<S: Subject> CacheUser<'_, S> {
             12 => self.pin(),
             13 => self.exchange_with_pool(),
             _ => {
-                let at = self.random.below(BOARD);
+                let at = self.random.u64(..BOARD);
                 self.cache.count_unless_right(self.cache.subject.use_board(at, &mut self.random));
             }
         }
     }
 
     fn random_index(&mut self) -> Option<usize> {
-        (!self.own.is_empty()).then(|| self.random.below(self.own.len() as u64) as usize)
+        (!self.own.is_empty()).then(|| self.random.usize(..self.own.len()))
     }
 
     fn insert(&mut self) {
         let stamp = Stamp::new(self.number, self.inserted);
-        let node = (self.random.below(8) == 0).then(|| self.random.below(NODES as u64) as usize);
+        let node = (self.random.u64(..8) == 0).then(|| self.random.usize(..NODES));
         match self.cache.subject.insert(stamp, node) {
             Ok(key) => {
                 self.inserted += 1;
@@ -264,7 +264,7 @@ impl<S: Subject> CacheUser<'_, S> {
 
     fn pin(&mut self) {
         if self.held.len() == MAX_PINNED {
-            let at = self.random.below(MAX_PINNED as u64) as usize;
+            let at = self.random.usize(..MAX_PINNED);
             let (held, stamp) = self.held.swap_remove(at);
             self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
             self.cache.subject.unpin(held);
@@ -278,7 +278,7 @@ impl<S: Subject> CacheUser<'_, S> {
     fn exchange_with_pool(&mut self) {
         let given = self.random_index().map(|at| self.own.swap_remove(at));
         let mut pool = self.cache.pool.lock().expect("the lock is not poisoned");
-        let at = self.random.below(pool.len().max(1) as u64) as usize;
+        let at = self.random.usize(..pool.len().max(1));
         let taken = (pool.len() > 32).then(|| pool.swap_remove(at));
         pool.extend(given);
         drop(pool);
@@ -298,7 +298,7 @@ impl<S: Subject> CacheUser<'_, S> {
 /// A cache with objects of any size, as a trait object.
 trait AnyTestedCache: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
-    fn move_some(&self, random: &mut Random);
+    fn move_some(&self, random: &mut Rng);
     fn end(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
@@ -307,7 +307,7 @@ impl<S: Subject> AnyTestedCache for TestedCache<S> {
         TestedCache::work(self, plan, number, operations);
     }
 
-    fn move_some(&self, random: &mut Random) {
+    fn move_some(&self, random: &mut Rng) {
         self.subject.move_some(random);
     }
 
@@ -349,7 +349,7 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Tortur
             .collect();
         let (is_done, caches) = (&is_done, &caches);
         let mover = scope.spawn(move || {
-            let mut random = Random::new(plan.seed);
+            let mut random = Rng::with_seed(plan.seed);
             while !is_done.load(Relaxed) {
                 disturb_slabs(slabs, caches, &mut random);
             }
@@ -367,14 +367,26 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Tortur
     found
 }
 
-fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Random) {
-    match random.below(16) {
+fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rng) {
+    match random.u64(..16) {
         0 => _ = slabs.shrink(u64::MAX, Urgency::Limit),
-        1 => _ = slabs.shrink(random.below(1 << 24), Urgency::Request),
-        2 => _ = slabs.defrag_step(Duration::from_micros(random.below(2_000))),
-        3..6 => std::thread::sleep(Duration::from_micros(random.below(2_000))),
+        1 => _ = slabs.shrink(random.u64(..1 << 24), Urgency::Request),
+        2 => _ = slabs.defrag_step(Duration::from_micros(random.u64(..2_000))),
+        3..6 => std::thread::sleep(Duration::from_micros(random.u64(..2_000))),
         6 => _ = slabs.list(),
-        _ => caches[random.below(caches.len() as u64) as usize].move_some(random),
+        _ => caches[random.usize(..caches.len())].move_some(random),
+    }
+}
+
+/// Moves some objects of a cache whose objects can be moved, or changes its settings.
+fn move_some_of(cache: &impl SlabCache, random: &mut Rng) {
+    let (from, to) = (random.usize(..NODES), random.usize(..NODES));
+    match random.u64(..5) {
+        0 => _ = cache.shrink(),
+        1 => _ = cache.defrag_step(Duration::from_micros(random.u64(..2_000))),
+        2 => _ = cache.move_objects(from, to, random.u64(..500)),
+        3 => _ = cache.balance(),
+        _ => cache.set_defrag_used_ratio(random.u32(..101)).expect("a ratio"),
     }
 }
 

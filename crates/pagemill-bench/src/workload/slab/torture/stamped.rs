@@ -11,20 +11,6 @@ fn mix_bits(word: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// A generator of pseudorandom numbers that are reproducible from a seed.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(mix_bits(seed))
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        mix_bits(self.0) % end
-    }
-}
-
 /// A number that is unique for an object and its version. It consists of thread, serial number, and number of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);

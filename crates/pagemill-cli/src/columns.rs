@@ -1,0 +1,58 @@
+//! Tables without lines between their cells, as `ps` prints them.
+
+use comfy_table::{CellAlignment, Table, presets};
+
+/// A column: its title, its smallest width, the number of spaces before it, and its alignment.
+pub struct Heading<'a> {
+    title: &'a str,
+    min_width: usize,
+    gap: u16,
+    alignment: CellAlignment,
+}
+
+impl<'a> Heading<'a> {
+    /// A column of names or words, which begins below the start of its title.
+    pub fn left(title: &'a str, min_width: usize, gap: u16) -> Self {
+        Self { title, min_width, gap, alignment: CellAlignment::Left }
+    }
+
+    /// A column of numbers, which ends below the end of its title.
+    pub fn right(title: &'a str, min_width: usize, gap: u16) -> Self {
+        Self { title, min_width, gap, alignment: CellAlignment::Right }
+    }
+}
+
+/// Returns a line with the titles and a line for each row. A row may have fewer cells than there are columns.
+pub fn aligned(headings: &[Heading<'_>], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    // A title has the smallest width of its column, so that the column is at least as wide.
+    table.set_header(headings.iter().map(|heading| match heading.alignment {
+        CellAlignment::Right => format!("{:>width$}", heading.title, width = heading.min_width),
+        _ => format!("{:<width$}", heading.title, width = heading.min_width),
+    }));
+    table.add_rows(rows);
+    for (column, heading) in table.column_iter_mut().zip(headings) {
+        column.set_padding((heading.gap, 0)).set_cell_alignment(heading.alignment);
+    }
+    table.trim_fmt() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names must be aligned to the left and numbers to the right. A column must have its smallest width, and a line
+    /// must end with its last character.
+    #[test]
+    fn cells_are_aligned() {
+        let headings = [Heading::right("PID", 8, 0), Heading::left("NAME", 0, 1), Heading::right("RSS", 6, 1)];
+        let headings = headings.into_iter().chain([Heading::left("", 0, 2)]).collect::<Vec<_>>();
+        let rows = [vec!["7", "redis", "1 MiB", "late"], vec!["", "all 1", "1 MiB"]];
+        let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
+
+        let expected = "     PID NAME     RSS\n       7 redis  1 MiB  late\n         all 1  1 MiB\n";
+        assert_eq!(aligned(&headings, rows), expected);
+        assert_eq!(aligned(&headings[..2], []), "     PID NAME\n");
+    }
+}
