@@ -3,6 +3,7 @@
 //!
 //! A value is movable if all its fields are. The derived code requires that of each field, so the derive is safe to use
 //! although the trait is unsafe to implement by hand.
+#![allow(unsafe_code)] // the derived code implements an unsafe trait
 
 use proc_macro::TokenStream;
 use quote::quote;

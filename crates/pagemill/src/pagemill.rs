@@ -59,13 +59,11 @@ impl Pagemill {
 
     /// Registers memory of the program that Pagemill takes back when a limit or pressure needs memory.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If more than three shrinkers of one cost register, or more than two of
-    /// [`Cost::Purge`](crate::reclaim::Cost::Purge). Those of Pagemill's products count: heap and slab caches (`Nothing`),
-    /// page caches (`Contents`), and both kinds of volatile ranges (`Purge`).
-    pub fn register(self, shrinker: &'static dyn Shrinker) {
-        self.0.account.register(shrinker);
+    /// [`crate::Error::TooMany`] if three shrinkers of this cost were registered.
+    pub fn register(self, shrinker: &'static dyn Shrinker) -> Result<()> {
+        self.0.account.register_for_program(shrinker)
     }
 }
 

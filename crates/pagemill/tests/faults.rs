@@ -4,10 +4,8 @@
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
 
 use pagemill_core::Error;
-use pagemill_core::arena::nodes::Nodes;
-use pagemill_core::arena::{Context, Layout};
-use pagemill_core::reclaim::tree::UNLIMITED;
-use pagemill_core::reclaim::{Reason, Shrinker, Urgency};
+use pagemill_core::arena::{Context, Layout, nodes::Nodes};
+use pagemill_core::reclaim::{Reason, Shrinker, Urgency, tree::UNLIMITED};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes};
 use pagemill_sys::{file, mem};

@@ -1,11 +1,11 @@
 //! Caches: files that share a software page size, a limit, a policy and a name; and the list of all caches of a
 //! process.
 
+use super::builder::Builder;
 use super::flights::Flights;
-use super::flush::{Balance, Flusher, Writeback};
+use super::flush::{Balance, Flusher};
 use super::order::Order;
-use super::policy::{Auto, Policy};
-use super::source::Source;
+use super::policy::Policy;
 use super::worker::Worker;
 use super::{File, Mapping};
 use crate::folio::{NewFolio, Owner, Pool};
@@ -25,135 +25,6 @@ use std::time::Duration;
 /// Maximum number of caches of a process. A new cache may reuse the pool of a dropped cache that had the same page size
 /// and at least the same limit.
 pub const MAX_CACHES: usize = 256;
-
-/// The parameters of a cache that is about to be created ([`PageCache::builder`]).
-///
-/// ```
-/// use pagemill_cache::{Never, PageCache, Source, Writeback};
-/// use pagemill_core::units::PageSize;
-/// use std::time::Duration;
-///
-/// let cache = PageCache::builder("index")
-///     .limit(32 << 20)
-///     .page(PageSize::new(64 << 10).unwrap())
-///     .policy(Never) // no huge folios
-///     .source(Source::TryHugetlb)
-///     .writeback(Writeback::default().age(Duration::from_secs(5)))
-///     .build()?;
-/// assert_eq!(cache.page().bytes(), 65_536);
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-#[must_use = "`build` creates the cache"]
-pub struct Builder {
-    name: String,
-    pub(super) page: PageSize,
-    limit_bytes: Option<u64>,
-    use_huge: bool,
-    may_split: bool,
-    policy: Box<dyn Policy>,
-    pub(super) source: Source,
-    writeback: Writeback,
-    timeout: Option<Duration>,
-}
-
-impl Builder {
-    fn new(name: &str) -> Self {
-        Self {
-            name: name.to_owned(),
-            page: PageSize::os(),
-            limit_bytes: None,
-            use_huge: cfg!(feature = "huge"),
-            may_split: true,
-            policy: Box::new(Auto),
-            source: Source::default(),
-            writeback: Writeback::default(),
-            timeout: None,
-        }
-    }
-
-    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a
-    /// huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed. The
-    /// default is a quarter of the machine's memory.
-    pub fn limit(self, bytes: u64) -> Self {
-        Self { limit_bytes: Some(bytes), ..self }
-    }
-
-    /// Sets the software page, which is the smallest folio. The default is the OS page.
-    pub fn page(self, page: PageSize) -> Self {
-        Self { page, ..self }
-    }
-
-    /// Whether huge folios are allocated. [`PageCache::set_huge`] changes the setting.
-    pub fn huge(self, use_huge: bool) -> Self {
-        Self { use_huge, ..self }
-    }
-
-    /// Whether huge folios may be split, so that parts of them can be freed. The default is true. Folios in reserved
-    /// huge pages are never split.
-    pub fn split(self, may_split: bool) -> Self {
-        Self { may_split, ..self }
-    }
-
-    /// Sets what chooses between huge and small folios. The default is [`Auto`].
-    pub fn policy(self, policy: impl Policy + 'static) -> Self {
-        Self { policy: Box::new(policy), ..self }
-    }
-
-    /// Sets where the cache's memory comes from.
-    pub fn source(self, source: Source) -> Self {
-        Self { source, ..self }
-    }
-
-    /// Sets when dirty pages of files with a store are written back.
-    pub fn writeback(self, writeback: Writeback) -> Self {
-        Self { writeback, ..self }
-    }
-
-    /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the
-    /// limit fails ([`Error::Store`] with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of
-    /// other threads that the call needs. The read itself continues, and a later call finds its bytes. For a store with
-    /// blocking calls only ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with
-    /// [`Error::Busy`] if no write of its file completes for this time.
-    pub fn timeout(self, timeout: impl Into<Option<Duration>>) -> Self {
-        Self { timeout: timeout.into(), ..self }
-    }
-
-    /// The limit that was set, or the default.
-    pub(super) fn limit_bytes(&self) -> u64 {
-        self.limit_bytes.unwrap_or_else(|| (pagemill_sys::process::machine_bytes() / 4).max(self.page.bytes() as u64))
-    }
-
-    /// Creates the cache among the page caches of the process.
-    ///
-    /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
-    ///
-    /// # Errors
-    ///
-    /// As [`Builder::build_in`], and those of [`Caches::of_process`].
-    pub fn build(self) -> Result<PageCache> {
-        self.build_in(Caches::of_process()?)
-    }
-
-    /// Creates the cache among these caches.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadLength`] for a limit below one page. [`Error::NoAddresses`] if the limit is too large.
-    /// [`Error::TooMany`] if there are [`MAX_CACHES`] already. [`Error::WrongState`] for invalid shares of dirty pages.
-    /// Errors of [`Source::Hugetlb`].
-    pub fn build_in(self, caches: &'static Caches) -> Result<PageCache> {
-        caches.make(self)
-    }
-}
-
-impl std::fmt::Debug for Builder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { name, page, limit_bytes, use_huge, .. } = self;
-        let mut text = f.debug_struct("Builder");
-        text.field("name", name).field("page", page).field("limit_bytes", limit_bytes).field("use_huge", use_huge);
-        text.finish_non_exhaustive()
-    }
-}
 
 /// All caches of a process.
 ///
@@ -195,7 +66,7 @@ impl Caches {
         }
     }
 
-    fn make(&'static self, settings: Builder) -> Result<PageCache> {
+    pub(super) fn make(&'static self, settings: Builder) -> Result<PageCache> {
         let limit_bytes = settings.limit_bytes();
         if limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: limit_bytes });

@@ -32,6 +32,7 @@
 mod ahead;
 mod arrivals;
 mod behind;
+mod builder;
 mod cache;
 mod collapse;
 mod cursor;
@@ -87,7 +88,8 @@ mod zero;
 pub use ahead::Advice;
 /// Example: [`Advice`].
 pub use ahead::Reuse;
-pub use cache::{Builder, Caches, MAX_CACHES, PageCache};
+pub use builder::Builder;
+pub use cache::{Caches, MAX_CACHES, PageCache};
 pub use cursor::Cursor;
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};

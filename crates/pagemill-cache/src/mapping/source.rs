@@ -1,6 +1,7 @@
 //! The memory that caches use: ordinary memory, or huge pages that the administrator reserved.
 
-use super::cache::{Builder, Caches, Inner, MAX_CACHES};
+use super::builder::Builder;
+use super::cache::{Caches, Inner, MAX_CACHES};
 use crate::folio::Pool;
 use pagemill_core::arena::Reserve;
 use pagemill_core::error::{Error, Result};

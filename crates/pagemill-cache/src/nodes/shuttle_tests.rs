@@ -16,7 +16,8 @@ const DEPTH: usize = 4;
 const MAX_STEPS: usize = 300_000;
 
 fn new_slabs() -> &'static Slabs {
-    let arena = place(pagemill_core::arena::Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+    let arena = place(pagemill_core::arena::Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap())
+        .unwrap();
     let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
     slabs.defrag_by_hand();
     slabs

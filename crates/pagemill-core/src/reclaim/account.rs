@@ -10,7 +10,7 @@
 use super::governor;
 use super::helper::Helper;
 use super::limits::Headroom;
-use super::owners::Owners;
+use super::owners::{self, Owners};
 use super::pressure::RECLAIM_PAUSE_NS;
 use super::tree::{MemberSlot, Membership, Totals, TreePage, UNLIMITED};
 use super::{Reason, Shrinker, Urgency, Which};
@@ -157,14 +157,25 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers a shrinker. Shrinkers are called in order of [`Shrinker::cost`], those of equal cost in order of
-    /// registration.
+    /// Registers a shrinker of Pagemill itself. Shrinkers are called in order of [`Shrinker::cost`], those of equal cost
+    /// in order of registration.
     ///
     /// # Panics
     ///
-    /// If more than three shrinkers of one cost register, or more than two of [`Cost::Purge`](super::Cost::Purge).
+    /// If more than three of one cost register.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
         self.owners.register(shrinker);
+    }
+
+    /// Registers a shrinker of the program. It is called after those of Pagemill that have the same cost.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TooMany`] if the program has registered three of this cost.
+    pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> Result<()> {
+        let what = "shrinkers of the program of one cost";
+        let is_registered = self.owners.register_for_program(shrinker);
+        if is_registered { Ok(()) } else { Err(Error::TooMany { what, most: owners::SLOTS }) }
     }
 
     /// Sets the helper thread that is woken when there is memory to give back again.

@@ -111,6 +111,10 @@ pub enum Cost {
     Purge,
 }
 
+impl Cost {
+    const COUNT: usize = Self::Purge as usize + 1;
+}
+
 /// An owner of memory that can give some of it back on request.
 ///
 /// ```

@@ -16,8 +16,11 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Maximum number of owners that can register.
-pub const MAX_OWNERS: usize = 8;
+/// Maximum number of owners of one cost: as many of Pagemill itself, and as many of the program.
+pub const SLOTS: usize = 3;
+
+/// Number of slots, in the order in which the owners are called: by cost, and Pagemill's own first.
+const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
 const STEP_BYTES: u64 = 64 << 20;
@@ -133,22 +136,27 @@ impl RegisteredOwner {
 pub struct Owners([RegisteredOwner; MAX_OWNERS]);
 
 impl Owners {
-    /// Registers an owner, after those of the same cost.
+    /// Registers an owner of Pagemill itself, after its others of the same cost.
     ///
     /// # Panics
     ///
-    /// If more owners of one cost register than there are slots: three, or two of [`Cost::Purge`].
+    /// If Pagemill has more than [`SLOTS`] owners of this cost.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let slots = match shrinker.cost() {
-            Cost::Nothing => 0..3,
-            Cost::Contents => 3..6,
-            Cost::Purge => 6..MAX_OWNERS,
-        };
-        let is_registered = self.0[slots].iter().any(|owner| owner.shrinker.set(shrinker).is_ok());
-        assert!(is_registered, "too many owners of memory of cost {:?}", shrinker.cost());
+        let first = shrinker.cost() as usize * 2 * SLOTS;
+        assert!(self.fill(first, shrinker), "{SLOTS} owners of Pagemill for each cost");
     }
 
-    /// The owners that may be called by a thread that holds the locks of `context`.
+    /// Registers an owner of the program, after all others of the same cost. Returns whether there was a free slot: the
+    /// program has [`SLOTS`] for each cost.
+    pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> bool {
+        self.fill((shrinker.cost() as usize * 2 + 1) * SLOTS, shrinker)
+    }
+
+    /// Stores the owner in the first free one of [`SLOTS`] slots from `first` on.
+    fn fill(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
+        self.0[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
+    }
+
     fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
@@ -314,12 +322,29 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.0[3].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.0[2 * SLOTS].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
         });
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
         assert_eq!(stuck.calls.load(Relaxed), 2, "the call has returned");
+    }
+
+    /// The program has as many slots of each cost as Pagemill, and they are separate. One more registration must be
+    /// refused and must change nothing. An owner of Pagemill that registers later must still get a slot, and must be
+    /// called before those of the program.
+    #[test]
+    fn slots_of_the_program_are_separate() {
+        let owners = Owners::default();
+        let of_program = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        assert!(of_program.iter().all(|shrinker| owners.register_for_program(*shrinker)));
+        assert!(!owners.register_for_program(scripted_shrinker(MIB, MIB, false)));
+        let own = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        own.iter().for_each(|shrinker| owners.register(*shrinker));
+        assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS as u64 * MIB);
+        assert_eq!(owners.give(SLOTS as u64 * MIB, Context::Outside, Urgency::Request), SLOTS as u64 * MIB);
+        let calls = |shrinkers: &[&ScriptedShrinker; SLOTS]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
+        assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS], [0; SLOTS]));
     }
 }

@@ -6,6 +6,12 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+#[diagnostic::on_unimplemented(
+    message = "values of type `{Self}` cannot be moved while they are read",
+    label = "not `Movable`",
+    note = "`#[derive(pagemill::slab::Movable)]` implements it if all fields are movable",
+    note = "put fields that change through `&` (atomics, locks, cells) behind an `Arc` or a `Box`"
+)]
 /// Values that may be copied byte by byte to another address while other threads read them.
 ///
 /// `#[derive(Movable)]` implements it for types whose fields are all movable:
@@ -41,12 +47,6 @@ use std::time::{Duration, Instant, SystemTime};
 ///
 /// The value does not refer to its own address. Its bytes do not change while only `&` references exist: no `Cell`,
 /// atomic or lock, except behind a pointer. Example of a cache of such values: [`HandleMap`](crate::HandleMap).
-#[diagnostic::on_unimplemented(
-    message = "values of type `{Self}` cannot be moved while they are read",
-    label = "not `Movable`",
-    note = "`#[derive(pagemill::slab::Movable)]` implements it if all fields are movable",
-    note = "put fields that change through `&` (atomics, locks, cells) behind an `Arc` or a `Box`"
-)]
 pub unsafe trait Movable: Send + Sync + 'static {}
 
 macro_rules! movable {

@@ -6,17 +6,15 @@ use super::*;
 use crate::caches::tests::basics::{
     STUCK_AFTER, finish_retired, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved,
 };
-use pagemill_core::arena;
-use pagemill_core::epoch;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::BLOCK_BYTES;
+use pagemill_core::{arena, epoch};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock};
-use std::thread::ThreadId;
 use std::time::Duration;
+use std::{sync::Mutex, sync::OnceLock, thread::ThreadId};
 
 /// Number of words in the body of an item.
 const WORDS: usize = 22;
