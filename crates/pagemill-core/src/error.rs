@@ -71,14 +71,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// The `errno` of this error, as the C ABI reports it.
     pub fn errno(&self) -> i32 {
-        const ENOMEM: i32 = 12;
-        const EINVAL: i32 = 22;
-        const EOPNOTSUPP: i32 = 95;
-        const EIO: i32 = 5;
-        const EBUSY: i32 = 16;
-        const EFBIG: i32 = 27;
-        const ENXIO: i32 = 6;
-        const EBADF: i32 = 9;
+        use libc::{EBADF, EBUSY, EFBIG, EINVAL, EIO, ENOMEM, ENXIO, EOPNOTSUPP};
         match self {
             Self::NoMemory { .. }
             | Self::NoHugetlb { .. }

@@ -165,20 +165,8 @@ pub fn fills_all(store: &dyn Store) -> bool {
 
 /// Error numbers that this crate uses in its own errors.
 pub mod errno {
+    pub use libc::{EAGAIN, EBADF, EBUSY, ECANCELED, EFBIG, EINTR, EINVAL, EIO, EISDIR, ENOSPC, EOPNOTSUPP, ETIMEDOUT};
     use std::io;
-
-    pub const EINTR: i32 = 4;
-    pub const EIO: i32 = 5;
-    pub const EBADF: i32 = 9;
-    pub const EAGAIN: i32 = 11;
-    pub const EBUSY: i32 = 16;
-    pub const EISDIR: i32 = 21;
-    pub const EINVAL: i32 = 22;
-    pub const EFBIG: i32 = 27;
-    pub const ENOSPC: i32 = 28;
-    pub const EOPNOTSUPP: i32 = 95;
-    pub const ETIMEDOUT: i32 = 110;
-    pub const ECANCELED: i32 = 125;
 
     /// Returns the system's error with that number.
     pub fn error(number: i32) -> io::Error {

@@ -7,12 +7,12 @@
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
-use pagemill_sys::process;
 use pagemill_sys::waker::Waker;
+use pagemill_sys::{file, process};
 use std::io;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
@@ -312,7 +312,7 @@ impl Drop for Ring {
         } else {
             // The ring's memory is not mapped in the child; another mapping may be there.
             // SAFETY: the descriptor is the child's copy, and is not used again.
-            unsafe { libc::syscall(libc::SYS_close, self.uring.as_raw_fd()) };
+            drop(file::Fd::from(unsafe { OwnedFd::from_raw_fd(self.uring.as_raw_fd()) }));
         }
     }
 }

@@ -1,20 +1,13 @@
 //! A memory barrier in all threads of the process at once (`membarrier`), so that frequent operations need no barrier
 //! of their own.
-#![allow(unsafe_code)] // the membarrier system call
 
-const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
-const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
-
-/// Calls `membarrier`. Returns whether the call succeeded.
-fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: the call takes numbers only and changes no memory.
-    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
-}
+use rustix::thread::{MembarrierCommand, membarrier};
 
 /// Registers this process for [`all_threads`]. Returns whether the kernel supports the barrier (since Linux 4.14,
 /// unless a system call filter forbids the call).
 pub fn register() -> bool {
-    membarrier(REGISTER_PRIVATE_EXPEDITED) && membarrier(PRIVATE_EXPEDITED)
+    membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
+        && membarrier(MembarrierCommand::PrivateExpedited).is_ok()
 }
 
 /// Executes a full memory barrier on every thread of the process before it returns. Running threads are interrupted;
@@ -22,7 +15,7 @@ pub fn register() -> bool {
 /// executed.
 pub fn all_threads() -> bool {
     // A fork child may have to register again.
-    membarrier(PRIVATE_EXPEDITED) || register()
+    membarrier(MembarrierCommand::PrivateExpedited).is_ok() || register()
 }
 
 #[cfg(test)]

@@ -2,9 +2,12 @@
 //!
 //! A [`Disk`] is one open file description. The kernel may transfer fewer bytes than requested; callers must then
 //! transfer the rest. Opening does not block, even if the path has become a pipe or a terminal.
-#![allow(unsafe_code)] // open, pread, pwrite, statx
+#![allow(unsafe_code)] // transfers by address
 
 use crate::file::{self, Fd};
+use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, StatxFlags};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::mm::{Advice, madvise};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -56,17 +59,16 @@ pub struct Options {
 /// An open file.
 pub struct Disk(Fd);
 
-/// The result of a system call, or its error.
-fn check(result: i64) -> io::Result<usize> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
-}
-
-/// Repeats a system call while a signal interrupts it.
+/// Repeats a system call while a signal interrupts it. Returns its result, or its error.
 fn retry_interrupted(mut call: impl FnMut() -> i64) -> io::Result<usize> {
     loop {
-        match check(call()) {
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            result => return result,
+        let result = call();
+        if result >= 0 {
+            return Ok(result as usize);
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINTR) {
+            return Err(error);
         }
     }
 }
@@ -78,23 +80,21 @@ impl Disk {
     ///
     /// Errors of `open`: `EINVAL` where the file system refuses direct transfers, `EBUSY` for a device in use.
     pub fn open(path: &CStr, options: Options) -> io::Result<Self> {
-        let direct = if options.is_direct { libc::O_DIRECT } else { 0 };
-        let mut flags = direct | libc::O_NONBLOCK | libc::O_NOCTTY;
-        flags |= if options.is_writable { libc::O_RDWR } else { libc::O_RDONLY };
-        flags |= if options.is_new { libc::O_CREAT | libc::O_EXCL } else { 0 };
-        flags |= if options.is_exclusive { libc::O_EXCL } else { 0 };
-        let disk = Self(file::open(path, flags, 0o666)?);
+        let direct = if options.is_direct { OFlags::DIRECT } else { OFlags::empty() };
+        let mut flags = direct | OFlags::NONBLOCK | OFlags::NOCTTY;
+        flags |= if options.is_writable { OFlags::RDWR } else { OFlags::RDONLY };
+        flags.set(OFlags::CREATE, options.is_new);
+        flags.set(OFlags::EXCL, options.is_new || options.is_exclusive);
+        let disk = Self(file::open(path, flags, Mode::from_raw_mode(0o666))?);
         // The flag is cleared: with `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for
         // the device.
-        // SAFETY: the call only changes the flags of a descriptor that `disk` owns.
-        check(unsafe { libc::fcntl(disk.number(), libc::F_SETFL, direct) }.into())?;
+        fs::fcntl_setfl(&disk, direct)?;
         Ok(disk)
     }
 
     /// Takes ownership of a descriptor. Its flags stay unchanged.
     pub fn from_descriptor(descriptor: OwnedFd) -> Self {
-        use std::os::fd::IntoRawFd;
-        Self(Fd::own(descriptor.into_raw_fd()))
+        Self(descriptor.into())
     }
 
     /// The descriptor's number.
@@ -108,14 +108,11 @@ impl Disk {
     ///
     /// Errors of `fstat`.
     pub fn facts(&self) -> io::Result<Facts> {
-        // SAFETY: plain data may be zero.
-        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: the descriptor is open.
-        check(unsafe { libc::fstat(self.number(), &raw mut stat) }.into())?;
-        let kind = match stat.st_mode & libc::S_IFMT {
-            libc::S_IFREG => FileKind::Regular,
-            libc::S_IFBLK => FileKind::Device,
-            libc::S_IFDIR => FileKind::Folder,
+        let stat = fs::fstat(self)?;
+        let kind = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => FileKind::Regular,
+            FileType::BlockDevice => FileKind::Device,
+            FileType::Directory => FileKind::Folder,
             _ => FileKind::Other,
         };
         let (device, inode) = if kind == FileKind::Device { (stat.st_rdev, 0) } else { (stat.st_dev, stat.st_ino) };
@@ -129,8 +126,7 @@ impl Disk {
     /// Errors of `lseek`.
     pub fn size_bytes(&self) -> io::Result<u64> {
         // The changed file position does not matter: every transfer passes its own offset.
-        // SAFETY: the descriptor is open.
-        check(unsafe { libc::lseek(self.number(), 0, libc::SEEK_END) }).map(|size| size as u64)
+        Ok(fs::seek(self, SeekFrom::End(0))?)
     }
 
     /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Needs Linux 6.1.
@@ -139,15 +135,9 @@ impl Disk {
     ///
     /// Errors of `statx`; `EOPNOTSUPP` if the kernel or the file system does not report the alignment.
     pub fn direct_alignment(&self) -> io::Result<Option<Alignment>> {
-        // SAFETY: plain data may be zero.
-        let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-        // SAFETY: the call reads an empty path and writes only `stat`.
-        let result = unsafe {
-            libc::statx(self.number(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut stat)
-        };
-        check(result.into())?;
-        if stat.stx_mask & libc::STATX_DIOALIGN == 0 {
-            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+        let stat = fs::statx(self, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+        if !StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::DIOALIGN) {
+            return Err(Errno::OPNOTSUPP.into());
         }
         let (memory, offset) = (stat.stx_dio_mem_align as usize, stat.stx_dio_offset_align as usize);
         Ok((offset > 0).then_some(Alignment { memory: memory.max(1), offset }))
@@ -159,10 +149,7 @@ impl Disk {
     ///
     /// `ENOTTY` for a file that is not a block device.
     pub fn sector_bytes(&self) -> io::Result<usize> {
-        let mut bytes: libc::c_int = 0;
-        // SAFETY: the call writes only `bytes`.
-        check(unsafe { libc::ioctl(self.number(), libc::BLKSSZGET, &raw mut bytes) }.into())?;
-        Ok(bytes as usize)
+        Ok(fs::ioctl_blksszget(self)? as usize)
     }
 
     /// Makes one read call. Returns the number of bytes read; 0 at the end of the file.
@@ -191,9 +178,10 @@ impl Disk {
     ///
     /// Errors of `ftruncate`: `EINVAL` for devices.
     pub fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let size = libc::off_t::try_from(size_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-        // SAFETY: the descriptor is open.
-        retry_interrupted(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
+        if size_bytes > i64::MAX as u64 {
+            return Err(Errno::FBIG.into());
+        }
+        Ok(retry_on_intr(|| fs::ftruncate(self, size_bytes))?)
     }
 
     /// Blocks until the file's data, and the metadata needed to read them, are on the device.
@@ -202,8 +190,7 @@ impl Disk {
     ///
     /// Errors of `fdatasync`, including write errors since the last call.
     pub fn sync_data(&self) -> io::Result<()> {
-        // SAFETY: the descriptor is open.
-        retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
+        Ok(retry_on_intr(|| fs::fdatasync(self))?)
     }
 
     /// As [`Disk::sync_data`], but for all metadata of the file.
@@ -212,8 +199,7 @@ impl Disk {
     ///
     /// Errors of `fsync`.
     pub fn sync_all(&self) -> io::Result<()> {
-        // SAFETY: the descriptor is open.
-        retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
+        Ok(retry_on_intr(|| fs::fsync(self))?)
     }
 
     /// Tries to acquire the file's advisory lock (`flock`), which only one open file description of all processes can
@@ -224,25 +210,22 @@ impl Disk {
     ///
     /// Errors of `flock`: `ENOLCK`, or `EOPNOTSUPP` where the file system has no locks.
     pub fn try_lock(&self) -> io::Result<bool> {
-        // SAFETY: the descriptor is open.
-        match retry_interrupted(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
-            Ok(_) => Ok(true),
-            Err(error) if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
-            Err(error) => Err(error),
+        match retry_on_intr(|| fs::flock(self, FlockOperation::NonBlockingLockExclusive)) {
+            Ok(()) => Ok(true),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(error.into()),
         }
     }
 
     /// Releases the lock of [`Disk::try_lock`], also for fork children that inherited the descriptor.
     pub fn unlock(&self) {
-        // SAFETY: the descriptor is open.
-        unsafe { libc::flock(self.number(), libc::LOCK_UN) };
+        let _ = fs::flock(self, FlockOperation::Unlock);
     }
 }
 
 impl AsFd for Disk {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open for as long as `self` lives.
-        unsafe { BorrowedFd::borrow_raw(self.number()) }
+        self.0.as_fd()
     }
 }
 
@@ -252,7 +235,7 @@ impl AsFd for Disk {
 ///
 /// Errors of `open` or `fsync`.
 pub fn sync_folder(path: &CStr) -> io::Result<()> {
-    Disk(file::open(path, libc::O_RDONLY | libc::O_DIRECTORY, 0)?).sync_all()
+    Disk(file::open(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?).sync_all()
 }
 
 /// As [`Disk::read_at`], by descriptor number and address.
@@ -265,6 +248,7 @@ pub fn sync_folder(path: &CStr) -> io::Result<()> {
 ///
 /// The `len_bytes` from `addr` on must be writable, and no reference to them may exist.
 pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
+    // Not rustix's `pread`, which takes a slice: another thread may change these bytes meanwhile.
     // SAFETY: the call writes at most `len_bytes` at `addr`, which the caller allows.
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
@@ -279,6 +263,7 @@ pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u6
 ///
 /// The `len_bytes` from `addr` on must be readable.
 pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
+    // Not rustix's `pwrite`, as in `read_at`.
     // SAFETY: the call reads at most `len_bytes` at `addr`, which the caller allows.
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
@@ -290,9 +275,9 @@ pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u
 ///
 /// Errors of `madvise`: `ENOMEM` for addresses that are not mapped.
 pub fn keep_from_children(addr: usize, len_bytes: usize, is_kept: bool) -> io::Result<()> {
-    let advice = if is_kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
+    let advice = if is_kept { Advice::LinuxDontFork } else { Advice::LinuxDoFork };
     // SAFETY: the advice concerns fork children only; contents do not change.
-    check(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) }).map(drop)
+    Ok(unsafe { madvise(addr as *mut _, len_bytes, advice) }?)
 }
 
 #[cfg(test)]

@@ -2,12 +2,15 @@
 //!
 //! An [`Events`] waits for any number of [`Source`]s. Sources are descriptors, which a program must neither see nor
 //! close. So they should be used in a thread with a private descriptor table ([`crate::thread::unshare_files`]).
-#![allow(unsafe_code)] // epoll, eventfd
+#![allow(unsafe_code)] // waiting on a descriptor by its number
 
 use crate::file::{self, Fd, Path};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// The kind of event that a source reports. Each value is one bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,21 +62,13 @@ impl Source {
 /// Parses the total stall time in the first line of a pressure file: `some avg10=… total=N`.
 fn stalled_us(fd: &Fd) -> Option<u64> {
     let mut buffer = [0u8; 256];
-    // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
-    let count =
-        check(unsafe { libc::syscall(libc::SYS_pread64, fd.number(), buffer.as_mut_ptr(), buffer.len(), 0) }).ok()?;
-    let text = std::str::from_utf8(&buffer[..count as usize]).ok()?;
+    let count = rustix::io::pread(fd, &mut buffer, 0).ok()?;
+    let text = std::str::from_utf8(&buffer[..count]).ok()?;
     text.lines().next()?.strip_prefix("some ")?.split_once("total=")?.1.trim().parse().ok()
 }
 
-/// The result of a system call, or its error.
-fn check(result: i64) -> io::Result<i32> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
-}
-
-fn write(fd: &Fd, bytes: &[u8]) -> io::Result<()> {
-    // SAFETY: the call only reads `bytes`.
-    check(unsafe { libc::syscall(libc::SYS_write, fd.number(), bytes.as_ptr(), bytes.len()) }).map(drop)
+fn open(path: &CStr, flags: OFlags) -> io::Result<Fd> {
+    file::open(path, flags, Mode::empty())
 }
 
 fn path(folder: &str, name: &str) -> io::Result<Path> {
@@ -90,8 +85,7 @@ impl Events {
     ///
     /// Errors of `epoll_create1`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the call only creates a descriptor.
-        check(unsafe { libc::syscall(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC) }).map(|fd| Self(Fd::own(fd)))
+        Ok(Self(epoll::create(epoll::CreateFlags::CLOEXEC)?.into()))
     }
 
     /// Returns the number of the descriptor, for [`wait`].
@@ -101,8 +95,7 @@ impl Events {
 
     /// Returns the descriptor, for waiting for it together with other descriptors.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open for as long as `self` lives.
-        unsafe { BorrowedFd::borrow_raw(self.0.number()) }
+        self.0.as_fd()
     }
 
     /// Adds a source that notifies whenever the usage of a version 1 group crosses `bytes`, upwards or downwards.
@@ -111,14 +104,12 @@ impl Events {
     ///
     /// Errors of opening or writing `cgroup.event_control`, which requires write permission.
     pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
-        // SAFETY: the call only creates a descriptor.
-        let fired = check(unsafe { libc::syscall(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
-        let fired = Fd::own(fired);
-        let usage = file::open(path(folder, "memory.usage_in_bytes")?.as_c_str(), libc::O_RDONLY, 0)?;
-        let control = file::open(path(folder, "cgroup.event_control")?.as_c_str(), libc::O_WRONLY, 0)?;
+        let fired = Fd::from(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let usage = open(path(folder, "memory.usage_in_bytes")?.as_c_str(), OFlags::RDONLY)?;
+        let control = open(path(folder, "cgroup.event_control")?.as_c_str(), OFlags::WRONLY)?;
         let command = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
-        write(&control, command.unwrap_or_default().as_bytes())?;
-        self.add(fired, Sign::Limit, libc::EPOLLIN, None)
+        rustix::io::write(&control, command.unwrap_or_default().as_bytes())?;
+        self.add(fired, Sign::Limit, EventFlags::IN, None)
     }
 
     /// Adds a source that notifies when a version 2 group meets its own limit: a counter in `memory.events` has
@@ -128,8 +119,8 @@ impl Events {
     ///
     /// Errors of opening the file.
     pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
-        let events = file::open(path(folder, "memory.events")?.as_c_str(), libc::O_RDONLY, 0)?;
-        self.add(events, Sign::Limit, libc::EPOLLPRI, None)
+        let events = open(path(folder, "memory.events")?.as_c_str(), OFlags::RDONLY)?;
+        self.add(events, Sign::Limit, EventFlags::PRI, None)
     }
 
     /// Adds a source that notifies when tasks stalled on memory for `stall_us` within two seconds, at most once per two
@@ -142,23 +133,19 @@ impl Events {
     /// `EOPNOTSUPP` without PSI. `EPERM` and `EINVAL` where triggers require privileges (before Linux 6.4; those of
     /// control groups before 6.7).
     pub fn add_stalls(&self, file: &CStr, stall_us: u32, sign: Sign) -> io::Result<Source> {
-        let pressure = file::open(file, libc::O_RDWR, 0)?;
+        let pressure = open(file, OFlags::RDWR)?;
         let command = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
-        write(&pressure, command.as_c_str().to_bytes_with_nul())?;
+        rustix::io::write(&pressure, command.as_c_str().to_bytes_with_nul())?;
         let stalls = Stalls { seen_us: stalled_us(&pressure).unwrap_or(0), trigger_us: u64::from(stall_us) };
-        self.add(pressure, sign, libc::EPOLLPRI, Some(stalls))
+        self.add(pressure, sign, EventFlags::PRI, Some(stalls))
     }
 
     /// Adds a descriptor, edge-triggered, so that a source notifies again although nothing was read from it. `when` is
     /// the poll event that means a notification: not `EPOLLIN` for the kernel's own files, because those are always
     /// readable.
-    fn add(&self, fd: Fd, sign: Sign, when: libc::c_int, stalls: Option<Stalls>) -> io::Result<Source> {
-        let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };
-        // SAFETY: the call only reads `event`.
-        let result = unsafe {
-            libc::syscall(libc::SYS_epoll_ctl, self.number(), libc::EPOLL_CTL_ADD, fd.number(), &raw mut event)
-        };
-        check(result).map(|_| Source { fd, sign, stalls })
+    fn add(&self, fd: Fd, sign: Sign, when: EventFlags, stalls: Option<Stalls>) -> io::Result<Source> {
+        epoll::add(&self.0, &fd, EventData::new_u64(sign as u64), when | EventFlags::ET)?;
+        Ok(Source { fd, sign, stalls })
     }
 }
 
@@ -171,6 +158,7 @@ impl Events {
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
     loop {
+        // Not rustix's `epoll::wait`, which takes a descriptor that must be open.
         // SAFETY: the call writes at most `fired.len()` entries; there is no signal mask.
         let count = unsafe {
             libc::syscall(
@@ -183,10 +171,12 @@ pub fn wait(events: i32) -> io::Result<u64> {
                 0_usize,
             )
         };
-        match check(count) {
-            Ok(count) => return Ok(fired[..count as usize].iter().fold(0, |signs, event| signs | event.u64)),
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            Err(error) => return Err(error),
+        if let Ok(count) = usize::try_from(count) {
+            return Ok(fired[..count].iter().fold(0, |signs, event| signs | event.u64));
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINTR) {
+            return Err(error);
         }
     }
 }
@@ -223,7 +213,7 @@ mod tests {
         };
         total("15000000");
         let path = Path::format(format_args!("{}", at.to_str().unwrap())).unwrap();
-        let fd = file::open(path.as_c_str(), libc::O_RDONLY, 0).unwrap();
+        let fd = open(path.as_c_str(), OFlags::RDONLY).unwrap();
         let stalls = Stalls { seen_us: stalled_us(&fd).unwrap(), trigger_us: 150_000 };
         assert_eq!(stalls.seen_us, 15_000_000);
         let mut source = Source { fd, sign: Sign::MachineStall, stalls: Some(stalls) };
@@ -258,13 +248,10 @@ mod tests {
     #[test]
     fn a_source_wakes_the_waiter() {
         let events = Events::new().unwrap();
-        // SAFETY: the call only creates a descriptor.
-        let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
-        let number = fd.number();
-        let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN, None).unwrap();
+        let fd = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let source = events.add(fd, Sign::GroupStall, EventFlags::IN, None).unwrap();
         for _ in 0..2 {
-            // SAFETY: the call reads the eight bytes of the array.
-            unsafe { libc::write(number, [1u64].as_ptr().cast(), 8) };
+            rustix::io::write(&source.fd, &1u64.to_ne_bytes()).unwrap();
             assert_eq!(wait(events.number()).unwrap(), Sign::GroupStall as u64);
         }
         drop(source);

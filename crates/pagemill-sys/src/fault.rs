@@ -503,10 +503,7 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
 /// Queues a signal with the given `siginfo_t` to the calling thread.
 fn queue_signal(signal: c_int, info: *const c_void) -> bool {
     // SAFETY: `info` points to a whole `siginfo_t`, and the other arguments are numbers.
-    unsafe {
-        let thread = libc::syscall(libc::SYS_gettid);
-        libc::syscall(libc::SYS_rt_tgsigqueueinfo, process::id(), thread, signal, info) == 0
-    }
+    unsafe { libc::syscall(libc::SYS_rt_tgsigqueueinfo, process::id(), process::thread_id(), signal, info) == 0 }
 }
 
 /// Prepares a call of the program's handler as the kernel would: sets the signal mask of the program's action, and

@@ -1,12 +1,16 @@
 //! Operations on small files that do not allocate: reads, shared mappings, and paths in fixed buffers.
 //!
-//! They make direct system calls: the C library's `open`, `read` and `close` are cancellation points, and callers may
-//! hold locks.
-#![allow(unsafe_code)] // open, read, mmap
+//! They make direct system calls (rustix): the C library's `open`, `read` and `close` are cancellation points, and
+//! callers may hold locks.
+#![allow(unsafe_code)] // close, mmap
 
+use rustix::fs::{self, CWD, FileType, Mode, OFlags, Stat};
+use rustix::io::{Errno, retry_on_intr};
 use std::ffi::CStr;
 use std::fmt;
 use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 
 /// A text of at most `N - 1` bytes with a terminating zero. A longer text is truncated, and `is_cut` is set.
 pub struct Text<const N: usize> {
@@ -72,49 +76,41 @@ impl<const N: usize> fmt::Write for Text<N> {
 /// A path in a buffer that is long enough for every path that Pagemill creates.
 pub type Path = Text<512>;
 
-/// A descriptor that is closed on drop.
-pub struct Fd(libc::c_int);
+/// A descriptor that is closed on drop by a direct system call. An `OwnedFd` calls the C library's `close`.
+pub struct Fd(ManuallyDrop<OwnedFd>);
 
 impl Fd {
-    /// Takes ownership of a descriptor that this crate created.
-    pub(crate) fn own(number: libc::c_int) -> Self {
-        Self(number)
-    }
-
     /// The descriptor's number.
-    pub(crate) fn number(&self) -> libc::c_int {
-        self.0
+    pub(crate) fn number(&self) -> i32 {
+        self.0.as_raw_fd()
+    }
+}
+
+impl From<OwnedFd> for Fd {
+    fn from(descriptor: OwnedFd) -> Self {
+        Self(ManuallyDrop::new(descriptor))
+    }
+}
+
+impl AsFd for Fd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 
 impl Drop for Fd {
     fn drop(&mut self) {
-        // SAFETY: the descriptor belongs to this value and is not used again.
-        unsafe { libc::syscall(libc::SYS_close, self.0) };
+        // SAFETY: the field is not used again.
+        let number = unsafe { ManuallyDrop::take(&mut self.0) }.into_raw_fd();
+        // SAFETY: the descriptor belonged to this value and is not used again.
+        unsafe { rustix::io::close(number) };
     }
 }
 
 /// Opens a file with `O_CLOEXEC`. Repeats the call if a signal interrupts it.
-pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
-    loop {
-        // SAFETY: `path` is a C string.
-        let fd = unsafe {
-            libc::syscall(
-                libc::SYS_openat,
-                libc::AT_FDCWD,
-                path.as_ptr(),
-                flags | libc::O_CLOEXEC,
-                mode as libc::c_uint,
-            )
-        } as libc::c_int;
-        if fd >= 0 {
-            return Ok(Fd(fd));
-        }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINTR) {
-            return Err(error);
-        }
-    }
+pub(crate) fn open(path: &CStr, flags: OFlags, mode: Mode) -> io::Result<Fd> {
+    // A path of another type than `CStr` could be copied to the heap.
+    Ok(retry_on_intr(|| fs::openat(CWD, path, flags | OFlags::CLOEXEC, mode))?.into())
 }
 
 /// Reads a file from its start into `buffer`. Bytes beyond the buffer's length are not read.
@@ -123,7 +119,7 @@ pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::R
 ///
 /// Errors of `open` or `read`.
 pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
-    let fd = open(path, libc::O_RDONLY, 0)?;
+    let fd = open(path, OFlags::RDONLY, Mode::empty())?;
     let mut len = 0;
     while len < buffer.len() {
         match read_some(&fd, &mut buffer[len..])? {
@@ -136,17 +132,7 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
 
 /// Reads at least one byte, unless the file ends. Repeats the call if a signal interrupts it.
 fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
-    loop {
-        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
-        let count = unsafe { libc::syscall(libc::SYS_read, fd.0, buffer.as_mut_ptr(), buffer.len()) };
-        if count >= 0 {
-            return Ok(count as usize);
-        }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINTR) {
-            return Err(error);
-        }
-    }
+    Ok(retry_on_intr(|| rustix::io::read(fd, &mut *buffer))?)
 }
 
 /// Calls `act` for each line of a text file until `act` returns a value. Skips lines that are longer than the buffer (1
@@ -156,7 +142,7 @@ fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
 ///
 /// Errors of `open` or `read`.
 pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::Result<Option<T>> {
-    let fd = open(path, libc::O_RDONLY, 0)?;
+    let fd = open(path, OFlags::RDONLY, Mode::empty())?;
     let mut buffer = [0u8; 1024];
     let (mut len, mut is_tail) = (0, false);
     loop {
@@ -210,6 +196,9 @@ pub enum Access {
     Inspect,
 }
 
+/// Flags that refuse a symbolic link, and with which opening a pipe or a terminal has no effect.
+const NO_SPECIAL_FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
 /// Maps a file that processes share. If `fixed` is not 0, maps the file at that address and replaces the existing
 /// mapping.
 ///
@@ -223,21 +212,21 @@ pub enum Access {
 /// If `fixed` is not 0, no code may depend on the memory that is mapped there.
 pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
     let flags = match access {
-        Access::Create => libc::O_RDWR | libc::O_CREAT | libc::O_EXCL,
-        Access::Update => libc::O_RDWR,
-        Access::Inspect => libc::O_RDONLY,
+        Access::Create => OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
+        Access::Update => OFlags::RDWR,
+        Access::Inspect => OFlags::RDONLY,
     };
     if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+        return Err(Errno::FBIG.into());
     }
     // `O_NONBLOCK` is set because another user may have placed a pipe at this path, and opening it must not block.
-    let fd = open(path, flags | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0o600)?;
+    let fd = open(path, flags | NO_SPECIAL_FILE, Mode::RUSR | Mode::WUSR)?;
     if access == Access::Create {
         // The file's memory is allocated now: on a full file system, access to a sparse file would end the process with
         // SIGBUS.
         let result = loop {
             // SAFETY: the descriptor is open.
-            match unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) } {
+            match unsafe { libc::posix_fallocate(fd.number(), 0, len_bytes as libc::off_t) } {
                 libc::EINTR => {}
                 result => break result,
             }
@@ -252,7 +241,7 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
     let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
     // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
-    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.0, 0) };
+    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.number(), 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 
@@ -266,10 +255,10 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
 /// Errors of `open` or `read`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's
 /// file. `EINVAL` for a file that is too short.
 pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io::Result<()> {
-    let fd = open(path, libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
+    let fd = open(path, OFlags::RDONLY | NO_SPECIAL_FILE, Mode::empty())?;
     check_file(&fd, buffer.len())?;
-    if owner.is_some_and(|owner| stat_of(&fd).map(|stat| stat.st_uid).ok() != Some(owner)) {
-        return Err(io::Error::from_raw_os_error(libc::EACCES));
+    if owner.is_some_and(|owner| fs::fstat(&fd).map(|stat| stat.st_uid) != Ok(owner)) {
+        return Err(Errno::ACCESS.into());
     }
     let mut len = 0;
     while len < buffer.len() {
@@ -284,39 +273,27 @@ pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io:
 /// Returns whether `path` is a directory (not a symbolic link) of user `owner`, without permissions for group and
 /// others.
 pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
-    // SAFETY: plain data may be zero.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: `path` is a C string.
-    let is_known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
-    is_known && stat.st_mode & libc::S_IFMT == libc::S_IFDIR && stat.st_uid == owner && stat.st_mode & 0o077 == 0
+    fs::lstat(path)
+        .is_ok_and(|stat| is_of(&stat, FileType::Directory) && stat.st_uid == owner && stat.st_mode & 0o077 == 0)
 }
 
 /// Returns the user that owns the folder or file at `path`.
 pub fn owner(path: &CStr) -> Option<u32> {
-    // SAFETY: plain data may be zero.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: `path` is a C string.
-    (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
+    fs::stat(path).ok().map(|stat| stat.st_uid)
 }
 
-/// Calls `fstat`.
-fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
-    // SAFETY: plain data may be zero.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open.
-    if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+fn is_of(stat: &Stat, kind: FileType) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == kind
 }
 
 /// Rejects a file that another user could have placed at the path, and a file shorter than `len_bytes`.
 fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
-    let stat = stat_of(fd)?;
-    // SAFETY: the call takes no arguments.
-    let user = unsafe { libc::geteuid() };
-    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || (stat.st_uid != user && user != 0) {
-        return Err(io::Error::from_raw_os_error(libc::EACCES));
+    let (stat, user) = (fs::fstat(fd)?, crate::process::user_id());
+    if !is_of(&stat, FileType::RegularFile) || (stat.st_uid != user && user != 0) {
+        return Err(Errno::ACCESS.into());
     }
     if (stat.st_size as u64) < len_bytes as u64 {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        return Err(Errno::INVAL.into());
     }
     Ok(())
 }
@@ -344,7 +321,7 @@ pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()>
 /// No code may use the mapping any more.
 pub unsafe fn unmap(addr: usize, len_bytes: usize) {
     // SAFETY: guaranteed by the caller.
-    unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
+    let _ = unsafe { rustix::mm::munmap(addr as *mut _, len_bytes) };
 }
 
 /// Creates a folder with mode 0700. Accepts an existing folder that only this user can access.
@@ -353,17 +330,10 @@ pub unsafe fn unmap(addr: usize, len_bytes: usize) {
 ///
 /// Errors of `mkdir`; `EACCES` if the path exists and is not such a folder.
 pub fn make_private_dir(path: &CStr) -> io::Result<()> {
-    // SAFETY: `path` is a C string.
-    if unsafe { libc::mkdir(path.as_ptr(), 0o700) } == 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    if error.raw_os_error() != Some(libc::EEXIST) {
-        return Err(error);
-    }
-    match is_private_dir(path, crate::process::user_id()) {
-        true => Ok(()),
-        false => Err(io::Error::from_raw_os_error(libc::EACCES)),
+    match fs::mkdir(path, Mode::RWXU) {
+        Err(Errno::EXIST) if is_private_dir(path, crate::process::user_id()) => Ok(()),
+        Err(Errno::EXIST) => Err(Errno::ACCESS.into()),
+        result => Ok(result?),
     }
 }
 
@@ -379,7 +349,7 @@ impl AnswerFile {
     /// Errors of `open`. `EACCES` for anything but an empty regular file with one link that belongs to this effective
     /// user. So another user cannot make a privileged process write to a file that this user could not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
-        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(file, _)| file)
+        Self::open_of_len(path, OFlags::WRONLY, 0).map(|(file, _)| file)
     }
 
     /// Opens a file that contains exactly `command.len()` bytes, and reads them into `command`.
@@ -388,9 +358,9 @@ impl AnswerFile {
     ///
     /// As [`AnswerFile::open`]; also `EACCES` if the group or others may write the file.
     pub fn open_with(path: &CStr, command: &mut [u8]) -> io::Result<Self> {
-        let (file, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
-        if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
-            return Err(io::Error::from_raw_os_error(libc::EACCES));
+        let (file, stat) = Self::open_of_len(path, OFlags::RDWR, command.len())?;
+        if Mode::from_raw_mode(stat.st_mode).intersects(Mode::WGRP | Mode::WOTH) {
+            return Err(Errno::ACCESS.into());
         }
         match read_some(&file.0, command)? {
             count if count == command.len() => Ok(file),
@@ -399,16 +369,15 @@ impl AnswerFile {
     }
 
     /// Opens a regular file of this user with one link and exactly `len` bytes.
-    fn open_of_len(path: &CStr, access: libc::c_int, len: usize) -> io::Result<(Self, libc::stat)> {
-        let fd = open(path, access | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
-        let stat = stat_of(&fd)?;
-        // SAFETY: the call takes no arguments.
-        let is_own = stat.st_uid == unsafe { libc::geteuid() };
-        let is_plain = stat.st_mode & libc::S_IFMT == libc::S_IFREG && stat.st_nlink == 1;
+    fn open_of_len(path: &CStr, access: OFlags, len: usize) -> io::Result<(Self, Stat)> {
+        let fd = open(path, access | NO_SPECIAL_FILE, Mode::empty())?;
+        let stat = fs::fstat(&fd)?;
+        let is_own = stat.st_uid == crate::process::user_id();
+        let is_plain = is_of(&stat, FileType::RegularFile) && stat.st_nlink == 1;
         if is_own && is_plain && usize::try_from(stat.st_size) == Ok(len) {
             Ok((Self(fd), stat))
         } else {
-            Err(io::Error::from_raw_os_error(libc::EACCES))
+            Err(Errno::ACCESS.into())
         }
     }
 
@@ -420,22 +389,14 @@ impl AnswerFile {
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         // The limit is checked first, because the kernel would send a fatal signal.
         if offset.saturating_add(bytes.len() as u64) > crate::process::file_size_limit() {
-            return Err(io::Error::from_raw_os_error(libc::EFBIG));
+            return Err(Errno::FBIG.into());
         }
         let mut done = 0;
         while done < bytes.len() {
             let (rest, at) = (&bytes[done..], offset + done as u64);
-            // SAFETY: the call only reads `rest`.
-            let count = unsafe { libc::syscall(libc::SYS_pwrite64, self.0.0, rest.as_ptr(), rest.len(), at) };
-            match count {
+            match retry_on_intr(|| rustix::io::pwrite(&self.0, rest, at))? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
-                1.. => done += count as usize,
-                _ => {
-                    let error = io::Error::last_os_error();
-                    if error.raw_os_error() != Some(libc::EINTR) {
-                        return Err(error);
-                    }
-                }
+                count => done += count,
             }
         }
         Ok(())
@@ -444,20 +405,18 @@ impl AnswerFile {
 
 /// Returns whether a file exists at `path`.
 pub fn exists(path: &CStr) -> bool {
-    // SAFETY: `path` is a C string.
-    unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
+    fs::access(path, fs::Access::EXISTS).is_ok()
 }
 
 /// Removes a file. Errors are ignored, also that of a missing file.
 pub fn remove(path: &CStr) {
-    // SAFETY: `path` is a C string.
-    unsafe { libc::unlink(path.as_ptr()) };
+    let _ = fs::unlink(path);
 }
 
 /// Writes to standard error. Errors are ignored.
 pub fn write_stderr(bytes: &[u8]) {
-    // SAFETY: the call only reads `bytes`.
-    unsafe { libc::syscall(libc::SYS_write, 2, bytes.as_ptr(), bytes.len()) };
+    // SAFETY: the program should leave this descriptor open. If it is closed, the call returns `EBADF`.
+    let _ = rustix::io::write(unsafe { BorrowedFd::borrow_raw(libc::STDERR_FILENO) }, bytes);
 }
 
 /// Returns the value of an environment variable, without allocating.

@@ -1,6 +1,7 @@
 //! Waiting on a word (futex), in one process or across processes that share the word.
-#![allow(unsafe_code)] // the futex system call
 
+use rustix::thread::Timespec;
+use rustix::thread::futex::{self, Flags};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
@@ -14,10 +15,10 @@ pub enum Scope {
 }
 
 impl Scope {
-    fn flag(self) -> libc::c_int {
+    fn flags(self) -> Flags {
         match self {
-            Self::Private => libc::FUTEX_PRIVATE_FLAG,
-            Self::Shared => 0,
+            Self::Private => Flags::PRIVATE,
+            Self::Shared => Flags::empty(),
         }
     }
 }
@@ -25,15 +26,14 @@ impl Scope {
 /// Blocks while `*word == expected`, until the thread is woken or `timeout` has passed (`None`: no timeout). May return
 /// early.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: Scope) {
-    let time = timeout
-        .map(|limit| libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: limit.subsec_nanos() as _ });
-    let time_ptr = time.as_ref().map_or(std::ptr::null(), |time| time as *const libc::timespec);
-    // SAFETY: `word` and `time` are alive during the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | scope.flag(), expected, time_ptr) };
+    let time =
+        timeout.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
+    // An error means that the value differs, that the time has passed, or that a signal arrived.
+    let _ = futex::wait(word, scope.flags(), expected, time.as_ref());
 }
 
 /// Wakes up to `count` threads that wait on `word`.
 pub fn wake(word: &AtomicU32, count: i32, scope: Scope) {
-    // SAFETY: `word` is alive during the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | scope.flag(), count) };
+    // It cannot fail: the word is mapped and aligned.
+    let _ = futex::wake(word, scope.flags(), count as u32);
 }

@@ -9,9 +9,8 @@
 #![allow(unsafe_code)] // maps and moves pages
 
 use crate::{disk, mem};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mremap_fixed};
 use std::io;
-
-const ACCESS: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 /// Maps reserved pages of `page_bytes` at an address that the kernel chooses.
 ///
@@ -23,10 +22,10 @@ const ACCESS: i32 = libc::PROT_READ | libc::PROT_WRITE;
 /// `ENOMEM` if too few are free; `EINVAL` if the kernel has no pages of that size or cannot move them (before Linux
 /// 5.16).
 pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
-    let size = (page_bytes.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size;
+    let size = MapFlags::from_bits_retain(page_bytes.trailing_zeros() << libc::MAP_HUGE_SHIFT);
+    let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | size;
     // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
-    let addr = unsafe { mem::map(0, len_bytes, ACCESS, flags) }?;
+    let addr = unsafe { mem::map(0, len_bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
     // Try one move here, where a failure does no harm. A kernel that cannot move such pages still unmaps the target.
     let moved = disk::keep_from_children(addr, len_bytes, true).and_then(|()| {
         let to = mem::reserve(len_bytes, page_bytes, 0)?;
@@ -54,10 +53,9 @@ pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
 /// `from` must be a whole mapping of [`map`]. `to` must be an equally long range of the caller's reservation, aligned
 /// to the page size, with contents that no code needs.
 pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
-    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: guaranteed by the caller.
-    let moved = unsafe { libc::syscall(libc::SYS_mremap, from, len_bytes, len_bytes, flags, to) };
-    if moved == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    unsafe { mremap_fixed(from as *mut _, len_bytes, len_bytes, MremapFlags::MAYMOVE, to as *mut _) }?;
+    Ok(())
 }
 
 /// Returns the pages of a mapping to the kernel's reserve. Its addresses stay reserved, without access.
@@ -70,7 +68,6 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
 ///
 /// The range must be one whole mapping of [`map`]. No code may need its contents or have a reference to them.
 pub unsafe fn give_back(addr: usize, len_bytes: usize) -> io::Result<()> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: guaranteed by the caller.
-    unsafe { mem::map(addr, len_bytes, libc::PROT_NONE, flags) }.map(drop)
+    unsafe { mem::map(addr, len_bytes, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.map(drop)
 }

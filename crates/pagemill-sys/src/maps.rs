@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // the ioctl
 
 use crate::file::{self, Fd};
+use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
 use std::io;
 use std::mem::size_of;
@@ -69,7 +70,7 @@ impl Maps {
     ///
     /// Errors of opening `/proc/self/maps`.
     pub fn open() -> io::Result<Self> {
-        Ok(Self { file: file::open(PATH, libc::O_RDONLY, 0)? })
+        Ok(Self { file: file::open(PATH, OFlags::RDONLY, Mode::empty())? })
     }
 
     /// Returns the mapping that contains `addr`, or the next mapping above it; `None` above the last one.

@@ -5,13 +5,10 @@
 //! costs.
 #![allow(unsafe_code)] // the mapping system calls
 
+use rustix::io::{Errno, retry_on_intr};
+use rustix::mm::{self, Advice, MapFlags, MprotectFlags, MsyncFlags, ProtFlags};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-/// `MADV_POPULATE_WRITE`, since Linux 5.14.
-const POPULATE_WRITE: i32 = 23;
-/// `MADV_COLD`, since Linux 5.4.
-const COLD: i32 = 20;
 
 /// The kind of pages that the kernel allocated for a block for which a huge page was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,13 +61,15 @@ const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 /// Maps anonymous memory by a direct system call. In the preload library, the C library's `mmap` is replaced by one for
 /// jemalloc, which calls the arena again.
 ///
+/// This call and the three below are rustix's, which also leave `errno` alone.
+///
 /// # Safety
 ///
 /// With `MAP_FIXED`, no code may depend on the memory that is mapped there.
-pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
+pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: ProtFlags, flags: MapFlags) -> io::Result<usize> {
     // SAFETY: guaranteed by the caller.
-    let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
-    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+    let start = unsafe { mm::mmap_anonymous(addr as *mut _, len_bytes, protection, flags) }?;
+    Ok(start as usize)
 }
 
 /// Unmaps memory by a direct system call, because the preload library exports a `munmap` for programs.
@@ -80,28 +79,37 @@ pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: 
 /// No code may use the memory any more.
 unsafe fn unmap(addr: usize, len_bytes: usize) {
     // SAFETY: guaranteed by the caller.
-    unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
+    let _ = unsafe { mm::munmap(addr as *mut _, len_bytes) };
 }
 
-/// Calls `madvise` by a direct system call, because the preload library exports a `madvise` for programs. Returns 0, or
-/// -1 and sets `errno`.
+/// Calls `madvise` by a direct system call, because the preload library exports a `madvise` for programs.
 ///
 /// # Safety
 ///
 /// No code may need the contents that the advice discards.
-unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
+unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::Result<()> {
     // SAFETY: guaranteed by the caller.
-    unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
+    unsafe { mm::madvise(addr as *mut _, len_bytes, advice) }
 }
 
-/// Calls `mprotect` by a direct system call. Returns 0, or -1 and sets `errno`.
+/// As [`advise`], with the number of an advice that rustix's [`Advice`] does not have.
+///
+/// # Safety
+///
+/// As [`advise`].
+unsafe fn advise_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
+    // SAFETY: guaranteed by the caller.
+    check(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
+}
+
+/// Calls `mprotect` by a direct system call.
 ///
 /// # Safety
 ///
 /// No code may rely on the access that is removed.
-unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
+unsafe fn protect(addr: usize, len_bytes: usize, access: MprotectFlags) -> io::Result<()> {
     // SAFETY: guaranteed by the caller.
-    unsafe { libc::syscall(libc::SYS_mprotect, addr, len_bytes, protection) as i32 }
+    Ok(unsafe { mm::mprotect(addr as *mut _, len_bytes, access) }?)
 }
 
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
@@ -116,10 +124,9 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     assert!(align_bytes.is_power_of_two());
     // The kernel aligns to OS pages anyway.
     let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
-    let padded = len_bytes.checked_add(spare_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let padded = len_bytes.checked_add(spare_bytes).ok_or(Errno::NOMEM)?;
     // SAFETY: without MAP_FIXED the kernel maps unused addresses.
-    let start = unsafe { map(hint, padded, libc::PROT_NONE, flags) }?;
+    let start = unsafe { map(hint, padded, ProtFlags::empty(), MapFlags::PRIVATE) }?;
     let aligned = start.next_multiple_of(align_bytes);
     let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
     // SAFETY: both ends belong to the mapping created above, which no other code knows.
@@ -157,7 +164,7 @@ pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
 /// The range must lie inside one reservation of the caller.
 pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller owns the range, and additional access invalidates nothing.
-    check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
+    unsafe { protect(addr, len_bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
 }
 
 /// As [`open`], but makes the range only readable. Charges and allocates no memory.
@@ -171,7 +178,7 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// The range must lie inside a reservation of the caller and not be open.
 pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller owns the range, and no code has written to it.
-    check(unsafe { protect(addr, len_bytes, libc::PROT_READ) })
+    unsafe { protect(addr, len_bytes, MprotectFlags::READ) }
 }
 
 /// Removes all access to the range. Its contents stay, and accesses fault until [`open`].
@@ -185,19 +192,19 @@ pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// Any thread that accesses the range meanwhile must tolerate or handle the fault.
 pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: guaranteed by the caller.
-    check(unsafe { protect(addr, len_bytes, libc::PROT_NONE) })
+    unsafe { protect(addr, len_bytes, MprotectFlags::empty()) }
 }
 
 /// Allows huge pages for the aligned blocks of the range. Returns whether the kernel accepted the advice.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     // SAFETY: the advice concerns paging only; contents do not change.
-    unsafe { advise(addr, len_bytes, libc::MADV_HUGEPAGE) == 0 }
+    unsafe { advise(addr, len_bytes, Advice::LinuxHugepage) }.is_ok()
 }
 
 /// Excludes the range from huge pages, so that OS pages without an access stay unallocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: the advice concerns paging only; contents do not change.
-    unsafe { advise(addr, len_bytes, libc::MADV_NOHUGEPAGE) };
+    let _ = unsafe { advise(addr, len_bytes, Advice::LinuxNoHugepage) };
 }
 
 /// Allocates pages for the whole range, as writes would, but without changing a byte.
@@ -207,13 +214,8 @@ pub fn forbid_huge(addr: usize, len_bytes: usize) {
 /// `ENOMEM` for unmapped addresses; `EFAULT`, `EHWPOISON` as in `madvise(2)`. Pages that were allocated before the
 /// error stay.
 pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
-    loop {
-        // SAFETY: populating changes no contents.
-        match check(unsafe { advise(addr, len_bytes, POPULATE_WRITE) }) {
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            result => return result,
-        }
-    }
+    // SAFETY: populating changes no contents.
+    Ok(retry_on_intr(|| unsafe { advise(addr, len_bytes, Advice::LinuxPopulateWrite) })?)
 }
 
 /// Allocates pages for one block, as a huge page if one is available. Returns which kind the kernel allocated.
@@ -290,7 +292,7 @@ pub fn can_write_int(addr: usize) -> bool {
 /// `ENOMEM` if any address is not mapped or lies outside of user space.
 pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: since Linux 2.6.19 this flag has no effect except for the check.
-    check(unsafe { libc::syscall(libc::SYS_msync, addr, len_bytes, libc::MS_ASYNC) as i32 })
+    Ok(unsafe { mm::msync(addr as *mut _, len_bytes, MsyncFlags::ASYNC) }?)
 }
 
 /// Frees the pages of the range. The range reads zero afterwards.
@@ -304,7 +306,7 @@ pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// No code may need the contents or have a reference to them.
 pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller gives up the contents.
-    check(unsafe { advise(addr, len_bytes, libc::MADV_DONTNEED) })
+    Ok(unsafe { advise(addr, len_bytes, Advice::LinuxDontNeed) }?)
 }
 
 /// Offers the pages of the range to the kernel, which may free them when memory runs short (`MADV_FREE`).
@@ -320,15 +322,14 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// As [`discard`].
 pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller gives up the contents.
-    check(unsafe { advise(addr, len_bytes, libc::MADV_FREE) })
+    Ok(unsafe { advise(addr, len_bytes, Advice::LinuxFree) }?)
 }
 
 /// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only offered
 /// pages. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
-    const PAGEOUT: i32 = 21;
     // SAFETY: contents do not change, except those that were offered.
-    unsafe { advise(addr, len_bytes, PAGEOUT) };
+    let _ = unsafe { advise(addr, len_bytes, Advice::LinuxPageOut) };
 }
 
 /// Splits the huge page of a block into OS pages, if the kernel splits pages for `MADV_COLD`.
@@ -349,7 +350,7 @@ pub fn split_huge(block: usize, block_bytes: usize) {
 /// `EINVAL` for locked memory.
 pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the advice concerns paging only; contents do not change.
-    check(unsafe { advise(addr, len_bytes, COLD) })
+    Ok(unsafe { advise(addr, len_bytes, Advice::LinuxCold) }?)
 }
 
 /// Frees the pages of the range and installs a guard for each. Until [`remove_guards`], an access faults (`SIGSEGV`;
@@ -365,7 +366,7 @@ pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
 pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     const GUARD_INSTALL: i32 = 102;
     // SAFETY: the caller gives up the contents.
-    check(unsafe { advise(addr, len_bytes, GUARD_INSTALL) })
+    unsafe { advise_number(addr, len_bytes, GUARD_INSTALL) }
 }
 
 /// Removes guards, after which their pages read zero. Pages without a guard do not change.
@@ -376,7 +377,7 @@ pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
 pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     const GUARD_REMOVE: i32 = 103;
     // SAFETY: a page with a guard has no contents.
-    check(unsafe { advise(addr, len_bytes, GUARD_REMOVE) })
+    unsafe { advise_number(addr, len_bytes, GUARD_REMOVE) }
 }
 
 /// Maps `len_bytes` of private memory for metadata: zeroed, readable and writable, without pages.
@@ -387,14 +388,14 @@ pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// Errors of `mmap`.
 pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
     if align_bytes <= os_page_bytes() {
         // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
-        return unsafe { map(0, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags) };
+        return unsafe { map(0, len_bytes, access, flags) };
     }
     let addr = reserve(len_bytes, align_bytes, 0)?;
     // SAFETY: the call replaces the reservation made above, which no other code knows.
-    let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_FIXED) };
+    let mapped = unsafe { map(addr, len_bytes, access, flags | MapFlags::FIXED) };
     if mapped.is_err() {
         // SAFETY: as for the previous call.
         unsafe { unreserve(addr, len_bytes) };
@@ -405,9 +406,8 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
 /// Makes the OS page at `addr` read zero in a child created by `fork` or a raw `clone`. Returns whether the kernel
 /// accepted the advice.
 pub fn wipe_on_fork(addr: usize) -> bool {
-    const WIPEONFORK: i32 = 18;
     // SAFETY: the advice concerns children only.
-    unsafe { advise(addr, os_page_bytes(), WIPEONFORK) == 0 }
+    unsafe { advise(addr, os_page_bytes(), Advice::LinuxWipeOnFork) }.is_ok()
 }
 
 /// Prefetches the cache line of an address. An invalid address has no effect.

@@ -5,6 +5,8 @@
 //! opens and closes its own userfaultfd, because a fork child that inherited the descriptor would act on its parent.
 #![allow(unsafe_code)] // the userfaultfd calls
 
+use crate::file::Fd;
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use std::io;
 
 const UFFD_API: u64 = 0xAA;
@@ -13,7 +15,8 @@ const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
 const UFFDIO_MOVE: libc::c_ulong = 0xC028_AA05;
 const FEATURE_MOVE: u64 = 1 << 16;
-const USER_MODE_ONLY: libc::c_int = 1;
+/// Serves faults of user code only, which needs no privilege. rustix has no name for the flag.
+pub(crate) const USER_MODE_ONLY: UserfaultfdFlags = UserfaultfdFlags::from_bits_retain(1);
 const REGISTER_MODE_MISSING: u64 = 1;
 const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
@@ -51,18 +54,13 @@ struct Move {
 }
 
 /// A userfaultfd that can move pages; closed on drop.
-struct Mover(libc::c_int);
+struct Mover(Fd);
 
 impl Mover {
     fn open() -> io::Result<Self> {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
         // SAFETY: the call only creates a descriptor.
-        let fd = unsafe {
-            libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) as libc::c_int
-        };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let mover = Self(fd);
+        let mover = Self(unsafe { userfaultfd(flags) }?.into());
         let mut api = Api { api: UFFD_API, features: FEATURE_MOVE, ioctls: 0 };
         // A kernel before 6.8 has userfaultfd, but not this feature.
         mover.call(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
@@ -71,17 +69,8 @@ impl Mover {
 
     fn call<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
         // SAFETY: `argument` points to the structure that `request` reads and writes.
-        let result = unsafe { libc::ioctl(self.0, request as _, argument) };
+        let result = unsafe { libc::ioctl(self.0.number(), request as _, argument) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
-}
-
-impl Drop for Mover {
-    fn drop(&mut self) {
-        // A direct system call is used because the C library's `close` is a cancellation point, and callers may hold
-        // locks.
-        // SAFETY: this value owns the descriptor, which is not used again.
-        unsafe { libc::syscall(libc::SYS_close, self.0) };
     }
 }
 

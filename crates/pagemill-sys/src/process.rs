@@ -3,6 +3,7 @@
 
 use crate::file::{self, Path};
 use crate::mem;
+use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -23,9 +24,12 @@ pub fn id() -> u32 {
 /// Returns whether the calling thread is the process's first thread. In a fork child that is the thread that called
 /// `fork`.
 pub fn is_first_thread() -> bool {
-    // SAFETY: the call takes no arguments.
-    let thread = unsafe { libc::syscall(libc::SYS_gettid) };
-    thread == i64::from(id())
+    thread_id() == id()
+}
+
+/// Returns the calling thread's id.
+pub(crate) fn thread_id() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().cast_unsigned()
 }
 
 /// Returns the effective user's id.
@@ -174,10 +178,13 @@ pub fn raise_descriptor_limit() {
 /// ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
-    // A direct system call is used because the C library's function is a cancellation point.
-    // SAFETY: the call writes at most 8 bytes into `bytes`.
-    let count = unsafe { libc::syscall(libc::SYS_getrandom, bytes.as_mut_ptr(), bytes.len(), libc::GRND_NONBLOCK) };
-    if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
+    // A direct system call: the C library's function is a cancellation point.
+    let count = getrandom(&mut bytes, GetRandomFlags::NONBLOCK);
+    if count == Ok(bytes.len()) {
+        u64::from_ne_bytes(bytes)
+    } else {
+        crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15)
+    }
 }
 
 /// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.

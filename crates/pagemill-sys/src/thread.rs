@@ -2,6 +2,7 @@
 //! priorities.
 #![allow(unsafe_code)] // pthreads
 
+use rustix::thread::{Timespec, nanosleep, sched_yield};
 use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
@@ -214,10 +215,7 @@ pub fn defer_process() {
 
 /// Sleeps briefly (50 us plus timer slack), so that a thread with a lower priority can continue.
 pub fn pause() {
-    // SAFETY: the call takes no arguments.
-    unsafe { libc::sched_yield() };
-    let moment = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
-    // A direct system call is used because the C library's function is a cancellation point.
-    // SAFETY: the call only reads `moment`.
-    unsafe { libc::syscall(libc::SYS_nanosleep, &raw const moment, std::ptr::null_mut::<libc::timespec>()) };
+    sched_yield();
+    // A direct system call: the C library's function is a cancellation point.
+    let _ = nanosleep(&Timespec { tv_sec: 0, tv_nsec: 50_000 });
 }

@@ -1,7 +1,7 @@
 //! A waker (eventfd): one thread waits for it, and any thread may wake that thread.
-#![allow(unsafe_code)] // eventfd, poll
 
 use crate::file::Fd;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -16,16 +16,13 @@ impl Waker {
     ///
     /// Errors of `eventfd`: `EMFILE`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the call only creates a descriptor.
-        let number = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if number < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(Fd::own(number))) }
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC)?.into()))
     }
 
     /// Wakes the waiting thread. If none waits, the next wait returns at once.
     pub fn wake(&self) {
-        let one = 1u64;
-        // SAFETY: the call reads eight bytes. It could fail only after 2^64 wake-ups without a wait.
-        unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
+        // It could fail only after 2^64 wake-ups without a wait.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     /// Waits for a wake-up, at most for `timeout`. Returns whether the thread was woken.
@@ -33,10 +30,8 @@ impl Waker {
         if !is_readable(self.as_fd(), timeout) {
             return false;
         }
-        let mut count = 0u64;
-        // SAFETY: the call writes eight bytes into `count`.
-        let bytes = unsafe { libc::syscall(libc::SYS_read, self.number(), &raw mut count, size_of::<u64>()) };
-        bytes == size_of::<u64>() as i64
+        let mut count = [0; size_of::<u64>()];
+        rustix::io::read(&self.0, &mut count) == Ok(count.len())
     }
 
     pub fn number(&self) -> i32 {
@@ -46,25 +41,18 @@ impl Waker {
 
 impl AsFd for Waker {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open for as long as `self` lives.
-        unsafe { BorrowedFd::borrow_raw(self.number()) }
+        self.0.as_fd()
     }
 }
 
 /// Waits until the descriptor is readable, a signal arrives, or `timeout` has passed. Returns whether the descriptor is
 /// readable.
 pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
-    use std::os::fd::AsRawFd;
-    let mut poll = libc::pollfd { fd: descriptor.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    let mut time = libc::timespec {
-        tv_sec: timeout.as_secs().min(i64::MAX as u64) as i64,
+    let time = Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // SAFETY: the call uses only `poll` and `time`; there is no signal mask.
-    let count = unsafe {
-        libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &raw mut time, std::ptr::null::<libc::sigset_t>(), 0_usize)
-    };
-    count == 1
+    poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&time)) == Ok(1)
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ impl TestStore {
     fn may_fail(&self) -> io::Result<()> {
         let left = self.calls_until_failure.load(Relaxed);
         self.calls_until_failure.store(left.saturating_sub(1), Relaxed);
-        if left == 1 { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+        if left == 1 { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Tests of dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the
 //! store fails or hangs.
 
+use libc::{EIO, ENOSPC, ETIMEDOUT};
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Writeback};
 use pagemill_core::Error;
@@ -14,9 +15,6 @@ use std::time::{Duration, Instant};
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
-const EIO: i32 = 5;
-const ENOSPC: i32 = 28;
-const ETIMEDOUT: i32 = 110;
 
 /// Upper bound of every wait in these tests.
 const WAIT_LIMIT: Duration = Duration::from_secs(600);

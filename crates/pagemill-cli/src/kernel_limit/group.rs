@@ -274,7 +274,7 @@ mod tests {
         fs::remove_dir_all(&group.folder).unwrap();
         let (_folder, root) = simulated_system(Version::V1, &[]);
         let message = Group::new(&root, "new", 1 << 20).err().unwrap();
-        assert!(message.contains("no control group can be made in"), "{message}");
+        assert!(message.contains("no control group can be created in"), "{message}");
         assert!(Group::new("/nowhere/at/all", "new", 1).is_err());
     }
 

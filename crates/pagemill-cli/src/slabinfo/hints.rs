@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(instead("ndoes"), "; did you mean nodes?");
         assert_eq!(instead("Entry"), "; did you mean entries?");
         assert_eq!(instead("line"), "; did you mean 'red line'?");
-        assert_eq!(instead("xyz"), "; there are boxes, entries, nodes, 'red line'");
+        assert_eq!(instead("xyz"), "; existing caches: boxes, entries, nodes, 'red line'");
         assert_eq!(suggestion("xyz", std::iter::empty()), "");
         let many: Vec<String> = (0..20).map(|number| format!("a{number:02}")).collect();
         assert!(suggestion("xyz", many.iter().map(String::as_str)).ends_with("a07 and 12 more"));

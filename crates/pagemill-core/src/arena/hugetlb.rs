@@ -30,10 +30,9 @@ impl Reserve {
     ///
     /// [`Error::NoHugetlb`] if too few are free, [`Error::Unsupported`] if the kernel does not support them.
     pub fn take(len_bytes: usize) -> Result<Self> {
-        const ENOMEM: i32 = 12;
         match hugetlb::map(len_bytes, BLOCK_BYTES) {
             Ok(addr) => Ok(Self { addr, len_bytes }),
-            Err(error) if error.raw_os_error() == Some(ENOMEM) => {
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => {
                 Err(Error::NoHugetlb { wanted_bytes: len_bytes as u64 })
             }
             Err(_) => {

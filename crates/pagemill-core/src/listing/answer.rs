@@ -10,9 +10,6 @@ use pagemill_sys::file::AnswerFile;
 use std::io;
 use std::sync::OnceLock;
 
-/// The error number that is reported for an error without one.
-const EIO: i32 = 5;
-
 /// Answers requests to one instance: writes lists and figures, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
@@ -149,7 +146,7 @@ impl<'file> Response<'file> {
 
     /// Writes the head, with the error number of `result`.
     pub(super) fn write_head(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
-        let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(EIO));
+        let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
         let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
         // The magic is written last. A reader that finds it finds a complete head.
         let bytes = head.to_bytes(subject);

@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::published::Subject;
 use crate::reclaim::{Account, Reason, Urgency};
 use crate::sync::Guarded;
+use libc::{EAGAIN, ECANCELED, ENOENT};
 use pagemill_sys::file::AnswerFile;
 use pagemill_sys::thread;
 use std::ffi::CStr;
@@ -25,10 +26,6 @@ const MAX_WAITING: usize = 8;
 
 /// Bytes requested from the shrinkers per step.
 const STEP_BYTES: u64 = 64 << 20;
-
-const ENOENT: i32 = 2;
-const EAGAIN: i32 = 11;
-const ECANCELED: i32 = 125;
 
 /// A command that is marked as accepted in its file.
 struct PendingCommand {

@@ -21,11 +21,6 @@ use pagemill_sys::clock;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Error number of a system call that a filter forbids.
-const EPERM: i32 = 1;
-/// Error number of a system call that the kernel does not have.
-const ENOSYS: i32 = 38;
-
 /// Maximum number of spans that one search examines. If all slots of these spans are in use, a search takes some 50 us.
 const MAX_EXAMINED_SPANS: usize = 256;
 
@@ -222,7 +217,8 @@ impl Heap {
         recipient.note_moved(moved);
         // A missing system call or a seccomp filter is permanent. Other errors (busy or locked pages) concern this
         // donor.
-        let is_for_good = result.is_err_and(|error| [EPERM, ENOSYS].contains(&error.errno()));
+        // `EPERM`: a filter forbids the system call. `ENOSYS`: the kernel does not have it.
+        let is_for_good = result.is_err_and(|error| [libc::EPERM, libc::ENOSYS].contains(&error.errno()));
         self.can_move_pages.fetch_and(!is_for_good, Relaxed);
         moved == blocks * BLOCK_BYTES
     }

@@ -486,8 +486,7 @@ pub(crate) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
 
 /// The error of a requested shrink if code of the program panicked.
 fn cancelled() -> std::io::Error {
-    const ECANCELED: i32 = 125;
-    std::io::Error::from_raw_os_error(ECANCELED)
+    std::io::Error::from_raw_os_error(libc::ECANCELED)
 }
 
 /// Visits a cache. Carries out a requested shrink, if there is one. Otherwise frees retired objects whose readers have

@@ -3,11 +3,17 @@
 
 use crate::disk::{self, Alignment, Disk, Options};
 use crate::{mem, moves};
+use rustix::io::Errno;
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::thread::ClockId;
+use rustix::thread::futex::{Wait, WaitFlags, WaitPtr, WaitvFlags, waitv};
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::AtomicU32;
 
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 
@@ -95,8 +101,7 @@ impl Scratch {
     pub fn advise_every_second_page(&self, count: usize, advice: c_int) -> io::Result<()> {
         let page = mem::os_page_bytes();
         assert!(2 * count * page <= self.len_bytes);
-        // SAFETY: the call creates a descriptor for this process.
-        let fd = own_descriptor(unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) })?;
+        let fd = pidfd_open(getpid(), PidfdFlags::empty())?;
         let ranges: Vec<libc::iovec> = (0..count)
             .map(|index| libc::iovec { iov_base: (self.addr + 2 * index * page) as *mut c_void, iov_len: page })
             .collect();
@@ -249,10 +254,9 @@ impl Userfault {
     ///
     /// `ENOSYS` or `EPERM` if userfaultfd is unavailable; `EINVAL` if the kernel lacks a feature in `wanted`.
     pub fn open(wanted: u64) -> io::Result<Self> {
-        const USER_MODE_ONLY: c_int = 1;
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | moves::USER_MODE_ONLY;
         // SAFETY: the call only creates a descriptor.
-        let fd = own_descriptor(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })?;
+        let fd = unsafe { userfaultfd(flags) }?;
         let mut handshake = [0xAA, wanted, 0];
         let mut opened = Self { fd, features: 0 };
         opened.call(Self::API, &mut handshake)?;
@@ -286,21 +290,15 @@ impl Userfault {
 
 /// Waits, with `futex_waitv`, on a word whose value already differs from the expected one.
 pub(super) fn wait_on_words() -> io::Result<()> {
-    #[repr(C)]
-    struct Waiter {
-        value: u64,
-        word: u64,
-        flags: u32,
-        reserved: u32,
+    let word = AtomicU32::new(0);
+    let mut waiter = Wait::new();
+    waiter.val = 1;
+    waiter.uaddr = WaitPtr::new(word.as_ptr().cast());
+    waiter.flags = WaitFlags::SIZE_U32 | WaitFlags::PRIVATE;
+    match waitv(&[waiter], WaitvFlags::empty(), None, ClockId::Realtime) {
+        Ok(_) | Err(Errno::AGAIN) => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    const SIZE_U32: u32 = 2;
-    let word = 0u32;
-    let flags = SIZE_U32 | libc::FUTEX_PRIVATE_FLAG as u32;
-    let waiter = Waiter { value: 1, word: (&raw const word).addr() as u64, flags, reserved: 0 };
-    // SAFETY: the call only reads `waiter` and `word`. It returns at once, since the values differ.
-    let result = unsafe { libc::syscall(libc::SYS_futex_waitv, &raw const waiter, 1, 0, 0usize, 0) };
-    let error = io::Error::last_os_error();
-    if result >= 0 || error.raw_os_error() == Some(libc::EAGAIN) { Ok(()) } else { Err(error) }
 }
 
 /// Which huge pages this process may get (`PR_SET_THP_DISABLE`, inherited from its parent).

@@ -2,12 +2,10 @@
 #![allow(unsafe_code)] // a C program's pointers
 
 use super::vrange::{How, Mode, Vranges};
+use libc::{EFAULT, EINVAL};
 use pagemill_core::error::Result;
 use pagemill_sys::{mem, process};
 use std::ffi::{c_int, c_void};
-
-const EINVAL: c_int = 22;
-const EFAULT: c_int = 14;
 
 /// The mode and behaviour of a call from C; `None` for values that pagemill.h does not define.
 fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
