@@ -589,7 +589,7 @@ impl PageCache {
     }
 
     /// Opens a store as a cached file. Reads load bytes from the store unless they are in memory already. Written bytes
-    /// stay in memory until writeback ([`Writeback`]) or [`Mapping::sync`].
+    /// stay in memory until writeback ([`Writeback`](super::Writeback)) or [`Mapping::sync`].
     ///
     /// Cost: about 1 KiB. The cache's first file with a store adds 5 bytes for each page of the limit, as pages come
     /// into use.
@@ -654,7 +654,7 @@ impl PageCache {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 
-    /// Writes back pages that have been dirty for too long, and those above the background share ([`Writeback`]). The
+    /// Writes back pages that have been dirty for too long, and those above the background share ([`Writeback`](super::Writeback)). The
     /// background thread does the same unless it is disabled. Returns the bytes written.
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
@@ -668,7 +668,7 @@ impl PageCache {
     /// Frees all free chunks of the cache, whose memory then belongs to the system again. Returns the number of freed
     /// bytes. Reclaim does the same when memory is needed. A chunk that a [`Queue`] has registered is not freed by this
     /// call. The queue's thread releases it later: when it waits, requests a page, or drops the queue. Reserved huge
-    /// pages are returned when the cache ends ([`Source::Hugetlb`]).
+    /// pages are returned when the cache ends ([`Source::Hugetlb`](super::Source::Hugetlb)).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {
