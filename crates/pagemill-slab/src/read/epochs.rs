@@ -196,7 +196,7 @@ mod process_wide {
     /// A pinned epoch of a reader. Until the guard is dropped, values that were looked up under it stay valid and
     /// unchanged.
     ///
-    /// Example: [`HandleMap`](crate::slab::HandleMap).
+    /// Example: [`HandleMap`](crate::HandleMap).
     pub struct Guard {
         participant: &'static Participant,
         _of_this_thread: PhantomData<*mut ()>,

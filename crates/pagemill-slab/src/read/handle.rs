@@ -590,7 +590,7 @@ impl<T: Movable> HandleMap<T> {
     /// Removes a value, and returns it for reading; `None` if the handle is not live. If several threads remove the
     /// value at once, one gets it. When all readers have finished, the value is dropped by this call, a later one, or
     /// the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the next removals,
-    /// [`shrink`](super::SlabCache::shrink) or [`defrag_step`](super::SlabCache::defrag_step) drops it.
+    /// [`shrink`](crate::SlabCache::shrink) or [`defrag_step`](crate::SlabCache::defrag_step) drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     /// No guard is needed, so reading the removed value costs less than [`HandleMap::get`] before the removal.
