@@ -513,6 +513,7 @@ impl ControlLoop {
         }
         self.find_writers();
         self.groups_added = self.table.groups.groups_added();
+        self.table.groups.record_files(|group| self.table.index.has_files_of(group));
         let groups = self.table.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
             at.elapsed() > MACHINE_INTERVAL || machine.available_bytes < machine.total_bytes / 8
@@ -557,6 +558,8 @@ impl ControlLoop {
                     self.growth_predictor.freed(bytes);
                     freed += bytes;
                 }
+                // The limits of groups that were found meanwhile are read at the next check.
+                None if self.groups_added != self.table.groups.groups_added() => return Some(freed),
                 None => return (freed > 0).then_some(freed),
             }
         }
