@@ -314,6 +314,32 @@ fn the_worker_moves_no_charge() {
     assert!(charged_bytes >= files * 16 * MIB as u64, "{charged_bytes} bytes of {files} files are charged");
 }
 
+/// Volatile files get their only name by a link, which no event reports. The controller must search for them before the
+/// limit is reached, and no write may fail. The writer pauses, so that it does not outrun a search.
+#[test]
+fn files_named_by_a_link_are_found_near_a_limit() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("links", 256 * MIB as u64) else { return };
+    if is_missing("python3") {
+        return;
+    }
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let script = "import os, sys, time
+part = b'x' * (1 << 20); os.chdir(sys.argv[1]); root = os.open('/', os.O_RDONLY)
+for at in range(300):
+    with open('new', 'wb', buffering=0) as f: assert f.write(part) == len(part), at
+    os.link('new', 'linked-%d' % at); os.unlink('new')
+    f = os.open('.', os.O_TMPFILE | os.O_RDWR, 0o644)
+    assert os.write(f, part) == len(part), at
+    os.link('/proc/self/fd/%d' % f, 'unnamed-%d' % at, src_dir_fd=root); os.close(f)
+    time.sleep(0.01)";
+    let mut write = ram.place.command("python3");
+    write.args(["-c", script]).arg(&cache);
+    let end = finish(group.enter(&write), TIMEOUT);
+    assert!(end.status.success(), "{} {}", end.err, ram.status());
+    assert!(ram.count("purged_bytes") > 0);
+}
+
 /// Calls a function when it is dropped.
 struct OnDrop<F: Fn()>(F);
 
