@@ -251,6 +251,95 @@ fn a_group_that_kills_the_worker_is_avoided() {
     names.for_each(|name| assert!(fs::read(ram.at(&name)).unwrap() == bytes, "{name}"));
 }
 
+/// Copies `source` in a process of the group. Returns whether that succeeded.
+fn copies_in(group: &Group, ram: &Ram, source: &Path, to: &Path) -> bool {
+    let mut copy = ram.place.command("cp");
+    copy.arg(source).arg(to);
+    finish(group.enter(&copy), TIMEOUT).status.success()
+}
+
+/// Each file is written by a process of its own, which has ended before the controller can read its group. Volatile
+/// files must be purged, and no write may fail.
+#[test]
+fn files_of_ended_processes_are_purged_for_their_group() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("ended", 128 * MIB as u64) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let source = ram.place.path("source");
+    fs::write(&source, pattern(1, 10 * MIB)).unwrap();
+    let failed: Vec<usize> =
+        (0..40).filter(|file| !copies_in(&group, &ram, &source, &cache.join(file.to_string()))).collect();
+    assert!(failed.is_empty(), "{failed:?} failed: {}", ram.status());
+    assert!(ram.count("purged_bytes") > 0);
+}
+
+/// A process of the group writes files that a process of another group opened and closes, so the close names the
+/// wrong group. The files must be purged for the group that is charged.
+#[test]
+fn files_closed_by_another_group_are_purged_for_the_charged_group() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("charged", 128 * MIB as u64) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    for file in 0..40 {
+        let to = fs::File::create(cache.join(file.to_string())).unwrap();
+        let mut write = ram.place.command("sh");
+        write.args(["-c", "head -c 10M /dev/zero >&3"]);
+        let mut command = Command::new("sh");
+        let inside = group.enter(&write);
+        command.args(["-c", "exec \"$@\" 3>&1 >&2", "sh"]).arg(inside.get_program()).args(inside.get_args());
+        let status = command.stdin(std::process::Stdio::null()).stdout(to.try_clone().unwrap()).status().unwrap();
+        assert!(status.success(), "file {file}: {}", ram.status());
+        drop(command);
+        drop(to);
+    }
+    assert!(ram.count("purged_bytes") > 0);
+}
+
+/// The worker examines files whose writers have ended. Every page must stay charged to the writers' group.
+#[test]
+fn the_worker_moves_no_charge() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("worker", GIB) else { return };
+    let source = ram.place.path("source");
+    fs::write(&source, pattern(1, 16 * MIB)).unwrap();
+    let before = used_bytes(&group);
+    let files = 6;
+    for file in 0..files {
+        assert!(copies_in(&group, &ram, &source, &ram.at(&file.to_string())));
+    }
+    let has_huge = || ram.count("huge_blocks") > 0 || ram.count("collapse_no_memory") > 0;
+    wait_until("the worker examines files", has_huge);
+    wait_until("all files were examined", || ram.status()["files_waiting_for_pages"] == 0);
+    let charged_bytes = used_bytes(&group) - before;
+    assert!(charged_bytes >= files * 16 * MIB as u64, "{charged_bytes} bytes of {files} files are charged");
+}
+
+/// Volatile files get their only name by a link, which no event reports. The controller must search for them before the
+/// limit is reached, and no write may fail. The writer pauses, so that it does not outrun a search.
+#[test]
+fn files_named_by_a_link_are_found_near_a_limit() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("links", 256 * MIB as u64) else { return };
+    if is_missing("python3") {
+        return;
+    }
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let script = "import os, sys, time
+part = b'x' * (1 << 20); os.chdir(sys.argv[1]); root = os.open('/', os.O_RDONLY)
+for at in range(300):
+    with open('new', 'wb', buffering=0) as f: assert f.write(part) == len(part), at
+    os.link('new', 'linked-%d' % at); os.unlink('new')
+    f = os.open('.', os.O_TMPFILE | os.O_RDWR, 0o644)
+    assert os.write(f, part) == len(part), at
+    os.link('/proc/self/fd/%d' % f, 'unnamed-%d' % at, src_dir_fd=root); os.close(f)
+    time.sleep(0.01)";
+    let mut write = ram.place.command("python3");
+    write.args(["-c", script]).arg(&cache);
+    let end = finish(group.enter(&write), TIMEOUT);
+    assert!(end.status.success(), "{} {}", end.err, ram.status());
+    assert!(ram.count("purged_bytes") > 0);
+}
+
 /// Calls a function when it is dropped.
 struct OnDrop<F: Fn()>(F);
 

@@ -141,11 +141,13 @@ impl Budget {
 
     /// Returns whether opens must wait while writers are fast: usage is above a purge threshold by more than a quarter
     /// of the distance between that threshold and its limit. Ignores the limits in `except`. Also ignores limits for
-    /// which the memory that cannot be purged exceeds the same mark, because a purge cannot end the delay.
-    pub fn is_close_to_limit(&self, except: &[Bound]) -> bool {
+    /// which the memory that cannot be purged exceeds the same mark, because a purge cannot end the delay, unless the
+    /// limit is in `searched`: it is unknown then how much can be purged.
+    pub fn is_close_to_limit(&self, except: &[Bound], searched: &[Bound]) -> bool {
         self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
             let threshold_bytes = line.mark_bytes + line.limit_bytes.saturating_sub(line.mark_bytes) / 4;
-            line.used_bytes > threshold_bytes && line.fixed_bytes <= threshold_bytes
+            let may_purge = line.fixed_bytes <= threshold_bytes || searched.contains(&line.bound);
+            line.used_bytes > threshold_bytes && may_purge
         })
     }
 
@@ -255,9 +257,10 @@ mod tests {
         let budget = |used: u64, held: u64| {
             Budget::new(8192 * MIB, usage(8192, 400), &[group(512, used)], None, PREFERRED, |_| held * MIB)
         };
-        let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except);
+        let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except, &[]);
         assert_eq!([300, 416, 417].map(|used| is_close(used, 100, &[])), [false, false, true]);
         assert!(!is_close(417, 100, &[Bound::Group(3)]) && !is_close(450, 10, &[]) && is_close(450, 40, &[]));
+        assert!(budget(450, 10).is_close_to_limit(&[], &[Bound::Group(3)]), "a scan searches for files");
         assert_eq!([300, 500, 520].map(|used| budget(used, 0).room_to_limit_bytes(&[]) / MIB), [212, 12, 0]);
         assert_eq!(budget(500, 0).room_to_limit_bytes(&[Bound::Group(3)]) / MIB, 7792);
     }

@@ -5,6 +5,8 @@
 //! The loop shares no state, so it holds no lock while it works. Other threads send it requests through the
 //! [`SubmissionQueue`].
 
+mod requests;
+
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins};
 use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
@@ -15,8 +17,7 @@ use crate::growth_predictor::GrowthPredictor;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
 use crate::scan::{self, Scanning};
-use crate::status::{Counts, LineStatus, Status};
-use crate::submissions::{LoopRequest, ScanMessage, SubmissionQueue};
+use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
@@ -32,7 +33,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 /// Pause between two reads of the event queue. If every event woke the control loop, a close would cost the writer
@@ -63,10 +63,6 @@ const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
 /// Unknown writers are searched for again after the file system has grown by this much and this much time has passed.
 const SEARCH_GROWTH_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
-
-/// Delay of a purge whose file the worker has open; delay of a purge that waits for a scan.
-const WORKER_PAUSE: Duration = Duration::from_millis(5);
-const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
 /// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
 /// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
@@ -102,16 +98,17 @@ pub struct Settings {
     pub worker: Vec<OsString>,
 }
 
-/// A purge that a client requested and that has not ended.
-struct PendingPurge {
-    left_bytes: u64,
-    freed_bytes: u64,
-    began_ns: i64,
-    /// Earliest time to continue.
-    next: Instant,
-    /// The purge waits until this many scans have ended. `None` while files to purge are known.
-    scans: Option<u64>,
-    reply: Sender<u64>,
+/// A limit whose purge threshold is exceeded although no file is known that can be purged for it.
+///
+/// Files can be unknown: named by a link, or written while events were lost. So a scan is started at once, and opens
+/// wait for it as if a purge were in progress. If the scan finds no file to purge either, the limit is *given up* until
+/// a file is purged for it.
+#[derive(Clone, Copy)]
+struct BlockedLimit {
+    bound: Bound,
+    /// The limit is given up once this many scans have ended.
+    awaited_scans: u64,
+    is_given_up: bool,
 }
 
 /// State of the control loop.
@@ -134,12 +131,12 @@ pub struct ControlLoop {
     grown: (u64, Instant),
     /// Number of known groups at the last check.
     groups_added: u32,
-    purges: Vec<PendingPurge>,
+    purges: Vec<requests::PendingPurge>,
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
-    /// The limits whose purge threshold was exceeded at the last check although no file could be purged for them.
-    blocked: Vec<Bound>,
+    /// The blocked limits of the last check.
+    blocked: Vec<BlockedLimit>,
     /// The last search for writers found a suspect that may write here without the controller's knowledge
     /// ([`Groups::find_writers`]).
     has_suspects: bool,
@@ -238,27 +235,8 @@ impl ControlLoop {
             self.drain();
             self.listen();
             self.take_scan_messages();
-            for request in self.submissions.take_requests() {
-                match request {
-                    LoopRequest::Stop => {
-                        if let Some(mut throttle) = self.throttle.take() {
-                            throttle.end(self.access.root());
-                        }
-                        return;
-                    }
-                    LoopRequest::Status(reply) => drop(reply.send(self.status())),
-                    LoopRequest::Purge(left_bytes, reply) => {
-                        let (now, began_ns) = (Instant::now(), now_ns());
-                        self.purges.push(PendingPurge {
-                            left_bytes,
-                            freed_bytes: 0,
-                            began_ns,
-                            next: now,
-                            scans: None,
-                            reply,
-                        });
-                    }
-                }
+            if self.handle_requests() {
+                return;
             }
             if Instant::now() >= self.next_check_at {
                 self.check_limits();
@@ -267,7 +245,8 @@ impl ControlLoop {
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
             let is_wanted = std::mem::take(&mut self.table.wants_scan);
             self.scanning.hurry(is_asked || !self.blocked.is_empty());
-            self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_asked);
+            let is_urgent = !self.limits(false).is_empty();
+            self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_urgent, is_asked);
             self.table.work_on_pages();
             self.wait();
         }
@@ -413,19 +392,18 @@ impl ControlLoop {
             self.allow_opens_until(self.next_check_at + LATE);
             return;
         }
-        let mut blocked: Vec<Bound> = Vec::new();
+        let mut blocked: Vec<BlockedLimit> = Vec::new();
         let mut is_purge_unfinished = false;
         let was = (self.usage.used_bytes, self.sum_of_usages());
         loop {
             self.sample();
             self.throttle_opens();
-            let over =
-                self.budget.lines.iter().filter(|line| line.excess_bytes() > 0 && !blocked.contains(&line.bound));
+            let is_blocked = |bound: Bound| blocked.iter().any(|limit| limit.bound == bound);
+            let over = self.budget.lines.iter().filter(|line| line.excess_bytes() > 0 && !is_blocked(line.bound));
             let Some(line) = over.max_by_key(|line| line.excess_bytes()).cloned() else { break };
             let freed = self.purge_for(&line);
             if freed.is_none() {
-                blocked.push(line.bound);
-                // A scan may find new marks, or files whose folder was unknown.
+                blocked.push(self.block(line.bound));
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
@@ -433,9 +411,10 @@ impl ControlLoop {
                 break;
             }
         }
-        self.table.counts.nothing_to_purge += u64::from(!blocked.is_empty() && self.blocked.is_empty());
         let is_blocked = !blocked.is_empty();
+        let had_given_up = !self.limits(true).is_empty();
         self.blocked = blocked;
+        self.table.counts.nothing_to_purge += u64::from(!had_given_up && !self.limits(true).is_empty());
         let has_moved = was != (self.usage.used_bytes, self.sum_of_usages());
         self.stable_checks = if has_moved { 0 } else { self.stable_checks.saturating_add(1) };
         // The loop uses at most half of a CPU, however many limits there are. Only CPU time counts: after a wait for a
@@ -449,11 +428,30 @@ impl ControlLoop {
         self.allow_opens_until(self.next_check_at + LATE);
     }
 
+    /// Returns the state of a limit for which no known file can be purged.
+    fn block(&self, bound: Bound) -> BlockedLimit {
+        let scans = self.table.counts.scans;
+        match self.blocked.iter().find(|limit| limit.bound == bound) {
+            Some(known) => BlockedLimit { is_given_up: known.is_given_up || scans >= known.awaited_scans, ..*known },
+            // A scan that is running may have passed the files already.
+            None => {
+                let awaited_scans = scans + 1 + u64::from(self.scanning.is_running());
+                BlockedLimit { bound, awaited_scans, is_given_up: false }
+            }
+        }
+    }
+
+    /// Returns the blocked limits that are given up, or those for which a scan searches for files.
+    fn limits(&self, is_given_up: bool) -> Vec<Bound> {
+        self.blocked.iter().filter(|limit| limit.is_given_up == is_given_up).map(|limit| limit.bound).collect()
+    }
+
     /// Delays opens while writers are fast, if a file can be purged for a limit that these writers may reach.
     fn throttle_opens(&mut self) {
         let fast_bytes = self.growth_predictor.recently_predicted_bytes().saturating_mul(FAST_GROWTH_FACTOR);
-        let room_bytes = self.budget.room_to_limit_bytes(&self.blocked);
-        let has_fast_writers = self.table.index.count() > 0 && fast_bytes > 0 && fast_bytes >= room_bytes;
+        let room_bytes = self.budget.room_to_limit_bytes(&self.limits(true));
+        let may_purge = self.table.index.count() > 0 || !self.limits(false).is_empty();
+        let has_fast_writers = may_purge && fast_bytes > 0 && fast_bytes >= room_bytes;
         let Some(throttle) = &mut self.throttle else { return };
         if let Err(error) = throttle.update(self.access.root(), has_fast_writers, self.sampled) {
             print_message(&format!(
@@ -468,7 +466,8 @@ impl ControlLoop {
     /// Allows opens until the time `until`. Allows none if usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
         let Some(throttle) = &self.throttle else { return };
-        throttle.allow_until(if self.budget.is_close_to_limit(&self.blocked) { self.started } else { until });
+        let is_close = self.budget.is_close_to_limit(&self.limits(true), &self.limits(false));
+        throttle.allow_until(if is_close { self.started } else { until });
     }
 
     /// Returns the sum of the usages of all limits except the machine's. The sum is only compared with earlier sums.
@@ -513,6 +512,7 @@ impl ControlLoop {
         }
         self.find_writers();
         self.groups_added = self.table.groups.groups_added();
+        self.table.groups.record_files(|group| self.table.index.has_files_of(group));
         let groups = self.table.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
             at.elapsed() > MACHINE_INTERVAL || machine.available_bytes < machine.total_bytes / 8
@@ -557,92 +557,12 @@ impl ControlLoop {
                     self.growth_predictor.freed(bytes);
                     freed += bytes;
                 }
+                // The limits of groups that were found meanwhile are read at the next check.
+                None if self.groups_added != self.table.groups.groups_added() => return Some(freed),
                 None => return (freed > 0).then_some(freed),
             }
         }
         Some(freed)
-    }
-
-    /// Continues the purges that [`LoopRequest::Purge`] requested, for one time slice.
-    fn work_on_purges(&mut self) {
-        let begun = Instant::now();
-        let mut purges = std::mem::take(&mut self.purges);
-        purges.retain_mut(|purge| {
-            if purge.next > begun {
-                return true;
-            }
-            while purge.left_bytes > 0 && begun.elapsed() < SLICE {
-                match self.table.purge_one(None, purge.left_bytes, purge.began_ns) {
-                    Some(bytes) => {
-                        self.growth_predictor.freed(bytes);
-                        purge.left_bytes = purge.left_bytes.saturating_sub(bytes);
-                        purge.freed_bytes += bytes;
-                    }
-                    None if std::mem::take(&mut self.table.skipped_for_worker) => {
-                        (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
-                        return true;
-                    }
-                    // No file is left to purge. Waits for a scan that starts from now on, and tries once more. Then the
-                    // purge ends.
-                    None => match purge.scans {
-                        None => {
-                            purge.scans = Some(self.table.counts.scans + 1 + u64::from(self.scanning.is_running()));
-                            self.table.wants_scan = true;
-                            return true;
-                        }
-                        Some(scans) if self.table.counts.scans < scans => {
-                            purge.next = begun + SCAN_PAUSE;
-                            return true;
-                        }
-                        Some(_) => purge.left_bytes = 0,
-                    },
-                }
-            }
-            if purge.left_bytes == 0 {
-                let _ = purge.reply.send(purge.freed_bytes);
-            }
-            purge.left_bytes > 0
-        });
-        self.purges.append(&mut purges);
-    }
-
-    /// Collects the status for a client.
-    fn status(&mut self) -> Status {
-        let is_fresh = self.table.recheck_volatile_files();
-        let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };
-        let line = |line: &LimitUsage| LineStatus {
-            kind: match line.bound {
-                Bound::Size => "size",
-                Bound::Group(_) => "group",
-                Bound::Machine => "machine",
-            }
-            .to_owned(),
-            name: line.name.clone(),
-            limit_bytes: line.limit_bytes,
-            used_bytes: line.used_bytes,
-            mark_bytes: line.mark_bytes,
-        };
-        let usage = self.access.usage().unwrap_or(self.usage);
-        Status {
-            mount_point: self.settings.mount_point.to_string_lossy().into_owned(),
-            controller_pid: Some(std::process::id()),
-            asked_bytes: self.settings.size_bytes,
-            size_bytes: usage.size_bytes,
-            used_bytes: usage.used_bytes,
-            inodes: usage.inodes,
-            volatile_files: self.table.index.count() as u64,
-            volatile_bytes: self.table.held_bytes(None),
-            volatile_age_seconds: volatile_age.as_secs_f64(),
-            lines: self.budget.lines.iter().map(line).collect(),
-            counts: Counts {
-                delayed_opens: self.throttle.as_ref().map_or(0, OpenThrottle::delayed_opens),
-                ..self.table.counts
-            },
-            is_preferred: self.is_preferred,
-            is_notified: self.listener.is_some(),
-            files_waiting_for_pages: self.table.pages.count() as u64,
-            uptime_seconds: self.started.elapsed().as_secs_f64(),
-        }
     }
 }
 

@@ -5,7 +5,7 @@ use crate::control_loop::print_message;
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
-use crate::index::{Index, PurgePart, VolatileFile};
+use crate::index::{Charge, Index, PurgePart, VolatileFile};
 use crate::pagework::PageWork;
 use crate::policy::{self, Ancestor, Marks, Volatile};
 use crate::purge::{self, PurgeOutcome, Target};
@@ -73,6 +73,7 @@ pub struct FileTable {
     last_writer: Option<(u32, GroupId)>,
     own_pid: u32,
     own_group: GroupId,
+    may_ask_for_group: bool,
     reported_paths: HashSet<PathBuf>,
 }
 
@@ -88,7 +89,8 @@ impl FileTable {
         let own_group = groups.of_self();
         // Without permission to read page charges, the controller also gets no process ids in events. It then treats
         // all files as written by its own group.
-        if !pages::may_ask_for_group() {
+        let may_ask_for_group = pages::may_ask_for_group();
+        if !may_ask_for_group {
             groups.trust(own_group);
         }
         Self {
@@ -105,6 +107,7 @@ impl FileTable {
             last_writer: None,
             own_pid: std::process::id(),
             own_group,
+            may_ask_for_group,
             reported_paths: HashSet::new(),
             access,
             groups,
@@ -167,6 +170,8 @@ impl FileTable {
 
     /// Records a closed file.
     fn observe(&mut self, folder: &BatchFolder, name: &OsStr, pid: u32) {
+        // The group is recorded also if the file has another name by now.
+        let writer = self.group_of_writer(pid);
         let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
@@ -189,9 +194,13 @@ impl FileTable {
             folder.ancestors.iter().copied(),
         );
         self.closed_bytes += seen.held_bytes;
-        let group = self.group_of_writer(pid);
-        self.groups.record_written_bytes(group, seen.held_bytes);
-        self.record_file(folder.inode, name, &seen, marks, group, now_ns());
+        let charge = match writer {
+            UNKNOWN => charge_of_pages(&mut self.groups, &folder.fd, name, seen.inode),
+            group => Some(Charge { group, is_confirmed: !self.may_ask_for_group }),
+        };
+        let charge = charge.unwrap_or(Charge::UNKNOWN);
+        self.groups.record_written_bytes(charge.group, seen.held_bytes);
+        self.record_file(folder.inode, name, &seen, marks, Some(charge), now_ns());
     }
 
     /// Returns the group of the process that closed a file. In a user namespace, events carry no process id, so the
@@ -238,7 +247,7 @@ impl FileTable {
                 };
                 let marks = policy::effective_marks(marks.trusted(seen.is_writable_by_others()), seen.owner, ancestors);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
-                self.record_file(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
+                self.record_file(folder, &name, &seen, marks, None, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
                     return;
                 }
@@ -274,25 +283,35 @@ impl FileTable {
 
     /// Sends the worker the jobs that are due, and records its results.
     pub fn work_on_pages(&mut self) {
-        let charged = |groups: &mut Groups, folder: &Path, name: &OsStr| {
-            let group = self.access.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
-            group.unwrap_or(UNKNOWN)
+        let charged = |groups: &mut Groups, folder: &Path, name: &OsStr, inode: u64| {
+            if !self.may_ask_for_group {
+                return self.own_group;
+            }
+            let folder = self.access.open_folder(folder).ok();
+            folder
+                .and_then(|folder| charge_of_pages(groups, &folder, name, inode))
+                .map_or(UNKNOWN, |charge| charge.group)
         };
         self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
     }
 
-    /// Records a file in the index of volatile files and in the worker's queue.
+    /// Records a file in the index of volatile files and in the worker's queue. `charge` is `None` if a scan found the
+    /// file.
     fn record_file(
         &mut self,
         folder: u64,
         name: &OsStr,
         seen: &FileAttributes,
         marks: Marks,
-        group: GroupId,
+        charge: Option<Charge>,
         used_ns: i64,
     ) {
-        let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
-        let group = known.unwrap_or(group);
+        let known = self.index.get(seen.inode).map(|file| file.charge);
+        let charge = match (known, charge) {
+            // A process of another group has written to the file. A purge reads which group is charged now.
+            (Some(known), Some(new)) if !new.is_confirmed && known.group != new.group => Charge::UNKNOWN,
+            (known, new) => new.or(known).unwrap_or(Charge::UNKNOWN),
+        };
         let part = match marks.volatile.unwrap_or_default() {
             Volatile::Full => Some(PurgePart::Whole),
             Volatile::Partial => Some(PurgePart::Tail),
@@ -301,13 +320,13 @@ impl FileTable {
         match part.filter(|_| seen.held_bytes > 0) {
             Some(part) => {
                 let file =
-                    VolatileFile { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, group };
+                    VolatileFile { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, charge };
                 self.counts.not_indexed += u64::from(!self.index.insert(seen.inode, file));
             }
             None => drop(self.index.remove(seen.inode)),
         }
         let delay = if part.is_some() { VOLATILE_EXAMINE_DELAY } else { EXAMINE_DELAY };
-        self.pages.queue_file(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
+        self.pages.queue_file(folder, name, seen, marks.huge.unwrap_or_default(), delay);
     }
 
     /// Reads the attributes of all volatile files again, since files may have been removed or have shrunk. Returns
@@ -339,32 +358,40 @@ impl FileTable {
     /// Returns the memory of the volatile files. With `watch`, counts only files whose purge lowers the usage of that
     /// limited group.
     pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
-        self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.lowers_usage_of(group, watch)))
+        self.index.held_bytes(|charge| watch.is_none_or(|watch| self.groups.lowers_usage_of(charge.group, watch)))
     }
 
     /// Purges the least recently used volatile file: the whole file, or its end. Returns the bytes freed. Returns 0 if
     /// this file could not be purged; the caller then calls again for the next file.
     ///
-    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if no such
-    /// file was last used before `began_ns`.
+    /// With `watch`, considers only files whose purge lowers the usage of that limited group, and then files that may
+    /// do so, because the charged group is not confirmed. Returns `None` if none of the considered files was last used
+    /// before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
-        let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.lowers_usage_of(group, watch)))?;
-        // The least recently used file was used after `began_ns`, so all others were, too.
-        self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
-        let file = self.index.remove(inode)?;
+        let lowers = |charge: Charge| watch.is_none_or(|watch| groups.lowers_usage_of(charge.group, watch));
+        // The files are in order of last use, so after a file used later than `began_ns` there is no earlier one.
+        let is_due = |inode: &u64| self.index.get(*inode).is_some_and(|file| file.used_ns < began_ns);
+        let by_group = self.index.oldest(lowers).filter(is_due);
+        let inode = by_group.or_else(|| self.index.oldest(|charge| !charge.is_confirmed).filter(is_due))?;
+        let mut file = self.index.remove(inode)?;
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.access, file.folder) else {
             // The folder was moved.
             self.wants_scan = true;
             return Some(0);
         };
-        if file.group == UNKNOWN
-            && watch.is_some()
-            && let Some(group) = charged_group(&mut self.groups, &folder, &file.name)
+        if let Some(watch) = watch
+            && !file.charge.is_confirmed
+            && (file.charge.group == UNKNOWN || by_group.is_none())
+            && let Some(charge) = charge_of_pages(&mut self.groups, &folder, &file.name, inode)
         {
-            self.index.insert(inode, VolatileFile { group, ..file });
-            return Some(0);
+            file.charge = charge;
+            self.groups.record_written_bytes(charge.group, file.held_bytes);
+            if !self.groups.lowers_usage_of(charge.group, watch) {
+                self.index.insert(inode, file);
+                return Some(0);
+            }
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
         let folders = RefCell::new(&mut self.folders);
@@ -402,16 +429,15 @@ impl FileTable {
     }
 }
 
-/// Returns the group charged for a file's first page. `None` if the group is unknown or another process has the file
-/// open.
-fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
+/// Returns the group that is charged for the sampled pages of a file. `None` if the file cannot be opened or its pages
+/// cannot be examined.
+fn charge_of_pages(groups: &mut Groups, folder: &OwnedFd, name: &OsStr, inode: u64) -> Option<Charge> {
+    const MAX_SAMPLES: usize = 4;
     let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
-    // The search for data takes the file's lock, for which a slow writer could make this thread wait long. So a lease
-    // is taken first: it is granted only if no other process has the file open.
-    pages::take_lease(fd.as_fd()).ok()?;
-    let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
-    let inode = pages::charged_group(fd.as_fd(), at).ok()?;
-    Some(groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
+    let seen = file_access::attributes(&fd).ok().filter(|seen| seen.inode == inode)?;
+    let found = pages::charged_groups(fd.as_fd(), seen.len_bytes, MAX_SAMPLES).ok()?;
+    let first = found.first().filter(|first| found.iter().all(|group| group == *first));
+    Some(Charge { group: first.map_or(UNKNOWN, |group| groups.of_inode(*group)), is_confirmed: true })
 }
 
 /// Returns whether an open file is volatile according to its current marks.
@@ -432,22 +458,23 @@ fn is_still_volatile(
 mod tests {
     use super::*;
 
-    /// A writer has a file open. `charged_group` must return `None`, because the writer may hold the file's lock for
-    /// long; after the close it must return the group.
+    /// The charged group is read from the file's pages, also while a process has the file open. Another file of that
+    /// name has no charge.
     #[test]
-    fn the_group_of_an_open_file_is_not_read() {
+    fn the_charge_is_read_from_pages() {
         let Ok(path) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
         let mut groups = Groups::new("");
         let own = groups.of_self();
         let folder: OwnedFd = std::fs::File::open(path.path()).unwrap().into();
-        std::fs::write(path.path().join("file"), "text").unwrap();
-        let mut asked = || charged_group(&mut groups, &folder, OsStr::new("file"));
-        if own == UNKNOWN || asked().is_none() {
+        let name = OsStr::new("file");
+        std::fs::write(path.path().join(name), "text").unwrap();
+        let inode = file_access::attributes_at(&folder, name).unwrap().inode;
+        let mut charge_of = |inode: u64| charge_of_pages(&mut groups, &folder, name, inode);
+        if own == UNKNOWN || charge_of(inode).is_none() {
             return println!("skipped: page charges cannot be read here");
         }
-        let writer = std::fs::File::options().append(true).open(path.path().join("file")).unwrap();
-        assert_eq!(asked(), None);
-        drop(writer);
-        assert_eq!(asked(), Some(own));
+        let _writer = std::fs::File::options().append(true).open(path.path().join(name)).unwrap();
+        assert_eq!(charge_of(inode), Some(Charge { group: own, is_confirmed: true }));
+        assert_eq!(charge_of(inode + 1), None);
     }
 }

@@ -77,6 +77,8 @@ struct Group {
     /// Bytes that the group is known to have written to this file system, in files that its processes closed or have
     /// open.
     written_bytes: u64,
+    /// Volatile files are charged to the group.
+    has_files: bool,
 }
 
 /// How long a group stays in the table, and how much of its memory counts as memory of this file system.
@@ -201,8 +203,7 @@ impl Groups {
         }
     }
 
-    /// Returns the group of a process, or its last known group if the process has ended; [`UNKNOWN`] if neither is
-    /// known.
+    /// Returns the group of a process; [`UNKNOWN`] if the process has begun to exit, so that its group cannot be read.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
             && at.elapsed() < PROCESS_GROUP_MAX_AGE
@@ -211,10 +212,13 @@ impl Groups {
             known.wrote_at = Instant::now();
             return *group;
         }
-        let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else {
-            // The process has ended: use its last known group.
-            return self.by_process.get(&pid).map_or(UNKNOWN, |(group, _)| *group);
-        };
+        let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else { return UNKNOWN };
+        // Version 1 reports the topmost group for a process that exits. The state is read after the group, because the
+        // process can begin to exit in between.
+        let may_be_wrong = hierarchy.version == Version::V1 && hierarchy.folder(1).is_none();
+        if may_be_wrong && is_exiting(&self.root, pid) {
+            return UNKNOWN;
+        }
         let group = self.add(hierarchy);
         if self.by_process.len() >= MAX_PROCESSES {
             self.by_process.clear();
@@ -396,7 +400,10 @@ impl Groups {
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
         let (kind, wrote_at) = (GroupKind::Writer, Instant::now());
-        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, written_bytes: 0 });
+        self.groups.insert(
+            id,
+            Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, written_bytes: 0, has_files: false },
+        );
         self.limits_read_at = None;
         id
     }
@@ -409,7 +416,7 @@ impl Groups {
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
             let is_writer = group.wrote_at.elapsed() < WRITER_MAX_IDLE;
             group.written_bytes = if is_writer { group.written_bytes } else { 0 };
-            let is_watched = is_writer || group.kind != GroupKind::Writer;
+            let is_watched = is_writer || group.has_files || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
         self.groups.retain(|_, group| is_there(group));
@@ -470,6 +477,12 @@ impl Groups {
                 group.watches.push(at);
             }
         }
+    }
+
+    /// Records which groups are charged for volatile files. Such a group stays in the table, since these files must be
+    /// purged before its limit is reached by memory of any kind.
+    pub fn record_files(&mut self, has_files: impl Fn(GroupId) -> bool) {
+        self.groups.iter_mut().for_each(|(id, group)| group.has_files = has_files(*id));
     }
 
     /// Returns how many groups have been added so far, including groups that were removed again.
@@ -548,6 +561,16 @@ impl Groups {
             let _ = events::wait(events.number());
         }
     }
+}
+
+/// Returns whether a process has begun to exit, or has ended.
+fn is_exiting(root: &str, pid: u32) -> bool {
+    /// Flag of an exiting process (`include/linux/sched.h`), and the index of the flags after the process's name.
+    const PF_EXITING: u32 = 4;
+    const FLAGS: usize = 6;
+    let stat = std::fs::read_to_string(format!("{root}/proc/{pid}/stat")).unwrap_or_default();
+    let flags = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(FLAGS)?.parse::<u32>().ok());
+    flags.is_none_or(|flags| flags & PF_EXITING != 0)
 }
 
 /// Adds the folder `at` and the folders below it to `found`. Stops at some `MAX_FOUND` folders.
@@ -711,6 +734,10 @@ mod tests {
         let id = groups.by_inode[&inode("b")];
         assert!(groups.groups[&id].wrote_at.elapsed() < WRITER_MAX_IDLE / 2);
         age(&mut groups, 2 * WRITER_MAX_IDLE);
+        groups.record_files(|group| group == id);
+        assert!(groups.sample().iter().any(|sample| sample.name == "/b" && sample.here_bytes == 0));
+        groups.record_files(|_| false);
+        groups.limits_read_at = None;
         assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
     }
 

@@ -1,6 +1,6 @@
 //! The volatile files in LRU order, separately for each memory group that is charged for them.
 
-use crate::groups::GroupId;
+use crate::groups::{GroupId, UNKNOWN};
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 
@@ -15,6 +15,20 @@ pub enum PurgePart {
     Tail,
 }
 
+/// The memory group that is charged for a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Charge {
+    /// [`UNKNOWN`] if no group was found, or if several groups are charged.
+    pub group: GroupId,
+    /// The file's pages were examined. Otherwise `group` is that of the process that closed the file, which may be
+    /// wrong: another process can have written the file.
+    pub is_confirmed: bool,
+}
+
+impl Charge {
+    pub const UNKNOWN: Self = Self { group: UNKNOWN, is_confirmed: false };
+}
+
 /// A volatile file, with its attributes when they were last read. `folder` is the inode of its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolatileFile {
@@ -23,14 +37,14 @@ pub struct VolatileFile {
     pub part: PurgePart,
     pub used_ns: i64,
     pub held_bytes: u64,
-    pub group: GroupId,
+    pub charge: Charge,
 }
 
 /// The volatile files by inode. For each group also their order of last use.
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, VolatileFile>,
-    groups: HashMap<GroupId, GroupFiles>,
+    groups: HashMap<Charge, GroupFiles>,
 }
 
 /// The volatile files charged to one group: time of last use and inode of each, and the sum of their memory.
@@ -47,7 +61,7 @@ impl Index {
         if self.files.len() >= MAX_FILES {
             return false;
         }
-        let group_files = self.groups.entry(file.group).or_default();
+        let group_files = self.groups.entry(file.charge).or_default();
         group_files.order.insert((file.used_ns, inode));
         group_files.held_bytes += file.held_bytes;
         self.files.insert(inode, file);
@@ -56,11 +70,11 @@ impl Index {
 
     pub fn remove(&mut self, inode: u64) -> Option<VolatileFile> {
         let file = self.files.remove(&inode)?;
-        if let Some(group_files) = self.groups.get_mut(&file.group) {
+        if let Some(group_files) = self.groups.get_mut(&file.charge) {
             group_files.order.remove(&(file.used_ns, inode));
             group_files.held_bytes -= file.held_bytes;
             if group_files.order.is_empty() {
-                self.groups.remove(&file.group);
+                self.groups.remove(&file.charge);
             }
         }
         Some(file)
@@ -71,9 +85,16 @@ impl Index {
     }
 
     /// Returns the inode of the least recently used file among the groups for which `is_selected` returns true.
-    pub fn oldest(&self, is_selected: impl Fn(GroupId) -> bool) -> Option<u64> {
-        let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));
+    pub fn oldest(&self, is_selected: impl Fn(Charge) -> bool) -> Option<u64> {
+        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
         selected.filter_map(|(_, group_files)| group_files.order.first()).min().map(|(_, inode)| *inode)
+    }
+
+    /// Returns whether a file counts as charged to this group.
+    pub fn has_files_of(&self, group: GroupId) -> bool {
+        [true, false]
+            .iter()
+            .any(|is_confirmed| self.groups.contains_key(&Charge { group, is_confirmed: *is_confirmed }))
     }
 
     /// Returns folder, inode and name of all files, sorted by folder.
@@ -90,8 +111,8 @@ impl Index {
 
     /// Returns the total memory of the files in groups for which `is_selected` returns true. The memory of each file is
     /// that at its last reading.
-    pub fn held_bytes(&self, is_selected: impl Fn(GroupId) -> bool) -> u64 {
-        let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));
+    pub fn held_bytes(&self, is_selected: impl Fn(Charge) -> bool) -> u64 {
+        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
         selected.map(|(_, group_files)| group_files.held_bytes).sum()
     }
 
@@ -111,7 +132,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn file(used_ns: i64, held_bytes: u64, group: GroupId) -> VolatileFile {
-        VolatileFile { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, group }
+        let charge = Charge { group, is_confirmed: true };
+        VolatileFile { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, charge }
     }
 
     /// `oldest` must return the least recently used file of the selected groups, whatever the order of insertion.
@@ -123,14 +145,14 @@ mod tests {
         }
         assert_eq!((index.count(), index.held_bytes(|_| true)), (4, 400));
         assert_eq!(index.oldest(|_| true), Some(11));
-        assert_eq!(index.oldest(|group| group == 1), Some(13));
-        assert_eq!(index.oldest(|group| group == 3), None);
-        assert_eq!(index.held_bytes(|group| group == 1), 300);
+        assert_eq!(index.oldest(|charge| charge.group == 1), Some(13));
+        assert_eq!(index.oldest(|charge| charge.group == 3), None);
+        assert_eq!(index.held_bytes(|charge| charge.group == 1), 300);
         assert!(index.insert(13, file(9, 50, 2)), "used again, charged elsewhere");
-        assert_eq!([1, 2, 3].map(|wanted| index.held_bytes(|group| group == wanted)), [200, 150, 0]);
-        assert_eq!((index.oldest(|group| group == 1), index.held_bytes(|_| true)), (Some(12), 350));
+        assert_eq!([1, 2, 3].map(|wanted| index.held_bytes(|charge| charge.group == wanted)), [200, 150, 0]);
+        assert_eq!((index.oldest(|charge| charge.group == 1), index.held_bytes(|_| true)), (Some(12), 350));
         index.retain(|inode, _| inode != 12);
-        assert_eq!(index.oldest(|group| group == 1), Some(10));
+        assert_eq!(index.oldest(|charge| charge.group == 1), Some(10));
     }
 
     type Step = (u64, i64, u64, u32, bool);
@@ -155,7 +177,7 @@ mod tests {
                 prop_assert_eq!(index.held_bytes(|_| true), list.values().map(|(_, held, _)| held).sum::<u64>());
                 for wanted in 0..3 {
                     let oldest = list.iter().filter(|(_, file)| file.2 == wanted).map(|(inode, file)| (file.0, *inode)).min();
-                    prop_assert_eq!(index.oldest(|group| group == wanted), oldest.map(|(_, inode)| inode));
+                    prop_assert_eq!(index.oldest(|charge| charge.group == wanted), oldest.map(|(_, inode)| inode));
                 }
             }
         }

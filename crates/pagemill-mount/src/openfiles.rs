@@ -19,6 +19,9 @@ const TIME_LIMIT: Duration = Duration::from_millis(3);
 /// Maximum number of files examined per process.
 const MAX_FILES: usize = 1024;
 
+/// Maximum number of pages of a file whose charged group is read.
+const MAX_SAMPLES: usize = 8;
+
 /// Result of [`charged_memory`].
 #[derive(Clone, Debug, Default)]
 pub struct ChargedMemory {
@@ -118,7 +121,7 @@ fn add_file_memory(path: &PathBuf, of: FileSystem<'_>, seen: &mut HashSet<u64>, 
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
         return;
     }
-    let groups = pages::charged_groups(file.as_fd(), seen_file.len_bytes).unwrap_or_default();
+    let groups = pages::charged_groups(file.as_fd(), seen_file.len_bytes, MAX_SAMPLES).unwrap_or_default();
     for group in &groups {
         *bytes.entry(*group).or_default() += seen_file.held_bytes / groups.len() as u64;
     }
@@ -149,7 +152,7 @@ mod tests {
         std::fs::write(&path, vec![1u8; 1 << 20]).unwrap();
         let file = std::fs::File::open(&path).unwrap();
         let metadata = file.metadata().unwrap();
-        let Ok(groups) = pages::charged_groups(file.as_fd(), metadata.len()) else {
+        let Ok(groups) = pages::charged_groups(file.as_fd(), metadata.len(), MAX_SAMPLES) else {
             return println!("skipped: page charges cannot be read here");
         };
         let group = folder.path().join("group");

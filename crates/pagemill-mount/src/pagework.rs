@@ -13,7 +13,7 @@
 use crate::control_loop::print_message;
 use crate::file_access::{FileAccess, FileAttributes};
 use crate::folders::Folders;
-use crate::groups::{GroupId, Groups, UNKNOWN};
+use crate::groups::{GroupId, Groups};
 use crate::policy::{Huge, Marks};
 use crate::status::Counts;
 use crate::worker::{Worker, WorkerJob, WorkerReply};
@@ -87,8 +87,6 @@ struct Waiting {
     folder: u64,
     name: OsString,
     huge: Huge,
-    /// The group that is charged for the file, if known.
-    group: GroupId,
     /// The group that the worker enters for this file, and the groups that are avoided together with it. `None` while
     /// the file has not been sent, or if the group is unknown.
     entered: Option<(String, Domain)>,
@@ -139,15 +137,7 @@ impl PageWork {
 
     /// Queues a file with the attributes `seen`, to be examined after `delay`. Ignores files that need no huge page
     /// work, and files that were examined and have not changed since.
-    pub fn queue_file(
-        &mut self,
-        folder: u64,
-        name: &OsStr,
-        seen: &FileAttributes,
-        huge: Huge,
-        group: GroupId,
-        delay: Duration,
-    ) {
+    pub fn queue_file(&mut self, folder: u64, name: &OsStr, seen: &FileAttributes, huge: Huge, delay: Duration) {
         let is_large = !Marks { volatile: None, huge: Some(huge) }.needs_no_action(seen.held_bytes);
         let is_known = self.known.get(&seen.inode) == Some(&(seen.changed_ns, huge));
         if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
@@ -156,10 +146,7 @@ impl PageWork {
         let due = Instant::now() + delay;
         let name = name.to_owned();
         let changed_ns = seen.changed_ns;
-        self.insert_waiting(
-            seen.inode,
-            Waiting { folder, name, huge, group, entered: None, changed_ns, tries: 0, due },
-        );
+        self.insert_waiting(seen.inode, Waiting { folder, name, huge, entered: None, changed_ns, tries: 0, due });
     }
 
     /// Removes a waiting file from the queue. Called before the file is purged.
@@ -190,7 +177,7 @@ impl PageWork {
         folders: &Folders,
         groups: &mut Groups,
         counts: &mut Counts,
-        charged: impl Fn(&mut Groups, &Path, &OsStr) -> GroupId,
+        charged: impl Fn(&mut Groups, &Path, &OsStr, u64) -> GroupId,
     ) {
         self.take_started();
         self.take_replies_of_worker(counts);
@@ -206,10 +193,7 @@ impl PageWork {
             self.order.remove(&(due, inode));
             let Some(mut waiting) = self.waiting.remove(&inode) else { continue };
             let Some(folder) = folders.path(waiting.folder) else { continue };
-            let group = match waiting.group {
-                UNKNOWN => charged(groups, &folder, &waiting.name),
-                group => group,
-            };
+            let group = charged(groups, &folder, &waiting.name, inode);
             // The owner of the cgroup folder is read before the worker enters the group, since the owner can remove the
             // folder afterwards.
             waiting.entered = groups.folder(group).and_then(|group| Domain::of(&group).map(|domain| (group, domain)));
@@ -395,6 +379,7 @@ impl Drop for PageWork {
 mod tests {
     use super::*;
     use crate::file_access;
+    use crate::groups::UNKNOWN;
     use pagemill_core::units::BLOCK_BYTES;
     use pagemill_sys::pages;
     use rustix::fs::FileType;
@@ -438,21 +423,15 @@ mod tests {
         let mut work = PageWork::new(["sh", "-c", DYING_WORKER].map(OsString::from).to_vec());
         let mut counts = Counts::default();
         // All files are sent to one worker, the file with inode 7 first.
-        work.queue_file(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
+        work.queue_file(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, Duration::ZERO);
         for inode in 8..13 {
-            work.queue_file(
-                access.root_inode(),
-                OsStr::new("other"),
-                &seen(inode),
-                Huge::Auto,
-                UNKNOWN,
-                Duration::ZERO,
-            );
+            work.queue_file(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, Duration::ZERO);
         }
         let begun = Instant::now();
         while counts.huge_blocks < 5 {
             assert!(begun.elapsed() < Duration::from_secs(600), "{} files wait", work.count());
-            work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
+            let charged = |_: &mut Groups, _: &Path, name: &OsStr, _| if name == "7" { own } else { UNKNOWN };
+            work.work(&access, &folders, &mut groups, &mut counts, charged);
             std::thread::sleep(Duration::from_millis(1));
         }
         let others: Vec<u64> = work.waiting.keys().chain(work.sent.keys()).copied().collect();
@@ -501,8 +480,9 @@ mod tests {
             std::thread::yield_now();
         }
         let mut work = PageWork::new(vec![program.into(), "3600".into()]);
-        work.queue_file(access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, UNKNOWN, Duration::ZERO);
-        let mut step = |work: &mut PageWork| work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
+        work.queue_file(access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, Duration::ZERO);
+        let mut step =
+            |work: &mut PageWork| work.work(&access, &folders, &mut groups, &mut counts, |_, _, _, _| UNKNOWN);
 
         while pages::has_lease(lease.as_fd()) {
             assert!(begun.elapsed().as_secs() < 600, "nothing executes the program");

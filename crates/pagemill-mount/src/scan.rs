@@ -27,6 +27,9 @@ const SCAN_TIME_DIVISOR: u32 = 100;
 /// is unknown (`is_wanted`).
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
+/// This interval while a limit is near and no file is known that can be purged (`is_urgent`).
+const URGENT_PAUSE: Duration = Duration::from_millis(20);
+
 /// Scans that the control loop requested may run for 1/`WANTED_SCAN_TIME_DIVISOR` of the time.
 const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
@@ -192,17 +195,19 @@ impl Scanning {
 
     /// Starts a scan if none is running and one is due. A periodic scan is due after the interval. A scan for which a
     /// purge waits (`is_waited_for`) is due at once. A requested scan (`is_wanted`) is due when the last scan began
-    /// long enough ago.
+    /// long enough ago, which is sooner if it is urgent.
     pub fn start_if_due(
         &mut self,
         access: &Arc<FileAccess>,
         submissions: &Arc<SubmissionQueue>,
         is_wanted: bool,
+        is_urgent: bool,
         is_waited_for: bool,
     ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SCAN_TIME_DIVISOR);
+        let pause = if is_urgent { URGENT_PAUSE } else { WANTED_PAUSE };
+        let pause = pause.max(self.scan_duration * WANTED_SCAN_TIME_DIVISOR);
         let is_due = now >= self.next_at || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
             return;

@@ -28,7 +28,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -181,6 +181,7 @@ fn has_idle_processor() -> bool {
 struct WorkerGroup {
     home: Option<String>,
     is_away: bool,
+    may_ask_for_group: bool,
 }
 
 impl WorkerGroup {
@@ -196,6 +197,14 @@ impl WorkerGroup {
                 self.is_away
             }
         }
+    }
+
+    /// Returns whether `group`, in which the worker is now, is charged for all pages of a block. Always true without
+    /// permission to read page charges, since the mount then has only users of the controller's group.
+    fn is_charged(&self, group: Option<&String>, file: &File, block: u64) -> bool {
+        let Some(group) = group.filter(|_| self.may_ask_for_group) else { return !self.may_ask_for_group };
+        let Ok(folder) = std::fs::metadata(group) else { return false };
+        pages::is_charged_to(file.as_fd(), block, BLOCK_BYTES, folder.ino()).unwrap_or(false)
     }
 
     /// Moves the worker back to its own group, since another group can be removed, frozen or killed. Returns whether
@@ -223,7 +232,7 @@ pub fn serve() -> io::Result<()> {
     let socket = File::from(rustix::io::dup(io::stdin())?);
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
-    let mut worker_group = WorkerGroup { home, is_away: false };
+    let mut worker_group = WorkerGroup { home, is_away: false, may_ask_for_group: pages::may_ask_for_group() };
     let mut share = CpuShare::new(Instant::now());
     let mut lines = BufReader::new(socket);
     let mut line = String::new();
@@ -297,7 +306,8 @@ fn examine_file(
         }
     }
     if !dense.is_empty() && worker_group.move_to(job.group.as_ref()) {
-        collapse(share, &file, &dense, &mut reply);
+        let is_charged = |block: u64| worker_group.is_charged(job.group.as_ref(), &file, block);
+        collapse(share, &file, &dense, is_charged, &mut reply);
     }
     drop(file);
     for block in &sparse {
@@ -312,8 +322,15 @@ fn examine_file(
     Ok(reply)
 }
 
-/// Collapses blocks into huge pages, as long as no other process has the file open.
-fn collapse(share: &mut CpuShare, file: &File, blocks: &[u64], reply: &mut WorkerReply) {
+/// Collapses blocks into huge pages, as long as no other process has the file open. Leaves a block for which
+/// `is_charged` returns false, because a collapse would move its charge to the worker's group.
+fn collapse(
+    share: &mut CpuShare,
+    file: &File,
+    blocks: &[u64],
+    is_charged: impl Fn(u64) -> bool,
+    reply: &mut WorkerReply,
+) {
     for at in blocks {
         let Some(_slice) = TimeSlice::begin(share, reply) else { return };
         // The worker's descriptor would keep the memory of a deleted file.
@@ -324,6 +341,9 @@ fn collapse(share: &mut CpuShare, file: &File, blocks: &[u64], reply: &mut Worke
         if !pages::is_alone(file.as_fd()) {
             reply.is_busy = true;
             return;
+        }
+        if !is_charged(*at) {
+            continue;
         }
         match pages::collapse(file.as_fd(), *at, BLOCK_BYTES) {
             Collapse::Huge => reply.huge_blocks += 1,

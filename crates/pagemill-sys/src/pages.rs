@@ -5,6 +5,7 @@
 use crate::mem::os_page_bytes;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Once;
@@ -66,21 +67,37 @@ impl Window {
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps the first page by `madvise`, which returns an error past the end of the file. An access would raise a
+    /// Maps these OS pages by `madvise`, which returns an error past the end of the file. An access would raise a
     /// signal.
-    fn populate(&self) -> io::Result<()> {
+    fn populate(&self, pages: Range<usize>) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
-        self.advise(os_page_bytes(), MADV_POPULATE_READ)
+        let page_bytes = os_page_bytes();
+        assert!(pages.end * page_bytes <= self.len, "the pages are in the mapping");
+        let addr = self.addr.wrapping_byte_add(pages.start * page_bytes);
+        // SAFETY: this value owns the mapping, the range is in it, and the advice changes no byte.
+        match unsafe { libc::madvise(addr, pages.len() * page_bytes, MADV_POPULATE_READ) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 }
 
 impl Window {
-    /// Returns whether the first page of the range is in memory already.
-    fn is_resident(&self) -> bool {
-        let mut state = 0u8;
-        // SAFETY: this value owns the mapping, and the kernel writes one byte for one page.
-        let result = unsafe { libc::mincore(self.addr, os_page_bytes(), &raw mut state) };
-        result == 0 && state & 1 == 1
+    /// Returns the ranges of OS pages that are in memory already, as indexes in the mapping.
+    fn resident_ranges(&self) -> io::Result<Vec<Range<usize>>> {
+        let mut states = vec![0u8; self.len / os_page_bytes()];
+        // SAFETY: this value owns the mapping, and the kernel writes one byte for each of its pages.
+        if unsafe { libc::mincore(self.addr, self.len, states.as_mut_ptr()) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for (page, _) in states.iter().enumerate().filter(|(_, state)| **state & 1 == 1) {
+            match ranges.last_mut() {
+                Some(range) if range.end == page => range.end = page + 1,
+                _ => ranges.push(page..page + 1),
+            }
+        }
+        Ok(ranges)
     }
 }
 
@@ -116,21 +133,8 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
 /// Errors of mapping; `EFAULT` past the end of the file.
 pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Result<()> {
     let window = Window::new(file, offset, block_bytes)?;
-    window.populate()?;
+    window.populate(0..1)?;
     window.advise(os_page_bytes(), MADV_COLD)
-}
-
-/// Returns the inode number of the folder of the control group that is charged for the page at `offset`. Works only as
-/// root.
-///
-/// # Errors
-///
-/// Errors of mapping and of reading kernel files; `EFAULT` past the end of the file; `NotFound` if the kernel reports
-/// no page or no group.
-pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
-    let window = Window::new(file, offset, os_page_bytes())?;
-    window.populate()?;
-    ChargedGroupReader::new()?.charged_group_of(window.addr)
 }
 
 /// Returns whether this process may read which group is charged for a page.
@@ -138,33 +142,54 @@ pub fn may_ask_for_group() -> bool {
     ChargedGroupReader::new().is_ok()
 }
 
-/// Samples pages spread over a file of `len_bytes`. Returns the charged group of each sampled page that is resident (as
-/// [`charged_group`]), at most eight.
+/// Samples up to 64 pages spread over a file of `len_bytes`, until `max_groups` of them are resident. Returns the
+/// charged group of each resident page: the inode number of its cgroup folder. Works only as root.
 ///
-/// Allocates no page and takes no lock of the file, which a writer may hold for long. Takes some 50 us.
+/// Allocates no page and takes no lock of the file, which a writer may hold for long. Takes some 6 us per sample.
 ///
 /// # Errors
 ///
-/// As [`charged_group`].
-pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u64>> {
+/// Errors of mapping and of reading kernel files.
+pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -> io::Result<Vec<u64>> {
     const MAX_SAMPLES: u64 = 64;
-    const MAX_GROUPS: usize = 8;
+    /// Odd, so that its multiples modulo 64 reach every sample. Few samples then come from all parts of the file.
+    const STRIDE: u64 = 27;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
+    let samples = MAX_SAMPLES.min(pages);
     let reader = ChargedGroupReader::new()?;
     let mut groups = Vec::new();
-    for sample in 0..MAX_SAMPLES.min(pages) {
-        // The sampling starts at the end, because the pages that were written last are the most likely to be resident.
-        let offset = (pages - 1 - sample * pages / MAX_SAMPLES.min(pages)) * page;
-        if groups.len() == MAX_GROUPS {
+    for sample in 0..samples {
+        if groups.len() == max_groups {
             break;
         }
+        let sample = if samples == MAX_SAMPLES { sample * STRIDE % MAX_SAMPLES } else { sample };
+        // The sampling starts at the end, because the pages written last are resident.
+        let offset = (pages - 1 - sample * pages / samples) * page;
         let window = Window::new(file, offset, page as usize)?;
-        if window.is_resident() && window.populate().is_ok() {
-            groups.extend(reader.charged_group_of(window.addr).ok());
+        if !window.resident_ranges()?.is_empty() && window.populate(0..1).is_ok() {
+            groups.extend(reader.groups_of(&window, 0..1).ok().and_then(|groups| groups.first().copied()));
         }
     }
     Ok(groups)
+}
+
+/// Returns whether every resident page of a block of `file` is charged to the group whose cgroup folder has this inode
+/// number. `offset` must be a multiple of `block_bytes`. Works only as root. Takes some 50 us.
+///
+/// # Errors
+///
+/// Errors of mapping and of reading kernel files; `NotFound` if the kernel reports no group for a page.
+pub fn is_charged_to(file: BorrowedFd<'_>, offset: u64, block_bytes: usize, group: u64) -> io::Result<bool> {
+    let window = Window::new(file, offset, block_bytes)?;
+    let reader = ChargedGroupReader::new()?;
+    for pages in window.resident_ranges()? {
+        window.populate(pages.clone())?;
+        if reader.groups_of(&window, pages)?.iter().any(|found| *found != group) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The kernel files from which the charged control group of a page is read.
@@ -173,30 +198,48 @@ struct ChargedGroupReader {
     groups: File,
 }
 
+/// Reads words of a kernel file that has one for each page.
+fn read_words(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; count * 8];
+    file.read_exact_at(&mut bytes, first * 8)?;
+    Ok(bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word)).collect())
+}
+
 impl ChargedGroupReader {
     fn new() -> io::Result<Self> {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
-    /// The inode number of the charged group's folder, for the resident page at `addr`.
-    fn charged_group_of(&self, addr: *mut libc::c_void) -> io::Result<u64> {
+    /// Returns the charged group of each of these populated OS pages of the mapping.
+    fn groups_of(&self, window: &Window, pages: Range<usize>) -> io::Result<Vec<u64>> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
-        /// A huge page has 2^9 OS pages.
-        const LARGEST_ORDER: u32 = 9;
-        let read = |file: &File, index: u64| -> io::Result<u64> {
-            let mut word = [0; 8];
-            file.read_exact_at(&mut word, index * 8)?;
-            Ok(u64::from_ne_bytes(word))
-        };
-        let entry = read(&self.pagemap, addr as u64 / os_page_bytes() as u64)?;
-        let frame = entry & FRAME;
-        if entry & IS_PRESENT == 0 || frame == 0 {
-            return Err(io::ErrorKind::NotFound.into());
+        let first = window.addr as u64 / os_page_bytes() as u64 + pages.start as u64;
+        let mut frames = Vec::with_capacity(pages.len());
+        for entry in read_words(&self.pagemap, first, pages.len())? {
+            if entry & IS_PRESENT == 0 || entry & FRAME == 0 {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            frames.push(entry & FRAME);
         }
-        // Only the first page of a large folio has the group, and folios are aligned to their size.
+        let mut groups: Vec<u64> = Vec::with_capacity(frames.len());
+        for run in frames.chunk_by(|one, next| *next == one + 1) {
+            let mut group = self.group_of_folio(run[0])?;
+            for word in read_words(&self.groups, run[0], run.len())? {
+                // A frame without a group belongs to the folio of the frame before it.
+                group = if word == 0 { group } else { word };
+                groups.push(group);
+            }
+        }
+        Ok(groups)
+    }
+
+    /// Returns the charged group of the folio that contains a frame. Only the first page of a large folio has the
+    /// group, and folios are aligned to their size.
+    fn group_of_folio(&self, frame: u64) -> io::Result<u64> {
+        const LARGEST_ORDER: u32 = 9;
         for order in 0..=LARGEST_ORDER {
-            match read(&self.groups, frame >> order << order)? {
+            match read_words(&self.groups, frame >> order << order, 1)?[0] {
                 0 => {}
                 group => return Ok(group),
             }
@@ -364,29 +407,27 @@ mod tests {
         opener.join().unwrap().unwrap();
     }
 
-    /// The charged group of a page must be readable. Skipped without permission.
-    #[test]
-    fn the_charged_group_of_a_page_is_read() {
-        let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        match charged_group(file.as_fd(), 0) {
-            Ok(inode) => assert_ne!(inode, 0),
-            Err(error) => println!("skipped: {error}"),
+    /// Returns the group that is charged for a new file of this process; `None` if it cannot be read here.
+    fn own_group(file: &File) -> Option<u64> {
+        let groups = charged_groups(file.as_fd(), BLOCK as u64, 1);
+        if groups.is_err() {
+            println!("skipped: the group cannot be read here");
         }
-        assert!(charged_group(file.as_fd(), 64 * BLOCK as u64).is_err());
+        groups.ok().map(|groups| groups[0])
     }
 
-    /// All OS pages of a huge page must have the same charged group.
+    /// All pages of a block have the charged group, also as one huge page.
     #[test]
-    fn all_pages_of_a_huge_page_have_one_group() {
-        let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        let Ok(group) = charged_group(file.as_fd(), 0) else {
-            return println!("skipped: the group cannot be read here");
-        };
-        if collapse(file.as_fd(), 0, BLOCK) != Collapse::Huge {
-            return println!("skipped: no huge page available");
-        }
-        for page in [0, 1, 255, 511] {
-            assert_eq!(charged_group(file.as_fd(), page * 4096).unwrap(), group, "{page}");
+    fn all_pages_of_a_block_have_one_group() {
+        let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
+        let Some(group) = own_group(&file) else { return };
+        assert_ne!(group, 0);
+        for _ in 0..2 {
+            assert!(is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group).unwrap());
+            assert!(!is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group + 1).unwrap());
+            if collapse(file.as_fd(), BLOCK as u64, BLOCK) != Collapse::Huge {
+                return println!("skipped: no huge page available");
+            }
         }
     }
 
@@ -394,19 +435,15 @@ mod tests {
     #[test]
     fn sampled_pages_report_their_groups() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        let Ok(group) = charged_group(file.as_fd(), 0) else {
-            return println!("skipped: the group cannot be read here");
-        };
-        assert_eq!(charged_groups(file.as_fd(), BLOCK as u64).unwrap(), [group; 8]);
+        let Some(group) = own_group(&file) else { return };
+        assert_eq!(charged_groups(file.as_fd(), BLOCK as u64, 8).unwrap(), [group; 8]);
         File::options().write(true).open(folder.path().join("file")).unwrap().set_len(64 * BLOCK as u64).unwrap();
         let held = || std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
         let before = held();
-        assert_eq!(
-            charged_groups(file.as_fd(), 64 * BLOCK as u64).unwrap(),
-            [group],
-            "one sample of 64 hits the first block"
-        );
+        let found = charged_groups(file.as_fd(), 64 * BLOCK as u64, 8).unwrap();
+        assert_eq!(found, [group], "one sample of 64 hits the first block");
+        assert!(is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group).unwrap(), "a hole");
         assert_eq!(held(), before);
-        assert!(charged_groups(file.as_fd(), 0).unwrap().is_empty());
+        assert!(charged_groups(file.as_fd(), 0, 8).unwrap().is_empty());
     }
 }
