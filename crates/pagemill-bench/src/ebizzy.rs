@@ -16,7 +16,8 @@ use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
 /// MiB that are touched beforehand (quick, full): more memory than any subject uses at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
 
-/// Measured time of a whole quick run, which shall end well within 30 seconds.
+/// Time to divide among the workloads of a quick run, including [`OVERHEAD_MS`] for each. The run then ends well within
+/// 30 seconds.
 const QUICK_BUDGET_MS: u64 = 22_000;
 
 /// Time to start and end a workload, in addition to its measured time.

@@ -106,7 +106,8 @@ fn a_signal_ends_a_waiting_command() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// The help must explain each column and flag, have example command lines, and fit 100 columns.
+/// The help must explain each column of the table and each letter of the column `FLG`, and have an example command line.
+/// No line may be longer than 100 characters.
 #[test]
 fn help_explains_columns_and_flags() {
     let place = TestFolder::new();

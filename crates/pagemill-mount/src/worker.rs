@@ -120,9 +120,10 @@ impl CpuShare {
         self.until = Instant::now() + MAX_TIME_WITH_FILE_OPEN;
     }
 
-    /// Waits until the pause is over or a CPU is idle. Returns `false` if neither happens within the time `at_most`.
+    /// Waits until the worker may run: at `self.due`, or earlier if `is_idle` returns true. Returns `false` if neither
+    /// happens within `at_most`.
     fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
-        const PAUSE: Duration = Duration::from_millis(5);
+        const POLL_INTERVAL: Duration = Duration::from_millis(5);
         let until = Instant::now() + at_most;
         loop {
             let now = Instant::now();
@@ -132,7 +133,7 @@ impl CpuShare {
             if now >= until {
                 return false;
             }
-            std::thread::sleep(PAUSE.min(self.due.min(until).saturating_duration_since(now)));
+            std::thread::sleep(POLL_INTERVAL.min(self.due.min(until).saturating_duration_since(now)));
         }
     }
 

@@ -157,6 +157,8 @@ impl Cache for NodeInner {
         self.index().free_retired();
     }
 
+    /// Starts the grace period of retired nodes, frees the nodes whose grace period is over, and advances the epoch.
+    /// Returns whether retired nodes or batches still wait.
     fn finish_retired(&self) -> bool {
         let index = self.index();
         index.seal();
@@ -371,7 +373,7 @@ impl NodeCache {
 #[cfg(any(test, feature = "test-util"))]
 impl NodeCache {
     /// Waits for readers until the old memory of all moved nodes is freed.
-    pub fn finish_retired(&self) {
+    pub fn finish_all_retired(&self) {
         while !self.inner.engine.finish_all_retired().unwrap() {}
     }
 

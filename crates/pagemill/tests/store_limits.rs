@@ -129,7 +129,8 @@ fn forbid_rings(errno: i32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Asserts that a store works with threads if there is no ring. A counter and the table of `doctor` must report that.
+/// Asserts that a store works although the kernel refuses io_uring: its rings then use threads. The counter
+/// `RingsRefused` and the row `io_uring` of the table of `doctor` must report the refusal.
 fn assert_works_without_rings(path: &Path) {
     assert_works(path);
     assert!(stats::get(Counter::RingsRefused) > 0);

@@ -3,8 +3,8 @@
 //! A trace depends on its kind, on the number of pages (the footprint), and on a seed. For some kinds it also depends
 //! on the size of the cache. Equal inputs give an equal trace.
 
-/// The random number generator SplitMix64. It stays hand-written: the hit ratios in docs/benchmarks.md belong to the
-/// exact sequence of requests, which a release of another generator could change.
+/// The random number generator SplitMix64. It is written here and not taken from a crate: a new version of a crate could
+/// change the sequence of requests, and with it the hit ratios in docs/benchmarks-cache.md and docs/decisions.md.
 ///
 /// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
 struct Random(u64);

@@ -95,9 +95,9 @@ fn assert_one_of_six(array: &Array) {
 /// Shrinks the cache until the memory of all moved nodes is freed. Readers in concurrent tests may delay that.
 fn shrink(nodes: &NodeCache) {
     nodes.shrink().unwrap();
-    nodes.finish_retired();
+    nodes.finish_all_retired();
     nodes.shrink().unwrap();
-    nodes.finish_retired();
+    nodes.finish_all_retired();
     nodes.shrink_slabs();
     nodes.check_state();
 }
@@ -197,7 +197,7 @@ fn ratio_bounds_resident_nodes() {
         store(&array, MAX_INDEX, 0, 1);
         (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
         while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
-        nodes.finish_retired();
+        nodes.finish_all_retired();
         array.lock().erase_range(20_000 * SPAN, MAX_INDEX, drop);
     }
     assert_one_of_six(&array);

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 /// The command under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Timeout of all waits. All test programs need far less time, so a program that still runs then hangs.
+/// Timeout of all waits. Test programs need far less time, so a program that still runs after it is considered hung.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A folder for one test, with private runtime, cache and home folders. Dropping the value removes the folder.

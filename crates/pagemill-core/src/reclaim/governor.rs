@@ -42,7 +42,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// needed nevertheless, because limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Near a limit, the pause doubles up to this value while other processes use up no room. A small room shortens it.
+/// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds other processes
+/// calm. The pause until the next sample is at least `calm_pause`, or at least `CALM_PAUSE_FACTOR` times the time in
+/// which the room could be used up, if that is shorter.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
 /// While other processes use up no room, the room is assumed to last this factor longer than at the fastest rate of
 /// use.

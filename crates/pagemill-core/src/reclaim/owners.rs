@@ -16,10 +16,11 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Maximum number of owners of one cost: as many of Pagemill itself, and as many of the program.
+/// Maximum number of Pagemill's own owners for each cost, and also of the program's.
 pub const SLOTS: usize = 3;
 
-/// Number of slots, in the order in which the owners are called: by cost, and Pagemill's own first.
+/// Number of slots in [`Owners`]. They are in the order of calls: by cost, and within one cost Pagemill's own before the
+/// program's.
 const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).

@@ -153,7 +153,8 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
-    /// Removes the oldest objects and moves the others down. Meanwhile `len` is 0, so a fork copies no object twice.
+    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so a
+    /// child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         let count = objects.len().min(len as usize) as u32;

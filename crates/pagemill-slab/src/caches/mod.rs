@@ -204,8 +204,8 @@ pub(crate) trait Cache: Send + Sync {
         self.engine().objects_in_batches()
     }
 
-    /// Packs the objects if they can move without a user callback. Otherwise requests the background thread to pack
-    /// them. Does nothing for objects that cannot move.
+    /// Compacts the cache: directly if moving its objects runs no user callback, else by a request to the background
+    /// thread. Does nothing if the objects cannot move.
     fn pack_without_callback(&self) {}
 
     /// Frees unused memory, as the `shrink` method of the public cache type describes.

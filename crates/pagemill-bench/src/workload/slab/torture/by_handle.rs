@@ -10,7 +10,7 @@ use pagemill_slab as slab;
 use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slabs};
 
 use super::stamped::{Counters, Stamp, Stamped};
-use super::{BOARD, Removed, Subject};
+use super::{BOARD, RemoveOutcome, Subject};
 
 // SAFETY: the value contains only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
@@ -57,10 +57,10 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
     fn is_intact(&self, handle: &Self::Key, stamp: Stamp) -> bool {
         let guard = slab::enter();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
-        let was_whole = value.is(stamp);
+        let was_whole = value.is_intact_with(stamp);
         // The value may be moved now, but under the guard its old copy does not change.
         stamp.maybe_yield();
-        was_whole && value.is(stamp)
+        was_whole && value.is_intact_with(stamp)
     }
 
     fn update(&self, handle: &mut Self::Key, old: Stamp, _new: Stamp) -> Option<bool> {
@@ -71,11 +71,11 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         }
     }
 
-    fn remove(&self, handle: Self::Key, _stamp: Stamp) -> Removed<Self::Key> {
+    fn remove(&self, handle: Self::Key, _stamp: Stamp) -> RemoveOutcome<Self::Key> {
         match self.cache.remove(handle) {
-            Ok(Some(_)) if self.cache.get(handle, &slab::enter()).is_none() => Removed::Gone,
-            Err(Error::Busy { .. }) => Removed::Busy(handle),
-            _ => Removed::Missing,
+            Ok(Some(_)) if self.cache.get(handle, &slab::enter()).is_none() => RemoveOutcome::Gone,
+            Err(Error::Busy { .. }) => RemoveOutcome::Busy(handle),
+            _ => RemoveOutcome::Missing,
         }
     }
 
@@ -84,7 +84,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
     }
 
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
-        held.is(stamp)
+        held.is_intact_with(stamp)
     }
 
     fn unpin(&self, held: Self::Pin<'_>) {

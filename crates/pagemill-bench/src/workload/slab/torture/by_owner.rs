@@ -11,7 +11,7 @@ use pagemill_core::Result;
 use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs, Target};
 
 use super::stamped::{Counters, Stamp};
-use super::{BOARD, Removed, Subject};
+use super::{BOARD, RemoveOutcome, Subject};
 
 /// Number of cells of a cache.
 const CELLS: usize = 1 << 15;
@@ -40,7 +40,7 @@ impl<const WORDS: usize> Item<WORDS> {
         self.words.iter().enumerate().for_each(|(at, word)| word.store(stamp.word(at), Relaxed));
     }
 
-    fn is(&self, stamp: Stamp) -> bool {
+    fn is_intact_with(&self, stamp: Stamp) -> bool {
         self.words.iter().enumerate().all(|(at, word)| word.load(Relaxed) == stamp.word(at))
     }
 
@@ -125,13 +125,13 @@ impl<const WORDS: usize> Items<WORDS> {
         unsafe { &*item }
     }
 
-    fn is(&self, cell: u32, stamp: Stamp) -> bool {
+    fn is_intact_with(&self, cell: u32, stamp: Stamp) -> bool {
         let _guard = pagemill_xarray::pin();
         let item = self.item(cell);
-        let was_whole = item.is(stamp);
+        let was_whole = item.is_intact_with(stamp);
         // The item may be moved now, but under the guard its old copy does not change.
         stamp.maybe_yield();
-        was_whole && item.is(stamp)
+        was_whole && item.is_intact_with(stamp)
     }
 
     /// Marks an item as held, so that it cannot be moved. Returns `None` if the item is already held or is being moved.
@@ -178,20 +178,20 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn is_intact(&self, cell: &u32, stamp: Stamp) -> bool {
-        self.is(*cell, stamp)
+        self.is_intact_with(*cell, stamp)
     }
 
     fn update(&self, cell: &mut u32, old: Stamp, new: Stamp) -> Option<bool> {
         let item = self.hold(*cell)?;
-        let was_whole = item.is(old);
+        let was_whole = item.is_intact_with(old);
         item.fill(new);
         item.state.store(LIVE, Release);
         Some(was_whole)
     }
 
-    fn remove(&self, cell: u32, stamp: Stamp) -> Removed<u32> {
-        let Some(item) = self.hold(cell) else { return Removed::Busy(cell) };
-        let was_whole = item.is(stamp);
+    fn remove(&self, cell: u32, stamp: Stamp) -> RemoveOutcome<u32> {
+        let Some(item) = self.hold(cell) else { return RemoveOutcome::Busy(cell) };
+        let was_whole = item.is_intact_with(stamp);
         let owner = self.cache.owner();
         owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
         owner.free.lock().expect("the lock is not poisoned").push(cell);
@@ -199,7 +199,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         item.state.store(FREE, Release);
         // SAFETY: this thread held the item, and its state is free.
         unsafe { self.cache.free(NonNull::from(item)) };
-        if was_whole { Removed::Gone } else { Removed::Missing }
+        if was_whole { RemoveOutcome::Gone } else { RemoveOutcome::Missing }
     }
 
     fn pin(&self, cell: &u32) -> Option<Self::Pin<'_>> {
@@ -207,7 +207,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
-        held.0.is(stamp)
+        held.0.is_intact_with(stamp)
     }
 
     fn unpin(&self, held: Self::Pin<'_>) {
@@ -219,7 +219,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
-        self.is(self.board[at as usize], Stamp::of_board(at))
+        self.is_intact_with(self.board[at as usize], Stamp::of_board(at))
     }
 
     fn move_some(&self, random: &mut Rng) {
@@ -237,7 +237,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         let count = left.len() as u64 + BOARD;
         let active = self.info().active;
         let all = left.into_iter().chain(board);
-        let wrong = all.filter(|(cell, stamp)| !matches!(self.remove(*cell, *stamp), Removed::Gone)).count();
+        let wrong = all.filter(|(cell, stamp)| !matches!(self.remove(*cell, *stamp), RemoveOutcome::Gone)).count();
         active.abs_diff(count) + wrong as u64 + self.info().active
     }
 }

@@ -5,7 +5,7 @@ use pagemill_core::Result;
 use pagemill_slab::{FixedSlab, Settings, SlabCache, SlabInfo, Slabs, Slot};
 
 use super::stamped::{Counters, Stamp, Stamped};
-use super::{Removed, Subject};
+use super::{RemoveOutcome, Subject};
 
 /// A cache that is never dropped, because slots borrow from it and move between threads.
 pub struct Boxes<const WORDS: usize> {
@@ -31,17 +31,17 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
     }
 
     fn is_intact(&self, slot: &Self::Key, stamp: Stamp) -> bool {
-        slot.is(stamp)
+        slot.is_intact_with(stamp)
     }
 
     fn update(&self, slot: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool> {
-        let was_whole = slot.is(old);
+        let was_whole = slot.is_intact_with(old);
         **slot = Stamped::new(new, self.counters);
         Some(was_whole)
     }
 
-    fn remove(&self, slot: Self::Key, stamp: Stamp) -> Removed<Self::Key> {
-        if slot.is(stamp) { Removed::Gone } else { Removed::Missing }
+    fn remove(&self, slot: Self::Key, stamp: Stamp) -> RemoveOutcome<Self::Key> {
+        if slot.is_intact_with(stamp) { RemoveOutcome::Gone } else { RemoveOutcome::Missing }
     }
 
     fn pin(&self, _slot: &Self::Key) -> Option<()> {
@@ -62,7 +62,7 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
     /// again.
     fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
-        value.is_ok_and(|value| value.is(Stamp::of_board(at)))
+        value.is_ok_and(|value| value.is_intact_with(Stamp::of_board(at)))
     }
 
     fn move_some(&self, _random: &mut Rng) {

@@ -84,7 +84,7 @@ impl TortureResult {
 }
 
 /// The result of the attempt to remove an object.
-enum Removed<K> {
+enum RemoveOutcome<K> {
     /// The object was removed.
     Gone,
     /// Another thread uses the object, so the object still exists. The key is returned.
@@ -109,7 +109,7 @@ trait Subject: Sync + Sized + 'static {
     /// Changes an object from the stamp `old` to `new`. Returns `None` if the object may not be changed now; otherwise
     /// returns whether the object existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
-    fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
+    fn remove(&self, key: Self::Key, stamp: Stamp) -> RemoveOutcome<Self::Key>;
     fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool;
     fn unpin(&self, held: Self::Pin<'_>);
@@ -240,9 +240,9 @@ impl<S: Subject> CacheUser<'_, S> {
         let Some(at) = self.random_index() else { return };
         let (key, stamp) = self.own.swap_remove(at);
         match self.cache.subject.remove(key, stamp) {
-            Removed::Gone => _ = self.cache.removed.fetch_add(1, Relaxed),
-            Removed::Busy(key) => self.own.push((key, stamp)),
-            Removed::Missing => self.cache.count_unless_right(false),
+            RemoveOutcome::Gone => _ = self.cache.removed.fetch_add(1, Relaxed),
+            RemoveOutcome::Busy(key) => self.own.push((key, stamp)),
+            RemoveOutcome::Missing => self.cache.count_unless_right(false),
         }
     }
 

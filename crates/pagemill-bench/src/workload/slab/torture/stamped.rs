@@ -89,7 +89,7 @@ impl<const WORDS: usize> Stamped<WORDS> {
         (1..).zip(&self.words[1..]).all(|(at, word)| *word == stamp.word(at))
     }
 
-    pub fn is(&self, stamp: Stamp) -> bool {
+    pub fn is_intact_with(&self, stamp: Stamp) -> bool {
         self.stamp() == stamp && self.is_intact()
     }
 }
