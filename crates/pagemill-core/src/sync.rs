@@ -163,7 +163,7 @@ impl Drop for LockGuard<'_> {
 }
 
 // SAFETY: between a return of `acquire` or a successful `try_acquire` and the next `release`, no other thread gets the
-// lock. The shuttle tests check this for the word of `Lock`.
+// lock. The shuttle tests of `xarray` and `volatile` fail without this.
 unsafe impl lock_api::RawMutex for Lock {
     #[allow(clippy::declare_interior_mutable_const)] // the trait wants a constant
     const INIT: Self = Self::new();
