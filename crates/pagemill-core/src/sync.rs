@@ -3,7 +3,7 @@
 //! Under `--cfg loom` the atomics are loom's. Under `--cfg shuttle` the atomics, the waits and the clock come from
 //! `modelled`.
 #![cfg_attr(loom, allow(dead_code))] // under loom only the atomics are used
-#![allow(unsafe_code)] // references to the value that a lock protects
+#![allow(unsafe_code)] // the lock that guards a value
 
 #[cfg(shuttle)]
 pub mod modelled;
@@ -162,65 +162,80 @@ impl Drop for LockGuard<'_> {
     }
 }
 
-/// A value together with the lock that every access acquires.
+// SAFETY: between a return of `acquire` or a successful `try_acquire` and the next `release`, no other thread gets the
+// lock. The shuttle tests of `xarray` and `volatile` fail without this.
+unsafe impl lock_api::RawMutex for Lock {
+    #[allow(clippy::declare_interior_mutable_const)] // the trait wants a constant
+    const INIT: Self = Self::new();
+    type GuardMarker = lock_api::GuardSend;
+
+    #[inline]
+    fn lock(&self) {
+        self.acquire();
+    }
+
+    #[inline]
+    fn try_lock(&self) -> bool {
+        self.try_acquire()
+    }
+
+    #[inline]
+    unsafe fn unlock(&self) {
+        self.release();
+    }
+}
+
+/// A value together with the [`Lock`] that every access acquires.
 ///
 /// ```
 /// use pagemill_core::sync::Guarded;
 ///
 /// static NAMES: Guarded<Vec<&str>> = Guarded::new(Vec::new());
-/// NAMES.with(|names| names.push("tiles"));
-/// assert_eq!(NAMES.try_with(|names| names.len()), Some(1));
+/// let mut names = NAMES.lock();
+/// names.push("tiles");
+/// drop(names);
+/// NAMES.with(|names| names.push("glyphs"));
+/// assert_eq!(NAMES.try_with(|names| names.len()), Some(2));
 /// ```
 #[cfg(not(loom))]
 #[derive(Default)]
 pub struct Guarded<T> {
-    lock: Lock,
-    /// The lock is held by [`Guarded::acquire_when`], and no reference to the value exists.
+    value: lock_api::Mutex<Lock, T>,
+    /// The lock is held by [`Guarded::acquire_when`].
     is_acquired: std::sync::atomic::AtomicBool,
-    value: std::cell::UnsafeCell<T>,
 }
-
-// SAFETY: every access acquires the lock, so one thread at a time uses the value.
-#[cfg(not(loom))]
-unsafe impl<T: Send> Sync for Guarded<T> {}
 
 #[cfg(not(loom))]
 impl<T> Guarded<T> {
     #[inline]
     pub const fn new(value: T) -> Self {
-        let is_acquired = std::sync::atomic::AtomicBool::new(false);
-        Self { lock: Lock::new(), is_acquired, value: std::cell::UnsafeCell::new(value) }
+        Self { value: lock_api::Mutex::new(value), is_acquired: std::sync::atomic::AtomicBool::new(false) }
+    }
+
+    /// Acquires the lock until the guard is dropped. The guard gives access to the value.
+    pub fn lock(&self) -> lock_api::MutexGuard<'_, Lock, T> {
+        self.value.lock()
     }
 
     /// Calls `act` with the value while this thread has the lock. `act` must not acquire the same lock.
     pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
-        let _guard = self.lock.lock();
-        // SAFETY: the lock is held until `act` has returned, so this is the only reference.
-        act(unsafe { &mut *self.value.get() })
+        act(&mut self.value.lock())
     }
 
     /// As [`Guarded::with`], but returns `None` at once if another thread has the lock.
     pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
-        let is_ours = self.lock.try_acquire();
-        is_ours.then(|| {
-            let _guard = LockGuard(&self.lock);
-            // SAFETY: as in `with`.
-            act(unsafe { &mut *self.value.get() })
-        })
+        self.value.try_lock().map(|mut value| act(&mut value))
     }
 
     /// Waits until the value satisfies `condition`, and returns with the lock acquired. For `fork` handlers.
     pub fn acquire_when(&self, condition: impl Fn(&T) -> bool) {
-        loop {
-            self.lock.acquire();
-            // SAFETY: the lock is held, so no other thread changes the value.
-            if condition(unsafe { &*self.value.get() }) {
-                self.is_acquired.store(true, Relaxed);
-                return;
-            }
-            self.lock.release();
-            pause();
+        let mut value = self.value.lock();
+        while !condition(&value) {
+            lock_api::MutexGuard::unlocked(&mut value, pause);
         }
+        // `release` releases the lock instead of the guard.
+        std::mem::forget(value);
+        self.is_acquired.store(true, Relaxed);
     }
 
     /// Releases the lock that [`Guarded::acquire_when`] acquired.
@@ -231,7 +246,8 @@ impl<T> Guarded<T> {
     #[inline]
     pub fn release(&self) {
         assert!(self.is_acquired.swap(false, Relaxed));
-        self.lock.release();
+        // SAFETY: `acquire_when` has acquired the lock, and its guard exists no more.
+        unsafe { self.value.force_unlock() };
     }
 }
 

@@ -82,16 +82,14 @@ impl ControlEndpoint {
     fn enqueue(&'static self, pending: PendingCommand) {
         // The command is marked before it is queued, because the requester must not find it finished but not accepted.
         let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
-        let (refused, is_idle) = self.queue.with(|queue| {
-            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
-                return (Some(pending), false);
-            };
-            *place = Some(pending);
-            (None, !std::mem::replace(&mut queue.is_working, true))
-        });
-        if let Some(pending) = refused {
-            write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
-        }
+        let mut queue = self.queue.lock();
+        let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
+            drop(queue);
+            return write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
+        };
+        *place = Some(pending);
+        let is_idle = !std::mem::replace(&mut queue.is_working, true);
+        drop(queue);
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
             while let Some(pending) = self.dequeue() {
                 write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
@@ -101,12 +99,11 @@ impl ControlEndpoint {
 
     /// Removes the oldest command from the queue. Returns `None` if the queue is empty; then the thread ends.
     fn dequeue(&self) -> Option<PendingCommand> {
-        self.queue.with(|queue| {
-            let pending = queue.waiting[0].take();
-            queue.waiting.rotate_left(1);
-            queue.is_working = pending.is_some();
-            pending
-        })
+        let mut queue = self.queue.lock();
+        let pending = queue.waiting[0].take();
+        queue.waiting.rotate_left(1);
+        queue.is_working = pending.is_some();
+        pending
     }
 
     /// Executes a command and writes its outcome, also if the program's code panics.
@@ -164,10 +161,9 @@ impl ControlEndpoint {
     /// Empties the queue in a fork child. The child has neither the thread nor the thread's open files. The descriptor
     /// numbers of these files may belong to other files in the child, so the files are not closed.
     pub fn begin_child(&self) {
-        self.queue.with(|queue| {
-            queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
-            queue.is_working = false;
-        });
+        let mut queue = self.queue.lock();
+        queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
+        queue.is_working = false;
     }
 }
 
