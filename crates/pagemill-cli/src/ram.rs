@@ -81,7 +81,7 @@ fn create_mount_point(dir: &Path) -> Result<Option<PathBuf>, String> {
     }
     let created = fs::create_dir(dir);
     created.map(|()| Some(dir.to_owned())).map_err(|error| {
-        format!("{} does not exist and cannot be created ({error}); use an existing empty folder", dir.display())
+        format!("{} does not exist and cannot be created: {error}; use an existing empty folder", dir.display())
     })
 }
 
