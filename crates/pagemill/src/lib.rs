@@ -30,6 +30,12 @@
 //! assert_eq!(names.get(handle, &slab::enter()).map(String::as_str), Some("pagemill"));
 //! # Ok::<(), pagemill::Error>(())
 //! ```
+//!
+//! The examples of types come from the crates of the products. A program that depends on `pagemill` writes
+//! `pagemill::cache` for `pagemill_cache`, `pagemill::slab` for `pagemill_slab`, `pagemill::store` for `pagemill_store`,
+//! `pagemill::volatile` for `pagemill_volatile`, and `pagemill` for `pagemill_core`.
+//!
+//! [`Error`] converts to [`std::io::Error`], which keeps it as its source.
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]

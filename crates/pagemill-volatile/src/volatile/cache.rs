@@ -378,7 +378,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         removed.and_then(|(_key, cell)| read_value(&cell, V::load).hit())
     }
 
-    /// Number of keys in the table, including keys whose values were purged. Locks each shard in turn.
+    /// Number of keys in the table, including keys whose values were purged or could not be computed; later insertions
+    /// remove such keys. Locks each shard in turn.
     pub fn len(&self) -> usize {
         self.shards.iter().map(|shard| lock(shard).cells.len()).sum()
     }
