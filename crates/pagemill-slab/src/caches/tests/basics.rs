@@ -414,7 +414,7 @@ fn debug_mode_detects_damage() {
         free(engine, object);
         free(engine, object);
     });
-    assert!(found.contains("was freed twice") && found.contains("tests.rs:"), "{found}");
+    assert!(found.contains("was freed twice") && found.contains("basics.rs:"), "{found}");
     let found = with_damage(&|engine, object| {
         free(engine, object);
         damage::write(object + 19, 1);

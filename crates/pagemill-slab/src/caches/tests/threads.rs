@@ -76,7 +76,7 @@ fn all_slab_tests_pass_without_membarrier() {
     if env::var_os(REFUSED).is_some() {
         return;
     }
-    let mut command = own_tests(&["slab::"]);
+    let mut command = own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
     // SAFETY: only two system calls between fork and exec, and no allocation.
     unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
     assert_passes(&mut command);
@@ -165,7 +165,7 @@ fn threads_keep_their_values_while_others_drain() {
 #[test]
 fn run_tests_alone_in_their_process() {
     for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {
-        assert_passes(own_tests(&[&format!("slab::threads_tests::alone::{test}"), "--ignored"]).env(ALONE, "1"));
+        assert_passes(own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"]).env(ALONE, "1"));
     }
 }
 
