@@ -28,6 +28,9 @@ use std::time::{Duration, Instant, SystemTime};
 const EXAMINE_DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
+/// A file whose last access is older than this when its close event is read was used until the close.
+const MAX_CLOSE_DELAY_NS: i64 = 1_000_000_000;
+
 /// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
@@ -200,7 +203,11 @@ impl FileTable {
         };
         let charge = charge.unwrap_or(Charge::UNKNOWN);
         self.groups.record_written_bytes(charge.group, seen.held_bytes);
-        self.record_file(folder.inode, name, &seen, marks, Some(charge), now_ns());
+        // Files that were closed together are observed in any order, so the time of the last access orders them.
+        let now_ns = now_ns();
+        let is_recent = now_ns.saturating_sub(seen.used_ns) < MAX_CLOSE_DELAY_NS;
+        let used_ns = if is_recent { seen.used_ns } else { now_ns };
+        self.record_file(folder.inode, name, &seen, marks, Some(charge), used_ns);
     }
 
     /// Returns the group of the process that closed a file. In a user namespace, events carry no process id, so the
