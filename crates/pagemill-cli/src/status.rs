@@ -114,7 +114,7 @@ fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
         ("split", counts.split_blocks, Blocks, "of 2 MiB split, in files with the mark `never`"),
         ("sparse", counts.sparse_bytes, Unit::Bytes, "of zero pages freed in sparse files"),
         ("busy", counts.collapse_busy, Times, "a file's pages were in use"),
-        ("postponed", counts.collapse_postponed, Times, "a file's huge pages, because other processes needed the CPUs"),
+        ("postponed", counts.collapse_postponed, Times, "the rest of a file, because the time for one visit was over"),
         ("no huge page", counts.collapse_no_memory, Times, "none was available"),
         ("size changed", counts.size_changes, Times, "to keep writers below a limit"),
         ("written", counts.events, Files, "closed or renamed, as the kernel reported"),

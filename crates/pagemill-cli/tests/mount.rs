@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 const BLOCK: usize = MIB + MIB;
 
-/// Purges must remove whole volatile files, the least recently used first. Other files, and open ones, must stay.
+/// Purges must remove whole volatile files, the least recently used first. Other files, and open ones, must stay. The
+/// files are too small for the worker, since a purge skips a file that the worker has open.
 #[test]
 fn the_least_recently_used_files_are_purged_first() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -26,24 +27,24 @@ fn the_least_recently_used_files_are_purged_first() {
     let kept = pattern(0, 3 * MIB);
     fs::write(ram.at("kept"), &kept).unwrap();
     for index in 1..=5 {
-        fs::write(cache.join(index.to_string()), pattern(index, 4 * MIB)).unwrap();
+        fs::write(cache.join(index.to_string()), pattern(index, MIB)).unwrap();
         thread::sleep(Duration::from_millis(10));
     }
     ram.wait_for_volatile(5);
     let open = File::open(cache.join("1")).unwrap();
-    assert_eq!(ram.purge(8), 8 * MIB as u64);
+    assert_eq!(ram.purge(2), 2 * MIB as u64);
     let names = |folder: &Path| {
         let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
         names
     };
     assert_eq!(names(&cache), ["1", "4", "5"], "1 is open; 2 and 3 are the least recently used");
-    let mut bytes = vec![0; 4 * MIB];
+    let mut bytes = vec![0; MIB];
     open.read_exact_at(&mut bytes, 0).unwrap();
-    assert!(bytes == pattern(1, 4 * MIB));
+    assert!(bytes == pattern(1, MIB));
     assert_eq!(ram.count("spared_open"), 1);
     // A larger request must purge all closed volatile files, and no other file.
-    assert_eq!(ram.purge(100), 8 * MIB as u64);
+    assert_eq!(ram.purge(100), 2 * MIB as u64);
     assert_eq!(names(&cache), ["1"]);
     assert!(fs::read(ram.at("kept")).unwrap() == kept);
 }
@@ -405,7 +406,7 @@ fn reported_volatile_bytes_are_current() {
     ram.wait_for_volatile(2);
     fs::remove_file(cache.join("a")).unwrap();
     let held = || fs::metadata(cache.join("b")).unwrap().blocks() * 512;
-    wait_until("its zeros were given back", || held() <= 64 << 10);
+    wait_until("its zeros were given back", || held() <= 4096);
     let status = ram.status();
     let told = ["volatile_files", "volatile_bytes"].map(|name| status[name].as_u64().unwrap());
     assert_eq!((told, &status["volatile_age_seconds"]), ([1, held()], &0.0.into()));

@@ -28,7 +28,8 @@ use std::time::{Duration, Instant, SystemTime};
 const EXAMINE_DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
-/// A file whose last access is older than this when its close event is read was used until the close.
+/// Maximum delay between a close and the reading of its event. A closed file counts as used until the close, so at least
+/// until this long before the reading.
 const MAX_CLOSE_DELAY_NS: i64 = 1_000_000_000;
 
 /// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again.
@@ -204,9 +205,7 @@ impl FileTable {
         let charge = charge.unwrap_or(Charge::UNKNOWN);
         self.groups.record_written_bytes(charge.group, seen.held_bytes);
         // Files that were closed together are observed in any order, so the time of the last access orders them.
-        let now_ns = now_ns();
-        let is_recent = now_ns.saturating_sub(seen.used_ns) < MAX_CLOSE_DELAY_NS;
-        let used_ns = if is_recent { seen.used_ns } else { now_ns };
+        let used_ns = seen.used_ns.max(now_ns().saturating_sub(MAX_CLOSE_DELAY_NS));
         self.record_file(folder.inode, name, &seen, marks, Some(charge), used_ns);
     }
 

@@ -29,8 +29,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// Delay before a busy file is tried again, which doubles with each try, and the maximum number of tries. A job
-/// postponed for lack of CPU time is retried after `RETRY`, without a limit.
+/// Delay before a busy file is tried again, which doubles with each try, and the maximum number of tries. The rest of a
+/// file that the worker examined in part is sent after `RETRY`, without a limit.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
 
@@ -90,6 +90,10 @@ struct Waiting {
     /// The group that the worker enters for this file, and the groups that are avoided together with it. `None` while
     /// the file has not been sent, or if the group is unknown.
     entered: Option<(String, Domain)>,
+    /// Offset of the first block to examine.
+    from: u64,
+    /// A block before `from` was busy or got no memory, so the file must be examined again.
+    is_incomplete: bool,
     /// Last change of the file when it was queued, in nanoseconds since 1970.
     changed_ns: i64,
     tries: u32,
@@ -146,7 +150,9 @@ impl PageWork {
         let due = Instant::now() + delay;
         let name = name.to_owned();
         let changed_ns = seen.changed_ns;
-        self.insert_waiting(seen.inode, Waiting { folder, name, huge, entered: None, changed_ns, tries: 0, due });
+        let (from, is_incomplete) = (0, false);
+        let waiting = Waiting { folder, name, huge, entered: None, from, is_incomplete, changed_ns, tries: 0, due };
+        self.insert_waiting(seen.inode, waiting);
     }
 
     /// Removes a waiting file from the queue. Called before the file is purged.
@@ -203,7 +209,7 @@ impl PageWork {
                 continue;
             }
             let entered = waiting.entered.as_ref().map(|(group, _)| group.clone());
-            let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, entered);
+            let job = WorkerJob::new(inode, waiting.from, &folder, &waiting.name, waiting.huge, entered);
             let is_sent = self.worker.as_mut().is_some_and(|worker| worker.send_job(&job).is_ok());
             if is_sent {
                 self.sent.insert(inode, waiting);
@@ -308,23 +314,28 @@ impl PageWork {
         counts.split_blocks += done.split_blocks;
         counts.sparse_bytes += done.freed_bytes;
         counts.collapse_busy += u64::from(done.is_busy);
-        counts.collapse_postponed += u64::from(done.is_postponed);
+        counts.collapse_postponed += u64::from(done.next.is_some());
         counts.collapse_no_memory += u64::from(done.has_no_memory);
         let Some(mut waiting) = self.sent.remove(&done.inode) else { return };
-        if done.is_postponed && !self.waiting.contains_key(&done.inode) {
+        waiting.is_incomplete |= done.is_busy || done.has_no_memory;
+        // A file that was written meanwhile is already queued.
+        let is_queued = self.waiting.contains_key(&done.inode);
+        if let Some(next) = done.next.filter(|_| !is_queued) {
+            waiting.from = next;
             waiting.due = Instant::now() + RETRY;
             self.insert_waiting(done.inode, waiting);
             return;
         }
-        let is_unfinished = done.is_busy || done.has_no_memory;
-        if is_unfinished && waiting.tries < MAX_TRIES && !self.waiting.contains_key(&done.inode) {
+        let is_unfinished = waiting.is_incomplete;
+        if is_unfinished && waiting.tries < MAX_TRIES && !is_queued {
+            (waiting.from, waiting.is_incomplete) = (0, false);
             waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
             waiting.tries += 1;
             self.insert_waiting(done.inode, waiting);
             return;
         }
         // The next scan queues the file again.
-        if is_unfinished {
+        if is_unfinished || done.next.is_some() {
             return;
         }
         if self.known.len() >= MAX_KNOWN {
@@ -391,7 +402,7 @@ mod tests {
     const DYING_WORKER: &str = r#"while read -r line; do
         inode=${line#*:}; inode=${inode%%,*}
         [ "$inode" = 7 ] && kill -s KILL $$
-        echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"is_postponed\":false,\"has_no_memory\":false}" >&0
+        echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"next\":null,\"has_no_memory\":false}" >&0
     done"#;
 
     fn seen(inode: u64) -> FileAttributes {

@@ -47,8 +47,8 @@ pub struct Counts {
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Number of times that the worker could not finish a file: because the pages were in use; because other processes
-    /// needed the CPUs; because there was no memory for huge pages.
+    /// Number of times that the worker could not finish a file: because the pages were in use; because the
+    /// time for one visit was over; because there was no memory for huge pages.
     pub collapse_busy: u64,
     pub collapse_postponed: u64,
     pub collapse_no_memory: u64,

@@ -52,6 +52,8 @@ const SAMPLES: u64 = 8;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WorkerJob {
     pub inode: u64,
+    /// Offset of the first block to examine.
+    from: u64,
     /// Path of the folder from the root, as bytes: names need not be UTF-8.
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
@@ -62,9 +64,9 @@ pub struct WorkerJob {
 }
 
 impl WorkerJob {
-    pub fn new(inode: u64, folder: &Path, name: &OsStr, huge: Huge, group: Option<String>) -> Self {
+    pub fn new(inode: u64, from: u64, folder: &Path, name: &OsStr, huge: Huge, group: Option<String>) -> Self {
         let folder = folder.as_os_str().as_bytes().to_vec();
-        Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), group }
+        Self { inode, from, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), group }
     }
 }
 
@@ -81,8 +83,8 @@ pub struct WorkerReply {
     pub freed_bytes: u64,
     /// Another process has the file open; a retry may succeed.
     pub is_busy: bool,
-    /// Other processes need the CPUs; the file is to be retried later.
-    pub is_postponed: bool,
+    /// Offset of the first block that is left to examine, if the time for one job was over.
+    pub next: Option<u64>,
     /// A block could not become huge because the kernel had no memory for a huge page.
     pub has_no_memory: bool,
 }
@@ -90,50 +92,41 @@ pub struct WorkerReply {
 /// While other processes need the CPUs, the worker may run for 1/50 of the time.
 const CPU_SHARE_DIVISOR: u32 = 50;
 
-/// Maximum wait for CPU time while a file is open. After that, the file is closed and queued again.
-const MAX_WAIT_WITH_FILE_OPEN: Duration = Duration::from_millis(300);
+/// Maximum pause after a time slice, however long the slice was. Files stay open during pauses, and a file cannot be
+/// purged while the worker has it open.
+const MAX_PAUSE: Duration = Duration::from_millis(250);
 
-/// Maximum time for which one file is open. After that, the file is closed and queued again.
-const MAX_TIME_WITH_FILE_OPEN: Duration = Duration::from_secs(2);
+/// Times after which a job examines no further block, and changes none. At least one block is examined and changed.
+/// The controller queues the rest of the file again.
+#[derive(Clone, Copy)]
+struct JobLimits {
+    examine: Duration,
+    change: Duration,
+}
 
-/// Maximum pause after a time slice, however long the slice was.
-const MAX_PAUSE: Duration = Duration::from_millis(500);
+const JOB_LIMITS: JobLimits = JobLimits { examine: Duration::from_secs(1), change: Duration::from_secs(2) };
 
 /// Limits the CPU time of the worker while other processes need the CPUs: after each time slice the worker pauses for a
 /// multiple of the slice.
 struct CpuShare {
     /// Time from which the worker may run even without an idle CPU.
     due: Instant,
-    /// End of the time limit of the open file. The worker does not wait longer than until then.
-    until: Instant,
 }
 
 impl CpuShare {
     fn new(now: Instant) -> Self {
-        Self { due: now, until: now }
+        Self { due: now }
     }
 
-    /// Waits, with no file open, until the worker may run, but at most `MAX_PAUSE`. Then starts the time limit of the
-    /// next file.
-    fn begin_file(&mut self) {
-        self.wait(MAX_PAUSE, has_idle_processor);
-        self.until = Instant::now() + MAX_TIME_WITH_FILE_OPEN;
-    }
-
-    /// Waits until the worker may run: at `self.due`, or earlier if `is_idle` returns true. Returns `false` if neither
-    /// happens within `at_most`.
-    fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
+    /// Waits until the worker may run: at `self.due`, or earlier if `is_idle` returns true.
+    fn wait(&self, is_idle: impl Fn() -> bool) {
         const POLL_INTERVAL: Duration = Duration::from_millis(5);
-        let until = Instant::now() + at_most;
         loop {
-            let now = Instant::now();
-            if now >= self.due || is_idle() {
-                return true;
+            let left = self.due.saturating_duration_since(Instant::now());
+            if left.is_zero() || is_idle() {
+                return;
             }
-            if now >= until {
-                return false;
-            }
-            std::thread::sleep(POLL_INTERVAL.min(self.due.min(until).saturating_duration_since(now)));
+            std::thread::sleep(POLL_INTERVAL.min(left));
         }
     }
 
@@ -155,10 +148,10 @@ struct TimeSlice<'share> {
 }
 
 impl<'share> TimeSlice<'share> {
-    fn begin(share: &'share mut CpuShare, reply: &mut WorkerReply) -> Option<Self> {
-        let left = share.until.saturating_duration_since(Instant::now());
-        reply.is_postponed = !share.wait(MAX_WAIT_WITH_FILE_OPEN.min(left), has_idle_processor);
-        (!reply.is_postponed).then(|| Self { share, began: Instant::now(), _preferred: Preferred::begin() })
+    /// Waits until the worker may run.
+    fn begin(share: &'share mut CpuShare) -> Self {
+        share.wait(has_idle_processor);
+        Self { share, began: Instant::now(), _preferred: Preferred::begin() }
     }
 }
 
@@ -244,8 +237,9 @@ pub fn serve() -> io::Result<()> {
         }
         let job: WorkerJob =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        share.begin_file();
-        let mut reply = examine_file(&access, &job, &mut worker_group, &mut share).unwrap_or_default();
+        // Waits before the file is opened.
+        share.wait(has_idle_processor);
+        let mut reply = examine_file(&access, &job, JOB_LIMITS, &mut worker_group, &mut share).unwrap_or_default();
         worker_group.return_home();
         reply.inode = job.inode;
         let mut answer = serde_json::to_string(&reply).map_err(io::Error::other)?;
@@ -254,10 +248,11 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
-/// Examines a file and applies its huge page policy.
+/// Examines the blocks of a file and applies its huge page policy, until the time for one job is over.
 fn examine_file(
     access: &FileAccess,
     job: &WorkerJob,
+    limits: JobLimits,
     worker_group: &mut WorkerGroup,
     share: &mut CpuShare,
 ) -> io::Result<WorkerReply> {
@@ -271,25 +266,25 @@ fn examine_file(
     }
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
-    let (mut dense, mut sparse) = (Vec::new(), Vec::new());
     let found = {
-        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
+        let _slice = TimeSlice::begin(share);
         // The search for holes makes writers wait, so it runs only if no other process has the file open.
         if !pages::is_alone(file.as_fd()) {
             reply.is_busy = true;
             return Ok(reply);
         }
-        blocks(&file, &seen)?
+        blocks(&file, &seen, job.from)?
     };
-    for Block { range: block, data_bytes } in found {
-        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
-        // The worker's descriptor would keep a deleted file's memory, and a process that uses the file must not
-        // be delayed.
-        if file_access::attributes(&file)?.links == 0 {
-            return Ok(reply);
+    let began = Instant::now();
+    let is_over = |limit: Duration| began.elapsed() >= limit;
+    let (mut dense, mut sparse) = (Vec::new(), Vec::new());
+    for (index, Block { range: block, data_bytes }) in found.into_iter().enumerate() {
+        if index > 0 && is_over(limits.examine) {
+            reply.next = Some(block.start);
+            break;
         }
-        if !pages::is_alone(file.as_fd()) {
-            reply.is_busy = true;
+        let _slice = TimeSlice::begin(share);
+        if is_in_use(&file, &mut reply)? {
             return Ok(reply);
         }
         match huge {
@@ -307,55 +302,59 @@ fn examine_file(
         }
     }
     if !dense.is_empty() && worker_group.move_to(job.group.as_ref()) {
-        let is_charged = |block: u64| worker_group.is_charged(job.group.as_ref(), &file, block);
-        collapse(share, &file, &dense, is_charged, &mut reply);
+        for (index, at) in dense.into_iter().enumerate() {
+            if index > 0 && is_over(limits.change) {
+                reply.next = Some(at);
+                break;
+            }
+            let _slice = TimeSlice::begin(share);
+            if is_in_use(&file, &mut reply)? {
+                break;
+            }
+            // The collapse of a block that is charged to another group would move the charge to the worker's group.
+            let is_charged = worker_group.is_charged(job.group.as_ref(), &file, at);
+            if is_charged && !collapse_block(&file, at, &mut reply) {
+                break;
+            }
+        }
     }
     drop(file);
-    for block in &sparse {
+    for (index, block) in sparse.into_iter().enumerate() {
+        if index > 0 && is_over(limits.change) {
+            reply.next = Some(reply.next.map_or(block.start, |next| next.min(block.start)));
+            break;
+        }
         // The worker's own group is required: another group can be frozen for longer than a lease lasts.
         if !worker_group.return_home() {
             reply.is_busy = true;
             return Ok(reply);
         }
-        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
-        free_zero_pages(&folder, name, &seen, block, &mut reply)?;
+        let _slice = TimeSlice::begin(share);
+        free_zero_pages(&folder, name, &seen, &block, &mut reply)?;
     }
     Ok(reply)
 }
 
-/// Collapses blocks into huge pages, as long as no other process has the file open. Leaves a block for which
-/// `is_charged` returns false, because a collapse would move its charge to the worker's group.
-fn collapse(
-    share: &mut CpuShare,
-    file: &File,
-    blocks: &[u64],
-    is_charged: impl Fn(u64) -> bool,
-    reply: &mut WorkerReply,
-) {
-    for at in blocks {
-        let Some(_slice) = TimeSlice::begin(share, reply) else { return };
-        // The worker's descriptor would keep the memory of a deleted file.
-        if file_access::attributes(file).map_or(0, |seen| seen.links) == 0 {
-            return;
-        }
-        // A process that uses the file must not be delayed; the controller retries the file later.
-        if !pages::is_alone(file.as_fd()) {
-            reply.is_busy = true;
-            return;
-        }
-        if !is_charged(*at) {
-            continue;
-        }
-        match pages::collapse(file.as_fd(), *at, BLOCK_BYTES) {
-            Collapse::Huge => reply.huge_blocks += 1,
-            Collapse::Busy => reply.is_busy = true,
-            Collapse::NoMemory => {
-                reply.has_no_memory = true;
-                return;
-            }
-            Collapse::Refused => {}
-        }
+/// Returns whether the worker must leave the file alone: it was deleted, so the worker's descriptor keeps its memory,
+/// or another process has it open and must not be delayed. In the second case the reply asks for a retry.
+fn is_in_use(file: &File, reply: &mut WorkerReply) -> io::Result<bool> {
+    if file_access::attributes(file)?.links == 0 {
+        return Ok(true);
     }
+    let is_open = !pages::is_alone(file.as_fd());
+    reply.is_busy |= is_open;
+    Ok(is_open)
+}
+
+/// Collapses a block into a huge page. Returns `false` if no other block can become huge now.
+fn collapse_block(file: &File, at: u64, reply: &mut WorkerReply) -> bool {
+    match pages::collapse(file.as_fd(), at, BLOCK_BYTES) {
+        Collapse::Huge => reply.huge_blocks += 1,
+        Collapse::Busy => reply.is_busy = true,
+        Collapse::NoMemory => reply.has_no_memory = true,
+        Collapse::Refused => {}
+    }
+    !reply.has_no_memory
 }
 
 /// A block of a file, with at least some memory.
@@ -367,10 +366,10 @@ struct Block {
     data_bytes: u64,
 }
 
-/// Returns the blocks of a file that have memory. Searches for each hole only once, since the kernel walks page
+/// Returns the blocks of a file, from the offset `from`, that have memory. Searches for each hole only once, since the kernel walks page
 /// by page while writers wait.
-fn blocks(file: &File, seen: &FileAttributes) -> io::Result<Vec<Block>> {
-    let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), 0);
+fn blocks(file: &File, seen: &FileAttributes, from: u64) -> io::Result<Vec<Block>> {
+    let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), from);
     while at < seen.len_bytes {
         let start = match fs::seek(file, SeekFrom::Data(at)) {
             Ok(start) => start,
@@ -617,6 +616,7 @@ impl Drop for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
 
     const PAGE: usize = 4096;
 
@@ -625,18 +625,48 @@ mod tests {
     #[test]
     fn cpu_time_is_limited_under_load_and_guaranteed() {
         let mut share = CpuShare::new(Instant::now());
-        assert!(share.wait(Duration::ZERO, || false), "no CPU time was used yet");
         let begun = Instant::now();
+        share.wait(|| panic!("no CPU time was used yet"));
         share.charge(Duration::from_millis(2));
-        assert!(!share.wait(Duration::from_millis(10), || false), "CPU time was used");
-        assert!(share.wait(Duration::ZERO, || true), "a CPU is idle");
-        assert!(share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= Duration::from_millis(100));
+        share.wait(|| false);
+        assert!(begun.elapsed() >= Duration::from_millis(100));
+        let is_asked = Cell::new(false);
+        share.charge(Duration::from_secs(600));
+        share.wait(|| is_asked.replace(true));
+        assert!(is_asked.get(), "a CPU is idle");
         let begun = Instant::now();
         share.charge(Duration::from_secs(600));
-        assert!(
-            share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= MAX_PAUSE,
-            "the pause is limited after a long slice"
-        );
+        share.wait(|| false);
+        assert!(begun.elapsed() >= MAX_PAUSE, "the pause is limited after a long slice");
+    }
+
+    /// Blocks take longer than the time of one job. Each job must examine at least one block, and the jobs together
+    /// must examine each block once.
+    #[test]
+    fn a_file_is_examined_in_parts() {
+        const COUNT: u64 = 5;
+        let fill = |file: &File| {
+            for at in 0..COUNT {
+                file.write_all_at(&vec![0; BLOCK_BYTES], at * BLOCK).unwrap();
+                file.write_all_at(&[7], at * BLOCK).unwrap();
+            }
+        };
+        let Some((folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
+        drop(file);
+        let access = FileAccess::of_root(File::open(folder.path()).unwrap().into()).unwrap();
+        let mut worker_group = WorkerGroup { home: None, is_away: false, may_ask_for_group: false };
+        let mut share = CpuShare::new(Instant::now());
+        let (mut from, mut freed_bytes, mut jobs) = (Some(0), 0, 0);
+        while let Some(at) = from {
+            let job = WorkerJob::new(seen.inode, at, Path::new(""), OsStr::new("file"), Huge::Auto, None);
+            let limits = JobLimits { examine: Duration::ZERO, change: Duration::ZERO };
+            let reply = examine_file(&access, &job, limits, &mut worker_group, &mut share).unwrap();
+            assert!(!reply.is_busy && reply.next.is_none_or(|next| next > at));
+            (from, freed_bytes, jobs) = (reply.next, freed_bytes + reply.freed_bytes, jobs + 1);
+        }
+        let is_small = seen.held_bytes == COUNT * BLOCK;
+        let expected = if is_small { COUNT * (BLOCK - PAGE as u64) } else { freed_bytes };
+        assert_eq!((jobs, freed_bytes), (COUNT, expected));
     }
 
     fn file(write: impl Fn(&File)) -> Option<(tempfile::TempDir, File, FileAttributes)> {
@@ -662,7 +692,7 @@ mod tests {
             file.write_all_at(&[1], 4 * BLOCK + 9).unwrap();
         };
         let Some((_folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
-        let found = blocks(&file, &seen).unwrap();
+        let found = blocks(&file, &seen, 0).unwrap();
         let ranges: Vec<_> = found.iter().map(|block| block.range.clone()).collect();
         assert_eq!(ranges, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
         // The machine may use huge pages for all of /dev/shm.
@@ -684,7 +714,7 @@ mod tests {
         };
         let Some((folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
         let at: OwnedFd = File::open(folder.path()).unwrap().into();
-        let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen).unwrap());
+        let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen, 0).unwrap());
         let mut reply = WorkerReply::default();
         free_zero_pages(&at, name, &seen, &zeros[0].range, &mut reply).unwrap();
         assert!(reply.is_busy && reply.freed_bytes == 0);
