@@ -69,6 +69,13 @@ impl Mark {
         if own != set {
             bad.push("volatile, but users other than its owner may write to it".into());
         }
+        if seen.is_file() && seen.links > 1 && own.volatile.is_some_and(|volatile| volatile != Volatile::None) {
+            let names = seen.links;
+            print_message(&format!(
+                "{}: the file has {names} names: it is not purged while it has more than one",
+                path.display()
+            ));
+        }
         let marks = policy::effective_marks(own, seen.owner, ancestors(path, device).map_err(error_text)?);
         let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
         let purged = file_access::purged_from(&fd);

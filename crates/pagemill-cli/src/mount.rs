@@ -4,7 +4,7 @@ use crate::fail;
 use pagemill_core::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
 use pagemill_mount::control_loop::{Settings, print_message};
-use pagemill_mount::mounting::{self, MountRequest, Mounted};
+use pagemill_mount::mounting::{self, MountRequest, Mounted, Refusal};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -34,16 +34,17 @@ const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 pub struct Mount {
     /// The mount point: an empty folder.
     dir: PathBuf,
-    /// Maximum memory for files, such as 8G or 512M [default: half of the machine's memory, or the size first requested
+    /// Maximum memory for files, such as 8G or 512M [default: half of the machine's memory, or the size last requested
     /// if a mount without a controller is taken over]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     size: Option<u64>,
     /// A control group whose memory limit is watched even before it writes files here: its folder or its name.
+    /// Can be given several times.
     #[arg(long, value_name = "GROUP")]
     cgroup: Vec<PathBuf>,
-    /// Permissions of the file system's root, in octal.
-    #[arg(long, value_name = "MODE", default_value = "1777", value_parser = parse_mode)]
-    mode: u32,
+    /// Permissions of the file system's root, in octal [default: 1777]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    mode: Option<u32>,
     /// Return once the file system is mounted; the controller continues in the background.
     #[arg(long)]
     daemon: bool,
@@ -89,7 +90,7 @@ fn group_folder(given: &Path) -> Result<String, String> {
 impl Mount {
     pub fn main(self) -> ExitCode {
         if self.daemon {
-            return daemonize();
+            return self.daemonize();
         }
         if self.as_daemon {
             let _ = rustix::process::setsid();
@@ -98,16 +99,21 @@ impl Mount {
         // interrupt the mount.
         let signals = match Signals::new([SIGINT, SIGTERM, SIGHUP]) {
             Ok(signals) => signals,
-            Err(error) => return fail(2, &format!("signals cannot be handled: {error}")),
+            Err(error) => return report_error(2, self.json, &format!("signals cannot be handled: {error}")),
         };
         let groups = match self.cgroup.iter().map(|group| group_folder(group)).collect() {
             Ok(groups) => groups,
-            Err(why) => return fail(2, &why),
+            Err(why) => return report_error(2, self.json, &why),
         };
-        let request = MountRequest { point: self.dir.clone(), size_bytes: self.size, mode: self.mode };
+        let mode = self.mode.unwrap_or(0o1777);
+        let request = MountRequest { point: self.dir.clone(), size_bytes: self.size, mode };
         match request.mount() {
             Ok(mounted) => self.run_controller(groups, mounted, signals),
-            Err(refusal) => fail(2, &refusal.to_string()),
+            Err(refusal @ Refusal::Missing(_)) => {
+                let text = format!("{refusal}: mkdir -p '{}'", self.dir.display());
+                report_error(2, self.json, &text)
+            }
+            Err(refusal) => report_error(2, self.json, &refusal.to_string()),
         }
     }
 
@@ -136,9 +142,13 @@ impl Mount {
                 if !was_taken_over {
                     let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_RETRY_TIME);
                 }
-                return fail(2, &format!("the controller of {} cannot be started: {error}", point.display()));
+                let text = format!("the controller of {} cannot be started: {error}", point.display());
+                return report_error(2, self.json, &text);
             }
         };
+        if was_taken_over && self.mode.is_some() {
+            print_message("--mode has no effect on a mount that is taken over; chmod changes its root");
+        }
         if has_no_huge {
             print_message("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
@@ -195,6 +205,28 @@ impl Mount {
         }
     }
 
+    /// Starts this command again in the background, and waits until it has mounted.
+    fn daemonize(&self) -> ExitCode {
+        let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--daemon");
+        let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
+        let mut command = Command::new(program);
+        command.args(arguments).arg("--as-daemon").stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => return report_error(2, self.json, &format!("the controller cannot be started: {error}")),
+        };
+        let mut line = String::new();
+        let _ = child.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
+        print!("{line}");
+        // With --json, the child process reports an error as an object, too. It has already printed the reason.
+        let is_error = line.is_empty() || line.starts_with("{\"error\"");
+        if !is_error {
+            return ExitCode::SUCCESS;
+        }
+        let status = child.wait().ok().and_then(|status| status.code());
+        ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
+    }
+
     /// Redirects standard error to a log file in the folder of the socket, and standard output to `/dev/null`.
     fn redirect_output_to_log(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
@@ -209,27 +241,6 @@ impl Mount {
 
 fn log_path(device: u64) -> std::io::Result<PathBuf> {
     mounting::socket_path(device).map(|socket| socket.with_extension("log"))
-}
-
-/// Starts this command again in the background, and waits until it has mounted.
-fn daemonize() -> ExitCode {
-    let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--daemon");
-    let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
-    let mut command = Command::new(program);
-    command.args(arguments).arg("--as-daemon").stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = match command.spawn() {
-        Ok(child) => child,
-        Err(error) => return fail(2, &format!("the controller cannot be started: {error}")),
-    };
-    let mut line = String::new();
-    let read = child.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
-    if matches!(read, Some(Ok(1..))) {
-        print!("{line}");
-        return ExitCode::SUCCESS;
-    }
-    // The child process has already printed the reason.
-    let status = child.wait().ok().and_then(|status| status.code());
-    ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
 }
 
 /// Reports an error on standard error, and as JSON on standard output.
@@ -271,7 +282,7 @@ impl Purge {
                 print_line(&json!({ "asked_bytes": self.size, "purged_bytes": bytes }).to_string())
             }
             RequestOutcome::Answer(bytes) => {
-                let short = if bytes < self.size { "; no other volatile file is closed and has one name" } else { "" };
+                let short = if bytes < self.size { "; no further volatile file could be purged" } else { "" };
                 print_line(&format!("{} purged, {} requested{short}", Bytes(bytes), Bytes(self.size)))
             }
             RequestOutcome::Refused(why) => return report_error(1, self.json, &why),
@@ -304,7 +315,8 @@ impl Umount {
             Ok(found) => found,
             Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
-        let controller = match control::request_status(device) {
+        let outcome = control::request_status(device);
+        let controller = match &outcome {
             RequestOutcome::Answer(status) => status.controller_pid.unwrap_or(0),
             RequestOutcome::Refused(_) | RequestOutcome::NoController => 0,
         };
@@ -312,11 +324,20 @@ impl Umount {
         if let Err(refusal) = control::unmount(&point, device, controller, RETRY_TIME) {
             return report_error(1, self.json, &refusal.to_string());
         }
-        // The memory becomes free only when the controller has ended.
+        // The memory becomes free only when the controller has ended. A stopped controller does not end.
         let begun = std::time::Instant::now();
-        while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_RETRY_TIME {
+        if let RequestOutcome::Refused(why) = &outcome {
+            print_message(&format!("{} is unmounted, but its memory stays in use: {why}", point.display()));
+        }
+        let is_awaited = !matches!(outcome, RequestOutcome::Refused(_));
+        while is_awaited
+            && !mounting::is_mounted(device)
+            && mounting::is_controlled(device)
+            && begun.elapsed() < UNMOUNT_RETRY_TIME
+        {
             std::thread::sleep(Duration::from_millis(5));
         }
+        mounting::remove_leftovers(device);
         let mount_points: Vec<_> =
             mounting::mount_points(device).iter().map(|point| point.display().to_string()).collect();
         let written = if self.json {

@@ -6,8 +6,9 @@ use pagemill_core::units::Bytes;
 use pagemill_mount::control::{self, RequestOutcome};
 use pagemill_mount::mounting;
 use pagemill_mount::status::{Counts, Status as State};
+use std::cmp::Ordering;
 use std::fmt::Write as _;
-use std::io::{ErrorKind, Write as _};
+use std::io::{ErrorKind, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
@@ -58,8 +59,8 @@ impl Status {
         let text = if self.json {
             serde_json::to_string(state).map_err(std::io::Error::other)? + "\n"
         } else {
-            // With --watch, each status replaces the previous one on a cleared screen.
-            let clear = if self.watch { "\x1b[H\x1b[2J" } else { "" };
+            // With --watch, each status replaces the previous one on the screen of a terminal.
+            let clear = if self.watch && std::io::stdout().is_terminal() { "\x1b[H\x1b[2J" } else { "" };
             format!("{clear}{}", text_of(state))
         };
         let mut out = std::io::stdout().lock();
@@ -74,7 +75,7 @@ fn without_controller(point: &Path) -> State {
     if let Ok(stat) = rustix::fs::statvfs(point) {
         state.size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
         state.used_bytes = state.size_bytes.saturating_sub(stat.f_bfree.saturating_mul(stat.f_frsize));
-        state.inodes = stat.f_files.saturating_sub(stat.f_ffree);
+        (state.inodes, state.max_inodes) = (stat.f_files.saturating_sub(stat.f_ffree), stat.f_files);
     }
     state
 }
@@ -132,11 +133,12 @@ fn text_of(state: &State) -> String {
         Some(pid) => writeln!(text, "{}  controller {pid}, {:.0} s", state.mount_point, state.uptime_seconds),
         None => writeln!(text, "{}", no_controller_message(Path::new(&state.mount_point))),
     };
-    let asked = match state.size_bytes {
-        size if state.controller_pid.is_some() && size != state.asked_bytes => {
-            format!("{} requested; reduced near a limit", Bytes(state.asked_bytes))
-        }
-        _ => String::new(),
+    let asked = match (&state.bounded_by, state.size_bytes.cmp(&state.asked_bytes)) {
+        _ if state.controller_pid.is_none() => String::new(),
+        (_, Ordering::Equal) => String::new(),
+        (_, Ordering::Greater) => format!("{} requested; more is in use", Bytes(state.asked_bytes)),
+        (Some(limit), Ordering::Less) => format!("{} requested; bounded by {limit}", Bytes(state.asked_bytes)),
+        (None, Ordering::Less) => format!("{} requested", Bytes(state.asked_bytes)),
     };
     let mut row = |name: &str, value: String, meaning: &str| {
         let line = format!("  {name:<16} {value:>12}  {meaning}");
@@ -146,7 +148,7 @@ fn text_of(state: &State) -> String {
     row(
         "used",
         Bytes(state.used_bytes).to_string(),
-        &format!("by {} files and folders, including the root", state.inodes),
+        &format!("in {} of {} inodes (attributes count, too)", state.inodes, state.max_inodes),
     );
     if state.controller_pid.is_none() {
         return text;
@@ -157,11 +159,15 @@ fn text_of(state: &State) -> String {
     };
     let files = format!("in {} files{age}: purged first, in LRU order", state.volatile_files);
     row("volatile", Bytes(state.volatile_bytes).to_string(), &files);
-    for (name, value, unit, meaning) in rows(&state.counts).into_iter().filter(|row| row.1 > 0) {
-        row(name, unit.text(value), meaning);
-    }
     if state.files_waiting_for_pages > 0 {
         row("waiting", Unit::Files.text(state.files_waiting_for_pages), "for the worker to examine");
+    }
+    let counts: Vec<_> = rows(&state.counts).into_iter().filter(|row| row.1 > 0).collect();
+    if !counts.is_empty() {
+        row("since the start", String::new(), "");
+    }
+    for (name, value, unit, meaning) in counts {
+        row(&format!("  {name}"), unit.text(value), meaning);
     }
     let _ = writeln!(text, "  {:<16} {:>10} {:>10} {:>10}", "limits", "used", "purge from", "limit");
     for line in &state.lines {
@@ -193,6 +199,7 @@ mod tests {
             controller_pid: Some(7),
             asked_bytes: 8 << 30,
             size_bytes: 1 << 30,
+            bounded_by: Some("group /app".into()),
             counts,
             volatile_age_seconds: 12.3,
             is_preferred: true,
@@ -200,13 +207,15 @@ mod tests {
             ..State::default()
         };
         let text = text_of(&state);
-        assert!(text.contains("purged                  3 MiB  of volatile files"), "{text}");
+        assert!(text.contains("  purged                3 MiB  of volatile files"), "{text}");
         assert!(
-            text.contains("nothing to give    3643 times  a limit was near and no volatile file could be purged"),
+            text.contains("  nothing to give  3643 times  a limit was near and no volatile file could be purged"),
             "{text}"
         );
         assert!(text.contains("in 0 files, up to 12 s ago: purged first"), "{text}");
-        assert!(text.contains("8 GiB requested") && !text.contains("cut off"), "{text}");
+        assert!(text.contains("8 GiB requested; bounded by group /app\n") && !text.contains("cut off"), "{text}");
+        let larger = text_of(&State { asked_bytes: 1 << 20, bounded_by: None, ..state.clone() });
+        assert!(larger.contains("1 MiB requested; more is in use\n"), "{larger}");
         let text = text_of(&State { controller_pid: None, ..state });
         assert!(text.starts_with("no controller of /mnt/ram answers") && !text.contains("volatile "), "{text}");
     }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::group::Group;
-use common::ram::{MIB, Ram, pattern, wait_until};
+use common::ram::{MIB, Ram, pattern, start, wait_until};
 use common::{Guard, TIMEOUT, finish, is_missing};
 use pagemill_sys::open_permission::OpenPermissions;
 use rustix::process::{Pid, Signal, kill_process};
@@ -338,6 +338,77 @@ for at in range(300):
     let end = finish(group.enter(&write), TIMEOUT);
     assert!(end.status.success(), "{} {}", end.err, ram.status());
     assert!(ram.count("purged_bytes") > 0);
+}
+
+/// A group creates many empty files, whose inodes are charged to it. Volatile ones must be purged before the limit is
+/// reached; other ones must fail with `ENOSPC` there. No process may be killed.
+#[test]
+fn empty_files_do_not_exhaust_a_group() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    if is_missing("python3") {
+        return;
+    }
+    ram.folder("volatile", &["--volatile", "full"]);
+    fs::create_dir(ram.at("plain")).unwrap();
+    let script = "import errno, os, sys
+os.chdir(sys.argv[1]); full = 0
+for at in range(100000):
+    try: os.close(os.open('empty-%d' % at, os.O_CREAT | os.O_WRONLY))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        full += 1
+        if full == 1000: break
+print(at + 1, full)";
+    for name in ["volatile", "plain"] {
+        let Some(group) = Group::new(&format!("empty-{name}"), 96 * MIB as u64) else { return };
+        let mut create = ram.place.command("python3");
+        create.args(["-c", script]).arg(ram.at(name));
+        let end = finish(group.enter(&create), TIMEOUT);
+        let status = ram.status();
+        assert!(end.status.success(), "{name}: {} {status}", end.err);
+        let numbers: Vec<u64> = end.out.split_whitespace().map(|word| word.parse().unwrap()).collect();
+        let (created, full) = (numbers[0] - numbers[1], numbers[1]);
+        match name {
+            "volatile" => assert!(created >= 95_000 && ram.count("purged_files") > 0, "{numbers:?} {status}"),
+            _ => assert!(full == 1000 && created >= 10_000, "{numbers:?} {status}"),
+        }
+        fs::remove_dir_all(ram.at(name)).unwrap();
+    }
+}
+
+/// A controller is killed and the mount taken over. From the start, the size must be bounded by the group whose files
+/// are there.
+#[test]
+fn a_mount_that_is_taken_over_is_bounded_at_once() {
+    let Some(mut ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("taken", 256 * MIB as u64) else { return };
+    let source = ram.place.path("source");
+    fs::write(&source, pattern(1, 40 * MIB)).unwrap();
+    for file in 0..4 {
+        assert!(copies_in(&group, &ram, &source, &ram.at(&file.to_string())));
+    }
+    ram.controller.signal("KILL");
+    ram.controller.wait(TIMEOUT);
+    ram.controller = start(&ram.place, &ram.point, &["--size", "1G"]);
+    let status = ram.status();
+    assert!(status["size_bytes"].as_u64().unwrap() <= 256 * MIB as u64, "{status}");
+    assert!(status["bounded_by"].as_str().unwrap().ends_with("-taken"), "{status}");
+}
+
+/// While the controller is stopped, `status` must say so, and `umount` must unmount without waiting for it.
+#[test]
+fn a_stopped_controller_is_reported() {
+    let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
+    let point = ram.point.to_str().unwrap().to_owned();
+    ram.controller.signal("STOP");
+    let end = ram.command(&["status", &point]);
+    let expected = format!("process {}, is stopped; `kill -CONT", ram.controller.id());
+    assert!(end.code() == 1 && end.err.contains(&expected), "{}", end.err);
+    let end = ram.command(&["umount", &point]);
+    assert!(end.code() == 0 && end.err.contains("is unmounted, but its memory stays in use"), "{}", end.err);
+    assert!(!ram.is_mounted());
+    ram.controller.signal("CONT");
+    ram.controller.wait(TIMEOUT);
 }
 
 /// Calls a function when it is dropped.

@@ -6,7 +6,7 @@
 
 use crate::file_access::FileSystemUsage;
 use crate::groups::{Sample, guard_bytes};
-use pagemill_core::units::BLOCK_BYTES;
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
 
@@ -22,6 +22,15 @@ const MIN_WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 /// Files are purged while less than this fraction (1/16) of the machine's memory is available. The computed size leaves
 /// half of this fraction available.
 const MACHINE_DIVISOR: u64 = 16;
+
+/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
+/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
+pub const INODE_BYTES: u64 = 1536;
+
+/// New inodes may take 1/16 of the memory that is left below the nearest limit, or four times as much as is predicted
+/// (some 160 ms of growth), but at most half.
+const INODE_DIVISOR: u64 = 16;
+const INODE_GROWTH_FACTOR: u64 = 4;
 
 /// Upper bound for how fast memory can be filled, in bytes per second.
 const FASTEST_BYTES_PER_SECOND: u64 = 32 << 30;
@@ -81,6 +90,10 @@ pub struct Budget {
     pub lines: Vec<LimitUsage>,
     /// The size to set.
     pub size_bytes: u64,
+    /// The maximum number of inodes to set.
+    pub max_inodes: u64,
+    /// Name of the limit that leaves the least room and so bounds the size: a group or the machine.
+    pub nearest: Option<String>,
 }
 
 impl Budget {
@@ -100,13 +113,18 @@ impl Budget {
             LimitUsage { bound, name: name.to_owned(), limit_bytes, used_bytes, fixed_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, usage.used_bytes)];
-        let mut headroom = u64::MAX;
+        let (mut headroom, mut nearest) = (u64::MAX, None);
+        let mut bound = |room_bytes: u64, name: String| {
+            if room_bytes < headroom {
+                (headroom, nearest) = (room_bytes, Some(name));
+            }
+        };
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
             // A group that has written almost nothing to this file system must not reduce the size for all users.
             let guard_bytes = guard_bytes(group.limit_bytes);
             if group.here_bytes >= guard_bytes {
-                headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
+                bound(group.hard_room_bytes.saturating_sub(guard_bytes), format!("group {}", group.name));
             }
         }
         if let Some(Machine { total_bytes, available_bytes, .. }) = machine {
@@ -120,12 +138,19 @@ impl Budget {
                 fixed_bytes: used_bytes.saturating_sub(held(Bound::Machine)),
                 mark_bytes,
             });
-            headroom = headroom.min(available_bytes.saturating_sub(kept_bytes / 2));
+            bound(available_bytes.saturating_sub(kept_bytes / 2), "the machine's memory".into());
         }
-        // The size is at least the usage, since tmpfs refuses a smaller one. It is never 0, since 0 means unlimited.
-        let size_bytes =
-            size_bytes.min(usage.used_bytes.saturating_add(headroom)).max(usage.used_bytes).max(BLOCK_BYTES as u64);
-        Self { lines, size_bytes }
+        // Size and inodes are at least the usage, since tmpfs refuses less. They are never 0, since 0 means unlimited.
+        let predicted_bytes = margins.predicted_inodes.saturating_mul(INODE_BYTES * INODE_GROWTH_FACTOR);
+        let for_inodes = predicted_bytes.clamp(headroom / INODE_DIVISOR, headroom / 2);
+        let size_bytes = size_bytes
+            .min(usage.used_bytes.saturating_add(headroom - for_inodes))
+            .max(usage.used_bytes)
+            .max(BLOCK_BYTES as u64);
+        let most_inodes = machine.map_or(usage.max_inodes, |machine| default_inodes(machine.total_bytes));
+        let max_inodes =
+            most_inodes.min(usage.inodes.saturating_add(for_inodes / INODE_BYTES)).max(usage.inodes).max(1);
+        Self { lines, size_bytes, max_inodes, nearest }
     }
 
     /// Returns the smallest distance between usage and a purge threshold.
@@ -160,9 +185,20 @@ impl Budget {
         .clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
     }
 
-    /// Returns whether the file system's current size (`usage.size_bytes`) must be changed to the computed one. A
-    /// current size that is too large by a block or more must be changed at once. One that is too small must be changed
-    /// if the file system is nearly full or if the difference is large.
+    /// Returns whether the file system's size or its maximum number of inodes must be changed to the computed one. A
+    /// size that is too large by a block or more must be changed at once. One that is too small must be changed if the
+    /// file system is nearly full or if the difference is large.
+    pub fn wants_change(&self, usage: FileSystemUsage) -> bool {
+        self.wants_size(usage) || self.wants_inodes(usage)
+    }
+
+    /// The free inodes may differ from the computed ones by an eighth, since each change costs a system call.
+    fn wants_inodes(&self, usage: FileSystemUsage) -> bool {
+        let free = |max_inodes: u64| max_inodes.saturating_sub(usage.inodes);
+        let (now, right) = (free(usage.max_inodes), free(self.max_inodes));
+        now.abs_diff(right) > right / 8
+    }
+
     pub fn wants_size(&self, usage: FileSystemUsage) -> bool {
         let (now, right) = (usage.size_bytes, self.size_bytes);
         let near_bytes = 16 * BLOCK_BYTES as u64;
@@ -174,13 +210,20 @@ impl Budget {
     }
 }
 
+/// Returns tmpfs's default for the maximum number of inodes: half of the machine's pages.
+fn default_inodes(machine_bytes: u64) -> u64 {
+    machine_bytes / os_page_bytes() as u64 / 2
+}
+
 /// What determines the distance of purge thresholds from their limits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Margins {
     /// The controller has real-time priority, so its checks are rarely late.
     pub is_preferred: bool,
-    /// Predicted growth before the next check ([`crate::growth_predictor`]).
+    /// Predicted growth before the next check ([`crate::growth_predictor`]): of the memory of files, and of the number
+    /// of inodes.
     pub predicted_bytes: u64,
+    pub predicted_inodes: u64,
 }
 
 impl Margins {
@@ -219,10 +262,10 @@ mod tests {
 
     const NOTHING: fn(Bound) -> u64 = |_| 0;
 
-    const PREFERRED: Margins = Margins { is_preferred: true, predicted_bytes: 0 };
+    const PREFERRED: Margins = Margins { is_preferred: true, predicted_bytes: 0, predicted_inodes: 0 };
 
     fn usage(size: u64, used: u64) -> FileSystemUsage {
-        FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, inodes: 0 }
+        FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, max_inodes: 1, inodes: 1 }
     }
 
     fn group(limit: u64, used: u64) -> Sample {
@@ -244,9 +287,11 @@ mod tests {
         let budget = Budget::new(8192 * MIB, usage(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
-        assert_eq!(budget.size_bytes / MIB, 400 + (512 - 420) - 8);
-        assert!(budget.wants_size(usage(8192, 400)));
-        assert!(!budget.wants_size(usage(484, 400)));
+        let headroom = (512 - 420 - 8) * MIB;
+        assert_eq!(budget.size_bytes, 400 * MIB + headroom / 16 * 15);
+        assert_eq!(budget.max_inodes, 1, "the tests' file system has no more");
+        assert!(budget.wants_change(usage(8192, 400)));
+        assert!(!budget.wants_change(usage(480, 400)));
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
     }
 
@@ -313,8 +358,30 @@ mod tests {
         assert!(!budget.wants_size(usage(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
         let budget = Budget::new(8192 * MIB, usage(8192, 4000), &[], Some(short), PREFERRED, NOTHING);
-        assert_eq!(budget.size_bytes / MIB, 4000 + 500);
+        assert_eq!(budget.size_bytes, 4000 * MIB + 500 * MIB / 16 * 15);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
+    }
+
+    /// Empty files take memory of the group, too. Their number must be bounded by a sixteenth of the memory below the
+    /// limit, and by tmpfs's default. The bound must be set when it is much lower, or when few inodes are free.
+    #[test]
+    fn a_group_bounds_the_inodes() {
+        let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
+        let usage = |max_inodes, inodes| FileSystemUsage { max_inodes, inodes, ..usage(8192, 0) };
+        let budget = |group: &[Sample], inodes| {
+            Budget::new(8192 * MIB, usage(1, inodes), group, Some(machine), PREFERRED, NOTHING)
+        };
+        let near = budget(&[group(512, 420)], 1000);
+        assert_eq!(near.max_inodes, 1000 + (512 - 420 - 8) * MIB / 16 / INODE_BYTES);
+        let is_wanted = |max_inodes, inodes| near.wants_inodes(usage(max_inodes, inodes));
+        assert!(is_wanted(1 << 20, 1000) && !is_wanted(near.max_inodes + 400, 1000));
+        assert!(is_wanted(near.max_inodes - 500, 1000) && !is_wanted(near.max_inodes - 400, 1000));
+        let fast = Margins { predicted_inodes: 10_000, ..PREFERRED };
+        let fast = Budget::new(8192 * MIB, usage(1, 0), &[group(512, 420)], Some(machine), fast, NOTHING);
+        assert_eq!(fast.max_inodes, 42 * MIB / INODE_BYTES, "half of the room");
+        assert_eq!(budget(&[group(512, 510)], 1000).max_inodes, 1000, "no room is left");
+        assert_eq!(budget(&[], 0).max_inodes, (30_000 - 1000) * MIB / 16 / INODE_BYTES);
+        assert_eq!(budget(&[], 1 << 30).max_inodes, 1 << 30, "tmpfs refuses less than are in use");
     }
 
     /// The current size is smaller than the computed one. It must be raised when usage comes near it or the difference
@@ -322,24 +389,25 @@ mod tests {
     #[test]
     fn a_small_size_is_raised_in_time() {
         let budget = Budget::new(8192 * MIB, usage(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
-        assert!(budget.wants_size(usage(1000, 980)) && budget.wants_size(usage(1000, 900)));
+        assert!(budget.wants_change(usage(1000, 980)) && budget.wants_change(usage(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
-        assert!(!close.wants_size(usage(1000, 900)), "not worth the call");
-        assert!(close.wants_size(usage(1000, 970)));
+        assert!(!close.wants_change(usage(1000, 900)), "not worth the call");
+        assert!(close.wants_change(usage(1000, 970)));
     }
 
     proptest! {
         /// Any usage and limits. The size must be at least the usage and at least a block. It must be at most the
         /// requested size, unless usage is above that size. No computation may overflow.
         #[test]
-        fn sizes_stay_in_their_bounds(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
-            let usage = FileSystemUsage { size_bytes: size, used_bytes: used, inodes: 0 };
+        fn sizes_stay_in_their_bounds(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64.., max_inodes in 0u64.., inodes in 0u64..) {
+            let usage = FileSystemUsage { size_bytes: size, used_bytes: used, max_inodes, inodes };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
             let budget = Budget::new(size, usage, &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
-            let _ = (budget.pause(), budget.wants_size(usage));
+            prop_assert!(budget.max_inodes >= inodes.max(1));
+            let _ = (budget.pause(), budget.wants_change(usage));
         }
     }
 }

@@ -268,6 +268,9 @@ fn send_request<T>(
 ) -> RequestOutcome<T> {
     let answer = || -> io::Result<Answer> {
         let socket = mounting::connect(device)?;
+        if let Some(why) = stopped_controller(&socket) {
+            return Ok(Answer::Refused { why });
+        }
         socket.set_read_timeout(timeout)?;
         write_line(&socket, request)?;
         let mut line = String::new();
@@ -279,6 +282,15 @@ fn send_request<T>(
         Ok(answer) => read(answer).map_or(RequestOutcome::NoController, RequestOutcome::Answer),
         Err(_) => RequestOutcome::NoController,
     }
+}
+
+/// Returns an error text if the controller at the other end of the socket is stopped (`SIGSTOP`, a debugger).
+fn stopped_controller(socket: &UnixStream) -> Option<String> {
+    let pid = rustix::net::sockopt::socket_peercred(socket).ok()?.pid.as_raw_pid();
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let state = stat.rsplit_once(") ")?.1.chars().next()?;
+    matches!(state, 'T' | 't')
+        .then(|| format!("its controller, process {pid}, is stopped; `kill -CONT {pid}` continues it"))
 }
 
 /// Requests the status of a file system from its controller.

@@ -16,7 +16,7 @@ use crate::groups::Groups;
 use crate::growth_predictor::GrowthPredictor;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
-use crate::scan::{self, Scanning};
+use crate::scan::{self, Scanning, Which};
 use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
@@ -77,6 +77,9 @@ const STABLE_CHECKS: u32 = 16;
 
 /// Interval at which the machine's available memory is read while at least an eighth of all memory is available.
 const MACHINE_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time for which the first scan reads which groups files are charged to.
+const FIRST_SCAN_TIME: Duration = Duration::from_secs(1);
 
 /// Opens are delayed while the room below a limit is at most this many times the predicted growth (some 160 ms of
 /// growth).
@@ -182,7 +185,7 @@ impl ControlLoop {
             started: now,
             budget: Budget::new(settings.size_bytes, usage, &[], None, Margins::default(), |_| 0),
             usage,
-            growth_predictor: GrowthPredictor::new(usage.used_bytes, now),
+            growth_predictor: GrowthPredictor::new(usage.used_bytes, usage.inodes, now),
             duty: Duty::default(),
             throttle: None,
             machine: None,
@@ -206,7 +209,14 @@ impl ControlLoop {
             settings,
             access,
         };
-        scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.record_scan_item(found))?;
+        // A file system that is taken over has files. Their groups must bound its size from the first check on.
+        let until = now + FIRST_SCAN_TIME;
+        let table = &mut control_loop.table;
+        scan::scan(&control_loop.access, Which::All, &AtomicBool::new(true), |found| {
+            let file = found.file().filter(|_| Instant::now() < until);
+            file.into_iter().for_each(|(folder, name, seen)| table.record_charge(folder, name, seen));
+            table.record_scan_item(found);
+        })?;
         control_loop.table.counts.scans = 1;
         control_loop.throttle = control_loop.can_delay_opens().then(OpenThrottle::default);
         control_loop.check_limits();
@@ -316,9 +326,12 @@ impl ControlLoop {
 
     /// Reads the queued events, unless they were read less than `DRAIN_PAUSE` ago.
     fn drain(&mut self) {
-        if !self.has_events || self.drained.elapsed() < DRAIN_PAUSE {
-            return;
+        if self.has_events && self.drained.elapsed() >= DRAIN_PAUSE {
+            self.drain_now();
         }
+    }
+
+    fn drain_now(&mut self) {
         let Some(listener) = self.listener.take() else { return };
         (self.has_events, self.drained) = (false, Instant::now());
         let mut buffer = vec![0; EVENT_BYTES];
@@ -396,6 +409,10 @@ impl ControlLoop {
         let mut is_purge_unfinished = false;
         let was = (self.usage.used_bytes, self.sum_of_usages());
         loop {
+            // Files whose close has not been recorded cannot be purged.
+            if self.throttle.as_ref().is_some_and(OpenThrottle::is_active) {
+                self.drain_now();
+            }
             self.sample();
             self.throttle_opens();
             let is_blocked = |bound: Bound| blocked.iter().any(|limit| limit.bound == bound);
@@ -463,10 +480,17 @@ impl ControlLoop {
         self.allow_opens_until(self.sampled + READING_MAX_AGE);
     }
 
+    /// Returns how long writers at their recent rate need for half of the room below a limit.
+    fn time_to_half_of_room(&self) -> Duration {
+        let room_bytes = self.budget.room_to_limit_bytes(&self.limits(true));
+        self.growth_predictor.time_to_grow(room_bytes / 2)
+    }
+
     /// Allows opens until the time `until`. Allows none if usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
         let Some(throttle) = &self.throttle else { return };
         let is_close = self.budget.is_close_to_limit(&self.limits(true), &self.limits(false));
+        let until = until.min(self.sampled + self.time_to_half_of_room());
         throttle.allow_until(if is_close { self.started } else { until });
     }
 
@@ -522,13 +546,20 @@ impl ControlLoop {
         }
         let machine = self.machine.map(|(machine, _)| machine);
         self.growth_predictor.record_usage(self.usage.used_bytes, Instant::now());
-        let margins =
-            Margins { is_preferred: self.is_preferred, predicted_bytes: self.growth_predictor.predicted_bytes() };
-        let held = |bound: Bound| self.table.held_bytes(bound.group());
+        self.growth_predictor.record_inodes(self.usage.inodes);
+        let margins = Margins {
+            is_preferred: self.is_preferred,
+            predicted_bytes: self.growth_predictor.predicted_bytes(),
+            predicted_inodes: self.growth_predictor.predicted_inodes(),
+        };
+        let held = |bound: Bound| self.table.held_bytes(bound);
         self.budget = Budget::new(self.settings.size_bytes, self.usage, &groups, machine, margins, held);
-        if self.budget.wants_size(self.usage) {
-            match self.access.set_size(self.budget.size_bytes) {
-                Ok(()) => self.table.counts.size_changes += 1,
+        if self.budget.wants_change(self.usage) {
+            match self.access.set_size(self.budget.size_bytes, self.budget.max_inodes) {
+                Ok(()) => {
+                    let is_size = self.budget.wants_size(self.usage);
+                    self.table.counts.size_changes += u64::from(is_size);
+                }
                 // Another process wrote meanwhile, so usage is above the new size. The next check tries again.
                 Err(_) => self.table.counts.size_refused += 1,
             }

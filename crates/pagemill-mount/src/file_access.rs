@@ -91,6 +91,8 @@ impl FileAttributes {
 pub struct FileSystemUsage {
     pub size_bytes: u64,
     pub used_bytes: u64,
+    /// Maximum number of inodes, and the number in use. The kernel counts each KiB of attributes as an inode, too.
+    pub max_inodes: u64,
     pub inodes: u64,
 }
 
@@ -166,18 +168,20 @@ impl FileAccess {
         let size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
         let free_bytes = stat.f_bfree.saturating_mul(stat.f_frsize);
         let used_bytes = size_bytes.saturating_sub(free_bytes);
-        Ok(FileSystemUsage { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
+        let (max_inodes, inodes) = (stat.f_files, stat.f_files.saturating_sub(stat.f_ffree));
+        Ok(FileSystemUsage { size_bytes, used_bytes, max_inodes, inodes })
     }
 
-    /// Changes the size of the file system. Writes that would need more memory than `bytes` fail with `ENOSPC`. Takes
-    /// some 30 us.
+    /// Changes the size of the file system. Writes that would need more memory than `bytes`, and files beyond `inodes`,
+    /// fail with `ENOSPC`. Takes some 30 us.
     ///
     /// # Errors
     ///
-    /// `EINVAL` if more than `bytes` are in use, `EPERM` without permission.
-    pub fn set_size(&self, bytes: u64) -> io::Result<()> {
+    /// `EINVAL` if more is in use, `EPERM` without permission.
+    pub fn set_size(&self, bytes: u64, inodes: u64) -> io::Result<()> {
         let context = mount::fspick(&self.root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
         mount::fsconfig_set_string(&context, "size", bytes.to_string())?;
+        mount::fsconfig_set_string(&context, "nr_inodes", inodes.to_string())?;
         Ok(mount::fsconfig_reconfigure(&context)?)
     }
 

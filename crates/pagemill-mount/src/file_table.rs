@@ -1,6 +1,7 @@
 //! The controller's record of the file system: the folders, the volatile files, the memory groups and the worker's
 //! queue. Events and scans update the record, and purges take files from it one at a time.
 
+use crate::budget::Bound;
 use crate::control_loop::print_message;
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::folders::Folders;
@@ -44,6 +45,9 @@ const MAX_RECHECKED_FILES: usize = 1024;
 /// Maximum number of paths for which a bad mark is reported.
 const MAX_REPORTED_PATHS: usize = 100;
 
+/// Memory that the purge of a file frees at least besides its contents: its inode and its directory entry.
+const LEAST_INODE_BYTES: u64 = 768;
+
 /// A closed file with at least this much memory has its own marks read at once. Smaller files are too many for that.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
@@ -68,6 +72,8 @@ pub struct FileTable {
     pub skipped_for_worker: bool,
     /// Total memory of the files in all recorded close events.
     pub closed_bytes: u64,
+    /// Highest inode number of a closed file: before the current batch of events, and now.
+    newest_inodes: (u64, u64),
     /// Inodes of the volatile files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
@@ -105,6 +111,7 @@ impl FileTable {
             wants_scan: false,
             skipped_for_worker: false,
             closed_bytes: 0,
+            newest_inodes: (0, 0),
             seen: HashSet::new(),
             batch_began: Instant::now(),
             open_folders: HashMap::new(),
@@ -127,6 +134,7 @@ impl FileTable {
     /// Starts a batch of events. Each folder is opened once per batch.
     pub fn begin_batch(&mut self) {
         self.last_writer = None;
+        self.newest_inodes.0 = self.newest_inodes.1;
         self.batch_began = Instant::now();
     }
 
@@ -204,6 +212,11 @@ impl FileTable {
         };
         let charge = charge.unwrap_or(Charge::UNKNOWN);
         self.groups.record_written_bytes(charge.group, seen.held_bytes);
+        // The numbers of inodes rise.
+        if seen.inode > self.newest_inodes.0 {
+            self.groups.record_new_inode(charge.group);
+            self.newest_inodes.1 = self.newest_inodes.1.max(seen.inode);
+        }
         // Files that were closed together are observed in any order, so the time of the last access orders them.
         let used_ns = seen.used_ns.max(now_ns().saturating_sub(MAX_CLOSE_DELAY_NS));
         self.record_file(folder.inode, name, &seen, marks, Some(charge), used_ns);
@@ -230,6 +243,17 @@ impl FileTable {
         if self.reported_paths.len() < MAX_REPORTED_PATHS && self.reported_paths.insert(path.clone()) {
             // Any user can choose names, and control characters must not reach a terminal.
             print_message(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
+        }
+    }
+
+    /// Records which group a file's pages are charged to. The folder must be known.
+    pub fn record_charge(&mut self, folder: u64, name: &OsStr, seen: &FileAttributes) {
+        if !self.may_ask_for_group || seen.held_bytes == 0 {
+            return;
+        }
+        let Ok(folder) = self.folders.open(&self.access, folder) else { return };
+        if let Some(charge) = charge_of_pages(&mut self.groups, &folder, name, seen.inode) {
+            self.groups.record_written_bytes(charge.group, seen.held_bytes);
         }
     }
 
@@ -323,7 +347,7 @@ impl FileTable {
             Volatile::Partial => Some(PurgePart::Tail),
             Volatile::None => None,
         };
-        match part.filter(|_| seen.held_bytes > 0) {
+        match part.filter(|part| purge::can_purge(*part, name, seen)) {
             Some(part) => {
                 let file =
                     VolatileFile { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, charge };
@@ -351,20 +375,24 @@ impl FileTable {
                 self.wants_scan = true;
                 continue;
             };
-            let seen =
-                file_access::attributes_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
+            let seen = file_access::attributes_at(fd, &name).ok().filter(|seen| seen.inode == inode);
             let Some(file) = self.index.remove(inode) else { continue };
-            if let Some(seen) = seen {
+            if let Some(seen) = seen.filter(|seen| purge::can_purge(file.part, &name, seen)) {
                 self.index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
             }
         }
         true
     }
 
-    /// Returns the memory of the volatile files. With `watch`, counts only files whose purge lowers the usage of that
-    /// limited group.
-    pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
-        self.index.held_bytes(|charge| watch.is_none_or(|watch| self.groups.lowers_usage_of(charge.group, watch)))
+    /// Returns the memory of the volatile files whose purge lowers the usage of a limit. Inodes count, except for the
+    /// size.
+    pub fn held_bytes(&self, bound: Bound) -> u64 {
+        let is_selected = |charge: Charge| match bound {
+            Bound::Group(watch) => self.groups.lowers_usage_of(charge.group, watch),
+            Bound::Size | Bound::Machine => true,
+        };
+        let inodes = if bound == Bound::Size { 0 } else { self.index.count_in(is_selected) as u64 };
+        self.index.held_bytes(is_selected) + inodes * LEAST_INODE_BYTES
     }
 
     /// Purges the least recently used volatile file: the whole file, or its end. Returns the bytes freed. Returns 0 if
@@ -376,10 +404,8 @@ impl FileTable {
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let lowers = |charge: Charge| watch.is_none_or(|watch| groups.lowers_usage_of(charge.group, watch));
-        // The files are in order of last use, so after a file used later than `began_ns` there is no earlier one.
-        let is_due = |inode: &u64| self.index.get(*inode).is_some_and(|file| file.used_ns < began_ns);
-        let by_group = self.index.oldest(lowers).filter(is_due);
-        let inode = by_group.or_else(|| self.index.oldest(|charge| !charge.is_confirmed).filter(is_due))?;
+        let by_group = self.index.oldest(lowers, began_ns);
+        let inode = by_group.or_else(|| self.index.oldest(|charge| !charge.is_confirmed, began_ns))?;
         let mut file = self.index.remove(inode)?;
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.access, file.folder) else {

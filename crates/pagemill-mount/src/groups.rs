@@ -5,6 +5,7 @@
 //! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
 //! group's limit bounds the size of this file system only if the group is known to have written here.
 
+use crate::budget::INODE_BYTES;
 use crate::openfiles::ChargedMemory;
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
@@ -77,6 +78,8 @@ struct Group {
     /// Bytes that the group is known to have written to this file system, in files that its processes closed or have
     /// open.
     written_bytes: u64,
+    /// Memory of the inodes that the group is known to have created in this file system.
+    inode_bytes: u64,
     /// Volatile files are charged to the group.
     has_files: bool,
 }
@@ -134,8 +137,8 @@ pub struct Sample {
     /// Bytes that the group can still use until the kernel kills one of its processes.
     pub hard_room_bytes: u64,
     /// Memory of the group that counts as memory of this file system: the bytes that the group wrote here, but at most
-    /// the recent peak of its memory in tmpfs files. The peak is used because a group that has filled memory once may
-    /// fill it again.
+    /// the recent peak of its memory in tmpfs files, and the inodes that it created here. The peak is used because a
+    /// group that has filled memory once may fill it again.
     pub here_bytes: u64,
 }
 
@@ -200,6 +203,13 @@ impl Groups {
         if let Some(group) = self.groups.get_mut(&group) {
             group.written_bytes = group.written_bytes.saturating_add(bytes);
             group.wrote_at = Instant::now();
+        }
+    }
+
+    /// Records that a process of `group` created a file here.
+    pub fn record_new_inode(&mut self, group: GroupId) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.inode_bytes = group.inode_bytes.saturating_add(INODE_BYTES);
         }
     }
 
@@ -402,7 +412,16 @@ impl Groups {
         let (kind, wrote_at) = (GroupKind::Writer, Instant::now());
         self.groups.insert(
             id,
-            Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, written_bytes: 0, has_files: false },
+            Group {
+                hierarchy,
+                watches: Vec::new(),
+                inode,
+                kind,
+                wrote_at,
+                written_bytes: 0,
+                inode_bytes: 0,
+                has_files: false,
+            },
         );
         self.limits_read_at = None;
         id
@@ -415,7 +434,9 @@ impl Groups {
             let folder = group.hierarchy.folder(0);
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
             let is_writer = group.wrote_at.elapsed() < WRITER_MAX_IDLE;
-            group.written_bytes = if is_writer { group.written_bytes } else { 0 };
+            if !is_writer {
+                (group.written_bytes, group.inode_bytes) = (0, 0);
+            }
             let is_watched = is_writer || group.has_files || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
@@ -510,7 +531,11 @@ impl Groups {
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                here_bytes: watch.peak_shared.map_or(0, |(most, _)| most).min(proved[at]),
+                here_bytes: watch
+                    .peak_shared
+                    .map_or(0, |(most, _)| most)
+                    .min(proved[at].0)
+                    .saturating_add(proved[at].1),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {
@@ -524,13 +549,16 @@ impl Groups {
         samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
-    /// Returns for each limited group the bytes that the group and its descendants are known to have written here.
-    fn written_bytes_by_watch(&self) -> Vec<u64> {
-        let mut proved = vec![0u64; self.watches.len()];
+    /// Returns for each limited group the bytes that the group and its descendants are known to have written here, and
+    /// the memory of the inodes that they are known to have created here.
+    fn written_bytes_by_watch(&self) -> Vec<(u64, u64)> {
+        let mut proved = vec![(0u64, 0u64); self.watches.len()];
         for group in self.groups.values() {
             let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.written_bytes };
             for &watch in &group.watches {
-                proved[watch] = proved[watch].saturating_add(bytes);
+                let (written, inodes) = &mut proved[watch];
+                *written = written.saturating_add(bytes);
+                *inodes = inodes.saturating_add(group.inode_bytes);
             }
         }
         proved
@@ -677,6 +705,8 @@ mod tests {
         assert_eq!(here(&mut groups), [50, 60]);
         groups.record_written_bytes(app, 50);
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
+        groups.record_new_inode(app);
+        assert_eq!(here(&mut groups), [60 + INODE_BYTES, 60], "inodes are no memory in files");
     }
 
     /// Groups fill memory before they close a file. A group with open files here must be found. A group without open

@@ -4,6 +4,7 @@
 //! CPU, or a purge waits for the lock of a folder while the thread that holds the lock does not run. So the faster the
 //! writers are, the farther below a limit purges start (`budget`).
 
+use crate::budget::INODE_BYTES;
 use std::time::{Duration, Instant};
 
 /// A check is now and then late by this much. Writers must not reach a limit within this time.
@@ -30,12 +31,15 @@ pub struct GrowthPredictor {
     next: usize,
     /// Largest growth between two checks since the window began.
     worst_step_bytes: u64,
+    inodes: u64,
+    /// Largest growth of the number of inodes between two checks. Decreases by a 64th with each check.
+    inode_step: u64,
     /// Rate of the current window so far, in bytes per window. It lets new writers count at once.
     current_rate: u64,
 }
 
 impl GrowthPredictor {
-    pub fn new(used_bytes: u64, now: Instant) -> Self {
+    pub fn new(used_bytes: u64, inodes: u64, now: Instant) -> Self {
         Self {
             used_bytes,
             grown_bytes: 0,
@@ -43,6 +47,8 @@ impl GrowthPredictor {
             windows: [(0, 0); WINDOWS],
             next: 0,
             worst_step_bytes: 0,
+            inodes,
+            inode_step: 0,
             current_rate: 0,
         }
     }
@@ -50,6 +56,19 @@ impl GrowthPredictor {
     /// Records that a purge freed `bytes`. Writes that fill these bytes again then count as growth.
     pub fn freed(&mut self, bytes: u64) {
         self.used_bytes = self.used_bytes.saturating_sub(bytes);
+    }
+
+    /// Records the current number of inodes.
+    pub fn record_inodes(&mut self, inodes: u64) {
+        let step = inodes.saturating_sub(self.inodes);
+        self.inode_step = step.max(self.inode_step - self.inode_step / 64);
+        self.inodes = inodes;
+    }
+
+    /// Predicts the growth of the number of inodes before the next check, if that check is late: four times the largest
+    /// growth between two recent checks.
+    pub fn predicted_inodes(&self) -> u64 {
+        self.inode_step.saturating_mul(4)
     }
 
     /// Records the current usage.
@@ -78,15 +97,24 @@ impl GrowthPredictor {
         self.predict_from(RECENT_WINDOWS)
     }
 
-    /// Predicts the growth from the given number of windows: the larger of the growth in `LATENESS` at the maximum
-    /// rate, and five quarters of the largest growth between two checks.
+    /// Returns how long a growth by `bytes` takes at the rate of the last two seconds, at most a second.
+    pub fn time_to_grow(&self, bytes: u64) -> Duration {
+        let predicted = u128::from(self.recently_predicted_bytes().max(1));
+        let nanos = u128::from(bytes) * LATENESS.as_nanos() / predicted;
+        Duration::from_nanos(nanos.min(1_000_000_000) as u64)
+    }
+
+    /// Predicts the growth from the given number of windows. For the memory of files it is the larger of the growth in
+    /// `LATENESS` at the maximum rate, and five quarters of the largest growth between two checks. The memory of new
+    /// inodes is added.
     fn predict_from(&self, windows: usize) -> u64 {
         let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOWS - back) % WINDOWS]);
         let rate = last().map(|(rate, _)| rate).max().unwrap_or(0).max(self.current_rate);
         let step = last().map(|(_, step)| step).max().unwrap_or(0).max(self.worst_step_bytes);
         let late = u128::from(rate) * LATENESS.as_nanos() / WINDOW.as_nanos();
         // A quarter is added to the largest growth between two checks.
-        (late as u64).max(step.saturating_add(step / 4))
+        let in_files = (late as u64).max(step.saturating_add(step / 4));
+        in_files.saturating_add(self.predicted_inodes().saturating_mul(INODE_BYTES))
     }
 }
 
@@ -101,7 +129,7 @@ mod tests {
     #[test]
     fn fast_writers_are_predicted() {
         let mut now = Instant::now();
-        let mut growth_predictor = GrowthPredictor::new(0, now);
+        let mut growth_predictor = GrowthPredictor::new(0, 0, now);
         for step in 0..200 {
             if step == 20 {
                 assert_eq!(growth_predictor.predicted_bytes(), 400 * MIB, "known before the window has ended");
@@ -130,11 +158,25 @@ mod tests {
     #[test]
     fn deleting_is_no_growth() {
         let now = Instant::now();
-        let mut growth_predictor = GrowthPredictor::new(100 * MIB, now);
+        let mut growth_predictor = GrowthPredictor::new(100 * MIB, 0, now);
         growth_predictor.record_usage(10 * MIB, now + WINDOW);
         assert_eq!(growth_predictor.predicted_bytes(), 0);
         growth_predictor.freed(20 * MIB);
         growth_predictor.record_usage(MIB, now + 2 * WINDOW);
         assert_eq!(growth_predictor.predicted_bytes(), MIB + MIB / 4);
+    }
+
+    /// Inodes are created in one check, then no more. The prediction must rise at once and fall slowly.
+    #[test]
+    fn inodes_are_predicted() {
+        let now = Instant::now();
+        let mut growth_predictor = GrowthPredictor::new(0, 5, now);
+        growth_predictor.record_inodes(1005);
+        assert_eq!(growth_predictor.predicted_inodes(), 4000);
+        assert_eq!(growth_predictor.predicted_bytes(), 4000 * INODE_BYTES);
+        growth_predictor.record_inodes(905);
+        assert!((3900..4000).contains(&growth_predictor.predicted_inodes()));
+        (0..1000).for_each(|_| growth_predictor.record_inodes(905));
+        assert!(growth_predictor.predicted_inodes() < 300);
     }
 }

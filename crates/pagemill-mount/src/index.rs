@@ -47,11 +47,19 @@ pub struct Index {
     groups: HashMap<Charge, GroupFiles>,
 }
 
-/// The volatile files charged to one group: time of last use and inode of each, and the sum of their memory.
+/// The volatile files charged to one group: time of last use and inode of each, and the sum of their memory. Empty
+/// files are separate, since their purge frees little.
 #[derive(Default)]
 struct GroupFiles {
     order: BTreeSet<(i64, u64)>,
+    empty: BTreeSet<(i64, u64)>,
     held_bytes: u64,
+}
+
+impl GroupFiles {
+    fn order_of(&mut self, file: &VolatileFile) -> &mut BTreeSet<(i64, u64)> {
+        if file.held_bytes == 0 { &mut self.empty } else { &mut self.order }
+    }
 }
 
 impl Index {
@@ -62,7 +70,7 @@ impl Index {
             return false;
         }
         let group_files = self.groups.entry(file.charge).or_default();
-        group_files.order.insert((file.used_ns, inode));
+        group_files.order_of(&file).insert((file.used_ns, inode));
         group_files.held_bytes += file.held_bytes;
         self.files.insert(inode, file);
         true
@@ -71,9 +79,9 @@ impl Index {
     pub fn remove(&mut self, inode: u64) -> Option<VolatileFile> {
         let file = self.files.remove(&inode)?;
         if let Some(group_files) = self.groups.get_mut(&file.charge) {
-            group_files.order.remove(&(file.used_ns, inode));
+            group_files.order_of(&file).remove(&(file.used_ns, inode));
             group_files.held_bytes -= file.held_bytes;
-            if group_files.order.is_empty() {
+            if group_files.order.is_empty() && group_files.empty.is_empty() {
                 self.groups.remove(&file.charge);
             }
         }
@@ -84,10 +92,15 @@ impl Index {
         self.files.get(&inode)
     }
 
-    /// Returns the inode of the least recently used file among the groups for which `is_selected` returns true.
-    pub fn oldest(&self, is_selected: impl Fn(Charge) -> bool) -> Option<u64> {
-        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
-        selected.filter_map(|(_, group_files)| group_files.order.first()).min().map(|(_, inode)| *inode)
+    /// Returns the inode of the file that was used least recently, before `before_ns`, among the groups for which
+    /// `is_selected` returns true. Returns an empty file only if there is no other.
+    pub fn oldest(&self, is_selected: impl Fn(Charge) -> bool, before_ns: i64) -> Option<u64> {
+        let oldest = |order_of: fn(&GroupFiles) -> &BTreeSet<(i64, u64)>| {
+            let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
+            let first = selected.filter_map(|(_, group_files)| order_of(group_files).first()).min();
+            first.filter(|(used_ns, _)| *used_ns < before_ns).map(|(_, inode)| *inode)
+        };
+        oldest(|group_files| &group_files.order).or_else(|| oldest(|group_files| &group_files.empty))
     }
 
     /// Returns whether a file counts as charged to this group.
@@ -114,6 +127,12 @@ impl Index {
     pub fn held_bytes(&self, is_selected: impl Fn(Charge) -> bool) -> u64 {
         let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
         selected.map(|(_, group_files)| group_files.held_bytes).sum()
+    }
+
+    /// Returns the number of files in groups for which `is_selected` returns true.
+    pub fn count_in(&self, is_selected: impl Fn(Charge) -> bool) -> usize {
+        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
+        selected.map(|(_, group_files)| group_files.order.len() + group_files.empty.len()).sum()
     }
 
     /// Removes the files for which `is_there` returns false.
@@ -144,22 +163,26 @@ mod tests {
             assert!(index.insert(inode, file(used, 100, group)));
         }
         assert_eq!((index.count(), index.held_bytes(|_| true)), (4, 400));
-        assert_eq!(index.oldest(|_| true), Some(11));
-        assert_eq!(index.oldest(|charge| charge.group == 1), Some(13));
-        assert_eq!(index.oldest(|charge| charge.group == 3), None);
+        assert_eq!(index.oldest(|_| true, i64::MAX), Some(11));
+        assert_eq!(index.oldest(|charge| charge.group == 1, i64::MAX), Some(13));
+        assert_eq!(index.oldest(|charge| charge.group == 3, i64::MAX), None);
         assert_eq!(index.held_bytes(|charge| charge.group == 1), 300);
         assert!(index.insert(13, file(9, 50, 2)), "used again, charged elsewhere");
         assert_eq!([1, 2, 3].map(|wanted| index.held_bytes(|charge| charge.group == wanted)), [200, 150, 0]);
-        assert_eq!((index.oldest(|charge| charge.group == 1), index.held_bytes(|_| true)), (Some(12), 350));
+        assert_eq!((index.oldest(|charge| charge.group == 1, i64::MAX), index.held_bytes(|_| true)), (Some(12), 350));
         index.retain(|inode, _| inode != 12);
-        assert_eq!(index.oldest(|charge| charge.group == 1), Some(10));
+        assert_eq!(index.oldest(|charge| charge.group == 1, i64::MAX), Some(10));
+        assert!(index.insert(14, file(1, 0, 1)));
+        assert_eq!(index.oldest(|charge| charge.group == 1, i64::MAX), Some(10), "an empty file is the last");
+        assert_eq!(index.oldest(|charge| charge.group == 1, 5), Some(14), "the other was used later");
+        assert_eq!(index.oldest(|charge| charge.group == 1, 1), None);
     }
 
     type Step = (u64, i64, u64, u32, bool);
 
     /// Steps of inode, last use, memory, group, and whether the file is inserted or removed.
     fn steps() -> impl Strategy<Value = Vec<Step>> {
-        prop::collection::vec((0u64..20, 0i64..10, 0u64..99, 0u32..3, any::<bool>()), 0..200)
+        prop::collection::vec((0u64..20, 0i64..10, 0u64..4, 0u32..3, any::<bool>()), 0..200)
     }
 
     proptest! {
@@ -174,10 +197,11 @@ mod tests {
                 } else {
                     prop_assert_eq!(index.remove(inode).is_some(), list.remove(&inode).is_some());
                 }
+                prop_assert_eq!(index.count_in(|charge| charge.group == 1), list.values().filter(|file| file.2 == 1).count());
                 prop_assert_eq!(index.held_bytes(|_| true), list.values().map(|(_, held, _)| held).sum::<u64>());
                 for wanted in 0..3 {
-                    let oldest = list.iter().filter(|(_, file)| file.2 == wanted).map(|(inode, file)| (file.0, *inode)).min();
-                    prop_assert_eq!(index.oldest(|charge| charge.group == wanted), oldest.map(|(_, inode)| inode));
+                    let oldest = list.iter().filter(|(_, file)| file.2 == wanted).map(|(inode, file)| (file.1 == 0, file.0, *inode)).min();
+                    prop_assert_eq!(index.oldest(|charge| charge.group == wanted, i64::MAX), oldest.map(|(_, _, inode)| inode));
                 }
             }
         }

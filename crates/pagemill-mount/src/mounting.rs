@@ -133,7 +133,7 @@ pub enum Refusal {
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing(point) => write!(f, "{} does not exist: mkdir -p '{0}'", point.display()),
+            Self::Missing(point) => write!(f, "{} does not exist", point.display()),
             Self::NoFolder(point) => write!(f, "{} is no folder", point.display()),
             Self::NotEmpty { point, entries, first } => {
                 let others = if *entries > 1 { format!(" and {} others", entries - 1) } else { String::new() };
@@ -341,6 +341,17 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     UnixListener::bind(path)
 }
 
+/// Removes the socket and the log of a controller that was killed, after its file system was unmounted. Does nothing if
+/// a controller listens, for example of a new file system with the same device number.
+pub fn remove_leftovers(device: u64) {
+    let Ok(path) = socket_path(device) else { return };
+    let _lock = path.parent().and_then(|folder| lock(folder).ok());
+    if !is_mounted(device) && !is_controlled(device) {
+        let _ = fs::remove_file(&path);
+        let _ = fs::remove_file(path.with_extension("log"));
+    }
+}
+
 /// Connects to the controller of a file system.
 ///
 /// # Errors
@@ -522,7 +533,7 @@ mod tests {
         let refusal = |point: &Path, size| wanted(point, size).mount().err().unwrap().to_string();
         assert_eq!(refusal(folder.path(), 0), "a size of 0 holds no file");
         assert!(refusal(folder.path(), u64::MAX).contains("is beyond the machine's memory"));
-        assert!(refusal(&folder.path().join("x"), 1 << 20).contains("does not exist: mkdir -p"));
+        assert!(refusal(&folder.path().join("x"), 1 << 20).contains("does not exist"));
         fs::write(folder.path().join("file"), "x").unwrap();
         assert!(refusal(&folder.path().join("file"), 1 << 20).ends_with("is no folder"));
         assert!(refusal(folder.path(), 1 << 20).ends_with("is not empty: `file` would be hidden"));

@@ -47,6 +47,9 @@ const RESTART: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60)
 /// How long a controller that ends waits for a worker that is being started.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long a controller that ends waits for the exit of its worker, which may be in a frozen group.
+const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
+
 /// Minimum and maximum time for which a group is avoided after a worker was lost in it. The time doubles with each
 /// loss.
 const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
@@ -376,13 +379,13 @@ impl PageWork {
 }
 
 impl Drop for PageWork {
-    /// Waits for a worker that is being started, and drops it. Without the wait, the process would start later and keep
+    /// Ends the worker and waits for its exit, so that it is no longer in a writer's group. Waits for a worker that is
+    /// being started, too. Without the wait, the process would start later and keep
     /// the mount's root folder open. The wait has a timeout, because the worker's program may be on a file system that
     /// does not respond.
     fn drop(&mut self) {
-        if let Some(starting) = self.starting.take() {
-            let _ = starting.recv_timeout(START_TIMEOUT);
-        }
+        let started = self.starting.take().and_then(|starting| starting.recv_timeout(START_TIMEOUT).ok()?.ok());
+        started.into_iter().chain(self.worker.take()).for_each(|worker| worker.end(EXIT_TIMEOUT));
     }
 }
 

@@ -46,6 +46,16 @@ pub enum PurgeOutcome {
     Gone,
 }
 
+/// Returns whether a purge can free memory of a file with these attributes. The purge of an empty file as a whole frees
+/// its inode.
+pub fn can_purge(part: PurgePart, name: &OsStr, seen: &FileAttributes) -> bool {
+    seen.links == 1
+        && match part {
+            PurgePart::Whole => private_name(seen.inode, name).is_some(),
+            PurgePart::Tail => seen.held_bytes > 0,
+        }
+}
+
 /// The file to purge.
 pub struct Target<'a> {
     pub folder: BorrowedFd<'a>,
@@ -296,6 +306,16 @@ mod tests {
         let long = "n".repeat(255);
         let inode = folder.write(&long, page);
         assert_eq!(folder.purge(&long, inode, PurgePart::Whole, 1), PurgeOutcome::Gone, "no room for a name of ours");
+        let can_purge = |name: &str, part| {
+            let seen = file_access::attributes_at(&folder.fd, OsStr::new(name)).unwrap();
+            super::can_purge(part, OsStr::new(name), &seen)
+        };
+        assert!(!can_purge(&long, PurgePart::Whole) && can_purge(&long, PurgePart::Tail));
+        folder.write("empty", 0);
+        assert!(can_purge("empty", PurgePart::Whole) && !can_purge("empty", PurgePart::Tail));
+        std::fs::hard_link(folder.at("empty"), folder.at("second")).unwrap();
+        assert!(!can_purge("empty", PurgePart::Whole));
+        ["empty", "second"].iter().for_each(|name| std::fs::remove_file(folder.at(name)).unwrap());
         assert_eq!(folder.names(), ["link", &long]);
     }
 

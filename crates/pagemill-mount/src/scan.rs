@@ -49,6 +49,16 @@ pub enum ScanItem {
     Bad { path: PathBuf, mark: BadMark },
 }
 
+impl ScanItem {
+    /// Returns folder, name and attributes of a file.
+    pub fn file(&self) -> Option<(u64, &OsStr, &FileAttributes)> {
+        match self {
+            Self::File { folder, name, seen, .. } => Some((*folder, name, seen)),
+            Self::Folder { .. } | Self::Bad { .. } => None,
+        }
+    }
+}
+
 /// A folder that has not been scanned yet. Its `parent` is shared by all subfolders of the parent.
 struct PendingFolder {
     parent: Option<Rc<PendingFolder>>,
@@ -78,14 +88,27 @@ impl PendingFolder {
     }
 }
 
+/// The files that a scan reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    All,
+    /// Without files that need no action.
+    Relevant,
+}
+
 /// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
-/// that are removed during the walk, files that need no action, and the contents of folders deeper than `MAX_DEPTH`.
-/// Does not sleep while `is_hurried` is set.
+/// that are removed during the walk, and the contents of folders deeper than `MAX_DEPTH`. Does not sleep while
+/// `is_hurried` is set.
 ///
 /// # Errors
 ///
 /// Errors of opening the root.
-pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(ScanItem)) -> io::Result<()> {
+pub fn scan(
+    access: &FileAccess,
+    which: Which,
+    is_hurried: &AtomicBool,
+    mut tell: impl FnMut(ScanItem),
+) -> io::Result<()> {
     let (mut entries_done, mut rested) = (0, Instant::now());
     let mut rest_now_and_then = || {
         entries_done += 1;
@@ -118,7 +141,7 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
             let Ok(marks) = file_access::marks_at(&fd, name, bad) else { continue };
             let name = name.to_owned();
             if seen.is_file() {
-                if !folder.is_irrelevant(&name, &seen, marks) {
+                if which == Which::All || !folder.is_irrelevant(&name, &seen, marks) {
                     tell(ScanItem::File { folder: folder.inode, name, seen, marks });
                 }
                 continue;
@@ -218,7 +241,7 @@ impl Scanning {
         let work = move || {
             const BATCH: usize = 512;
             let mut batch = Vec::new();
-            let _ = scan(&access, &is_hurried, |found| {
+            let _ = scan(&access, Which::Relevant, &is_hurried, |found| {
                 batch.push(ScanMessage::ScanItem(found));
                 if batch.len() == BATCH {
                     submissions.send_scan_messages(&mut batch);

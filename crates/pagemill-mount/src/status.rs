@@ -62,11 +62,16 @@ pub struct Status {
     pub mount_point: String,
     /// Process id of the controller; missing if none is running.
     pub controller_pid: Option<u32>,
-    /// The size that the user requested, and the current size, which is smaller near a limit.
+    /// The size that the user requested, and the current size. It is smaller if a limit bounds it, and larger if more
+    /// is in use.
     pub asked_bytes: u64,
     pub size_bytes: u64,
+    /// The limit that leaves the least room for the size: `group NAME`, or the machine.
+    pub bounded_by: Option<String>,
     pub used_bytes: u64,
+    /// Inodes in use, and their current maximum. The kernel counts each KiB of attributes as an inode, too.
     pub inodes: u64,
+    pub max_inodes: u64,
     pub volatile_files: u64,
     pub volatile_bytes: u64,
     /// Maximum age of `volatile_files` and `volatile_bytes`, in seconds. It is 0 if there are so few files that each

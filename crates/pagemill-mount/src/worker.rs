@@ -244,7 +244,11 @@ pub fn serve() -> io::Result<()> {
         reply.inode = job.inode;
         let mut answer = serde_json::to_string(&reply).map_err(io::Error::other)?;
         answer.push('\n');
-        answers.write_all(answer.as_bytes())?;
+        match answers.write_all(answer.as_bytes()) {
+            // The controller has ended.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            result => result?,
+        }
     }
 }
 
@@ -534,6 +538,16 @@ impl Worker {
         let mut command = Command::new(name);
         command.args(arguments).stdin(OwnedFd::from(theirs)).stdout(root);
         Ok(Self { process: Some(command.spawn()?), socket, received: Vec::new(), waiting: VecDeque::new() })
+    }
+
+    /// Kills the process, and waits for its exit for at most `timeout`.
+    pub fn end(mut self, timeout: Duration) {
+        let Some(process) = &mut self.process else { return };
+        let _ = process.kill();
+        let begun = Instant::now();
+        while matches!(process.try_wait(), Ok(None)) && begun.elapsed() < timeout {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     pub fn pid(&self) -> u32 {

@@ -112,9 +112,11 @@ impl ControlLoop {
             asked_bytes: self.settings.size_bytes,
             size_bytes: usage.size_bytes,
             used_bytes: usage.used_bytes,
+            bounded_by: self.budget.nearest.clone().filter(|_| usage.size_bytes < self.settings.size_bytes),
             inodes: usage.inodes,
+            max_inodes: usage.max_inodes,
             volatile_files: self.table.index.count() as u64,
-            volatile_bytes: self.table.held_bytes(None),
+            volatile_bytes: self.table.held_bytes(Bound::Size),
             volatile_age_seconds: volatile_age.as_secs_f64(),
             lines: self.budget.lines.iter().map(line).collect(),
             counts: Counts {
