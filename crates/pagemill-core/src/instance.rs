@@ -201,8 +201,8 @@ impl Instance {
         self.control.release_after_fork();
     }
 
-    /// Resets counters, charges and the helper in a fork child. Memory that it shares with the parent stays charged to
-    /// the parent.
+    /// Resets counters, charges and the helper in a fork child. Memory that the child shares with the parent stays
+    /// charged to the parent.
     ///
     /// # Safety
     ///
@@ -327,8 +327,8 @@ extern "C" fn at_exit() {
 extern "C" fn before_fork() {
     CREATION_LOCK.acquire();
     if let Some(instance) = OF_PROCESS.get() {
-        // SAFETY: the C library calls this, then `after_fork` on the same thread, on both sides. Parts are added under
-        // the lock.
+        // SAFETY: the C library calls this, then `after_fork` on the same thread, in both processes. Parts are added
+        // only under `CREATION_LOCK`.
         unsafe { instance.before_fork() };
     }
 }

@@ -63,7 +63,7 @@ pub struct Transfer {
     pub addr: usize,
     pub len_bytes: u32,
     pub offset: u64,
-    /// If the bytes lie in registered memory: its index in the ring's table.
+    /// If the bytes lie in registered memory: index of that memory in the ring's table.
     pub registered: Option<u16>,
 }
 

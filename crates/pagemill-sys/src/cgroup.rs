@@ -102,7 +102,7 @@ pub struct Hierarchy {
     pub version: Version,
     /// Folder of the innermost group that has memory statistics.
     own: Path,
-    /// Length of the mount point's path, a prefix of `own`.
+    /// Length in bytes of the mount point's path, which is a prefix of `own`.
     mount_len: usize,
     /// The path in `/proc/self/cgroup` at the time of the search, to detect a move.
     path: Path,
@@ -389,8 +389,8 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: the levels must be listed from the innermost outwards, with the smaller of `max` and `high` and with
-    /// inactive file pages. A move to another group must be detected.
+    /// Version 2: the levels must be listed from the innermost outwards, each with the smaller of `memory.max` and
+    /// `memory.high` and with its inactive file pages. A move to another group must be detected.
     #[test]
     fn levels_of_v2_are_listed() {
         let (_folder, root) = fake_files(&[
@@ -437,8 +437,8 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container, whose mount shows only the container's groups. They must be found, and the huge number
-    /// that means no limit must be recognised.
+    /// Version 1 in a container, whose mount shows only the container's groups. These groups must be found, and the
+    /// huge number that means no limit must be recognised.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_folder, root) = fake_files(&[

@@ -86,8 +86,8 @@ impl Disk {
         flags.set(OFlags::CREATE, options.is_new);
         flags.set(OFlags::EXCL, options.is_new || options.is_exclusive);
         let disk = Self(file::open(path, flags, Mode::from_raw_mode(0o666))?);
-        // The flag is cleared: with `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for
-        // the device.
+        // `O_NONBLOCK` is cleared: with it an io_uring request would fail with `EAGAIN` instead of waiting for the
+        // device.
         fs::fcntl_setfl(&disk, direct)?;
         Ok(disk)
     }

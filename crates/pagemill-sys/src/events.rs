@@ -31,7 +31,7 @@ pub struct Source {
     stalls: Option<Stalls>,
 }
 
-/// Stall times of a trigger, in the unit and from the counter of its pressure file.
+/// Stall times of a trigger, from the total in its pressure file.
 struct Stalls {
     /// Total at the last notification, or when the trigger was set.
     seen_us: u64,
@@ -54,7 +54,7 @@ impl Source {
         let Some(now_us) = stalled_us(&self.fd) else { return true };
         let new_us = now_us.saturating_sub(stalls.seen_us);
         stalls.seen_us = now_us;
-        // The kernel estimates the stall time of the previous window, so up to half of the requested time may be older.
+        // The kernel adds an estimate for the previous window, so up to half of the requested stall time may be older.
         new_us >= stalls.trigger_us / 2
     }
 }

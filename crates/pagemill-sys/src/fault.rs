@@ -422,8 +422,8 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const FETCH: u64 = 0x20;
     /// Exception class of a data access from user mode.
     const DATA: u64 = 0x24;
-    /// Offset of the context records: the size of the registers and of the fields before the records, aligned to 16
-    /// bytes.
+    /// Offset of the context records in `uc_mcontext`, in bytes: the size of the registers and of the fields before the
+    /// records, aligned to 16 bytes.
     const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
     /// Size of the area of the context records, in bytes.
     const ROOM: usize = 4 << 10;

@@ -444,9 +444,10 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `AnswerFile::open` must accept only an empty regular file of this user with one link.
+    /// `AnswerFile::open` must accept only an empty regular file of this user with one link, `open_with` only one that
+    /// contains just the command.
     #[test]
-    fn blank_files_are_checked() {
+    fn answer_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| Path::format(format_args!("{}/{name}", folder.path().display())).unwrap();
         let open = |name: &str| AnswerFile::open(path(name).as_c_str());

@@ -19,8 +19,8 @@ use std::io;
 ///
 /// # Errors
 ///
-/// `ENOMEM` if too few are free; `EINVAL` if the kernel has no pages of that size or cannot move them (before Linux
-/// 5.16).
+/// `ENOMEM` if too few reserved pages are free; `EINVAL` if the kernel has no pages of that size or cannot move them
+/// (before Linux 5.16).
 pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
     let size = MapFlags::from_bits_retain(page_bytes.trailing_zeros() << libc::MAP_HUGE_SHIFT);
     let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | size;

@@ -152,7 +152,7 @@ pub fn may_ask_for_group() -> bool {
 /// Errors of mapping and of reading kernel files.
 pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -> io::Result<Vec<u64>> {
     const MAX_SAMPLES: u64 = 64;
-    /// Odd, so that its multiples modulo 64 reach every sample. Few samples then come from all parts of the file.
+    /// Odd, so that its multiples modulo 64 reach every sample. The first samples then come from all parts of the file.
     const STRIDE: u64 = 27;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
@@ -198,7 +198,7 @@ struct ChargedGroupReader {
     groups: File,
 }
 
-/// Reads words of a kernel file that has one for each page.
+/// Reads `count` words, from word `first` on, of a kernel file that has one word for each page.
 fn read_words(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; count * 8];
     file.read_exact_at(&mut bytes, first * 8)?;
@@ -298,7 +298,7 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Returns whether this process has the lease and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: the call takes numbers only. While an opener waits, it returns the future type.
+    // SAFETY: the call takes numbers only. While an opener waits, it returns the type that the lease will have then.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 

@@ -107,7 +107,7 @@ pub struct Account {
     pub(super) siblings_first_after_ns: AtomicU64,
     /// The helper thread. Woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
-    /// Bytes of new memory for which no free memory was returned yet.
+    /// Bytes of new memory since the last step of [`Account::make_up_for`].
     not_offset_bytes: AtomicU64,
     /// Earliest time of the next search for cold memory, after a search that found too little.
     next_offset_ns: AtomicU64,
@@ -400,9 +400,9 @@ impl Account {
         self.owners.reap();
     }
 
-    /// Counts `bytes` of new memory. Once a step of new memory was counted, returns free memory to offset it, so that
-    /// free memory of unused size classes does not accumulate. Returns nothing if little memory is free, as many cold
-    /// bytes if more is free, and up to twice as many bytes, cold or not, if very much is free.
+    /// Counts `bytes` of new memory. Once a step's worth was counted, returns free memory to offset it, so that free
+    /// memory of unused size classes does not accumulate. With little free memory returns none; with more, up to as
+    /// many cold bytes as were counted; with very much, up to twice as many bytes, cold or not.
     pub fn make_up_for(&self, bytes: u64) {
         let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {

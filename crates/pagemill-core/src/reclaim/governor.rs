@@ -174,8 +174,8 @@ pub struct Governor<C> {
 struct RoomSample {
     now_ns: u64,
     room_bytes: i64,
-    /// Resident bytes of this process and its siblings. Their growth is not extrapolated, because their own charges
-    /// reclaim for it.
+    /// Resident bytes of this process and its siblings. Growth of these bytes is not extrapolated, because the charges
+    /// of these processes reclaim for it.
     own_bytes: u64,
     /// Bytes that this process could have given back.
     giveable: u64,
@@ -520,7 +520,7 @@ mod tests {
     }
 
     /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
-    /// must be searched about ten times per age.
+    /// about ten searches must be made within the age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);

@@ -115,7 +115,7 @@ impl RegisteredOwner {
     /// freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
-        // The last attempt before a refusal waits, because the thread inside may only be stopped or wait for a fork.
+        // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
         let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {

@@ -45,7 +45,7 @@ impl Recipient {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
 
-    /// Advances the progress by `moved_bytes`, from which an unfinished block is not skipped.
+    /// Advances the progress by `moved_bytes`. A block that was filled only in part stays the next block to fill.
     fn note_moved(&mut self, moved_bytes: usize) {
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;

@@ -242,10 +242,12 @@ pub(super) struct Userfault {
 }
 
 impl Userfault {
+    // Request numbers of the ioctls.
     const API: libc::c_ulong = 0xC018_AA3F;
     const REGISTER: libc::c_ulong = 0xC020_AA00;
     const WRITE_PROTECT: libc::c_ulong = 0xC018_AA06;
     const POISON: libc::c_ulong = 0xC020_AA08;
+    /// Mode of `REGISTER`: the range may be write-protected.
     const MODE_WRITE_PROTECT: u64 = 2;
 
     /// Opens a userfaultfd that offers the features in `wanted`.

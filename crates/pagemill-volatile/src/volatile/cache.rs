@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 /// Number of shards of the table, each with a lock.
 const SHARDS: usize = 64;
 
-/// The keys of purged values are removed after this many new keys, plus half the number of keys.
+/// A shard removes the keys of purged values after this many new keys, plus half the number of keys in the shard.
 const SWEEP_AFTER_KEYS: usize = 16;
 
 /// A type whose values a cache can store: it converts to bytes and back.

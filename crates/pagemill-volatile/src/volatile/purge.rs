@@ -5,8 +5,8 @@
 //! chunk is purged. Then the epoch of its mark is set to the current time, so that other ranges are purged before its
 //! next chunk. The memory of free entries is purged before that of marked ranges.
 //!
-//! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
-//! Then the purge ends after its current step, and the rest of the range is kept.
+//! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in the range's state
+//! word. Then the purge ends after its current step, and the rest of the range is kept.
 #![allow(unsafe_code)] // discards the memory of claimed ranges
 
 use super::purge_queue::{Oldest, PurgeQueue};

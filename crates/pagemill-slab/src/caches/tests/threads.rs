@@ -115,8 +115,8 @@ fn freed_object_is_allocated_next() {
     }
 }
 
-/// With both kinds of barriers: threads allocate, free and read while another thread packs. Each thread must find
-/// exactly its own values.
+/// With the process-wide barrier (`membarrier`), and as if the kernel refused it: threads allocate, free and read while
+/// another thread shrinks both caches, which drains the magazines. Each thread must find exactly its own values.
 #[test]
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
