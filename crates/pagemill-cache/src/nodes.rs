@@ -134,7 +134,7 @@ unsafe impl NodeIndex for NodeCache {
 struct NodeSource(&'static NodeMemory);
 
 // SAFETY:
-// 1. The window holds only nodes or zeros, stays for good, and cannot be reached before its start ([`NodeMemory`]).
+// 1. The window holds only nodes or zeros, stays for good, and is inaccessible just before its start ([`NodeMemory`]).
 // 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
 unsafe impl Source for NodeSource {
     fn window(&self) -> Range<usize> {

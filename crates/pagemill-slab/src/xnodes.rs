@@ -63,7 +63,7 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     ///
     /// # Safety
     ///
-    /// Both are addresses of objects of the cache, and `new` has no other user.
+    /// `old` and `new` are addresses of objects of the cache, and `new` has no other user.
     unsafe fn relocate(&'static self, old: usize, new: usize) -> bool;
 
     /// Starts the grace period of retired nodes.

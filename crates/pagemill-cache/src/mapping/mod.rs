@@ -194,7 +194,7 @@ pub(crate) struct File {
     generation: u16,
     /// End of the last write that created pages.
     sequential_end: AtomicU64,
-    /// Begin of the sequential run of writes to which that write belongs.
+    /// Begin of the sequential run of writes that ends at `sequential_end`.
     sequential_begin: AtomicU64,
 }
 

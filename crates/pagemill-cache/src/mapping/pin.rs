@@ -41,9 +41,9 @@ pub struct Pin<'file> {
     frame: &'static Frame,
     /// Address of the requested byte.
     addr: usize,
-    /// Offset of that byte in the folio.
+    /// Offset of the requested byte in the folio.
     at: u32,
-    /// Length from that byte to the end of the folio.
+    /// Length from the requested byte to the end of the folio.
     len_bytes: u32,
 }
 
@@ -239,8 +239,8 @@ impl File {
         self.guard(place, frame, offset)
     }
 
-    /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing it and loading
-    /// it again would cost as much as the rest of a pin.
+    /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing the guard and
+    /// loading it again would cost as much as the rest of a pin.
     #[inline]
     fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
         let page_shift = self.pool.page_shift();

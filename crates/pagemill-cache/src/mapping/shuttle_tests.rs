@@ -510,8 +510,8 @@ impl TestFile {
     }
 }
 
-/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync must
-/// leave all folios clean, and evicting everything must free all of the cache's memory.
+/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync
+/// must leave all folios clean, and evicting everything must free all of the cache's memory.
 #[test]
 fn evictions_during_reads_writes_and_removals() {
     const THREADS: [&[usize]; 3] =

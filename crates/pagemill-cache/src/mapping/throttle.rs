@@ -42,10 +42,10 @@ impl Balance {
 }
 
 /// Measures the time without any progress of writeback.
-/// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
 struct NoProgress {
-    /// Time since then.
+    /// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
     cleaned_bytes: u64,
+    /// Time since writeback last made progress.
     since: Backoff,
 }
 

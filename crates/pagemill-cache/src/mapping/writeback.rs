@@ -131,8 +131,8 @@ struct WalkProgress {
     failure: Option<io::Error>,
 }
 
-/// Returns whether at most `most.0` runs and `most.1` bytes are in flight.
 impl WalkProgress {
+    /// Returns whether at most `most.0` runs and `most.1` bytes are in flight.
     fn is_below(&self, most: (usize, u64)) -> bool {
         self.runs <= most.0 && self.bytes <= most.1
     }

@@ -157,8 +157,8 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers a shrinker of Pagemill itself. Shrinkers are called in order of [`Shrinker::cost`], those of equal cost
-    /// in order of registration.
+    /// Registers a shrinker of Pagemill itself. Shrinkers are called in order of [`Shrinker::cost`], those of equal
+    /// cost in order of registration.
     ///
     /// # Panics
     ///

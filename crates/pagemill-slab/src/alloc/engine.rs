@@ -128,7 +128,8 @@ pub(crate) struct Engine {
     pub counts: Counts,
 }
 
-/// Counts of objects by the outcome of their move, of emptied slabs, and of objects from remote nodes.
+/// Counts of the cache: objects by the outcome of their move (`moved` to `refused`), emptied slabs, and objects that
+/// were allocated from another node than the preferred one.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub moved: AtomicU64,

@@ -101,8 +101,8 @@ impl<T> FixedSlab<T> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]. The error
-    /// returns the value.
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]. The
+    /// error returns the value.
     #[inline]
     #[track_caller]
     pub fn insert(&self, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {

@@ -1,9 +1,9 @@
 //! Magazines: stacks of a cache's free objects, one for each thread, used without locks or atomic exchanges.
 //!
-//! A magazine belongs to a cache and is indexed by the thread slot ([`crate::alloc::thread_slots`]). It is one stack that
-//! holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing has
-//! to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines of
-//! all slots ([`AsymmetricLock`]).
+//! A magazine belongs to a cache and is indexed by the thread slot ([`crate::alloc::thread_slots`]). It is one stack
+//! that holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing
+//! has to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines
+//! of all slots ([`AsymmetricLock`]).
 //!
 //! A [`MagazineRange`] is the address range of the magazines under one cache id. A [`Magazines`] is the view that one
 //! cache has of its range.
@@ -153,8 +153,8 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
-    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so a
-    /// child forked meanwhile finds no object at two positions.
+    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so
+    /// a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         let count = objects.len().min(len as usize) as u32;

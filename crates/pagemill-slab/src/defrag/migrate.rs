@@ -1,8 +1,8 @@
 //! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
 //!
-//! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under the
-//! lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects waits
-//! for readers ([`crate::read::batch`]).
+//! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under
+//! the lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects
+//! waits for readers ([`crate::read::batch`]).
 //!
 //! ```text
 //!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers done--> open, or freed

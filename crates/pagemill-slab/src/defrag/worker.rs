@@ -398,7 +398,7 @@ impl Worker {
         VisitResult::Nothing
     }
 
-    /// Adds the processor time since `before_ns` to the statistics, and its rest to `rest_due_ns`.
+    /// Adds the processor time since `before_ns` to the statistics, and the rest that follows from it to `rest_due_ns`.
     fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {

@@ -10,8 +10,8 @@
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
 //! object. An object without readers is free at the first check, and the global epoch advances only if there are
-//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot share an
-//! overflow list.
+//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot
+//! share an overflow list.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};

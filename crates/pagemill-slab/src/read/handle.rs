@@ -36,12 +36,13 @@ use std::time::Duration;
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the value's handle. In a free object: of its last handle. Mostly in the value's first cache line.
+    /// Index of the value's handle; in a free object, of its last value's handle. Mostly in the value's first cache
+    /// line.
     index: AtomicU32,
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. The stocks of threads hold others.
+/// The shared retire list: objects without a handle that readers may still use. Further ones are in threads' stocks.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -130,8 +131,8 @@ impl<T: Movable> HandleInner<T> {
     #[cold]
     #[inline(never)]
     fn free_and_retire_slowly(&self, key: Option<Key>, object: usize) {
-        // If the program forked while it read a removed value, this is the child. The value still belongs to the parent, and locks
-        // may be held by threads that do not exist in the child.
+        // If the program forked while it read a removed value, this is the child. The value still belongs to the
+        // parent, and locks may be held by threads that do not exist in the child.
         if self.engine.check_generation().is_err() {
             return;
         }
@@ -270,7 +271,8 @@ impl<T: Movable> HandleInner<T> {
             unsafe { self.engine.free(object) };
         }
         match panic {
-            // A reader of a removed value is unwinding. A second panic would abort the process, so it is dropped.
+            // A reader of a removed value is unwinding. A second panic would abort the process: drop the destructor's
+            // panic.
             Some(panic) if thread::panicking() => std::mem::forget(panic),
             Some(panic) => resume_unwind(panic),
             None => {}

@@ -394,7 +394,8 @@ pub(super) fn register_memory() -> io::Result<()> {
     let entry: [u64; 4] = [0, (&raw const memory) as u64, 0, 1];
     for (request, argument) in [(REGISTER_BUFFERS, &table), (UPDATE_BUFFERS, &entry)] {
         let (fd, size) = (ring.as_raw_fd(), size_of_val(argument));
-        // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when closed.
+        // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when
+        // closed.
         let result = unsafe { libc::syscall(libc::SYS_io_uring_register, fd, request, argument.as_ptr(), size) };
         if result < 0 {
             return Err(io::Error::last_os_error());

@@ -2,7 +2,7 @@
 //! file.
 //!
 //! The first eight bytes of a page are its value; no value except zero is written twice. Reads must be linearizable,
-//! and so must the contents of the store after a sync. They must not contain a value if another value was written
+//! and so must the contents of the store after a sync: neither may contain a value if another value was written
 //! completely after that value and before the read or sync began.
 
 use super::*;

@@ -55,7 +55,7 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     run_in_orders(runs, run);
 }
 
-/// Runs the test in random schedules, with both kinds of barriers.
+/// Runs the test in random schedules, with the process-wide barrier and as if the kernel refused it.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _alone = TEST_LOCK.lock();
