@@ -3,7 +3,7 @@
 //! The slab caches own the memory and choose what is moved; the index moves a node while other threads read it. Neither
 //! of the two crates depends on the other. This module implements the index's [`Source`] of memory by a slab cache, and
 //! the slab cache's [`NodeIndex`] by the index.
-#![allow(unsafe_code)] // the contracts of both sides
+#![allow(unsafe_code)] // the contracts of the index and of the slab cache
 
 use pagemill_core::arena::place;
 use pagemill_core::error::Result;

@@ -365,7 +365,7 @@ pub struct Process {
 
 impl Process {
     /// The user that must own the files of this process; `None` for a process of this user, whose folder is private.
-    /// Root passes it on when it reads files in another user's folder.
+    /// Root passes this user on when it reads files in another user's folder.
     pub fn owner(&self) -> Option<u32> {
         (!self.is_own()).then_some(self.user)
     }

@@ -51,7 +51,7 @@ impl<'line> Mount<'line> {
 impl Mount<'_> {
     /// Returns the folder of the group with this path in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
-        // A container's mount may show only its own groups. A path outside of them is ignored.
+        // A container's mount may show only its own groups. A path outside of the shown groups is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
         let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
         format_path(format_args!("{root}{}{inner}", self.at)).ok()
@@ -111,10 +111,10 @@ pub struct Hierarchy {
 /// The limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 the
-    /// same as `hard_bytes`.
+    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 equal
+    /// to `hard_bytes`.
     pub soft_bytes: u64,
-    /// `memory.max`, or the limit of version 1. Above it the kernel kills processes of the group.
+    /// `memory.max`, or the limit of version 1. Above this limit the kernel kills processes of the group.
     pub hard_bytes: u64,
 }
 
@@ -134,8 +134,8 @@ impl Limit {
 }
 
 impl Hierarchy {
-    /// Searches for this process's groups. `root` is prepended to every path: it is empty, or in tests the folder of
-    /// fake files.
+    /// Searches for this process's groups. `root` is prepended to every path: empty, or in tests the folder of fake
+    /// files.
     ///
     /// Takes some 100 us. Prefers version 1 if both versions have the memory controller, as the kernel does.
     ///
@@ -258,7 +258,7 @@ impl Hierarchy {
         })
     }
 
-    /// Returns the smallest soft limit of all these groups; `u64::MAX` if no group has a limit.
+    /// Returns the smallest soft limit of the process's group and its ancestors; `u64::MAX` if no group has a limit.
     pub fn smallest_limit_bytes(&self) -> u64 {
         let folders = (0..MAX_LEVELS).map_while(|level| self.folder(level));
         folders.map(|folder| self.limit(&folder).soft_bytes).min().unwrap_or(u64::MAX)

@@ -257,8 +257,8 @@ pub fn spawn(program: &Program, group: Option<&File>, held: BlockedSignals) -> i
     };
     // SAFETY: plain data may be zero.
     let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-    // The child inherits the mask, so no signal stops it or runs a handler in it before it has set its own.
-    // SAFETY: the calls only change this thread's signal mask.
+    // The child inherits the mask, so no signal stops the child or runs a handler in it before the child has set its
+    // own mask. SAFETY: the calls only change this thread's signal mask.
     unsafe {
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut own);
@@ -276,10 +276,10 @@ impl RunningChild {
     }
 
     /// Waits until the child ends, and forwards signals to it. Calls `meanwhile` at once, and again after each pause
-    /// that it returns.
+    /// that `meanwhile` returns.
     ///
-    /// A signal from the terminal is not forwarded, because the terminal sends it to the child, too (both are in the
-    /// foreground group).
+    /// A signal from the terminal is not forwarded, because the terminal sends it to the child, too (this process and
+    /// the child are in the foreground group).
     ///
     /// # Errors
     ///

@@ -158,8 +158,8 @@ impl Events {
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
     loop {
-        // Not rustix's `epoll::wait`, which takes a descriptor that must be open.
-        // SAFETY: the call writes at most `fired.len()` entries; there is no signal mask.
+        // A direct call, because rustix's `epoll::wait` takes a descriptor that must be open. SAFETY: the call writes
+        // at most `fired.len()` entries; there is no signal mask.
         let count = unsafe {
             libc::syscall(
                 libc::SYS_epoll_pwait,

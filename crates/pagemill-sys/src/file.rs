@@ -337,7 +337,7 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// A file that another process created and into which this process writes an answer. It was empty or contained a
+/// A file that another process created and into which this process writes an answer. The file was empty or contained a
 /// command.
 pub struct AnswerFile(Fd);
 

@@ -58,7 +58,7 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
     Ok(())
 }
 
-/// Returns the pages of a mapping to the kernel's reserve. Its addresses stay reserved, without access.
+/// Returns the pages of a mapping to the kernel's reserve. The mapping's addresses stay reserved, without access.
 ///
 /// # Errors
 ///

@@ -67,8 +67,8 @@ impl Window {
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps these OS pages by `madvise`, which returns an error past the end of the file. An access would raise a
-    /// signal.
+    /// Maps the OS pages with the indices `pages` by `madvise`, which returns an error past the end of the file. An
+    /// access would raise a signal.
     fn populate(&self, pages: Range<usize>) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
         let page_bytes = os_page_bytes();
@@ -210,7 +210,7 @@ impl ChargedGroupReader {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
-    /// Returns the charged group of each of these populated OS pages of the mapping.
+    /// Returns the charged group of each OS page in `pages`; these pages of the mapping must be populated.
     fn groups_of(&self, window: &Window, pages: Range<usize>) -> io::Result<Vec<u64>> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
@@ -289,7 +289,7 @@ pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<Ow
 /// `EAGAIN` if the file is open elsewhere; `EACCES` for another user's file.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     static IS_HANDLED: Once = Once::new();
-    // When a process opens the file, the kernel sends SIGIO to this process, which would end it by default.
+    // When a process opens the file, the kernel sends SIGIO to this process, which would end the process by default.
     IS_HANDLED.call_once(|| ignore_signal(libc::SIGIO));
     // SAFETY: the call takes numbers only.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };

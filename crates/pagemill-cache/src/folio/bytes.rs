@@ -3,8 +3,7 @@
 //! An ordinary copy that races with another thread's write would be a data race, which is undefined behaviour. So on
 //! x86-64 and AArch64 the C library's functions are called through assembly, which the compiler treats like volatile
 //! accesses. On other processors words are copied one by one. A copy that raced mixes old and new bytes; the caller
-//! checks whether it is valid ([`super::word`]).
-//! valid ([`super::word`]).
+//! checks whether the copy is valid ([`super::word`]).
 #![allow(unsafe_code)] // copies that may race
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]

@@ -323,7 +323,7 @@ impl Pool {
         self.frame(number).owner()
     }
 
-    /// Sets the owner of the folio that begins at page `number`. The caller must have exclusive access to it.
+    /// Sets the owner of the folio that begins at page `number`. The caller must have exclusive access to the folio.
     pub fn set_owner(&self, number: u32, owner: Owner) {
         self.frame(number).owner.store(owner.pack(), Relaxed);
     }

@@ -125,8 +125,8 @@ impl Mapping {
         Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
 
-    /// Holds the folio that contains the byte at `offset` exclusively. Other threads that read, write or pin it wait, a
-    /// second at most. Allocates a folio if there is none.
+    /// Holds the folio that contains the byte at `offset` exclusively. Other threads that read, write or pin the folio
+    /// wait, a second at most. Allocates a folio if there is none.
     ///
     /// # Errors
     ///
@@ -195,7 +195,7 @@ impl File {
     }
 
     /// Pins the folio at `offset`, and brings it into memory first if needed. In files with a store, reads all missing
-    /// pages up to `end` along with it.
+    /// pages up to `end` along with that folio.
     #[cold]
     fn pin_or_create(&self, offset: u64, end: u64) -> Result<Place> {
         loop {

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 /// Maximum number of detected streams.
 const MOST_STREAMS: usize = 8;
-/// Number of table entries. They include accesses that may become streams.
+/// Number of table entries. The entries include accesses that may become streams.
 const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
 
 /// Number of accesses that must continue a stream before its first proposal.

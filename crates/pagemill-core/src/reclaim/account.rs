@@ -59,10 +59,10 @@ const COLD_AGE: Duration = Duration::from_millis(67);
 /// After a search that found too little cold memory, the next search waits for this long.
 const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
-/// Free memory up to the resident bytes divided by this, plus one block, is not returned to offset new memory.
+/// Free memory up to the resident bytes divided by this number, plus one block, is not returned to offset new memory.
 const KEEP_FREE_DIVISOR: u64 = 16;
 
-/// Free memory above the resident bytes divided by this, plus one block, is returned even if it is not cold.
+/// Free memory above the resident bytes divided by this number, plus one block, is returned even if it is not cold.
 const MAX_FREE_DIVISOR: u64 = 3;
 
 /// The account of one process: its charge, its limits, and the shrinkers that can give memory back.

@@ -360,7 +360,7 @@ fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
 }
 
 /// Near a limit, offers memory to the kernel. If threads stall on memory because of this limit, also gives memory back.
-/// At other stalls it gives nothing back, because that would not end them.
+/// At other stalls the function gives nothing back, because free memory of this process would not end them.
 fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;

@@ -40,7 +40,7 @@ struct Recipient {
 }
 
 impl Recipient {
-    /// Whether more pages can be moved into these blocks. False after a move that stopped inside a block.
+    /// Whether more pages can be moved into the recipient's blocks. False after a move that stopped inside a block.
     fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
@@ -90,7 +90,7 @@ impl Heap {
         }
         let Some(_guard) = self.purging.try_lock() else { return false };
         let Some(span) = self.span_of(place) else { return false };
-        // If another thread is just allocating one of these slots, it may rely on zeros: move nothing.
+        // If another thread is just allocating a slot of the block, that thread may rely on zeros: move nothing.
         let Some(others) = self.claim_block_except(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
         if self.arena.block_state(block).backing == Backing::Empty {

@@ -303,7 +303,7 @@ impl Magazines {
         self.barriers
     }
 
-    /// Enters the magazine of this thread. Returns `None` if it is not open or is being drained.
+    /// Enters the magazine of this thread. Returns `None` if the magazine is not open or is being drained.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
         let magazine = self.at(own);
@@ -446,7 +446,7 @@ mod tests {
         }
     }
 
-    /// While the magazine's thread is inside, for any operation, a draining thread must see it inside.
+    /// While the magazine's thread is inside, for any operation, a draining thread must see that thread inside.
     #[test]
     fn drain_sees_a_thread_inside_its_magazine() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {

@@ -308,8 +308,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.deferred.push(Deferred::Block { node, block });
     }
 
-    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If it returns false, the
-    /// slab is tried again later.
+    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, the slab is tried
+    /// again later.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));

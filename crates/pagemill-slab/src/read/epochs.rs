@@ -5,7 +5,7 @@
 //!   reader    word = global epoch, barrier, look up values ... word = 0
 //!   retiring  unlink the object, barrier, read the words of all participants
 //!               no reader, or only readers with a newer epoch --> free it
-//!               else advance the global epoch by one, and wait until all readers up to the old one have finished
+//!               else advance the global epoch by one, and wait until all readers up to the old epoch have finished
 //! ```
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the

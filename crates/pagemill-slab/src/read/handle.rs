@@ -456,7 +456,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// ```
 pub struct HandleMap<T: Movable> {
     pub(crate) inner: Arc<HandleInner<T>>,
-    /// Copies of the fields in `inner`. They stay in registers from one call of a reader to the next.
+    /// Copies of the fields in `inner`. The copies stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
 }
@@ -649,7 +649,7 @@ impl<T: Movable> HandleMap<T> {
             // The guard still exists, so the object that was read cannot hold another value by now.
             let is_in = inner.handles.exchange(handle.key.index(), seen, seen.with_offset(object - inner.base));
             drop(guard);
-            // If the exchange failed, the new value was never visible. It is retired in the same way.
+            // If the exchange failed, the new value was never visible. The new value is then retired in the same way.
             inner.free_and_retire(None, if is_in { inner.value_at(seen) as usize } else { object });
             if is_in {
                 return Ok(true);
@@ -688,7 +688,8 @@ impl<T: Movable> Drop for HandleMap<T> {
     fn drop(&mut self) {
         unregister(&self.inner);
         let inner = &*self.inner;
-        // The drain keeps other threads from moving values. If it fails, as in a fork child, the values are leaked.
+        // The drain keeps other threads from moving values. If the drain fails, as in a fork child, the values are
+        // leaked.
         let drained = loop {
             match inner.engine.drain_magazines() {
                 Ok(drained) => break drained,

@@ -267,7 +267,7 @@ fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     Alignment { memory: unit, offset: unit }
 }
 
-/// Returns whether both multiples are powers of two of at most a block.
+/// Returns whether both multiples of an alignment are powers of two and at most the size of a block.
 fn is_usable(alignment: &Alignment) -> bool {
     [alignment.memory, alignment.offset].iter().all(|unit| unit.is_power_of_two() && *unit <= BLOCK_BYTES)
 }

@@ -390,7 +390,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
 
     /// The cell of a key; inserts the key if it is missing.
     fn cell_or_insert(&self, key: K) -> ValueCell {
-        // Declared first, so that these keys are dropped after the shard is unlocked, even if a key's `Eq` panics.
+        // Declared first, so that the removed keys are dropped after the shard is unlocked, even if a key's `Eq`
+        // panics.
         let _purged;
         let mut shard = self.shard(&key);
         if let Some(cell) = shard.cells.get(&key) {

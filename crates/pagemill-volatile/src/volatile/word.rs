@@ -7,7 +7,7 @@
 //!     `-----------------+------------------'                     |
 //!     ^                        release                           |
 //!     `----------------------------------------------------------'
-//!                        finish (of a free one)
+//!                        finish (of a free range)
 //! ```
 //!
 //! Marking and unmarking are one compare-and-swap each. A purge changes a volatile range without pins to *Purging*,

@@ -143,7 +143,6 @@ impl Forest {
     /// # Safety
     /// `old` and `new` are addresses of nodes of this forest's source, and `new` belongs to the caller. After a move,
     /// the caller does not reuse `old` before all current guards are dropped.
-    /// does not reuse `old` before all current guards are dropped.
     pub unsafe fn relocate(&'static self, old: usize, new: usize) -> bool {
         relocate(self, self.number_of(old), self.number_of(new))
     }

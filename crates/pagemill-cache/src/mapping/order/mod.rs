@@ -368,8 +368,8 @@ impl Order {
 /// Example: [`Folios`].
 pub struct EvictScan<'order> {
     order: &'order Order,
-    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as it
-    /// clears their uses, or cannot be evicted.
+    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as the
+    /// scan clears their uses, or cannot be evicted.
     steps_left: Option<u64>,
     /// Whether the scan has started to scan deferred folios again, because no other folios were left.
     is_last_round: bool,

@@ -176,7 +176,7 @@ impl Stored {
         lock(&self.history).tick()
     }
 
-    /// Records writes of `value` to `pages`, and runs the operation `act` that makes them. If it fails, it must have
+    /// Records writes of `value` to `pages`, and runs the operation `act` that makes them. If `act` fails, it must have
     /// had no effect.
     fn change(&self, pages: std::ops::Range<u64>, value: impl Fn(u64) -> u64, act: impl FnOnce(&[u64]) -> bool) {
         let (begin, values) = {

@@ -1,5 +1,5 @@
-//! Tests of defragmentation in steps, some of them very short: it must become suspended, and must then have freed
-//! enough memory.
+//! Tests of defragmentation in steps, some of them very short: defragmentation must become suspended, and must then
+//! have freed enough memory.
 
 use super::*;
 use crate::caches::tests::basics::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};

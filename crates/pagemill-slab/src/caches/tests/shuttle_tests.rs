@@ -127,7 +127,7 @@ fn drain_neither_loses_nor_duplicates_objects() {
                             let slot = cache.insert(Value::new(number, &live)).unwrap();
                             slots.push((number, slot));
                         } else if random_below(3) == 0 {
-                            // The other thread, or the end of the test, frees it.
+                            // The other thread, or the end of the test, frees the slot.
                             let (number, slot) = slots.swap_remove(random_below(slots.len()));
                             slot.check(number);
                             passed.with(|passed| passed.push(slot));
