@@ -57,7 +57,7 @@ impl Forests for IndexNodes {
     }
 }
 
-/// The cache of index nodes. It has the methods of [`pagemill_slab::NodeCache`].
+/// The cache of index nodes. This cache has the methods of [`pagemill_slab::NodeCache`].
 ///
 /// Example: [`XArray`](pagemill_xarray::XArray).
 pub struct NodeCache {
@@ -86,8 +86,8 @@ impl Deref for NodeCache {
 ///
 /// `object` is an object of the cache of nodes.
 unsafe fn node<'node>(object: usize) -> &'node Node {
-    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. It stays, since the cache
-    // is never dropped.
+    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. The object stays, since
+    // the cache is never dropped.
     unsafe { &*(object as *const Node) }
 }
 

@@ -343,7 +343,8 @@ fn own_folders() -> Vec<String> {
     existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
-/// A running process with the figures of each instance in it. Those of the preload library are the first.
+/// A running process with the figures of each instance in it. The figures of the preload library, if any, are the
+/// first.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;

@@ -121,7 +121,7 @@ pub struct Limit {
 /// The memory of a group, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupMemory {
-    /// Inactive file pages.
+    /// Bytes of inactive file pages.
     pub idle_bytes: u64,
     /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
     pub other_bytes: u64,

@@ -1,7 +1,7 @@
 //! Operations on small files that do not allocate: reads, shared mappings, and paths in fixed buffers.
 //!
-//! They make direct system calls (rustix): the C library's `open`, `read` and `close` are cancellation points, and
-//! callers may hold locks.
+//! The operations make direct system calls (rustix): the C library's `open`, `read` and `close` are cancellation
+//! points, and callers may hold locks.
 #![allow(unsafe_code)] // close, mmap
 
 use rustix::fs::{self, CWD, FileType, Mode, OFlags, Stat};

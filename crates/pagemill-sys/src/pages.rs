@@ -298,7 +298,8 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Returns whether this process has the lease and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: the call takes numbers only. While an opener waits, it returns the type that the lease will have then.
+    // SAFETY: the call takes numbers only. While another process waits to open the file, the call returns the type that
+    // the lease will have after that.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 

@@ -38,7 +38,7 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
         );
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
+    // SAFETY: the call follows the C ABI, with all clobbers declared. The caller guarantees the bytes.
     unsafe {
         std::arch::asm!(
             "blr {memcpy}",

@@ -51,9 +51,9 @@ impl Builder {
         }
     }
 
-    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a
-    /// huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed. The
-    /// default is a quarter of the machine's memory.
+    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half of it
+    /// and one huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
+    /// The default is a quarter of the machine's memory.
     pub fn limit(self, bytes: u64) -> Self {
         Self { limit_bytes: Some(bytes), ..self }
     }

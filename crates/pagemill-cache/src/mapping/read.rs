@@ -80,7 +80,7 @@ impl File {
     /// must not see.
     #[cold]
     fn wipe(&self, to: &mut [u8]) {
-        // A copy was at most one folio long.
+        // The read copied at most one folio, which is at most a chunk.
         let most = to.len().min(self.pool.chunk_bytes());
         to[..most].fill(0);
     }

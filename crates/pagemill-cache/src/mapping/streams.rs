@@ -295,7 +295,8 @@ impl Streams {
                     found = Some((at, fit));
                     break;
                 }
-                // An access that continues a stream is stronger evidence than one that lies within its last access.
+                // An access that continues a stream is stronger evidence than an access that lies within a stream's
+                // last access.
                 Some(fit @ Match::Continues(_)) => found = Some((at, fit)),
                 Some(fit) if found.is_none() => found = Some((at, fit)),
                 _ => {}

@@ -205,8 +205,8 @@ impl Account {
     /// Leaves the process tree, at the end of the process.
     pub fn leave(&self) {
         if let Some(place) = self.membership.place() {
-            // Other threads and later destructors may continue to allocate. They must not write to a slot of the tree's
-            // page that another process may take over.
+            // Other threads and later destructors may continue to allocate. These must not write to a slot of the
+            // tree's page that another process may take over.
             self.membership.forget_slot();
             place.leave();
         }

@@ -544,8 +544,8 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
 
-    /// The pauses must grow while a process is idle and its memory cannot be given back. They must become short again
-    /// once the process uses CPU.
+    /// The pauses must grow while a process is idle and its memory cannot be given back. The pauses must become short
+    /// again once the process uses CPU.
     #[test]
     fn pauses_grow_while_the_process_is_idle() {
         let (_, account) = fake_group(100 * MIB, None);

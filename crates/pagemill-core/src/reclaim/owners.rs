@@ -19,8 +19,8 @@ use std::time::Duration;
 /// Maximum number of Pagemill's own owners for each cost, and also of the program's.
 pub const SLOTS: usize = 3;
 
-/// Number of slots in [`Owners`]. They are in the order of calls: by cost, and within one cost Pagemill's own before
-/// the program's.
+/// Number of slots in [`Owners`]. The slots are in the order of calls: by cost, and within one cost Pagemill's own
+/// before the program's.
 const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).

@@ -362,7 +362,7 @@ impl Heap {
             let is_refused = &mut refused[index - first];
             let mut is_zero = self.has_whole_pages(place) && (discarded.is_some() || self.is_empty_block(block));
             for other in self.blocks_of(place).filter(|other| *other != block) {
-                // SAFETY: as above.
+                // SAFETY: the slot is claimed, and the part is whole OS pages of it inside the other block.
                 let discarded = unsafe {
                     self.arena.discard_parts(other, &[self.whole_pages_in(place, other)], |_| *is_refused = true)
                 };

@@ -198,7 +198,8 @@ impl Heap {
                 self.arena.discharge_taken(block, 1);
             }
             if self.is_fully_resident(block) {
-                // SAFETY: every slot that reaches into the block is claimed. The recipient is as above.
+                // SAFETY: every slot that reaches into the block is claimed. The recipient is live or claimed, and its
+                // address was not returned yet.
                 unsafe { self.move_to_recipient(recipient, block, 1) };
             }
             self.restore_all(span, block, &claims);

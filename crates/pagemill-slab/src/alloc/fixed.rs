@@ -69,7 +69,7 @@ pub struct Slot<'cache, T> {
 
 // SAFETY: as for a box, only the value is sent to another thread. Any thread may use the engine.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
-// SAFETY: as above, for a shared reference to the value.
+// SAFETY: other threads get only a shared reference to the value. Any thread may use the engine.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
 impl<T> FixedSlab<T> {

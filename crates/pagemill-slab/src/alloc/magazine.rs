@@ -465,7 +465,7 @@ mod tests {
     }
 
     /// A thread must be able to enter magazines up to the highest slot that was opened, and none beyond the last slot.
-    /// Two ranges must not affect each other.
+    /// The ranges of two caches must not affect each other.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH_BARRIERS {

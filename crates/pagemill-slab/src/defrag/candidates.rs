@@ -33,7 +33,7 @@ pub(crate) enum DefragCandidate {
 pub(crate) struct Criteria {
     /// Less than this percentage of the candidate's capacity is in use.
     pub percent: u32,
-    /// The slab was not tried in this pass.
+    /// The slab was not tried in the pass with this number.
     pub pass: u32,
     /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
     /// trying the block again would only move its other objects back and forth. `None`: slabs only.

@@ -469,8 +469,8 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. It limits its
-/// processor time instead.
+/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. The thread limits
+/// its own processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
         #[cfg(not(shuttle))]

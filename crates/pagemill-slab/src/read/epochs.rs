@@ -315,7 +315,7 @@ mod process_wide {
                     std::thread::yield_now();
                 }
             };
-            // Readers of concurrent tests may delay this.
+            // Readers of concurrent tests may hold older epochs for a while.
             wait(&|| oldest_pinned() > epoch);
             drop(later);
         }

@@ -461,8 +461,8 @@ pub struct HandleMap<T: Movable> {
     base: usize,
 }
 
-/// A value that was removed from its handle. Other readers may still read it. Dropping this retires the value, also
-/// during unwinding.
+/// A value that was removed from its handle. Other readers may still read it. Dropping `Removed` retires the value,
+/// also during unwinding.
 ///
 /// Example: [`HandleMap`].
 pub struct Removed<'cache, T: Movable> {

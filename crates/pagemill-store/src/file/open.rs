@@ -258,7 +258,7 @@ fn is_refusal(error: &io::Error) -> bool {
 }
 
 /// Returns an alignment that all file systems accept: a sector, or 4 KiB. Needed before Linux 6.1, and for file systems
-/// that report none.
+/// that report no alignment.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
         FileKind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),

@@ -209,7 +209,7 @@ pub(super) enum NoNamespace {
 
 /// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
 pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
-    /// Bit that a child sets in its result if the error is that of a mount.
+    /// Bit that a child sets in its result if the error comes from a mount.
     const IN_MOUNT: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);

@@ -219,7 +219,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     ///
     /// # Errors
     ///
-    /// Those of [`Base::of_process`](crate::Base::of_process).
+    /// Errors of [`Base::of_process`](crate::Base::of_process).
     pub fn new() -> Result<Self> {
         Ok(Self::new_in(crate::Base::of_process()?.ranges))
     }

@@ -23,8 +23,8 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
 use std::time::Duration;
 
-/// Maximum number of bytes that one step discards. It bounds the time that another thread waits: some 40 us. Small
-/// under shuttle, so that small ranges have several steps.
+/// Maximum number of bytes that one step discards. The number bounds the time that another thread waits: some 40 us.
+/// Small under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
 /// Minimum time in nanoseconds from the start of a measuring walk to the next.
