@@ -3,7 +3,7 @@
 //! The slab caches own the memory and choose what is moved; the index moves a node while other threads read it. Neither
 //! of the two crates depends on the other. This module implements the index's [`Source`] of memory by a slab cache, and
 //! the slab cache's [`NodeIndex`] by the index.
-#![allow(unsafe_code)] // the contracts of both sides
+#![allow(unsafe_code)] // the contracts of the index and of the slab cache
 
 use pagemill_core::arena::place;
 use pagemill_core::error::Result;
@@ -57,7 +57,7 @@ impl Forests for IndexNodes {
     }
 }
 
-/// The cache of index nodes. It has the methods of [`pagemill_slab::NodeCache`].
+/// The cache of index nodes. This cache has the methods of [`pagemill_slab::NodeCache`].
 ///
 /// Example: [`XArray`](pagemill_xarray::XArray).
 pub struct NodeCache {
@@ -86,8 +86,8 @@ impl Deref for NodeCache {
 ///
 /// `object` is an object of the cache of nodes.
 unsafe fn node<'node>(object: usize) -> &'node Node {
-    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. It stays, since the cache
-    // is never dropped.
+    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. The object stays, since
+    // the cache is never dropped.
     unsafe { &*(object as *const Node) }
 }
 
@@ -134,7 +134,7 @@ unsafe impl NodeIndex for NodeCache {
 struct NodeSource(&'static NodeMemory);
 
 // SAFETY:
-// 1. The window holds only nodes or zeros, stays for good, and cannot be reached before its start ([`NodeMemory`]).
+// 1. The window holds only nodes or zeros, stays for good, and is inaccessible just before its start ([`NodeMemory`]).
 // 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
 unsafe impl Source for NodeSource {
     fn window(&self) -> Range<usize> {

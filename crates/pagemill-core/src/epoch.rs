@@ -114,8 +114,8 @@ fn pin_later(generation: u32) -> Guard {
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
 ///
-/// The page caches of each instance in the process call this. Only the first call has an effect: by the time of a second
-/// call, other threads may exist and be pinned.
+/// The page caches of each instance in the process call this. Only the first call has an effect: by the time of a
+/// second call, other threads may exist and be pinned.
 ///
 /// # Safety
 ///

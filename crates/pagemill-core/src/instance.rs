@@ -147,8 +147,8 @@ impl Instance {
     /// Measures and returns the statistics: memory that the process holds, how much of it could be returned at once,
     /// and the counters of all events. `pagemill meminfo` and `pagemill vmstat` show the same figures.
     ///
-    /// Cost: some 20 us for each 64 MiB that is overcommitted or volatile; at most 20 ms for volatile memory. Call it
-    /// outside every lock that a `free` may take.
+    /// Cost: some 20 us for each 64 MiB that is overcommitted or volatile; at most 20 ms for volatile memory. The
+    /// caller must hold no lock that a `free` may take.
     pub fn figures(&self) -> Snapshot {
         self.measure();
         stats::snapshot()
@@ -201,8 +201,8 @@ impl Instance {
         self.control.release_after_fork();
     }
 
-    /// Resets counters, charges and the helper in a fork child. Memory that it shares with the parent stays charged to
-    /// the parent.
+    /// Resets counters, charges and the helper in a fork child. Memory that the child shares with the parent stays
+    /// charged to the parent.
     ///
     /// # Safety
     ///
@@ -244,9 +244,9 @@ static KERNEL: Kernel = Kernel::new("");
 
 impl Instance {
     /// Returns the instance of this process; the first call creates it. Its helper thread observes the limits of the
-    /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep it
-    /// consistent. Its statistics are published in the user's folder until the process ends, for `pagemill meminfo` and
-    /// other commands.
+    /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep the
+    /// instance consistent. Its statistics are published in the user's folder until the process ends, for `pagemill
+    /// meminfo` and other commands.
     ///
     /// In a fork child, the first call of this function starts the helper thread and publishes the statistics.
     ///
@@ -327,8 +327,8 @@ extern "C" fn at_exit() {
 extern "C" fn before_fork() {
     CREATION_LOCK.acquire();
     if let Some(instance) = OF_PROCESS.get() {
-        // SAFETY: the C library calls this, then `after_fork` on the same thread, on both sides. Parts are added under
-        // the lock.
+        // SAFETY: the C library calls this, then `after_fork` on the same thread, in both processes. Parts are added
+        // only under `CREATION_LOCK`.
         unsafe { instance.before_fork() };
     }
 }

@@ -1,8 +1,8 @@
 //! What all crates of Pagemill share.
 //!
 //! From bottom to top: [`units`], [`error`], [`trace`], [`stats`], [`sync`], [`epoch`]; the [`arena`] of 2 MiB blocks;
-//! memory limits and [`reclaim`]; files with statistics ([`published`]) and answers to other processes ([`listing`]); and
-//! the [`instance`] to which products add their parts. A module uses lower ones only. Where it calls upper code, it
+//! memory limits and [`reclaim`]; files with statistics ([`published`]) and answers to other processes ([`listing`]);
+//! and the [`instance`] to which products add their parts. A module uses lower ones only. Where it calls upper code, it
 //! declares a trait: [`arena::Budget`], [`reclaim::Shrinker`], [`listing::ListWriter`], [`instance::Part`].
 //!
 //! The crate `pagemill` re-exports items of [`error`], [`reclaim`], [`stats`] and [`units`].

@@ -343,7 +343,8 @@ fn own_folders() -> Vec<String> {
     existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
-/// A running process with the figures of each instance in it. Those of the preload library are the first.
+/// A running process with the figures of each instance in it. The figures of the preload library, if any, are the
+/// first.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;
@@ -365,7 +366,7 @@ pub struct Process {
 
 impl Process {
     /// The user that must own the files of this process; `None` for a process of this user, whose folder is private.
-    /// Root passes it on when it reads files in another user's folder.
+    /// Root passes this user on when it reads files in another user's folder.
     pub fn owner(&self) -> Option<u32> {
         (!self.is_own()).then_some(self.user)
     }

@@ -613,7 +613,7 @@ impl Snapshot {
         }
     }
 
-    /// Adds the counters of a process that has ended. Gauges are left out: an ended process has no current amounts.
+    /// Adds the sums of a process that has ended, and keeps the larger of two peaks. Gauges and moments are left out.
     pub fn absorb_ended(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));

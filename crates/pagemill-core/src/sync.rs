@@ -165,7 +165,7 @@ impl Drop for LockGuard<'_> {
 // SAFETY: between a return of `acquire` or a successful `try_acquire` and the next `release`, no other thread gets the
 // lock. The shuttle tests of `xarray` and `volatile` fail without this.
 unsafe impl lock_api::RawMutex for Lock {
-    #[allow(clippy::declare_interior_mutable_const)] // the trait wants a constant
+    #[allow(clippy::declare_interior_mutable_const)] // the trait requires a constant
     const INIT: Self = Self::new();
     type GuardMarker = lock_api::GuardSend;
 

@@ -117,8 +117,8 @@ pub trait SlabCache: Inner {
     }
 
     /// Sets the percentage of use below which [`SlabCache::defrag_step`] empties slabs: 0 empties none, 100 all that
-    /// are not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
-    /// ([`SlabInfo::is_given_up`]).
+    /// are not full. If the background thread skips the cache after a panic of a callback, the thread resumes work on
+    /// the cache ([`SlabInfo::is_given_up`]).
     ///
     /// # Errors
     ///
@@ -139,7 +139,7 @@ pub trait SlabCache: Inner {
 
 impl<C: Inner> SlabCache for C {}
 
-/// An insertion that failed. It returns the value.
+/// An insertion that failed. The error contains the value.
 ///
 /// The conversion to [`Error`] drops the value, so `?` works in functions that return [`Result`].
 ///

@@ -34,7 +34,7 @@ mod defrag;
 mod kinds;
 #[cfg(not(loom))]
 mod part;
-#[cfg_attr(loom, allow(dead_code))] // as above
+#[cfg_attr(loom, allow(dead_code))] // the parts that only caches use
 mod read;
 #[cfg(not(loom))]
 mod report;

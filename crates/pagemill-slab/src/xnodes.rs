@@ -1,8 +1,8 @@
 //! The cache of index nodes. The index moves its nodes under its own locks ([`NodeIndex`]).
 //!
 //! Nodes lie in metadata blocks of their own. The blocks are not charged, because an index may grow while memory is
-//! being reclaimed. They contain only nodes, because nodes are read without a guard. Each process, also a fork child,
-//! has its own cache of index nodes, created with its first page cache.
+//! being reclaimed. The blocks contain only nodes, because nodes are read without a guard. Each process, also a fork
+//! child, has its own cache of index nodes, created with its first page cache.
 #![allow(unsafe_code)] // raw access to nodes; the contract of their memory
 
 use crate::alloc::engine::{Engine, Object};
@@ -63,7 +63,7 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     ///
     /// # Safety
     ///
-    /// Both are addresses of objects of the cache, and `new` has no other user.
+    /// `old` and `new` are addresses of objects of the cache, and `new` has no other user.
     unsafe fn relocate(&'static self, old: usize, new: usize) -> bool;
 
     /// Starts the grace period of retired nodes.

@@ -38,8 +38,8 @@ struct EngineJob {
 struct TransferEngine {
     generation: u32,
     submissions: Mutex<SubmissionQueue>,
-    /// The waker of all threads of this engine. A [`Cancel`](super::Cancel) may store it for as long as the process
-    /// runs.
+    /// The waker of the engine's thread, also of each thread that is spawned later. A [`Cancel`](super::Cancel) may
+    /// store the waker for as long as the process runs.
     waker: OnceLock<Waker>,
 }
 

@@ -196,7 +196,7 @@ impl<S> Shared<S> {
 
 impl<S: Store> Shared<S> {
     /// Counts an interrupted transfer. Returns how many bytes the transfer completes before the interruption: half of
-    /// them, in whole blocks.
+    /// `len_bytes`, in whole blocks.
     fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
         self.state().calls.shortened += 1;
         let half = len_bytes / 2;

@@ -17,7 +17,7 @@ extern "C" fn after() {
     claims::CLAIMED.release();
 }
 
-/// Registers the fork handlers once. Callers must do this before they acquire the lock of the claims or of the regions.
+/// Registers the fork handlers once. Must be called before the lock of the claims or of the regions is acquired.
 pub(super) fn register() {
     static REGISTERED: OnceLock<()> = OnceLock::new();
     // Registration can fail for lack of memory. Then a child that is forked while a lock is held blocks forever.

@@ -63,7 +63,7 @@ pub struct Transfer {
     pub addr: usize,
     pub len_bytes: u32,
     pub offset: u64,
-    /// If the bytes lie in registered memory: its index in the ring's table.
+    /// If the bytes lie in registered memory: index of that memory in the ring's table.
     pub registered: Option<u16>,
 }
 
@@ -412,7 +412,7 @@ mod tests {
         }
         tokens.sort_unstable();
         assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6]);
-        // SAFETY: as for the previous call.
+        // SAFETY: the buffer lives until the end of the test, which waits for each transfer.
         unsafe { ring.queue(&Transfer { target: Target::Descriptor(-1), ..read }, 8) }.unwrap();
         assert_eq!(wait_for(&mut ring, 8), -libc::EBADF);
     }

@@ -51,7 +51,7 @@ impl<'line> Mount<'line> {
 impl Mount<'_> {
     /// Returns the folder of the group with this path in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
-        // A container's mount may show only its own groups. A path outside of them is ignored.
+        // A container's mount may show only its own groups. A path outside of the shown groups is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
         let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
         format_path(format_args!("{root}{}{inner}", self.at)).ok()
@@ -102,7 +102,7 @@ pub struct Hierarchy {
     pub version: Version,
     /// Folder of the innermost group that has memory statistics.
     own: Path,
-    /// Length of the mount point's path, a prefix of `own`.
+    /// Length in bytes of the mount point's path, which is a prefix of `own`.
     mount_len: usize,
     /// The path in `/proc/self/cgroup` at the time of the search, to detect a move.
     path: Path,
@@ -111,17 +111,17 @@ pub struct Hierarchy {
 /// The limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 the
-    /// same as `hard_bytes`.
+    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 equal
+    /// to `hard_bytes`.
     pub soft_bytes: u64,
-    /// `memory.max`, or the limit of version 1. Above it the kernel kills processes of the group.
+    /// `memory.max`, or the limit of version 1. Above this limit the kernel kills processes of the group.
     pub hard_bytes: u64,
 }
 
 /// The memory of a group, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupMemory {
-    /// Inactive file pages.
+    /// Bytes of inactive file pages.
     pub idle_bytes: u64,
     /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
     pub other_bytes: u64,
@@ -134,8 +134,8 @@ impl Limit {
 }
 
 impl Hierarchy {
-    /// Searches for this process's groups. `root` is prepended to every path: it is empty, or in tests the folder of
-    /// fake files.
+    /// Searches for this process's groups. `root` is prepended to every path: empty, or in tests the folder of fake
+    /// files.
     ///
     /// Takes some 100 us. Prefers version 1 if both versions have the memory controller, as the kernel does.
     ///
@@ -258,7 +258,7 @@ impl Hierarchy {
         })
     }
 
-    /// Returns the smallest soft limit of all these groups; `u64::MAX` if no group has a limit.
+    /// Returns the smallest soft limit of the process's group and its ancestors; `u64::MAX` if no group has a limit.
     pub fn smallest_limit_bytes(&self) -> u64 {
         let folders = (0..MAX_LEVELS).map_while(|level| self.folder(level));
         folders.map(|folder| self.limit(&folder).soft_bytes).min().unwrap_or(u64::MAX)
@@ -389,8 +389,8 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: the levels must be listed from the innermost outwards, with the smaller of `max` and `high` and with
-    /// inactive file pages. A move to another group must be detected.
+    /// Version 2: the levels must be listed from the innermost outwards, each with the smaller of `memory.max` and
+    /// `memory.high` and with its inactive file pages. A move to another group must be detected.
     #[test]
     fn levels_of_v2_are_listed() {
         let (_folder, root) = fake_files(&[
@@ -437,8 +437,8 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container, whose mount shows only the container's groups. They must be found, and the huge number
-    /// that means no limit must be recognised.
+    /// Version 1 in a container, whose mount shows only the container's groups. These groups must be found, and the
+    /// huge number that means no limit must be recognised.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_folder, root) = fake_files(&[

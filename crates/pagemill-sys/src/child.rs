@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Signals that are forwarded to the child. Stop and continue signals are not forwarded, because the terminal sends
-/// them to both processes.
+/// them to this process and to the child.
 const FORWARDED: &[libc::c_int] = &[
     libc::SIGHUP,
     libc::SIGINT,
@@ -33,7 +33,7 @@ pub struct End {
     pub signal: Option<i32>,
     pub user: Duration,
     pub system: Duration,
-    /// Largest resident set of a single one of these processes.
+    /// Largest resident set of one process: the child or one of those descendants.
     pub max_resident_bytes: u64,
 }
 
@@ -157,7 +157,7 @@ impl Start<'_> {
     fn execute(&self) -> io::Error {
         // SAFETY: these are system calls with valid arguments, and the arrays of texts end with null pointers.
         unsafe {
-            // This setting survives `exec`, except of a program that changes its user.
+            // The setting survives `exec`, unless the executed program changes the user (set-user-ID).
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return io::Error::last_os_error();
             }
@@ -170,10 +170,10 @@ impl Start<'_> {
             {
                 return io::Error::last_os_error();
             }
-            // Rust's runtime ignores this signal. The parent's handlers stay as they are.
+            // Rust's runtime ignores this signal, and `exec` would keep that. The parent has its own signal actions.
             libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-            // If the child stopped here, its parent would stay suspended, and Ctrl-C would reach neither. Ignoring a
-            // stop signal discards a pending one; the parent gets its own.
+            // If the child stopped here, its parent would stay suspended, and Ctrl-C would reach neither process.
+            // Ignoring a stop signal discards a pending one of the child; the parent receives the signal itself.
             for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
                 let before = libc::signal(signal, libc::SIG_IGN);
                 libc::signal(signal, before);
@@ -257,8 +257,8 @@ pub fn spawn(program: &Program, group: Option<&File>, held: BlockedSignals) -> i
     };
     // SAFETY: plain data may be zero.
     let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-    // The child inherits the mask, so no signal stops it or runs a handler in it before it has set its own.
-    // SAFETY: the calls only change this thread's signal mask.
+    // The child inherits the mask, so no signal stops the child or runs a handler in it before the child has set its
+    // own mask. SAFETY: the calls only change this thread's signal mask.
     unsafe {
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut own);
@@ -276,10 +276,10 @@ impl RunningChild {
     }
 
     /// Waits until the child ends, and forwards signals to it. Calls `meanwhile` at once, and again after each pause
-    /// that it returns.
+    /// that `meanwhile` returns.
     ///
-    /// A signal from the terminal is not forwarded, because the terminal sends it to the child, too (both are in the
-    /// foreground group).
+    /// A signal from the terminal is not forwarded, because the terminal sends it to the child, too (this process and
+    /// the child are in the foreground group).
     ///
     /// # Errors
     ///

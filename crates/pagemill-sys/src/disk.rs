@@ -86,8 +86,8 @@ impl Disk {
         flags.set(OFlags::CREATE, options.is_new);
         flags.set(OFlags::EXCL, options.is_new || options.is_exclusive);
         let disk = Self(file::open(path, flags, Mode::from_raw_mode(0o666))?);
-        // The flag is cleared: with `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for
-        // the device.
+        // `O_NONBLOCK` is cleared: with it an io_uring request would fail with `EAGAIN` instead of waiting for the
+        // device.
         fs::fcntl_setfl(&disk, direct)?;
         Ok(disk)
     }
@@ -248,7 +248,7 @@ pub fn sync_folder(path: &CStr) -> io::Result<()> {
 ///
 /// The `len_bytes` from `addr` on must be writable, and no reference to them may exist.
 pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
-    // Not rustix's `pread`, which takes a slice: another thread may change these bytes meanwhile.
+    // A direct call, because rustix's `pread` takes a slice, and another thread may change these bytes meanwhile.
     // SAFETY: the call writes at most `len_bytes` at `addr`, which the caller allows.
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
@@ -263,8 +263,8 @@ pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u6
 ///
 /// The `len_bytes` from `addr` on must be readable.
 pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
-    // Not rustix's `pwrite`, as in `read_at`.
-    // SAFETY: the call reads at most `len_bytes` at `addr`, which the caller allows.
+    // A direct call, for the same reason as in `read_at`. SAFETY: the call reads at most `len_bytes` at `addr`, which
+    // the caller allows.
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 

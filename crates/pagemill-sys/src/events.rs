@@ -31,7 +31,7 @@ pub struct Source {
     stalls: Option<Stalls>,
 }
 
-/// Stall times of a trigger, in the unit and from the counter of its pressure file.
+/// Stall times of a trigger, from the total in its pressure file.
 struct Stalls {
     /// Total at the last notification, or when the trigger was set.
     seen_us: u64,
@@ -54,7 +54,7 @@ impl Source {
         let Some(now_us) = stalled_us(&self.fd) else { return true };
         let new_us = now_us.saturating_sub(stalls.seen_us);
         stalls.seen_us = now_us;
-        // The kernel estimates the stall time of the previous window, so up to half of the requested time may be older.
+        // The kernel adds an estimate for the previous window, so up to half of the requested stall time may be older.
         new_us >= stalls.trigger_us / 2
     }
 }
@@ -158,8 +158,8 @@ impl Events {
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
     loop {
-        // Not rustix's `epoll::wait`, which takes a descriptor that must be open.
-        // SAFETY: the call writes at most `fired.len()` entries; there is no signal mask.
+        // A direct call, because rustix's `epoll::wait` takes a descriptor that must be open. SAFETY: the call writes
+        // at most `fired.len()` entries; there is no signal mask.
         let count = unsafe {
             libc::syscall(
                 libc::SYS_epoll_pwait,

@@ -422,8 +422,8 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const FETCH: u64 = 0x20;
     /// Exception class of a data access from user mode.
     const DATA: u64 = 0x24;
-    /// Offset of the context records: the size of the registers and of the fields before the records, aligned to 16
-    /// bytes.
+    /// Offset of the context records in `uc_mcontext`, in bytes: the size of the registers and of the fields before the
+    /// records, aligned to 16 bytes.
     const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
     /// Size of the area of the context records, in bytes.
     const ROOM: usize = 4 << 10;
@@ -483,7 +483,7 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
     // SAFETY: guaranteed by the caller.
     let mask = unsafe { mask_of(context) };
-    // SAFETY: as for the previous call.
+    // SAFETY: `mask` points into the context, which the kernel passed.
     let is_blocked = unsafe { *mask } & signal_bit(libc::SIGBUS) != 0;
     let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
@@ -493,7 +493,7 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
             return false;
         }
         let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
-        // SAFETY: as for the previous call.
+        // SAFETY: `mask` points into the context, which the kernel passed.
         unsafe { *mask &= !signal_bit(libc::SIGBUS) };
     }
     let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
@@ -561,12 +561,12 @@ mod tests {
         // SAFETY: the page was opened above.
         unsafe { (addr as *mut u8).write_volatile(7) };
         assert!(is_writable(addr) && is_writable(addr + page - 1) && !is_writable(addr + page));
-        // SAFETY: as for the previous call.
+        // SAFETY: the page is open.
         assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 7);
         // SAFETY: no other code uses the range.
         unsafe { crate::mem::close(addr, page).unwrap() };
         assert!(!is_readable(addr) && !is_writable(addr));
-        // SAFETY: as for the previous call.
+        // SAFETY: no other code uses the range.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 

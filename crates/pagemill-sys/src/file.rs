@@ -1,7 +1,7 @@
 //! Operations on small files that do not allocate: reads, shared mappings, and paths in fixed buffers.
 //!
-//! They make direct system calls (rustix): the C library's `open`, `read` and `close` are cancellation points, and
-//! callers may hold locks.
+//! The operations make direct system calls (rustix): the C library's `open`, `read` and `close` are cancellation
+//! points, and callers may hold locks.
 #![allow(unsafe_code)] // close, mmap
 
 use rustix::fs::{self, CWD, FileType, Mode, OFlags, Stat};
@@ -337,7 +337,7 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// A file that another process created and into which this process writes an answer. It was empty or contained a
+/// A file that another process created and into which this process writes an answer. The file was empty or contained a
 /// command.
 pub struct AnswerFile(Fd);
 
@@ -444,9 +444,10 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `AnswerFile::open` must accept only an empty regular file of this user with one link.
+    /// `AnswerFile::open` must accept only an empty regular file of this user with one link, `open_with` only one that
+    /// contains just the command.
     #[test]
-    fn blank_files_are_checked() {
+    fn answer_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| Path::format(format_args!("{}/{name}", folder.path().display())).unwrap();
         let open = |name: &str| AnswerFile::open(path(name).as_c_str());

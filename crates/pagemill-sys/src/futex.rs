@@ -34,6 +34,6 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: S
 
 /// Wakes up to `count` threads that wait on `word`.
 pub fn wake(word: &AtomicU32, count: i32, scope: Scope) {
-    // It cannot fail: the word is mapped and aligned.
+    // The call cannot fail: the word is mapped and aligned.
     let _ = futex::wake(word, scope.flags(), count as u32);
 }

@@ -19,8 +19,8 @@ use std::io;
 ///
 /// # Errors
 ///
-/// `ENOMEM` if too few are free; `EINVAL` if the kernel has no pages of that size or cannot move them (before Linux
-/// 5.16).
+/// `ENOMEM` if too few reserved pages are free; `EINVAL` if the kernel has no pages of that size or cannot move them
+/// (before Linux 5.16).
 pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
     let size = MapFlags::from_bits_retain(page_bytes.trailing_zeros() << libc::MAP_HUGE_SHIFT);
     let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | size;
@@ -58,7 +58,7 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
     Ok(())
 }
 
-/// Returns the pages of a mapping to the kernel's reserve. Its addresses stay reserved, without access.
+/// Returns the pages of a mapping to the kernel's reserve. The mapping's addresses stay reserved, without access.
 ///
 /// # Errors
 ///

@@ -61,7 +61,7 @@ const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 /// Maps anonymous memory by a direct system call. In the preload library, the C library's `mmap` is replaced by one for
 /// jemalloc, which calls the arena again.
 ///
-/// This call and the three below are rustix's, which also leave `errno` alone.
+/// This call and those of `unmap`, `advise` and `protect` are rustix's, which also leave `errno` alone.
 ///
 /// # Safety
 ///

@@ -67,8 +67,8 @@ impl Window {
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps these OS pages by `madvise`, which returns an error past the end of the file. An access would raise a
-    /// signal.
+    /// Maps the OS pages with the indices `pages` by `madvise`, which returns an error past the end of the file. An
+    /// access would raise a signal.
     fn populate(&self, pages: Range<usize>) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
         let page_bytes = os_page_bytes();
@@ -152,7 +152,7 @@ pub fn may_ask_for_group() -> bool {
 /// Errors of mapping and of reading kernel files.
 pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -> io::Result<Vec<u64>> {
     const MAX_SAMPLES: u64 = 64;
-    /// Odd, so that its multiples modulo 64 reach every sample. Few samples then come from all parts of the file.
+    /// Odd, so that its multiples modulo 64 reach every sample. The first samples then come from all parts of the file.
     const STRIDE: u64 = 27;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
@@ -198,7 +198,7 @@ struct ChargedGroupReader {
     groups: File,
 }
 
-/// Reads words of a kernel file that has one for each page.
+/// Reads `count` words, from word `first` on, of a kernel file that has one word for each page.
 fn read_words(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; count * 8];
     file.read_exact_at(&mut bytes, first * 8)?;
@@ -210,7 +210,7 @@ impl ChargedGroupReader {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
-    /// Returns the charged group of each of these populated OS pages of the mapping.
+    /// Returns the charged group of each OS page in `pages`; these pages of the mapping must be populated.
     fn groups_of(&self, window: &Window, pages: Range<usize>) -> io::Result<Vec<u64>> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
@@ -289,7 +289,7 @@ pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<Ow
 /// `EAGAIN` if the file is open elsewhere; `EACCES` for another user's file.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     static IS_HANDLED: Once = Once::new();
-    // When a process opens the file, the kernel sends SIGIO to this process, which would end it by default.
+    // When a process opens the file, the kernel sends SIGIO to this process, which would end the process by default.
     IS_HANDLED.call_once(|| ignore_signal(libc::SIGIO));
     // SAFETY: the call takes numbers only.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
@@ -298,7 +298,8 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Returns whether this process has the lease and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: the call takes numbers only. While an opener waits, it returns the future type.
+    // SAFETY: the call takes numbers only. While another process waits to open the file, the call returns the type that
+    // the lease will have after that.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 

@@ -7,7 +7,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Identifies a process by its id and the clock tick at which it started. Ids are reused, but not with the same tick.
+/// Identifies a process by its id and the clock tick at which it started. Ids are reused, but not with the same start
+/// tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Identity {
     pub pid: u32,
@@ -157,7 +158,7 @@ fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
 }
 
 /// Returns the largest size of a file that this process may write (`RLIMIT_FSIZE`). The kernel sends a fatal signal
-/// beyond it.
+/// beyond that size.
 pub fn file_size_limit() -> u64 {
     soft_limit(libc::RLIMIT_FSIZE)
 }
@@ -227,8 +228,8 @@ pub fn allow_huge_where_advised() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child. They
-/// cannot be unregistered.
+/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child. The
+/// functions cannot be unregistered.
 ///
 /// # Errors
 ///

@@ -155,8 +155,8 @@ impl Drop for Preferred {
     }
 }
 
-/// Gives this thread 8 ms of every 10 ms of CPU time (`SCHED_DEADLINE`). If that is not permitted, does the same as
-/// [`prefer`].
+/// Reserves 8 ms of CPU time in every 10 ms for this thread (`SCHED_DEADLINE`). If that is not permitted, does the same
+/// as [`prefer`].
 ///
 /// Since Linux 6.12 normal threads get 50 ms of every second before `SCHED_RR` threads, but not before threads with a
 /// deadline. Threads that this thread starts are scheduled normally.

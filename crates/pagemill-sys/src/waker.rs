@@ -21,7 +21,7 @@ impl Waker {
 
     /// Wakes the waiting thread. If none waits, the next wait returns at once.
     pub fn wake(&self) {
-        // It could fail only after 2^64 wake-ups without a wait.
+        // The write could fail only after 2^64 wake-ups without a wait.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 

@@ -1,4 +1,5 @@
-//! What every process with volatile memory has, beside the [`Instance`]: the heap, and the two kinds of volatile ranges.
+//! What every process with volatile memory has, beside the [`Instance`]: the heap, and the two kinds of volatile
+//! ranges.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
 use crate::{RangeLists, Ranges, Vranges};

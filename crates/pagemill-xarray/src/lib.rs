@@ -1,6 +1,6 @@
 //! The index of a page cache: an [`XArray`], its nodes in a [`Forest`].
 //!
-//! Uses `pagemill-core`. `pagemill-cache` uses it for the pages of files.
+//! Uses `pagemill-core`. `pagemill-cache` uses this crate for the pages of files.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
 #[cfg(not(loom))]

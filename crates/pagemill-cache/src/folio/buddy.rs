@@ -140,8 +140,8 @@ impl Buddies {
         }
     }
 
-    /// Moves the completely free chunks of `run` from the list `from` to the list of leased chunks if they are leased
-    /// now, else to that of unleased ones.
+    /// Moves the completely free chunks of `run` from the list `from` to the list of leased chunks if the chunks are
+    /// leased now, else to the list of unleased chunks.
     fn move_free_chunks(&mut self, frames: &Table<Frame>, run: Range<u32>, from: usize) {
         for chunk in run {
             let number = chunk << self.max_order;

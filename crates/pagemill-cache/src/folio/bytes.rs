@@ -1,9 +1,9 @@
 //! Copies to and from memory that other threads may change meanwhile.
 //!
-//! An ordinary copy that races with another thread's write would be a data race, which is undefined behaviour. So the C
-//! library's functions are called through assembly, which the compiler treats like volatile accesses. On other
-//! processors words are copied one by one. A copy that raced mixes old and new bytes; the caller checks whether it is
-//! valid ([`super::word`]).
+//! An ordinary copy that races with another thread's write would be a data race, which is undefined behaviour. So on
+//! x86-64 and AArch64 the C library's functions are called through assembly, which the compiler treats like volatile
+//! accesses. On other processors words are copied one by one. A copy that raced mixes old and new bytes; the caller
+//! checks whether the copy is valid ([`super::word`]).
 #![allow(unsafe_code)] // copies that may race
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -38,7 +38,7 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
         );
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
+    // SAFETY: the call follows the C ABI, with all clobbers declared. The caller guarantees the bytes.
     unsafe {
         std::arch::asm!(
             "blr {memcpy}",

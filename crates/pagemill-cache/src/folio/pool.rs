@@ -323,7 +323,7 @@ impl Pool {
         self.frame(number).owner()
     }
 
-    /// Sets the owner of the folio that begins at page `number`. The caller must have exclusive access to it.
+    /// Sets the owner of the folio that begins at page `number`. The caller must have exclusive access to the folio.
     pub fn set_owner(&self, number: u32, owner: Owner) {
         self.frame(number).owner.store(owner.pack(), Relaxed);
     }
@@ -474,7 +474,8 @@ impl Pool {
         if chunk.is_multiple_of(step) && !self.is_hugetlb() {
             let chunks = step.min(self.max_chunks - chunk) as usize;
             let addr = self.addr(chunk << self.chunk_order);
-            // SAFETY: blocks of this pool, carved closed. Those of a chunk that was never used are opened here only.
+            // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
+            // only.
             unsafe { self.arena.open_blocks(addr, chunks * self.chunk_bytes()) }?;
         }
         Ok(())
@@ -656,13 +657,13 @@ impl Pool {
         #[cfg(shuttle)]
         let (at, to) = {
             let (first, rest) = to.split_at_mut(to.len() / 2);
-            // SAFETY: as below.
+            // SAFETY: as for the copy of the rest below.
             unsafe { bytes::copy(first.as_mut_ptr(), (self.addr(number) + at) as *const u8, first.len()) };
             pagemill_core::sync::modelled::scheduling_point();
             (at + first.len(), rest)
         };
-        // SAFETY: mapped by invariant 1. A number comes from an index or a guard, and chunks whose pages are in neither
-        // are the only ones that lose their memory. A copy that races with the loss reads zeros and is discarded. `to`
+        // SAFETY: mapped by invariant 1. A number comes from an index or a guard. Only chunks without a page in an
+        // index or under a guard lose their memory. A copy that races with the loss reads zeros and is discarded. `to`
         // belongs to the caller.
         unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
     }
@@ -674,13 +675,13 @@ impl Pool {
         #[cfg(shuttle)]
         let (at, from) = {
             let (first, rest) = from.split_at(from.len() / 2);
-            // SAFETY: as below.
+            // SAFETY: as for the copy of the rest below.
             unsafe { bytes::copy((self.addr(number) + at) as *mut u8, first.as_ptr(), first.len()) };
             pagemill_core::sync::modelled::scheduling_point();
             (at + first.len(), rest)
         };
-        // SAFETY: mapped by invariant 1. The caller's pin keeps the folio in place. Concurrent copies may race, and
-        // detect that by the word.
+        // SAFETY: mapped by invariant 1. The caller's pin keeps the folio in place. Concurrent copies may race; they
+        // detect the race by the folio's word.
         unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
     }
 

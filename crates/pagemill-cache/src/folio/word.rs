@@ -574,8 +574,8 @@ mod loom_tests {
         });
     }
 
-    /// While a folio is pinned its bytes must not change. Either the remover or the last unpin must free it, never
-    /// both.
+    /// While a folio is pinned its bytes must not change. Either the thread that removes the folio or the last unpin
+    /// must free the folio, never both.
     #[test]
     fn exactly_one_thread_frees_a_pinned_folio() {
         loom::model(|| {

@@ -51,9 +51,9 @@ impl Builder {
         }
     }
 
-    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a
-    /// huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed. The
-    /// default is a quarter of the machine's memory.
+    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half of it
+    /// and one huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
+    /// The default is a quarter of the machine's memory.
     pub fn limit(self, bytes: u64) -> Self {
         Self { limit_bytes: Some(bytes), ..self }
     }
@@ -90,10 +90,11 @@ impl Builder {
     }
 
     /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the
-    /// limit fails ([`Error::Store`](pagemill_core::Error::Store) with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of
-    /// other threads that the call needs. The read itself continues, and a later call finds its bytes. For a store with
-    /// blocking calls only ([`Store::is_asynchronous`](pagemill_store::Store::is_asynchronous)), reads on the calling thread have no limit. A sync fails with
-    /// [`Error::Busy`](pagemill_core::Error::Busy) if no write of its file completes for this time.
+    /// limit fails ([`Error::Store`](pagemill_core::Error::Store) with `ETIMEDOUT`). The limit covers the call's own
+    /// reads and in-flight reads of other threads that the call needs. The read itself continues, and a later call
+    /// finds its bytes. For a store with blocking calls only
+    /// ([`Store::is_asynchronous`](pagemill_store::Store::is_asynchronous)), reads on the calling thread have no limit.
+    /// A sync fails with [`Error::Busy`](pagemill_core::Error::Busy) if no write of its file completes for this time.
     pub fn timeout(self, timeout: impl Into<Option<Duration>>) -> Self {
         Self { timeout: timeout.into(), ..self }
     }
@@ -118,9 +119,11 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page. [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
-    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already. [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages.
-    /// Errors of [`Source::Hugetlb`].
+    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
+    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
+    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
+    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages. Errors of
+    /// [`Source::Hugetlb`].
     pub fn build_in(self, caches: &'static Caches) -> Result<PageCache> {
         caches.make(self)
     }

@@ -127,8 +127,8 @@ impl Caches {
     }
 
     /// Prevents the start of background threads from now on. The program then collapses small folios with
-    /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes back
-    /// with [`PageCache::write_back_due`].
+    /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes
+    /// back with [`PageCache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.disable_threads();
     }
@@ -597,7 +597,7 @@ impl PageCache {
     /// # Errors
     ///
     /// See [`PageCache::create`]. [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
-    /// [`Error::Unsupported`] if its block is larger than a page.
+    /// [`Error::Unsupported`] if the store's block is larger than a page.
     pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
         let size_bytes =
             store.size_bytes().map_err(|cause| Error::Store { doing: "getting the size of a file", cause })?;
@@ -654,8 +654,9 @@ impl PageCache {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 
-    /// Writes back pages that have been dirty for too long, and those above the background share ([`Writeback`](super::Writeback)). The
-    /// background thread does the same unless it is disabled. Returns the bytes written.
+    /// Writes back pages that have been dirty for too long, and those above the background share
+    /// ([`Writeback`](super::Writeback)). The background thread does the same unless it is disabled. Returns the bytes
+    /// written.
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
     }

@@ -77,7 +77,7 @@ impl Dirty {
 
 impl Mapping {
     /// Returns another handle of the same file, which exists until its last handle is dropped. Each handle reports each
-    /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this one has not
+    /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has not
     /// reported yet.
     ///
     /// # Errors

@@ -64,7 +64,7 @@ impl Inner {
         if self.ahead_bytes.load(SeqCst) == 0 {
             self.evict_after_ns.store(coarse_ns() + RETRY_NS, SeqCst);
             // Folios that became clean during the scan must not wait. Their writeback may have reset the delay before
-            // the store above.
+            // the delay was set above.
             if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
                 self.evict_after_ns.store(0, SeqCst);
             }

@@ -184,7 +184,7 @@ impl FileFlush {
         self.cursor.load(Relaxed) > 0
     }
 
-    /// Delays the next slice, because this one wrote nothing: other threads use the folios.
+    /// Delays the next slice, because this slice wrote nothing: other threads use the folios.
     fn delay(&self) {
         self.retry_at_ns.store(coarse_ns() + RECHECK_NS, Relaxed);
     }
@@ -285,7 +285,7 @@ impl File {
                 flush.delay();
                 Ok(Some(0))
             }
-            // The next slice continues where this one ended.
+            // The next slice continues where this slice ended.
             _ => Ok(Some(0)),
         }
     }

@@ -15,8 +15,8 @@ const MOST_ATTEMPTS: usize = 16;
 const EVICTED_REPEATEDLY: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
 
 impl Mapping {
-    /// As [`Mapping::pin`], but other tasks can run while it waits for a store. Once the future has resolved, the bytes
-    /// stay in memory until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
+    /// As [`Mapping::pin`], but other tasks can run while the future waits for a store. Once the future has resolved,
+    /// the bytes stay in memory until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
     ///
     /// ```
     /// # use pagemill_core::Result;
@@ -61,7 +61,7 @@ impl Mapping {
         Err(EVICTED_REPEATEDLY)
     }
 
-    /// As [`Mapping::read_at`], but other tasks can run while it waits for a store.
+    /// As [`Mapping::read_at`], but other tasks can run while the future waits for a store.
     ///
     /// ```
     /// # use pagemill_core::Result;
@@ -108,7 +108,7 @@ impl Mapping {
 
     /// Reads a range into memory, up to the end of the file, and resolves once it is there. Blocking calls then find
     /// the bytes until they are evicted; use [`Mapping::pin_async`] for bytes that must stay. Unlike
-    /// [`Mapping::will_need`], it waits for the reads.
+    /// [`Mapping::will_need`], the future waits for the reads.
     ///
     /// # Errors
     ///

@@ -12,10 +12,10 @@ const EXCLUSIVE: u32 = 1 << 31;
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
-/// While it exists, the gate is held shared.
+/// While the value exists, the gate is held shared.
 pub(super) struct SharedGate<'gate>(&'gate Gate);
 
-/// While it exists, the gate is held exclusively.
+/// While the value exists, the gate is held exclusively.
 pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {

@@ -194,7 +194,7 @@ pub(crate) struct File {
     generation: u16,
     /// End of the last write that created pages.
     sequential_end: AtomicU64,
-    /// Begin of the sequential run of writes to which that write belongs.
+    /// Begin of the sequential run of writes that ends at `sequential_end`.
     sequential_begin: AtomicU64,
 }
 
@@ -249,8 +249,8 @@ impl Drop for Mapping {
         if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
             let (began_ns, dirty_bytes) = (clock::fine_ns(), self.dirty_bytes());
             // Other threads may still refer to the file, for a collapse or a read. Its pages are freed now, and
-            // `is_closed` keeps new ones out. Only afterwards may another file get the id, because folios name their
-            // owner by it.
+            // `is_closed` keeps new pages out. Only afterwards may another file get the id, because folios name their
+            // owner by the id.
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);

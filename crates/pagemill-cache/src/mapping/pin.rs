@@ -41,9 +41,9 @@ pub struct Pin<'file> {
     frame: &'static Frame,
     /// Address of the requested byte.
     addr: usize,
-    /// Offset of that byte in the folio.
+    /// Offset of the requested byte in the folio.
     at: u32,
-    /// Length from that byte to the end of the folio.
+    /// Length from the requested byte to the end of the folio.
     len_bytes: u32,
 }
 
@@ -125,8 +125,8 @@ impl Mapping {
         Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
 
-    /// Holds the folio that contains the byte at `offset` exclusively. Other threads that read, write or pin it wait, a
-    /// second at most. Allocates a folio if there is none.
+    /// Holds the folio that contains the byte at `offset` exclusively. Other threads that read, write or pin the folio
+    /// wait, a second at most. Allocates a folio if there is none.
     ///
     /// # Errors
     ///
@@ -195,7 +195,7 @@ impl File {
     }
 
     /// Pins the folio at `offset`, and brings it into memory first if needed. In files with a store, reads all missing
-    /// pages up to `end` along with it.
+    /// pages up to `end` along with that folio.
     #[cold]
     fn pin_or_create(&self, offset: u64, end: u64) -> Result<Place> {
         loop {
@@ -239,8 +239,8 @@ impl File {
         self.guard(place, frame, offset)
     }
 
-    /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing it and loading
-    /// it again would cost as much as the rest of a pin.
+    /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing the guard and
+    /// loading it again would cost as much as the rest of a pin.
     #[inline]
     fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
         let page_shift = self.pool.page_shift();

@@ -4,9 +4,9 @@ use super::Mapping;
 use pagemill_core::error::{Error, Result};
 
 impl Mapping {
-    /// Removes a range from the file: it reads zero afterwards, and pages completely inside it use no memory. Returns
-    /// the bytes of memory that became free, for other folios or for reclaim. Pinned folios are freed later and not
-    /// counted.
+    /// Removes a range from the file: the range reads zero afterwards, and pages completely inside it use no memory.
+    /// Returns the bytes of memory that became free, for other folios or for reclaim. Pinned folios are freed later and
+    /// not counted.
     ///
     /// Pages that lie partly in the range are zeroed there. Parts of a huge folio are also zeroed if the folio is
     /// pinned, or if the cache does not split it. The file's length does not change.

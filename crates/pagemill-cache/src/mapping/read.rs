@@ -12,7 +12,7 @@ impl Mapping {
     /// the end, and for an empty buffer.
     ///
     /// Holes read zero. A read that runs concurrently with a write may find old and new bytes in one page, as in any
-    /// file. Concurrently with `truncate` or `punch_hole` it finds old bytes or zeros.
+    /// file. Concurrently with `truncate` or `punch_hole` a read finds old bytes or zeros.
     ///
     /// Cost: an index lookup and a copy for each folio, small or huge. Writes to no shared memory, except that reads of
     /// files with a store sometimes record the use of a folio.
@@ -80,7 +80,7 @@ impl File {
     /// must not see.
     #[cold]
     fn wipe(&self, to: &mut [u8]) {
-        // A copy was at most one folio long.
+        // The read copied at most one folio, which is at most a chunk.
         let most = to.len().min(self.pool.chunk_bytes());
         to[..most].fill(0);
     }

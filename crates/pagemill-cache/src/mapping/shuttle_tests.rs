@@ -510,8 +510,8 @@ impl TestFile {
     }
 }
 
-/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync must
-/// leave all folios clean, and evicting everything must free all of the cache's memory.
+/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync
+/// must leave all folios clean, and evicting everything must free all of the cache's memory.
 #[test]
 fn evictions_during_reads_writes_and_removals() {
     const THREADS: [&[usize]; 3] =
@@ -537,9 +537,9 @@ fn evictions_during_reads_writes_and_removals() {
     });
 }
 
-/// Writers need pages that are free only after writeback. They run concurrently with background writeback, syncs,
-/// truncations, collapses and evictions. At the end the counts of dirty bytes must be correct, and after a sync nothing
-/// may be dirty.
+/// Writers need pages that are free only after writeback. The writers run concurrently with background writeback,
+/// syncs, truncations, collapses and evictions. At the end the counts of dirty bytes must be correct, and after a sync
+/// nothing may be dirty.
 #[test]
 fn writeback_during_writes_truncations_and_evictions() {
     const THREADS: [&[usize]; 3] =

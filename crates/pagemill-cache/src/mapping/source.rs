@@ -19,9 +19,9 @@ pub enum Source {
     #[default]
     Ordinary,
     /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). At its creation the cache
-    /// takes enough pages for its limit, and one more to move folios; it keeps them until it ends. Folios are never
-    /// split, as if [`Builder::split`] were false. The pages count against no memory limit. If too few are free,
-    /// the cache is not created ([`Error::NoHugetlb`]).
+    /// takes enough pages for its limit, and one more to move folios; the cache keeps these pages until it ends. Folios
+    /// are never split, as if [`Builder::split`] were false. The pages count against no memory limit. If too few are
+    /// free, the cache is not created ([`Error::NoHugetlb`]).
     Hugetlb,
     /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which one.
     ///
@@ -105,8 +105,8 @@ impl Caches {
     }
 }
 
-/// Returns the size of a pool of ordinary memory. It is a power of two, so that similar caches can reuse the addresses.
-/// It is at least 1.5 times the limit, because not all chunks are filled completely.
+/// Returns the size of a pool of ordinary memory. The size is a power of two, so that similar caches can reuse the
+/// addresses. The size is at least 1.5 times the limit, because not all chunks are filled completely.
 fn ordinary_bytes(settings: &Builder) -> Result<u64> {
     let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
     let wanted = settings.limit_bytes().saturating_add(settings.limit_bytes() / 2).max(2 * chunk_bytes);

@@ -13,7 +13,7 @@ use pagemill_core::sync::{Relaxed, coarse_ns};
 /// Delay before the next attempt after one that freed nothing.
 const RETRY_NS: u64 = 100_000_000;
 
-/// A huge folio is split only if at least this fraction of it can be freed.
+/// A huge folio is split only if at least `1 / LEAST_FREED_DIVISOR` of it can be freed.
 const LEAST_FREED_DIVISOR: u64 = 4;
 
 /// Result of checking whether a huge folio is sparse.

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 /// Maximum number of detected streams.
 const MOST_STREAMS: usize = 8;
-/// Number of table entries. They include accesses that may become streams.
+/// Number of table entries. The entries include accesses that may become streams.
 const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
 
 /// Number of accesses that must continue a stream before its first proposal.
@@ -33,10 +33,10 @@ const MOST_SKIPPED_PAGES: u64 = 16;
 /// A stream has ended after this many accesses that belong to other streams.
 const MOST_IDLE_ACCESSES: u64 = 512;
 
-/// Number of records in the first strided proposal.
-const FIRST_RECORDS: u64 = 4;
-/// Maximum number of records in a strided proposal.
-const MOST_RECORDS: u64 = 32;
+/// Number of ranges in the first strided proposal.
+const FIRST_RANGES: u64 = 4;
+/// Maximum number of ranges in a strided proposal.
+const MOST_RANGES: u64 = 32;
 
 /// Ranges to read ahead for one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,11 +103,12 @@ struct Stream {
     direction: Direction,
     /// Number of accesses that continued the stream. A new stream first replaces streams that are not confirmed.
     continuations: u32,
-    /// End of the ranges that were proposed so far: a page boundary, or the begin of the next record.
+    /// End of the ranges that were proposed so far: a page boundary, or the begin of the next range of a strided
+    /// stream.
     ahead: u64,
-    /// Size of the latest proposal, in bytes, or in records if the stream is strided.
+    /// Size of the latest proposal, in bytes, or in ranges if the stream is strided.
     latest: u64,
-    /// Size of the next proposal, in the same unit; 0 before the first one.
+    /// Size of the next proposal, in the unit of `latest`; 0 before the first one.
     next: u64,
     /// Number of accesses to the file up to the stream's last access; 0 if the table entry is unused.
     at: u64,
@@ -173,7 +174,7 @@ impl Stream {
         }
     }
 
-    /// Returns the number of strides from the last access to the next record that is not proposed yet.
+    /// Returns the number of strides from the last access to the next range that is not proposed yet.
     fn steps_ahead(&self, step: i64) -> i64 {
         ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
     }
@@ -199,7 +200,7 @@ impl Stream {
         match self.direction {
             Direction::Forward => self.propose_forward(size_bytes, rules),
             Direction::Backward => self.propose_backward(rules),
-            Direction::Stride(step) => self.propose_records(step, size_bytes, rules),
+            Direction::Stride(step) => self.propose_strided(step, size_bytes, rules),
             Direction::Unknown => None,
         }
     }
@@ -242,17 +243,17 @@ impl Stream {
     }
 
     /// As [`Stream::propose`], for a stream with stride `step`.
-    fn propose_records(&mut self, step: i64, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
+    fn propose_strided(&mut self, step: i64, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         let len_bytes = (self.end - self.begin).max(1);
         let steps = self.steps_ahead(step);
         if steps as u64 - 1 > self.latest {
             return None;
         }
-        let most = (rules.most_bytes / rules.page_end(len_bytes)).min(MOST_RECORDS);
-        self.latest = if self.next == 0 { FIRST_RECORDS.min(most) } else { self.next };
+        let most = (rules.most_bytes / rules.page_end(len_bytes)).min(MOST_RANGES);
+        self.latest = if self.next == 0 { FIRST_RANGES.min(most) } else { self.next };
         self.next = (2 * self.latest).min(most);
         let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
-        // Limits the number of records to those inside the file.
+        // Limits the number of ranges to those inside the file.
         let room = if step > 0 {
             size_bytes.saturating_sub(start).div_ceil(step as u64)
         } else {
@@ -294,7 +295,8 @@ impl Streams {
                     found = Some((at, fit));
                     break;
                 }
-                // An access that continues a stream is stronger evidence than one that lies within its last access.
+                // An access that continues a stream is stronger evidence than an access that lies within a stream's
+                // last access.
                 Some(fit @ Match::Continues(_)) => found = Some((at, fit)),
                 Some(fit) if found.is_none() => found = Some((at, fit)),
                 _ => {}
@@ -440,7 +442,7 @@ mod tests {
             let begin = if step > 0 { 77 } else { SIZE - 5000 };
             (0..200).for_each(|nth| reader.read(begin.wrapping_add_signed(nth * step), len));
             assert!(reader.misses <= 4 * (len.div_ceil(PAGE) + 1), "{step}: {} misses", reader.misses);
-            let most_pages = (200 + 2 * MOST_RECORDS) * (len.div_ceil(PAGE) + 1);
+            let most_pages = (200 + 2 * MOST_RANGES) * (len.div_ceil(PAGE) + 1);
             assert!(reader.proposed_pages() <= most_pages, "{step}: {} pages", reader.proposed_pages());
         }
     }

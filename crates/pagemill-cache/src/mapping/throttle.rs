@@ -42,10 +42,10 @@ impl Balance {
 }
 
 /// Measures the time without any progress of writeback.
-/// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
 struct NoProgress {
-    /// Time since then.
+    /// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
     cleaned_bytes: u64,
+    /// Time since writeback last made progress.
     since: Backoff,
 }
 
@@ -116,7 +116,8 @@ impl File {
                 Err(Error::Busy { .. }) => return Err(no_progress_error()),
                 Err(error) => return Err(error),
             };
-            // This file has few dirty pages, so the stores of other files are slow. Its writer need not wait for them.
+            // This file has few dirty pages, so the stores of other files are slow. The writer of this file need not
+            // wait for these stores.
             if dirty.bytes() < WRITER_SLICE_BYTES.min(balance.most_bytes / 4).max(1) {
                 return Ok(());
             }

@@ -11,8 +11,8 @@ impl Mapping {
     /// Sets the file's length to `size_bytes`. Bytes that are cut off are lost, and read zero if the file grows again.
     /// Bytes that are added are a hole.
     ///
-    /// A huge folio that contains the new end is split, so that the pages behind the end can be freed. If it is pinned,
-    /// these pages are zeroed instead and stay in memory.
+    /// A huge folio that contains the new end is split, so that the pages behind the end can be freed. If the folio is
+    /// pinned, these pages are zeroed instead and stay in memory.
     ///
     /// # Errors
     ///
@@ -50,7 +50,7 @@ impl File {
     /// Sets the new length; bytes of the store behind it are not valid any more.
     fn set_shorter_size(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
-        // Done even if the store has no bytes behind the new end yet: a writeback of them may be in flight.
+        // Done even if the store has no bytes behind the new end yet: a writeback of these bytes may be in flight.
         self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
         self.note_revoked();
         self.note_store_too_long();

@@ -199,7 +199,8 @@ impl Caches {
     pub(crate) fn show<E>(&self, most_ns: u64, mut show: impl FnMut(Holder, &Usage) -> Result<(), E>) -> Result<(), E> {
         let first = self.inherited.load(Relaxed);
         let count = self.users.with(|users| users.len()).saturating_sub(first);
-        // The time is divided among the pages and files of each cache, so that no cache uses up the time of the others.
+        // The time limit is divided among the pages and files of each cache, so that no cache uses up the time of the
+        // others.
         let each_ns = most_ns / (2 * count.max(1)) as u64;
         let (mut nodes, mut is_partial) = (0, false);
         for at in first..first + count {

@@ -82,7 +82,7 @@ pub(super) struct WalkPlan {
     pub most_bytes: u64,
     /// Time limit for a store that completes nothing. `None`: no limit.
     pub timeout: Option<Duration>,
-    /// Whether the walk waits for the users of a folio, a second at most. Otherwise it skips the folio.
+    /// Whether the walk waits for the users of a folio, a second at most. If not, the walk skips the folio.
     pub waits_for_others: bool,
 }
 
@@ -131,8 +131,8 @@ struct WalkProgress {
     failure: Option<io::Error>,
 }
 
-/// Returns whether at most `most.0` runs and `most.1` bytes are in flight.
 impl WalkProgress {
+    /// Returns whether at most `most.0` runs and `most.1` bytes are in flight.
     fn is_below(&self, most: (usize, u64)) -> bool {
         self.runs <= most.0 && self.bytes <= most.1
     }
@@ -401,7 +401,8 @@ impl File {
         })
     }
 
-    /// Finds dirty folios and starts their transfers. Returns where the walk ended, and whether it skipped no folio.
+    /// Finds dirty folios and starts their transfers. Returns where the walk ended, and whether the walk skipped no
+    /// folio.
     fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &WalkPlan) -> Result<(Option<u64>, bool)> {
         let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end

@@ -124,7 +124,7 @@ impl Arena {
         }
     }
 
-    /// Overcommits those of the blocks that are empty.
+    /// Overcommits those of the `blocks` blocks from `first` on that are empty.
     ///
     /// # Errors
     ///

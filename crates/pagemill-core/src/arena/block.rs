@@ -81,7 +81,7 @@ impl BlockState {
     }
 }
 
-/// The state word.
+/// The state word of one block.
 #[repr(transparent)]
 pub(crate) struct BlockWord(AtomicU64);
 

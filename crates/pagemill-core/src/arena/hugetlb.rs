@@ -1,7 +1,7 @@
 //! Blocks of the pool zone that are backed by hugetlb pages, which the administrator reserved.
 //!
-//! Hugetlb pages are neither charged nor part of `resident`, because the reserve took them from the system before. They
-//! return only to the reserve. The state words of their blocks stay *Empty*.
+//! Hugetlb pages are neither charged nor counted as resident, because the reserve took them from the system before.
+//! They return only to the reserve. The state words of their blocks stay *Empty*.
 #![allow(unsafe_code)] // maps pages into a window and removes them
 
 use super::Arena;
@@ -24,7 +24,7 @@ pub struct Reserve {
 
 impl Reserve {
     /// Takes hugetlb pages for `len_bytes` (whole blocks) from the free part of the reserve. The pages become resident
-    /// later.
+    /// in [`Arena::populate_reserved`].
     ///
     /// # Errors
     ///

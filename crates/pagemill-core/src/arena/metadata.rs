@@ -46,9 +46,9 @@ pub unsafe trait Zeroed: Sync {}
 unsafe impl Zeroed for super::block::BlockWord {}
 // SAFETY: the type consists of atomic words.
 unsafe impl Zeroed for super::extents::ExtentMaps {}
-// SAFETY: an atomic integer.
+// SAFETY: zero bits are a valid atomic integer.
 unsafe impl Zeroed for AtomicU32 {}
-// SAFETY: an atomic integer.
+// SAFETY: zero bits are a valid atomic integer.
 unsafe impl Zeroed for AtomicU64 {}
 
 impl<T: Zeroed> Table<T> {

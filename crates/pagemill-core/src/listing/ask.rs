@@ -43,7 +43,7 @@ pub enum Unanswered {
     Failed(io::Error),
     /// The answer is malformed.
     Damaged,
-    /// The process has accepted the command but has not finished it in time. It continues to run the command.
+    /// The process has accepted the command but has not finished it in time. The process continues to run the command.
     InProgress,
 }
 

@@ -79,11 +79,11 @@ pub struct Outcome {
 pub struct ShrinkReport {
     /// Bytes that were freed, as the `shrink` of the cache returns.
     pub freed_bytes: u64,
-    /// Objects that were moved meanwhile.
+    /// Objects that the shrink moved.
     pub moved: u64,
     pub slabs_before: u32,
     pub slabs_after: u32,
-    /// Bytes charged for the blocks of the cache.
+    /// `resident_before`, `resident_after`: bytes charged for the blocks of the cache before and after the shrink.
     pub resident_before: u64,
     pub resident_after: u64,
 }

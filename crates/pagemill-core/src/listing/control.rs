@@ -130,8 +130,8 @@ impl ControlEndpoint {
         }
     }
 
-    /// Makes the shrinkers return free and volatile memory, whole blocks first, in steps, so that siblings are answered
-    /// between them.
+    /// Makes the shrinkers return free and volatile memory, whole blocks first. Works in steps, so that the helper can
+    /// answer siblings between two steps.
     fn give_back(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for urgency in [Urgency::Request, Urgency::Split] {

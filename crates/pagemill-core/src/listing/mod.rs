@@ -107,7 +107,7 @@ pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 /// use pagemill_core::published::Subject;
 /// use std::io;
 ///
-/// /// One cache, 8 bytes: its length.
+/// /// A record of one slab cache, in 8 bytes.
 /// struct Caches(u64);
 ///
 /// impl Record for Caches {
@@ -143,7 +143,8 @@ pub trait ListWriter: Sync {
     fn list(&self, response: &mut Response<'_>) -> io::Result<()>;
 }
 
-/// Executes commands on slab caches. The slab caches implement it and are set at the [`control::ControlEndpoint`].
+/// Executes commands on slab caches. The slab caches implement the trait, and [`control::ControlEndpoint::set_slabs`]
+/// gets them.
 ///
 /// Example: [`ControlCommand`].
 pub trait SlabCommands: Sync {

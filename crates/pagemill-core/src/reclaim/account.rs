@@ -59,10 +59,10 @@ const COLD_AGE: Duration = Duration::from_millis(67);
 /// After a search that found too little cold memory, the next search waits for this long.
 const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
-/// Free memory up to the resident bytes divided by this, plus one block, is not returned to offset new memory.
+/// Free memory up to the resident bytes divided by this number, plus one block, is not returned to offset new memory.
 const KEEP_FREE_DIVISOR: u64 = 16;
 
-/// Free memory above the resident bytes divided by this, plus one block, is returned even if it is not cold.
+/// Free memory above the resident bytes divided by this number, plus one block, is returned even if it is not cold.
 const MAX_FREE_DIVISOR: u64 = 3;
 
 /// The account of one process: its charge, its limits, and the shrinkers that can give memory back.
@@ -107,7 +107,7 @@ pub struct Account {
     pub(super) siblings_first_after_ns: AtomicU64,
     /// The helper thread. Woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
-    /// Bytes of new memory for which no free memory was returned yet.
+    /// Bytes of new memory since the last step of [`Account::make_up_for`].
     not_offset_bytes: AtomicU64,
     /// Earliest time of the next search for cold memory, after a search that found too little.
     next_offset_ns: AtomicU64,
@@ -157,8 +157,8 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers a shrinker of Pagemill itself. Shrinkers are called in order of [`Shrinker::cost`], those of equal cost
-    /// in order of registration.
+    /// Registers a shrinker of Pagemill itself. Shrinkers are called in order of [`Shrinker::cost`], those of equal
+    /// cost in order of registration.
     ///
     /// # Panics
     ///
@@ -205,8 +205,8 @@ impl Account {
     /// Leaves the process tree, at the end of the process.
     pub fn leave(&self) {
         if let Some(place) = self.membership.place() {
-            // Other threads and later destructors may continue to allocate. They must not write to a slot of the tree's
-            // page that another process may take over.
+            // Other threads and later destructors may continue to allocate. These must not write to a slot of the
+            // tree's page that another process may take over.
             self.membership.forget_slot();
             place.leave();
         }
@@ -400,9 +400,9 @@ impl Account {
         self.owners.reap();
     }
 
-    /// Counts `bytes` of new memory. Once a step of new memory was counted, returns free memory to offset it, so that
-    /// free memory of unused size classes does not accumulate. Returns nothing if little memory is free, as many cold
-    /// bytes if more is free, and up to twice as many bytes, cold or not, if very much is free.
+    /// Counts `bytes` of new memory. Once a step's worth was counted, returns free memory to offset it, so that free
+    /// memory of unused size classes does not accumulate. With little free memory returns none; with more, up to as
+    /// many cold bytes as were counted; with very much, up to twice as many bytes, cold or not.
     pub fn make_up_for(&self, bytes: u64) {
         let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {

@@ -174,8 +174,8 @@ pub struct Governor<C> {
 struct RoomSample {
     now_ns: u64,
     room_bytes: i64,
-    /// Resident bytes of this process and its siblings. Their growth is not extrapolated, because their own charges
-    /// reclaim for it.
+    /// Resident bytes of this process and its siblings. Growth of these bytes is not extrapolated, because the charges
+    /// of these processes reclaim for it.
     own_bytes: u64,
     /// Bytes that this process could have given back.
     giveable: u64,
@@ -360,7 +360,7 @@ fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
 }
 
 /// Near a limit, offers memory to the kernel. If threads stall on memory because of this limit, also gives memory back.
-/// At other stalls it gives nothing back, because that would not end them.
+/// At other stalls the function gives nothing back, because free memory of this process would not end them.
 fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
@@ -520,7 +520,7 @@ mod tests {
     }
 
     /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
-    /// must be searched about ten times per age.
+    /// about ten searches must be made within the age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);
@@ -544,8 +544,8 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
 
-    /// The pauses must grow while a process is idle and its memory cannot be given back. They must become short again
-    /// once the process uses CPU.
+    /// The pauses must grow while a process is idle and its memory cannot be given back. The pauses must become short
+    /// again once the process uses CPU.
     #[test]
     fn pauses_grow_while_the_process_is_idle() {
         let (_, account) = fake_group(100 * MIB, None);

@@ -178,7 +178,8 @@ impl Helper {
             place.listen(true);
         }
         loop {
-            // The word to sleep on is on the page of figures, which `publish` may have replaced since the last pass.
+            // The word to sleep on is on the page of figures, which `publish` may have replaced since the last
+            // iteration.
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);

@@ -19,8 +19,8 @@ use std::time::Duration;
 /// Maximum number of Pagemill's own owners for each cost, and also of the program's.
 pub const SLOTS: usize = 3;
 
-/// Number of slots in [`Owners`]. They are in the order of calls: by cost, and within one cost Pagemill's own before the
-/// program's.
+/// Number of slots in [`Owners`]. The slots are in the order of calls: by cost, and within one cost Pagemill's own
+/// before the program's.
 const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
@@ -32,13 +32,13 @@ const STEP_DIVISOR: u64 = 16;
 /// milliseconds.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
-/// A slot for an owner of memory, and the state of the calls to it.
+/// A slot for an owner of memory, and the state of the calls to this owner.
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
     /// Number of threads inside a call that may take long.
     threads_inside: AtomicU32,
-    /// Time at which the first of these threads entered, or the latest one left.
+    /// Time at which the first of the threads inside entered, or at which the latest one left.
     progress_ns: AtomicU64,
     /// The owner has panicked, and is not called any more.
     has_failed: AtomicBool,
@@ -115,7 +115,7 @@ impl RegisteredOwner {
     /// freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
-        // The last attempt before a refusal waits, because the thread inside may only be stopped or wait for a fork.
+        // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
         let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
@@ -310,8 +310,8 @@ mod tests {
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
 
-    /// While a thread is blocked inside a call, other threads must skip that owner. After the call has returned, they
-    /// must call it again.
+    /// While a thread is blocked inside a call, other threads must skip that owner. After the call has returned, the
+    /// other threads must call the owner again.
     #[test]
     fn a_blocked_owner_is_skipped() {
         let (stuck, freeing) = (scripted_shrinker(MIB, MIB, false), scripted_shrinker(MIB, MIB, false));
@@ -332,8 +332,8 @@ mod tests {
         assert_eq!(stuck.calls.load(Relaxed), 2, "the call has returned");
     }
 
-    /// The program has as many slots of each cost as Pagemill, and they are separate. One more registration must be
-    /// refused and must change nothing. An owner of Pagemill that registers later must still get a slot, and must be
+    /// The program has as many slots of each cost as Pagemill, and its slots are separate. One more registration must
+    /// be refused and must change nothing. An owner of Pagemill that registers later must still get a slot, and must be
     /// called before those of the program.
     #[test]
     fn slots_of_the_program_are_separate() {

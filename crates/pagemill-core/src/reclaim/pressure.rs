@@ -56,8 +56,8 @@ impl Account {
         if room.shortage(bytes) == 0 || least_bytes <= kill.room_bytes() {
             return Ok(());
         }
-        // Inside the small allocator's locks, most of its free memory cannot be purged. The next call outside of them
-        // gives it back; the reserve prevents a kill until then.
+        // Inside the small allocator's locks, most of that allocator's free memory cannot be purged. The next call
+        // outside of the locks gives it back; the reserve prevents a kill until then.
         if self.may_exceed_limit(context) && least_bytes <= kill.debt_room_bytes() {
             return Ok(());
         }

@@ -437,7 +437,7 @@ impl MemberSlot {
     }
 }
 
-/// Links a process to the page and to its slot. Replaced in a fork child.
+/// Links a process to the page of its tree and to its slot there. Replaced in a fork child.
 #[derive(Default)]
 pub(super) struct Membership {
     page: AtomicPtr<TreePage>,

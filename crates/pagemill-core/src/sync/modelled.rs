@@ -74,7 +74,7 @@ macro_rules! atomic {
         #[derive(Debug, Default)]
         pub struct $name(std::sync::atomic::$name);
 
-        #[allow(dead_code)] // each type has what its users need
+        #[allow(dead_code)] // every function has a user in one of the types at least
         impl $name {
             pub const fn new(value: $integer) -> Self {
                 Self(std::sync::atomic::$name::new(value))

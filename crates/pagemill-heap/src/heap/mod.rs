@@ -39,8 +39,8 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
 
-/// If the request leaves more than 1/10 of a slot unused, its blocks get no huge pages, because these would make the
-/// unused part resident.
+/// If the request leaves more than 1/10 of a slot unused, the slot's blocks get no huge pages, because huge pages would
+/// make the unused part resident.
 const UNUSED_DIVISOR: usize = 10;
 
 /// Number of words for each node and class in `Heap::carve_cursors`.

@@ -387,7 +387,8 @@ mod tests {
         assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
 
-    /// Allocates and writes an offered slot. The kernel must not take it; after it was freed it can be offered again.
+    /// Allocates and writes an offered slot. The kernel must not take the slot. After the slot was freed, it must be
+    /// possible to offer it again.
     #[test]
     fn reused_slot_is_not_taken() {
         let pagemill = TestProcess::for_test();

@@ -40,12 +40,12 @@ struct Recipient {
 }
 
 impl Recipient {
-    /// Whether more pages can be moved into these blocks. False after a move that stopped inside a block.
+    /// Whether more pages can be moved into the recipient's blocks. False after a move that stopped inside a block.
     fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
 
-    /// Advances the progress by `moved_bytes`, from which an unfinished block is not skipped.
+    /// Advances the progress by `moved_bytes`. A block that was filled only in part stays the next block to fill.
     fn note_moved(&mut self, moved_bytes: usize) {
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;
@@ -90,7 +90,7 @@ impl Heap {
         }
         let Some(_guard) = self.purging.try_lock() else { return false };
         let Some(span) = self.span_of(place) else { return false };
-        // If another thread is just allocating one of these slots, it may rely on zeros: move nothing.
+        // If another thread is just allocating a slot of the block, that thread may rely on zeros: move nothing.
         let Some(others) = self.claim_block_except(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
         if self.arena.block_state(block).backing == Backing::Empty {
@@ -198,7 +198,8 @@ impl Heap {
                 self.arena.discharge_taken(block, 1);
             }
             if self.is_fully_resident(block) {
-                // SAFETY: every slot that reaches into the block is claimed. The recipient is as above.
+                // SAFETY: every slot that reaches into the block is claimed. The recipient is live or claimed, and its
+                // address was not returned yet.
                 unsafe { self.move_to_recipient(recipient, block, 1) };
             }
             self.restore_all(span, block, &claims);

@@ -9,7 +9,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
-/// Size from which pages are moved. Copying less is as fast as the system calls.
+/// From this number of bytes on, pages are moved instead of copied. Copying fewer bytes is as fast as the system calls.
 const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {

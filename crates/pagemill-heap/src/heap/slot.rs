@@ -38,7 +38,7 @@ pub(crate) struct SlotBytes {
     /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
     pub is_offered: bool,
     /// For a free slot: the part of `Heap::free_bytes` that the slot accounts for, in units of 4 KiB. The thread that
-    /// allocates the slot subtracts it again.
+    /// allocates the slot subtracts this part again.
     pub counted: u32,
 }
 
@@ -357,8 +357,8 @@ mod loom_tests {
         }
     }
 
-    /// A thread purges a slot while another thread allocates and frees the slot. The two must not use the slot's bytes
-    /// at the same time, and the slot must be in its free list at the end.
+    /// A thread purges a slot while another thread allocates and frees the slot. The two threads must not use the
+    /// slot's bytes at the same time, and the slot must be in its free list at the end.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -402,8 +402,8 @@ mod loom_tests {
         });
     }
 
-    /// A thread purges a slot that was never allocated while another thread carves the slot. The two must not use the
-    /// slot's bytes at the same time.
+    /// A thread purges a slot that was never allocated while another thread carves the slot. The two threads must not
+    /// use the slot's bytes at the same time.
     #[test]
     fn carving_and_purge_exclude_each_other() {
         loom::model(|| {

@@ -68,7 +68,8 @@ pub(crate) struct Barn {
 }
 
 impl Barn {
-    /// Creates the barn that uses the sheaves of index `number`. No other barn may use these sheaves.
+    /// Creates the barn with index `number` in the table: its sheaves begin at index `number * SHEAVES_PER_BARN`. No
+    /// other barn may use these sheaves.
     pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf_len: usize) -> Self {
         Self {
             barn_memory,

@@ -5,8 +5,8 @@
 //! until reclaim or the background thread frees it.
 //!
 //! Metadata blocks have a window of their own outside of the arena. They are not charged and cause no reclaim, because
-//! an allocation of metadata may itself run in reclaim. The first of them are sparse, later ones whole. A free metadata
-//! block keeps no memory.
+//! an allocation of metadata may itself run in reclaim. The first metadata blocks are sparse, later ones whole. A free
+//! metadata block keeps no memory.
 #![allow(unsafe_code)] // opens its own window; frees the memory of free blocks and slabs
 
 use crate::alloc::meta::{BY_USE, Block, Slab};

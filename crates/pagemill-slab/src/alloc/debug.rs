@@ -1,9 +1,10 @@
-//! Debug mode: detects writes outside of allocated objects and double frees. It uses redzones, poison, and the recorded
-//! callers of each allocation and free.
+//! Debug mode: detects writes outside of allocated objects and double frees. Debug mode uses redzones, poison, and the
+//! recorded callers of each allocation and free.
 //!
-//! A trailer follows each object. It consists of a *redzone* word and the source locations of the last allocation and
-//! the last free. The value of the redzone also shows whether the object is free. Every allocation and free checks the
-//! trailer and the poison of free objects. Magazines are not used. Damage causes a panic that names these locations.
+//! A trailer follows each object. The trailer consists of a *redzone* word and the source locations of the last
+//! allocation and the last free. The value of the redzone also shows whether the object is free. Every allocation and
+//! free checks the trailer and the poison of free objects. Magazines are not used. Damage causes a panic that names
+//! these locations.
 #![allow(unsafe_code)] // accesses free objects and the bytes after objects
 
 use std::panic::Location;

@@ -3,7 +3,7 @@
 //! ```text
 //!   thread   magazine: two sheaves, no lock
 //!              | a sheaf at a time
-//!   node     barns: full sheaves         under the lock of one of them
+//!   node     barns: full sheaves         under the lock of one barn
 //!              | object by object
 //!   node     slabs, fullest first
 //!              | slab by slab, block by block
@@ -128,7 +128,8 @@ pub(crate) struct Engine {
     pub counts: Counts,
 }
 
-/// Counts of objects by the outcome of their move, of emptied slabs, and of objects from remote nodes.
+/// Counts of the cache: objects by the outcome of their move (`moved` to `refused`), emptied slabs, and objects that
+/// were allocated from another node than the preferred one.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub moved: AtomicU64,
@@ -269,7 +270,7 @@ impl Engine {
         self.nodes[node].0.try_with(|state| act(&mut Node { shape, blocks, state }))
     }
 
-    /// Enters the magazine of this thread; `None` if it is not open or is being drained.
+    /// Enters the magazine of this thread; `None` if the magazine is not open or is being drained.
     #[inline(always)]
     fn enter(&self) -> Option<MagazineGuard<'_>> {
         self.magazines.enter(own_offset())
@@ -536,9 +537,9 @@ impl Engine {
         }
     }
 
-    /// Allocates up to `taken.len()` objects, at least one. They come from `node` if it has free objects. Otherwise
-    /// `remote_percent` percent of the calls first try the other nodes. If no object is found, sets up a slab on
-    /// `node`. Returns the node and the number of objects.
+    /// Allocates up to `taken.len()` objects, at least one. The objects come from `node` if the node has free objects.
+    /// Otherwise `remote_percent` percent of the calls first try the other nodes. If no object is found, sets up a slab
+    /// on `node`. Returns the node and the number of objects.
     pub fn take_objects(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
             let stored = self.barns(node).map(|barn| barn.pop_sheaf(taken)).find(|count| *count > 0);

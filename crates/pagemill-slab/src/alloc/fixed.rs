@@ -69,7 +69,7 @@ pub struct Slot<'cache, T> {
 
 // SAFETY: as for a box, only the value is sent to another thread. Any thread may use the engine.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
-// SAFETY: as above, for a shared reference to the value.
+// SAFETY: other threads get only a shared reference to the value. Any thread may use the engine.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
 impl<T> FixedSlab<T> {
@@ -101,8 +101,8 @@ impl<T> FixedSlab<T> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]. The error
-    /// returns the value.
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]. The
+    /// error returns the value.
     #[inline]
     #[track_caller]
     pub fn insert(&self, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {

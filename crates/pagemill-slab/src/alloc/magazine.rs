@@ -1,9 +1,9 @@
 //! Magazines: stacks of a cache's free objects, one for each thread, used without locks or atomic exchanges.
 //!
-//! A magazine belongs to a cache and is indexed by the thread slot ([`crate::alloc::thread_slots`]). It is one stack that
-//! holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing has
-//! to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines of
-//! all slots ([`AsymmetricLock`]).
+//! A magazine belongs to a cache and is indexed by the thread slot ([`crate::alloc::thread_slots`]). It is one stack
+//! that holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing
+//! has to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines
+//! of all slots ([`AsymmetricLock`]).
 //!
 //! A [`MagazineRange`] is the address range of the magazines under one cache id. A [`Magazines`] is the view that one
 //! cache has of its range.
@@ -153,8 +153,8 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
-    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so a
-    /// child forked meanwhile finds no object at two positions.
+    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so
+    /// a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         let count = objects.len().min(len as usize) as u32;
@@ -303,7 +303,7 @@ impl Magazines {
         self.barriers
     }
 
-    /// Enters the magazine of this thread. Returns `None` if it is not open or is being drained.
+    /// Enters the magazine of this thread. Returns `None` if the magazine is not open or is being drained.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
         let magazine = self.at(own);
@@ -446,7 +446,7 @@ mod tests {
         }
     }
 
-    /// While the magazine's thread is inside, for any operation, a draining thread must see it inside.
+    /// While the magazine's thread is inside, for any operation, a draining thread must see that thread inside.
     #[test]
     fn drain_sees_a_thread_inside_its_magazine() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
@@ -465,7 +465,7 @@ mod tests {
     }
 
     /// A thread must be able to enter magazines up to the highest slot that was opened, and none beyond the last slot.
-    /// Two ranges must not affect each other.
+    /// The ranges of two caches must not affect each other.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH_BARRIERS {

@@ -1,8 +1,8 @@
 //! Slab metadata, apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block has the set
 //! of slabs at each level of use.
 //!
-//! All metadata is changed under the lock of the node that has the block ([`crate::alloc::node`]). The words are atomic only
-//! because they lie in shared tables.
+//! All metadata is changed under the lock of the node that has the block ([`crate::alloc::node`]). The words are atomic
+//! only because they lie in shared tables.
 #![allow(unsafe_code)] // zero bits are valid metadata
 
 use crate::alloc::shape::{MAX_OBJECTS, MAX_SLABS};

@@ -15,14 +15,14 @@ use pagemill_core::units::BLOCK_BYTES;
 /// Number of classes of blocks by use: eighths.
 pub(crate) const USE_CLASSES: u32 = 8;
 
-/// List of the blocks without used objects and claimed slabs. The lists 1 to [`FULLEST`] have the other blocks with
-/// free objects, by eighths of the block in use.
+/// List of the blocks that have neither used objects nor claimed slabs. The lists 1 to [`FULLEST`] have the other
+/// blocks with free objects, by eighths of the block in use.
 pub(crate) const IDLE: usize = 0;
 /// The last of the lists of blocks with free objects: blocks that are at least seven eighths in use.
 pub(crate) const FULLEST: usize = USE_CLASSES as usize;
 /// List of the blocks whose set-up slabs are full, but that have bare slabs.
 pub(crate) const FULL_WITH_BARE: usize = FULLEST + 1;
-/// List of the blocks without free objects and bare slabs.
+/// List of the blocks that have neither free objects nor bare slabs.
 pub(crate) const FULL: usize = FULL_WITH_BARE + 1;
 /// List of the blocks that defragmentation empties.
 const EMPTYING: usize = FULL + 1;

@@ -22,7 +22,7 @@ pub(crate) fn poison(_at: usize, _bytes: usize) {
 /// Makes a byte range accessible again.
 #[inline(always)]
 pub(crate) fn unpoison(_at: usize, _bytes: usize) {
-    // SAFETY: as above.
+    // SAFETY: changes only the sanitizer's shadow memory.
     #[cfg(asan)]
     unsafe {
         __asan_unpoison_memory_region(_at as *const _, _bytes);

@@ -75,7 +75,7 @@ impl Shape {
     }
 
     /// Chooses a slab size: at least `least`, and the largest that [`MAX_OBJECTS`] objects fill. A larger slab would
-    /// spread few objects over more memory. The size is doubled while too much of it would be wasted.
+    /// spread few objects over more memory. The size is doubled while too much of the slab would be wasted.
     fn choose_slab_bytes(stride: usize, least: usize) -> usize {
         let filled = 1 << stride.saturating_mul(MAX_OBJECTS).ilog2();
         let full = filled.clamp(least, DEFAULT_SLAB_BYTES.max(least));

@@ -35,7 +35,8 @@ const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
 unsafe impl Zeroed for Stock {}
 
 impl Stock {
-    /// Adds a free handle and a retired object. Returns false, and adds neither, if one of them does not fit.
+    /// Adds a free handle and a retired object. Returns false, and adds neither, if the handle or the object does not
+    /// fit.
     #[inline(always)]
     pub fn push_pair(&self, key: u64, object: u64) -> bool {
         let (keys, objects) = (self.keys.len.get(), self.retired.objects.len.get());

@@ -60,7 +60,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Calls the constructor for the objects of a claimed slab. If it panics, the slab is lost and the panic resumes.
+    /// Calls the constructor for the objects of a claimed slab. If the constructor panics, the slab is lost and the
+    /// panic resumes.
     fn construct(&self, node: usize, block: u32, slab: u32) {
         let base = self.shared.blocks.addr(block);
         let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));

@@ -33,7 +33,7 @@ pub(crate) enum DefragCandidate {
 pub(crate) struct Criteria {
     /// Less than this percentage of the candidate's capacity is in use.
     pub percent: u32,
-    /// The slab was not tried in this pass.
+    /// The slab was not tried in the pass with this number.
     pub pass: u32,
     /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
     /// trying the block again would only move its other objects back and forth. `None`: slabs only.
@@ -177,7 +177,8 @@ impl Node<'_> {
         free - u64::from(block.free_objects.get()) + bare
     }
 
-    /// Returns the first blocks of a list that have at least `least` objects in use. An allocation tries these first.
+    /// Returns the first blocks of a list that have at least `least` objects in use. An allocation tries these blocks
+    /// first.
     pub fn first_blocks_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
         // Blocks that were tried may be emptier. They come first in the list, but are in no search queue.
         let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED);
@@ -274,7 +275,7 @@ impl Node<'_> {
         (elsewhere > 0).then(|| (block_number, slab, u64::from(used).min(elsewhere) as u32))
     }
 
-    /// Returns the minimum of `find` over the first `most` blocks for which it finds a candidate, from the emptiest
+    /// Returns the minimum of `find` over the first `most` blocks for which `find` finds a candidate, from the emptiest
     /// list to list `last`. A block without a candidate moves to the end of its list. The same search visits it again
     /// only after a change.
     fn min_over_blocks<T: Ord + Copy>(

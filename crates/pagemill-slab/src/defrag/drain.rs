@@ -2,7 +2,7 @@
 //! magazines unusable until the drain ends.
 //!
 //! An operation that must know which objects are in use begins with a drain. During a drain, threads allocate from
-//! slabs: slower, but without waiting for its end.
+//! slabs, which is slower, but they do not wait for the end of the drain.
 
 use crate::alloc::engine::Engine;
 use crate::alloc::magazine::Magazine;

@@ -1,8 +1,8 @@
 //! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
 //!
-//! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under the
-//! lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects waits
-//! for readers ([`crate::read::batch`]).
+//! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under
+//! the lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects
+//! waits for readers ([`crate::read::batch`]).
 //!
 //! ```text
 //!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers done--> open, or freed
@@ -308,8 +308,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.deferred.push(Deferred::Block { node, block });
     }
 
-    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If it returns false, the
-    /// slab is tried again later.
+    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, the slab is tried
+    /// again later.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));

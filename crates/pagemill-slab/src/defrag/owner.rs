@@ -162,7 +162,7 @@ impl<'object, T> Moving<'object, T> {
         Self::done(MoveOutcome::Busy)
     }
 
-    /// Reports that the object was not moved, because there is no destination or it cannot be moved now.
+    /// Reports that the object was not moved, because there is no destination or the object cannot be moved now.
     pub fn failed(self) -> Done<'object> {
         Self::done(MoveOutcome::Failed)
     }

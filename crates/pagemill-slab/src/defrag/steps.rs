@@ -21,8 +21,8 @@ pub(crate) const SHORT_GRACE_NS: u64 = 5_000_000;
 /// Percentage that makes every slab and block that is not full a candidate.
 const ALL_PERCENT: u32 = 101;
 
-/// After a pass that freed nothing, a cache is skipped until more than this fraction of its objects was allocated or
-/// freed.
+/// After a pass that freed nothing, a cache is skipped until more than `1 / CHANGE_DIVISOR` of its objects were
+/// allocated or freed.
 const CHANGE_DIVISOR: u64 = 64;
 
 /// A long defragmentation lets threads use their magazines again after each slice of this length.
@@ -210,7 +210,7 @@ pub(crate) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     drop(engine.drain_magazines()?);
     engine.finish_all_retired()?;
     let block_pass = engine.passes.begin_next();
-    // The first round empties blocks; the second packs the remaining objects into as few slabs as possible.
+    // The first iteration empties blocks; the second packs the remaining objects into as few slabs as possible.
     for block_pass in [Some(block_pass), None] {
         loop {
             let used_slabs_and_blocks = engine.used_slabs_and_blocks();

@@ -55,7 +55,7 @@ const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 /// Maximum of the time that begins with [`MIN_RETRY_DELAY`].
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
-/// Time until one more round after objects were freed, if they were too few to wake the thread.
+/// Time until one more round after objects were freed, if the objects were too few to wake the thread.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
 /// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
@@ -387,7 +387,7 @@ impl Worker {
             let freed = blocks.shrink(FREE_PORTION_BYTES);
             self.leave();
             self.note_cpu_time(before_ns, Some(rest_due_ns));
-            // No free block has memory left, or the kernel keeps it.
+            // No free block has memory left, or the kernel keeps the memory.
             if freed < FREE_PORTION_BYTES {
                 break;
             }
@@ -398,7 +398,7 @@ impl Worker {
         VisitResult::Nothing
     }
 
-    /// Adds the processor time since `before_ns` to the statistics, and its rest to `rest_due_ns`.
+    /// Adds the processor time since `before_ns` to the statistics, and the rest that follows from it to `rest_due_ns`.
     fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -469,8 +469,8 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. It limits its
-/// processor time instead.
+/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. The thread limits
+/// its own processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
         #[cfg(not(shuttle))]
@@ -542,7 +542,7 @@ pub(crate) fn unregister<M: Cache + 'static>(cache: &Arc<M>) {
 }
 
 #[cfg(any(test, feature = "test-util"))]
-#[cfg_attr(not(test), allow(dead_code))] // tests of this crate use all of it
+#[cfg_attr(not(test), allow(dead_code))] // only tests of this crate use all functions
 impl Worker {
     pub fn is_started(&self) -> bool {
         self.is_started.load(SeqCst) == 1

@@ -5,13 +5,13 @@
 //!   reader    word = global epoch, barrier, look up values ... word = 0
 //!   retiring  unlink the object, barrier, read the words of all participants
 //!               no reader, or only readers with a newer epoch --> free it
-//!               else advance the global epoch by one, and wait until all readers up to the old one have finished
+//!               else advance the global epoch by one, and wait until all readers up to the old epoch have finished
 //! ```
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
 //! object. An object without readers is free at the first check, and the global epoch advances only if there are
-//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot share an
-//! overflow list.
+//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot
+//! share an overflow list.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
@@ -315,7 +315,7 @@ mod process_wide {
                     std::thread::yield_now();
                 }
             };
-            // Readers of concurrent tests may delay this.
+            // Readers of concurrent tests may hold older epochs for a while.
             wait(&|| oldest_pinned() > epoch);
             drop(later);
         }

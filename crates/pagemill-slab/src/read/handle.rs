@@ -36,12 +36,13 @@ use std::time::Duration;
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the value's handle. In a free object: of its last handle. Mostly in the value's first cache line.
+    /// Index of the value's handle; in a free object, of its last value's handle. Mostly in the value's first cache
+    /// line.
     index: AtomicU32,
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. The stocks of threads hold others.
+/// The shared retire list: objects without a handle that readers may still use. Further ones are in threads' stocks.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -130,8 +131,8 @@ impl<T: Movable> HandleInner<T> {
     #[cold]
     #[inline(never)]
     fn free_and_retire_slowly(&self, key: Option<Key>, object: usize) {
-        // If the program forked while it read a removed value, this is the child. The value still belongs to the parent, and locks
-        // may be held by threads that do not exist in the child.
+        // If the program forked while it read a removed value, this is the child. The value still belongs to the
+        // parent, and locks may be held by threads that do not exist in the child.
         if self.engine.check_generation().is_err() {
             return;
         }
@@ -270,7 +271,8 @@ impl<T: Movable> HandleInner<T> {
             unsafe { self.engine.free(object) };
         }
         match panic {
-            // A reader of a removed value is unwinding. A second panic would abort the process, so it is dropped.
+            // A reader of a removed value is unwinding. A second panic would abort the process: drop the destructor's
+            // panic.
             Some(panic) if thread::panicking() => std::mem::forget(panic),
             Some(panic) => resume_unwind(panic),
             None => {}
@@ -454,13 +456,13 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// ```
 pub struct HandleMap<T: Movable> {
     pub(crate) inner: Arc<HandleInner<T>>,
-    /// Copies of the fields in `inner`. They stay in registers from one call of a reader to the next.
+    /// Copies of the fields in `inner`. The copies stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
 }
 
-/// A value that was removed from its handle. Other readers may still read it. Dropping this retires the value, also
-/// during unwinding.
+/// A value that was removed from its handle. Other readers may still read it. Dropping `Removed` retires the value,
+/// also during unwinding.
 ///
 /// Example: [`HandleMap`].
 pub struct Removed<'cache, T: Movable> {
@@ -647,7 +649,7 @@ impl<T: Movable> HandleMap<T> {
             // The guard still exists, so the object that was read cannot hold another value by now.
             let is_in = inner.handles.exchange(handle.key.index(), seen, seen.with_offset(object - inner.base));
             drop(guard);
-            // If the exchange failed, the new value was never visible. It is retired in the same way.
+            // If the exchange failed, the new value was never visible. The new value is then retired in the same way.
             inner.free_and_retire(None, if is_in { inner.value_at(seen) as usize } else { object });
             if is_in {
                 return Ok(true);
@@ -686,7 +688,8 @@ impl<T: Movable> Drop for HandleMap<T> {
     fn drop(&mut self) {
         unregister(&self.inner);
         let inner = &*self.inner;
-        // The drain keeps other threads from moving values. If it fails, as in a fork child, the values are leaked.
+        // The drain keeps other threads from moving values. If the drain fails, as in a fork child, the values are
+        // leaked.
         let drained = loop {
             match inner.engine.drain_magazines() {
                 Ok(drained) => break drained,

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! A word times eight has the generation in its high bits and the offset in bytes below; the pins are shifted out. The
-//! generation is known from the handle before the word is loaded, so it can be subtracted from the base address in
-//! advance. Then one load from the word leads to the value: an addressing mode multiplies by eight and adds.
+//! generation is known from the handle before the word is loaded, so the generation can be subtracted from the base
+//! address in advance. Then one load from the word leads to the value: an addressing mode multiplies by eight and adds.
 //!
 //! A generation is odd while the value exists. Removal increments it, so an old handle never matches again. An index is
 //! not reused after its last generation. If all handles of a page of the table are free, the page can be freed. The

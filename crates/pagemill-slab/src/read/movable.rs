@@ -62,18 +62,18 @@ movable!(NonZero<u8>, NonZero<u16>, NonZero<u32>, NonZero<u64>, NonZero<usize>, 
 
 macro_rules! movable_pointers {
     ($($pointer:ty),*) => { $(
-        // SAFETY: pointers and lengths. What they point to is not moved.
+        // SAFETY: the value consists of pointers and lengths. What they point to is not moved.
         unsafe impl<T: Send + Sync + 'static> Movable for $pointer {}
     )* };
 }
 
 movable_pointers!(Vec<T>, VecDeque<T>, Box<T>, Box<[T]>, Arc<T>, Arc<[T]>, &'static T, BTreeSet<T>);
 
-// SAFETY: pointers and lengths. The entries are not moved.
+// SAFETY: the value consists of pointers and lengths. The entries are not moved.
 unsafe impl<K: Send + Sync + 'static, V: Send + Sync + 'static> Movable for BTreeMap<K, V> {}
-// SAFETY: pointers, lengths and the hasher, which is movable. The entries are not moved.
+// SAFETY: the value consists of pointers, lengths and the hasher, which is movable. The entries are not moved.
 unsafe impl<K: Send + Sync + 'static, V: Send + Sync + 'static> Movable for HashMap<K, V> {}
-// SAFETY: as above.
+// SAFETY: as for `HashMap`.
 unsafe impl<T: Send + Sync + 'static> Movable for HashSet<T> {}
 // SAFETY: an array is movable if its items are.
 unsafe impl<T: Movable, const N: usize> Movable for [T; N] {}
@@ -87,5 +87,5 @@ unsafe impl<A: Movable, B: Movable> Movable for (A, B) {}
 unsafe impl<A: Movable, B: Movable, C: Movable> Movable for (A, B, C) {}
 // SAFETY: as above.
 unsafe impl<A: Movable, B: Movable, C: Movable, D: Movable> Movable for (A, B, C, D) {}
-// SAFETY: a number.
+// SAFETY: a handle is a number.
 unsafe impl<T: 'static> Movable for crate::Handle<T> {}

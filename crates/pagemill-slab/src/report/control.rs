@@ -33,7 +33,7 @@ impl Slabs {
     ///
     /// # Errors
     ///
-    /// Those of `show`. After an error no further cache is shown.
+    /// Errors of `show`. After an error no further cache is shown.
     pub(crate) fn show(
         &self,
         timeout_ns: u64,

@@ -162,7 +162,7 @@ pub(crate) fn of(cache: &dyn Cache) -> Result<SlabInfo> {
 ///
 /// # Errors
 ///
-/// Those of `show`. Does nothing for a cache of the parent process.
+/// Errors of `show`. Does nothing for a cache of the parent process.
 pub(crate) fn show(
     cache: &dyn Cache,
     (backoff, timeout_ns): (&mut Backoff, u64),

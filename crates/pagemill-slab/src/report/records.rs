@@ -274,8 +274,8 @@ mod tests {
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with movable objects must come first. Both kinds must be sorted by name; two caches may have the same
-    /// name.
+    /// Caches with movable objects must come first. Caches with movable objects, and the others, must each be sorted by
+    /// name; two caches may have the same name.
     #[test]
     fn lists_are_sorted_by_relocatability_and_name() {
         let rows = [

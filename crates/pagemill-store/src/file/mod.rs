@@ -200,8 +200,8 @@ impl FileStore {
         self.handle.kind == FileKind::Device
     }
 
-    /// Returns the multiples of addresses, offsets and lengths at which the kernel copies nothing. Both are 1 for a
-    /// buffered file, which always copies.
+    /// Returns the multiples of addresses, offsets and lengths at which the kernel copies nothing. Both fields are 1
+    /// for a buffered file, which always copies.
     pub fn alignment(&self) -> Alignment {
         if self.is_direct() { self.handle.alignment } else { Alignment { memory: 1, offset: 1 } }
     }

@@ -258,7 +258,7 @@ fn is_refusal(error: &io::Error) -> bool {
 }
 
 /// Returns an alignment that all file systems accept: a sector, or 4 KiB. Needed before Linux 6.1, and for file systems
-/// that report none.
+/// that report no alignment.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
         FileKind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
@@ -267,7 +267,7 @@ fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     Alignment { memory: unit, offset: unit }
 }
 
-/// Returns whether both multiples are powers of two of at most a block.
+/// Returns whether both multiples of an alignment are powers of two and at most the size of a block.
 fn is_usable(alignment: &Alignment) -> bool {
     [alignment.memory, alignment.offset].iter().all(|unit| unit.is_power_of_two() && *unit <= BLOCK_BYTES)
 }

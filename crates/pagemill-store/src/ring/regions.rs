@@ -72,7 +72,8 @@ impl Regions {
         }
     }
 
-    /// Registers memory if it overlaps no region. Returns its position in `regions`, its guard, and its table index.
+    /// Registers memory if it overlaps no region. Returns the new region's position in `regions`, guard, and table
+    /// index.
     fn try_add(
         &mut self,
         memory: &dyn Buffer,

@@ -10,10 +10,10 @@ use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
 
-/// Number of entries of the memory table. With 64 MiB each, they cover 64 GiB.
+/// Number of entries of the memory table. With regions of 64 MiB, they cover 64 GiB.
 pub(super) const MEMORY_TABLE_LEN: u16 = 1024;
 
-/// Number of entries of the file table. Each file uses two.
+/// Number of entries of the file table. Each file uses two entries.
 const FILE_TABLE_LEN: u32 = 256;
 
 /// A file attached to a ring ([`Ring::attach`]).
@@ -107,8 +107,8 @@ impl<B: Buffer> Ring<B> {
     /// # Errors
     ///
     /// Returns the memory with the error. Transfers also work without registration. `ENOMEM` over the limit. `EINVAL`
-    /// if it overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is not equal to it.
-    /// `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
+    /// if the memory overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is not
+    /// equal to it. `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
     pub fn register(&mut self, memory: Box<dyn Buffer>) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
         if let Err(error) = self.check_process() {
             return Err((error, memory));

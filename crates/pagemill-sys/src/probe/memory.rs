@@ -427,8 +427,8 @@ fn poison(_: &System) -> Finding {
     fence_finding(fenced)
 }
 
-/// The finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if an access did not
-/// behave so.
+/// The finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if the page was readable
+/// in between, or not readable at the end.
 fn fence_finding(fenced: io::Result<bool>) -> Finding {
     match fenced {
         Ok(true) => Finding::available("a page was fenced off and opened again"),

@@ -209,7 +209,7 @@ pub(super) enum NoNamespace {
 
 /// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
 pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
-    /// Bit that a child sets in its result if the error is that of a mount.
+    /// Bit that a child sets in its result if the error comes from a mount.
     const IN_MOUNT: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
@@ -242,10 +242,12 @@ pub(super) struct Userfault {
 }
 
 impl Userfault {
+    // Request numbers of the ioctls.
     const API: libc::c_ulong = 0xC018_AA3F;
     const REGISTER: libc::c_ulong = 0xC020_AA00;
     const WRITE_PROTECT: libc::c_ulong = 0xC018_AA06;
     const POISON: libc::c_ulong = 0xC020_AA08;
+    /// Mode of `REGISTER`: the range may be write-protected.
     const MODE_WRITE_PROTECT: u64 = 2;
 
     /// Opens a userfaultfd that offers the features in `wanted`.
@@ -392,7 +394,8 @@ pub(super) fn register_memory() -> io::Result<()> {
     let entry: [u64; 4] = [0, (&raw const memory) as u64, 0, 1];
     for (request, argument) in [(REGISTER_BUFFERS, &table), (UPDATE_BUFFERS, &entry)] {
         let (fd, size) = (ring.as_raw_fd(), size_of_val(argument));
-        // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when closed.
+        // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when
+        // closed.
         let result = unsafe { libc::syscall(libc::SYS_io_uring_register, fd, request, argument.as_ptr(), size) };
         if result < 0 {
             return Err(io::Error::last_os_error());

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 /// Number of shards of the table, each with a lock.
 const SHARDS: usize = 64;
 
-/// The keys of purged values are removed after this many new keys, plus half the number of keys.
+/// A shard removes the keys of purged values after this many new keys, plus half the number of keys in the shard.
 const SWEEP_AFTER_KEYS: usize = 16;
 
 /// A type whose values a cache can store: it converts to bytes and back.
@@ -219,7 +219,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     ///
     /// # Errors
     ///
-    /// Those of [`Base::of_process`](crate::Base::of_process).
+    /// Errors of [`Base::of_process`](crate::Base::of_process).
     pub fn new() -> Result<Self> {
         Ok(Self::new_in(crate::Base::of_process()?.ranges))
     }
@@ -390,7 +390,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
 
     /// The cell of a key; inserts the key if it is missing.
     fn cell_or_insert(&self, key: K) -> ValueCell {
-        // Declared first, so that these keys are dropped after the shard is unlocked, even if a key's `Eq` panics.
+        // Declared first, so that the removed keys are dropped after the shard is unlocked, even if a key's `Eq`
+        // panics.
         let _purged;
         let mut shard = self.shard(&key);
         if let Some(cell) = shard.cells.get(&key) {

@@ -30,7 +30,8 @@ const STEP_BYTES: usize = 1 << 20;
 /// # Invariants
 ///
 /// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items behind these, up to
-///    `leaf_numbers`, are free leaves. Together these items contain every leaf number below `leaf_numbers` once.
+///    `leaf_numbers`, are free leaves. Together the first `leaf_numbers` items contain every leaf number below
+///    `leaf_numbers` once.
 /// 2. A leaf in use has at least one entry. Its first `count` entries are written, ascending and disjoint, and `first`
 ///    is the start of the first entry.
 /// 3. Two neighbouring leaves together have at least half a leaf of entries.

@@ -1,10 +1,10 @@
 //! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether the contents were
 //! purged.
 //!
-//! A [`VolatileBuf`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
-//! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
-//! accessed through a [`Pin`], which excludes purges and reports which bytes survived earlier purges. Only memory
-//! pressure purges ranges, the least recently marked first (`purge`).
+//! A [`VolatileBuf`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and
+//! unmarking change one word of the range, without a system call, a lock, or a cache line shared with other ranges.
+//! Bytes are accessed through a [`Pin`], which excludes purges and reports which bytes survived earlier purges. Only
+//! memory pressure purges ranges, the least recently marked first (`purge`).
 //!
 //! ```
 //! use pagemill_volatile::{Contents, VolatileBuf};

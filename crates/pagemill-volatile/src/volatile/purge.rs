@@ -5,8 +5,8 @@
 //! chunk is purged. Then the epoch of its mark is set to the current time, so that other ranges are purged before its
 //! next chunk. The memory of free entries is purged before that of marked ranges.
 //!
-//! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
-//! Then the purge ends after its current step, and the rest of the range is kept.
+//! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in the range's state
+//! word. Then the purge ends after its current step, and the rest of the range is kept.
 #![allow(unsafe_code)] // discards the memory of claimed ranges
 
 use super::purge_queue::{Oldest, PurgeQueue};
@@ -23,8 +23,8 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
 use std::time::Duration;
 
-/// Maximum number of bytes that one step discards. It bounds the time that another thread waits: some 40 us. Small
-/// under shuttle, so that small ranges have several steps.
+/// Maximum number of bytes that one step discards. The number bounds the time that another thread waits: some 40 us.
+/// Small under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
 /// Minimum time in nanoseconds from the start of a measuring walk to the next.

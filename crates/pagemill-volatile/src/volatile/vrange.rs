@@ -158,8 +158,8 @@ impl Vranges {
     /// # Safety
     ///
     /// While the range is volatile, the program must not depend on its contents and must hold no reference to them.
-    /// Before the program unmaps, replaces, moves or frees a part, it must unmark that part. It must also unmark a part
-    /// of a strict range before it changes the protection of that part.
+    /// Before the program unmaps, replaces, moves or frees a part, it must unmark that part. The program must also
+    /// unmark a part of a strict range before it changes the protection of that part.
     ///
     /// Source: M. Kim and J. Stultz, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     pub unsafe fn vrange(&self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {

@@ -7,7 +7,7 @@
 //!     `-----------------+------------------'                     |
 //!     ^                        release                           |
 //!     `----------------------------------------------------------'
-//!                        finish (of a free one)
+//!                        finish (of a free range)
 //! ```
 //!
 //! Marking and unmarking are one compare-and-swap each. A purge changes a volatile range without pins to *Purging*,
@@ -315,7 +315,7 @@ mod tests {
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
     }
 
-    /// Pins a range three times. It must become claimable when the last pin is removed.
+    /// Pins a range three times. The range must become claimable when the last pin is removed.
     #[test]
     fn range_is_claimable_after_last_unpin() {
         let word = RangeWord::new();

@@ -29,7 +29,7 @@ struct ArrayEntry {
     next: AtomicU32,
 }
 
-// SAFETY: the entry consists of atomic words and a lock that is one, for which zero bits are valid.
+// SAFETY: the entry consists of atomic words (a lock is one, too), for which zero bits are valid.
 unsafe impl Zeroed for ArrayEntry {}
 
 #[derive(Default)]
@@ -97,7 +97,7 @@ impl<N: Nodes> Arrays<N> {
     }
 
     /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped during the
-    /// call. Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
+    /// call. Returns `None` if the array was dropped, or if another thread holds the lock of the array's entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;

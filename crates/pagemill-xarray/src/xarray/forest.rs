@@ -33,7 +33,8 @@ const UNIT_SHIFT: u32 = UNIT_BYTES.trailing_zeros();
 /// Retired nodes per batch. A batch has one grace period.
 const BATCH: u64 = 32;
 
-/// Some words have two halves of this many bits: the upper half counts, the lower half is a node number.
+/// Bits of each half of `BatchLists::retired` and `BatchLists::ripe`. Lower half: a node number. Upper half: in
+/// `retired` the count of retired nodes, in `ripe` a counter against the ABA problem.
 const HALF: u32 = 32;
 
 /// The owner of the memory for nodes.
@@ -140,9 +141,8 @@ impl Forest {
     /// its array. Never waits. Cost: a copy of the node, and a store to each node below.
     ///
     /// # Safety
-    ///
-    /// Both are addresses of nodes of this forest's source, and `new` belongs to the caller. After a move, the caller
-    /// does not reuse `old` before all current guards are dropped.
+    /// `old` and `new` are addresses of nodes of this forest's source, and `new` belongs to the caller. After a move,
+    /// the caller does not reuse `old` before all current guards are dropped.
     pub unsafe fn relocate(&'static self, old: usize, new: usize) -> bool {
         relocate(self, self.number_of(old), self.number_of(new))
     }

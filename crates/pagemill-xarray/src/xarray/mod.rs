@@ -44,11 +44,11 @@
 //! root word. Before the call that does so returns, the slot in which a reader may have found the entry is overwritten.
 //! [`Writer::erase_range`] overwrites the slot before it calls the callback.
 //!
-//! So a reader may find a value, pin the object that the value refers to, and then check `is_still`. If it returns
-//! true, the object has not been released since: a releaser first removes the entry, and then checks for pins. To pin
-//! the object, the reader must change a word by a read-modify-write with `Acquire`; the releaser must change the same
-//! word from "no pins" by a read-modify-write with `Release`. Plain loads and stores of two words could be reordered.
-//! If `is_still` returns false, the reader must look up again: the entry may have moved to another slot.
+//! So a reader may find a value, pin the object that the value refers to, and then check `is_still`. If `is_still`
+//! returns true, the object has not been released since: a releaser first removes the entry, and then checks for pins.
+//! To pin the object, the reader must change a word by a read-modify-write with `Acquire`; the releaser must change the
+//! same word from "no pins" by a read-modify-write with `Release`. Plain loads and stores of two words could be
+//! reordered. If `is_still` returns false, the reader must look up again: the entry may have moved to another slot.
 //!
 //! # Writers
 //!

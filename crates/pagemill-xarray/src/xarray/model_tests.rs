@@ -447,8 +447,8 @@ fn the_tree_has_only_the_needed_levels() {
     pair.end();
 }
 
-/// Stores entries for 2^18 consecutive pages. They must cost at most 9.5 bytes a page, the prepared nodes must suffice,
-/// and unused nodes must be freed.
+/// Stores entries for 2^18 consecutive pages. The nodes must take at most 9.5 bytes a page, the prepared nodes must
+/// suffice, and unused nodes must be freed.
 #[test]
 fn a_dense_index_is_small() {
     const ENTRIES: u64 = 1 << 18;

@@ -42,7 +42,7 @@ impl<N: Nodes> Writer<'_, N> {
             0 => &self.array.root,
             parent => &self.node(parent).slots[node.offset()],
         };
-        // The words are always equal, unless a panic interrupted a change of the array.
+        // The word above always points at the node, unless a panic interrupted a change of the array.
         if above.load_relaxed() != IndexWord::node(old, node.shift()) {
             return false;
         }

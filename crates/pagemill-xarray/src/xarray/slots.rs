@@ -201,8 +201,8 @@ mod loom_tests {
         }
     }
 
-    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. At most one of the two
-    /// may succeed.
+    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. At most one of the
+    /// release and the pin may succeed.
     fn pin_during(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ORDER);

@@ -59,7 +59,7 @@ impl<N: Nodes> Drop for Writer<'_, N> {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Stores an entry without marks over `1 << order` indices from `index` on. It replaces all entries there.
+    /// Stores an entry without marks over `1 << order` indices from `index` on. The entry replaces all entries there.
     ///
     /// A reader of an index finds the old entry until the new one is stored. If there is no old entry, one store of a
     /// word inserts the new one. Cost: a descent of the tree, and the removal of replaced entries.

@@ -184,8 +184,8 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap, as far as the slots of
-    /// the same node up to that of `to` show.
+    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around it. The gap is
+    /// followed to the end of the node at most, and not beyond the slot of `to`.
     fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
         let mut word = slot.load_acquire();

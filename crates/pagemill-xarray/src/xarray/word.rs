@@ -37,9 +37,9 @@ const DEAD: u64 = 5;
 
 /// Mask of the tag.
 const TAG: u64 = 0xFF;
-/// The field for order, shift or slot number.
+/// Position of the field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
-/// Mask of that field.
+/// Mask of that field after a shift to bit 0.
 const FIELD: u64 = 0xFF;
 /// Shift of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;

@@ -229,8 +229,8 @@ mod tests {
             (ghosts.recall(key(1)), ghosts.recall(key(2))),
             (Some((CachePart::New, 2)), Some((CachePart::New, 2)))
         );
-        // The other ghosts of the new part are two pages old, the ghost of main is one page old, so the former are
-        // replaced.
+        // The other ghosts of the new part are two pages old, the ghost of main is one page old, so ghosts of the new
+        // part are replaced.
         (16..29).for_each(|index| ghosts.note(key(index), CachePart::New, 0));
         assert_eq!((known(0..1), known(3..4), known(16..29)), (1, 1, 13));
         assert_eq!(ghosts.recall(key(0)), Some((CachePart::Main, 1)));

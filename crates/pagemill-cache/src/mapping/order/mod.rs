@@ -49,13 +49,14 @@ use queues::{Links, Queue, Queues};
 
 /// Initial share of the new part, in units of 2^-32.
 const FIRST_SHARE: u64 = ONE / 10;
-/// Minimum share of the new part.
+/// Minimum share of the new part, in units of 2^-32.
 const LEAST_SHARE: u64 = ONE / 100;
-/// Maximum share of the new part.
+/// Maximum share of the new part, in units of 2^-32.
 const MOST_SHARE: u64 = ONE / 2;
+/// The share of a part that is the whole cache.
 const ONE: u64 = 1 << 32;
 
-/// Probation has at most this fraction of the cache, and at most half of the new part.
+/// Probation has at most `1 / PROBATION_DIVISOR` of the cache's pages, and at most half of the new part.
 const PROBATION_DIVISOR: u64 = 50;
 
 /// Decides for each part whether a returning folio shows that the part is too small. The part is too small if at most
@@ -71,7 +72,7 @@ const CLOCK_HAND_RATIO: u64 = 3;
 /// Number of scan steps for which the lock is held at a time.
 const STEPS_PER_LOCK: u32 = 64;
 
-/// Deferred folios are scanned again after this fraction of the cache was evicted.
+/// Deferred folios are scanned again once `1 / DEFERRED_DIVISOR` of the cache's pages were chosen for eviction.
 const DEFERRED_DIVISOR: u64 = 8;
 
 /// Number of pages whose links are committed at a time: a mebibyte of links.
@@ -307,7 +308,8 @@ impl Order {
         });
     }
 
-    /// As [`Order::enter`], for a folio that is used once (noreuse), which is evicted before all others.
+    /// As [`Order::enter`], for a folio that is used once (noreuse), which is evicted before all others, but not before
+    /// its first use.
     pub fn enter_noreuse(&self, number: u32, order: u8) {
         self.state.with(|state| state.queues.push(&self.links, number, order, Queue::NoReuse));
     }
@@ -348,7 +350,7 @@ impl Order {
     pub fn put_back(&self, candidate: &Candidate) {
         let queue = if candidate.part == CachePart::New { Queue::DeferredNew } else { Queue::DeferredMain };
         self.state.with(|state| {
-            // Unless the page was entered again meanwhile.
+            // The page may have been entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
                 state.queues.push(&self.links, candidate.number, candidate.order, queue);
             }
@@ -366,8 +368,8 @@ impl Order {
 /// Example: [`Folios`].
 pub struct EvictScan<'order> {
     order: &'order Order,
-    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as it
-    /// clears their uses, or cannot be evicted.
+    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as the
+    /// scan clears their uses, or cannot be evicted.
     steps_left: Option<u64>,
     /// Whether the scan has started to scan deferred folios again, because no other folios were left.
     is_last_round: bool,

@@ -28,11 +28,12 @@ pub(super) enum Queue {
     Probation,
     /// Moved here from probation; the eviction scan has not reached the folio yet.
     Small,
-    /// Was used when the scan reached it in `Probation` or `Small`, or returned soon after its eviction.
+    /// The folio was used when the scan reached it in `Probation` or `Small`, or it returned soon after its eviction.
     Main,
-    /// Deferred: was dirty or in use when the scan reached it in `Probation` or `Small`.
+    /// Deferred: the folio was dirty, pinned, held or frozen when the scan reached it in `Probation`, `Small` or
+    /// `NoReuse`.
     DeferredNew,
-    /// Deferred: was dirty or in use when the scan reached it in `Main`.
+    /// Deferred: the folio was dirty, pinned, held or frozen when the scan reached it in `Main`.
     DeferredMain,
     /// Noreuse: the reader declared that it uses the folio only once.
     NoReuse,

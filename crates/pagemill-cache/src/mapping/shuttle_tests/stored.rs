@@ -2,7 +2,7 @@
 //! file.
 //!
 //! The first eight bytes of a page are its value; no value except zero is written twice. Reads must be linearizable,
-//! and so must the contents of the store after a sync. They must not contain a value if another value was written
+//! and so must the contents of the store after a sync: neither may contain a value if another value was written
 //! completely after that value and before the read or sync began.
 
 use super::*;
@@ -176,7 +176,7 @@ impl Stored {
         lock(&self.history).tick()
     }
 
-    /// Records writes of `value` to `pages`, and runs the operation `act` that makes them. If it fails, it must have
+    /// Records writes of `value` to `pages`, and runs the operation `act` that makes them. If `act` fails, it must have
     /// had no effect.
     fn change(&self, pages: std::ops::Range<u64>, value: impl Fn(u64) -> u64, act: impl FnOnce(&[u64]) -> bool) {
         let (begin, values) = {

@@ -51,8 +51,8 @@ pub(crate) fn finish_retired(engine: &Engine) {
 /// Time after which a test is considered stuck. Far longer than any test takes on an overloaded machine.
 pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// Yields at least `rounds` rounds for a thread that uses a cache while another packs it, and more until that thread
-/// has moved objects. On one processor it may not have run before.
+/// Yields at least `rounds` rounds for a thread that uses a cache while another thread packs the cache, and more until
+/// the packing thread has moved objects. On one processor the packing thread may not have run before.
 pub(crate) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {

@@ -1,5 +1,5 @@
-//! Tests of defragmentation in steps, some of them very short: it must become suspended, and must then have freed
-//! enough memory.
+//! Tests of defragmentation in steps, some of them very short: defragmentation must become suspended, and must then
+//! have freed enough memory.
 
 use super::*;
 use crate::caches::tests::basics::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
@@ -155,8 +155,8 @@ fn ratio_bounds_memory_when_defragmentation_is_suspended() {
     }
 }
 
-/// Balances four nodes with different numbers of objects. Each must then have the average, and only the surplus may be
-/// moved.
+/// Balances four nodes with different numbers of objects. Each node must then have the average, and only the surplus
+/// may be moved.
 #[test]
 fn balance_gives_each_node_the_average() {
     let cache = cache_of(slabs_on_nodes(4), Settings::new("average"));

@@ -70,7 +70,7 @@ fn destructors_nest_once_per_cache() {
             }
         }
         heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap().is_some()));
-        // Readers of other tests may delay them.
+        // Readers of other tests may delay the destructors.
         while lists.dropped.load(Relaxed) < LISTS * LENGTH {
             made.iter().for_each(|cache| _ = cache.shrink().unwrap());
         }
@@ -262,8 +262,8 @@ fn drop_waits_for_a_long_drain() {
     assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
 }
 
-/// A cache with moved objects is dropped under a guard, which must belong to a reader of another cache. The drop must
-/// free all memory of the cache.
+/// A cache with moved objects is dropped while a guard exists. Readers borrow the cache, so the guard cannot protect a
+/// read of this cache. The drop must free all memory of the cache.
 #[test]
 fn drop_under_a_guard_frees_all_memory() {
     let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
@@ -439,7 +439,7 @@ fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     let slabs = slabs();
     slabs.defrag_by_hand();
     let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
-    // Every 64th removal runs destructors. Readers of other tests may delay them.
+    // Every 64th removal runs destructors. Readers of other tests may delay the destructors.
     while DROPPED.load(Relaxed) == 0 {
         let bad = cache.insert(Bad).unwrap();
         let look = |_: &Bad| panic!("a look");

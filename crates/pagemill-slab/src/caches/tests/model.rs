@@ -109,7 +109,7 @@ impl<const WORDS: usize> Model<WORDS> {
         word.1 = number;
     }
 
-    /// Packs once while a value is pinned, which must not move it, and once without pins.
+    /// Packs once while a value is pinned, which must not move the value, and once without pins.
     fn shrink(&mut self, random: &mut Random) {
         let pinned = self.random_key(random).map(|key| self.cache.pin(self.values[&key].0).unwrap().unwrap());
         let address = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));

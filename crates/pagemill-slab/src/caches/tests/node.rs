@@ -120,7 +120,7 @@ fn block_search_visits_bounded_blocks_per_block() {
                         && tried[sparser..].iter().all(|block| used(block) == 9)
                 );
                 let visited = (node.state.searches.visited - before) as usize;
-                // The slab search of the same candidate visits all blocks once.
+                // For each candidate, the slab search visits all blocks once.
                 assert!(visited <= sparse * MAX_COMPARED + 2 * blocks, "{visited} {sparse}");
             }
         });

@@ -297,7 +297,7 @@ fn last_block_is_in_small_pages_after_packing() {
         let info = cache.info().unwrap();
         (BLOCK_BYTES / info.slab_bytes) as u64 * u64::from(info.objects_per_slab)
     };
-    // The first blocks are in small pages and are emptied. Of the items in other blocks one in six is left, which fill
+    // The first blocks are in small pages and are emptied. Of the items in other blocks one in six is left; these fill
     // a little more than four blocks.
     let items = 27 * per_block + 600;
     let is_left = |number: &u64| *number >= 3 * per_block && number.is_multiple_of(6);

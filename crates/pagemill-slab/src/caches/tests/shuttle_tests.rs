@@ -55,7 +55,7 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     run_in_orders(runs, run);
 }
 
-/// Runs the test in random schedules, with both kinds of barriers.
+/// Runs the test in random schedules, with the process-wide barrier and as if the kernel refused it.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _alone = TEST_LOCK.lock();
@@ -127,7 +127,7 @@ fn drain_neither_loses_nor_duplicates_objects() {
                             let slot = cache.insert(Value::new(number, &live)).unwrap();
                             slots.push((number, slot));
                         } else if random_below(3) == 0 {
-                            // The other thread, or the end of the test, frees it.
+                            // The other thread, or the end of the test, frees the slot.
                             let (number, slot) = slots.swap_remove(random_below(slots.len()));
                             slot.check(number);
                             passed.with(|passed| passed.push(slot));

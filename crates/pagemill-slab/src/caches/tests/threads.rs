@@ -92,8 +92,8 @@ fn barrier_kind_follows_the_kernel() {
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With both kinds of barriers, an allocation must return the object that the thread freed last, until a drain removes
-/// the object from the magazine.
+/// With the process-wide barrier, and as if the kernel refused it: an allocation must return the object that the thread
+/// freed last, until a drain removes the object from the magazine.
 #[test]
 fn freed_object_is_allocated_next() {
     for slabs in [slabs(), refused_slabs()] {
@@ -115,8 +115,8 @@ fn freed_object_is_allocated_next() {
     }
 }
 
-/// With both kinds of barriers: threads allocate, free and read while another thread packs. Each thread must find
-/// exactly its own values.
+/// With the process-wide barrier (`membarrier`), and as if the kernel refused it: threads allocate, free and read while
+/// another thread shrinks both caches, which drains the magazines. Each thread must find exactly its own values.
 #[test]
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
@@ -161,7 +161,8 @@ fn threads_keep_their_values_while_others_drain() {
     }
 }
 
-/// Runs each test of `alone` in a process of its own, because thread slots and address space belong to the whole process.
+/// Runs each test of `alone` in a process of its own, because thread slots and address space belong to the whole
+/// process.
 #[test]
 fn run_tests_alone_in_their_process() {
     for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {

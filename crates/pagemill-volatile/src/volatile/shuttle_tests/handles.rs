@@ -116,7 +116,7 @@ fn assert_all_free(ranges: &Ranges) {
             }
         }
     }
-    // The remaining entries of a run that were too few for a request are never used, and have no address.
+    // If a run had too few entries left for a request, these entries are never used and have no address.
     let lost = (0..count).filter(|number| !found[*number as usize]);
     assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
 }
