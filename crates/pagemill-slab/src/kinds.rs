@@ -5,11 +5,10 @@ use crate::HandleMap;
 use crate::Migrate;
 use crate::Movable;
 use crate::OwnerSlab;
-use crate::caches::Cache;
+use crate::cache::Cache;
 use crate::defrag::migrate::Progress;
 use crate::report::info::{self, SlabInfo};
-use pagemill_core::error::{Error, Result};
-use std::fmt;
+use pagemill_core::error::Result;
 use std::time::Duration;
 
 /// The cache inside a public type. Other crates cannot name this trait, so they cannot implement [`SlabCache`].
@@ -138,47 +137,3 @@ pub trait SlabCache: Inner {
 }
 
 impl<C: Inner> SlabCache for C {}
-
-/// An insertion that failed. The error contains the value.
-///
-/// The conversion to [`Error`] drops the value, so `?` works in functions that return [`Result`].
-///
-/// ```
-/// use pagemill_slab::HandleMap;
-///
-/// let map = HandleMap::<String>::new("names")?;
-/// let handle = match map.insert("pagemill".to_owned()) {
-///     Ok(handle) => handle,
-///     Err(failed) => panic!("no memory for {}: {}", failed.value, failed.error),
-/// };
-/// # drop(handle);
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-pub struct InsertError<T> {
-    pub value: T,
-    pub error: Error,
-}
-
-impl<T> From<InsertError<T>> for Error {
-    fn from(failed: InsertError<T>) -> Self {
-        failed.error
-    }
-}
-
-impl<T> fmt::Debug for InsertError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InsertError").field("error", &self.error).finish_non_exhaustive()
-    }
-}
-
-impl<T> fmt::Display for InsertError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl<T> std::error::Error for InsertError<T> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.error.source()
-    }
-}

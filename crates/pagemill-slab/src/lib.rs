@@ -27,9 +27,13 @@
 #[cfg_attr(loom, allow(dead_code))] // the parts that only caches use
 mod alloc;
 #[cfg(not(loom))]
+mod cache;
+#[cfg(not(loom))]
 mod caches;
 #[cfg(not(loom))]
 mod defrag;
+#[cfg(not(loom))]
+mod insert_error;
 #[cfg(not(loom))]
 mod kinds;
 #[cfg(not(loom))]
@@ -44,13 +48,19 @@ mod xnodes;
 #[cfg(not(loom))]
 pub use alloc::fixed::{FixedSlab, Slot};
 #[cfg(not(loom))]
-pub use caches::{MAX_CACHES, Settings, SlabKind, Slabs};
+pub use alloc::settings::Settings;
+#[cfg(not(loom))]
+pub use cache::SlabKind;
+#[cfg(not(loom))]
+pub use caches::{MAX_CACHES, Slabs};
 #[cfg(not(loom))]
 pub use defrag::migrate::Progress;
 #[cfg(not(loom))]
 pub use defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
 #[cfg(not(loom))]
-pub use kinds::{InsertError, SlabCache};
+pub use insert_error::InsertError;
+#[cfg(not(loom))]
+pub use kinds::SlabCache;
 #[cfg(not(loom))]
 pub use pagemill_core::listing::ShrinkReport;
 /// Implements [`Movable`](trait@Movable) for a struct or an enum whose fields are all movable.

@@ -6,10 +6,10 @@
 #![allow(unsafe_code)] // raw access to nodes; the contract of their memory
 
 use crate::alloc::engine::{Engine, Object};
-use crate::caches::Cache;
-use crate::caches::Settings;
+use crate::cache::Cache;
+use crate::alloc::settings::Settings;
 use crate::caches::SharedState;
-use crate::caches::SlabKind;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use crate::defrag::steps;

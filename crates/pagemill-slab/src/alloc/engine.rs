@@ -21,7 +21,7 @@ use crate::alloc::node::{Keep, Node, NodeState, TargetSlabs};
 use crate::alloc::poison;
 use crate::alloc::shape::{MAX_SHEAF_LEN, Shape};
 use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset, own_slot};
-use crate::caches::Settings;
+use crate::alloc::settings::Settings;
 use crate::caches::SharedState;
 use crate::defrag::migrate::assert_not_isolating;
 use crate::defrag::steps::{Passes, is_step_worthwhile};

@@ -22,6 +22,8 @@ pub(crate) mod node;
 #[cfg(not(loom))]
 pub(crate) mod poison;
 #[cfg(not(loom))]
+pub(crate) mod settings;
+#[cfg(not(loom))]
 pub(crate) mod shape;
 #[cfg(not(loom))]
 pub(crate) mod stock;

@@ -8,7 +8,9 @@ use crate::alloc::barn::{BARNS_PER_NODE, BarnMemory};
 use crate::alloc::blocks::Blocks;
 use crate::alloc::engine::{Engine, Object};
 use crate::alloc::magazine::MagazineRange;
-use crate::alloc::{fixed, node};
+use crate::alloc::fixed;
+use crate::alloc::settings::Settings;
+use crate::cache::Cache;
 use crate::defrag::migrate;
 use crate::defrag::worker::Worker;
 use crate::read::batch::Grace;
@@ -31,67 +33,6 @@ use std::time::Duration;
 /// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if
 /// available). One more cache fails with [`Error::TooMany`].
 pub const MAX_CACHES: usize = 1 << 10;
-
-/// Default of [`Settings::defrag_used_ratio`], as in Linux.
-const DEFRAG_USED_RATIO: u32 = 30;
-
-/// Settings of a slab cache.
-///
-/// ```
-/// use pagemill_slab::{HandleMap, Settings, SlabCache};
-///
-/// let cache = HandleMap::<u64>::with(Settings::new("sessions").defrag_used_ratio(50).debug(true))?;
-/// assert!(cache.info()?.is_debug);
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct Settings {
-    pub(crate) name: String,
-    pub(crate) slab_bytes: Option<usize>,
-    pub(crate) defrag_used_ratio: u32,
-    pub(crate) remote_node_defrag_ratio: u32,
-    pub(crate) is_debug: bool,
-}
-
-impl Settings {
-    /// Default parameters. Reports show the cache under `name`.
-    pub fn new(name: &str) -> Self {
-        Self {
-            name: name.to_owned(),
-            slab_bytes: None,
-            defrag_used_ratio: DEFRAG_USED_RATIO,
-            remote_node_defrag_ratio: 100,
-            is_debug: false,
-        }
-    }
-
-    /// Sets the slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. With `None`, the
-    /// default, the size follows from the object size.
-    pub fn slab_bytes(self, slab_bytes: impl Into<Option<usize>>) -> Self {
-        Self { slab_bytes: slab_bytes.into(), ..self }
-    }
-
-    /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls and in the
-    /// background. The value 0 empties none, and 100 all that are not full. The default is 30, as in Linux. The
-    /// background thread runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and
-    /// after [`Slabs::defrag_by_hand`].
-    pub fn defrag_used_ratio(self, percent: u32) -> Self {
-        Self { defrag_used_ratio: percent, ..self }
-    }
-
-    /// Sets the percentage of allocations that try other NUMA nodes if the current node has no free object. The other
-    /// allocations set up a slab on the current node at once. The default is 100.
-    pub fn remote_node_defrag_ratio(self, percent: u32) -> Self {
-        Self { remote_node_defrag_ratio: percent, ..self }
-    }
-
-    /// Whether the cache detects damage with redzones and poison, and records the callers that allocated and freed an
-    /// object. Each allocation and free then acquires a lock and checks the object. The default is false.
-    pub fn debug(self, is_debug: bool) -> Self {
-        Self { is_debug, ..self }
-    }
-}
 
 /// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
 pub(crate) struct CacheIds {
@@ -186,86 +127,6 @@ impl SharedState {
     pub(crate) fn free_id(&self, id: usize) {
         self.ids.with(|ids| ids.are_taken[id] = false);
     }
-}
-
-/// A cache of any kind, as seen by code that handles all caches.
-pub(crate) trait Cache: Send + Sync {
-    fn engine(&self) -> &Engine;
-
-    fn kind(&self) -> SlabKind;
-
-    /// Resident bytes of the handle table, if the cache has one.
-    fn handle_bytes(&self) -> u64 {
-        0
-    }
-
-    /// Number of objects that are unreachable but wait for readers.
-    fn waiting_objects(&self) -> u64 {
-        self.engine().objects_in_batches()
-    }
-
-    /// Compacts the cache: directly if moving its objects runs no user callback, else by a request to the background
-    /// thread. Does nothing if the objects cannot move.
-    fn pack_without_callback(&self) {}
-
-    /// Frees unused memory, as the `shrink` method of the public cache type describes.
-    fn shrink(&self) -> Result<u64>;
-
-    /// Frees retired objects whose readers have finished, if that runs no user callback.
-    fn finish_retired_without_callback(&self) {}
-
-    /// Frees retired objects whose readers have finished. Returns whether retired objects still wait.
-    fn finish_retired(&self) -> bool {
-        self.engine().finish_retired_in_background()
-    }
-
-    /// Runs one step of defragmentation, if objects can be moved.
-    fn defrag(&self, _budget: Duration) -> Result<Progress> {
-        Ok(Progress { is_done: true, ..Progress::default() })
-    }
-
-    /// As [`SlabCache::move_objects`].
-    fn move_objects(&self, _from: usize, _to: usize, _most: u64) -> Result<Progress> {
-        Ok(Progress { is_done: true, ..Progress::default() })
-    }
-
-    /// As [`SlabCache::balance`].
-    fn balance(&self) -> Result<Progress> {
-        Ok(Progress { is_done: true, ..Progress::default() })
-    }
-
-    /// Frees unused memory without calling user callbacks. With `Limit`, also drains magazines and packs objects.
-    /// Returns the bytes that were returned to the system. These do not include whole blocks that become free, which
-    /// keep their memory.
-    fn give_back(&self, urgency: Urgency) -> u64 {
-        let engine = self.engine();
-        if engine.check_generation().is_err() {
-            return 0;
-        }
-        self.finish_retired_without_callback();
-        if urgency == Urgency::Limit {
-            self.pack_without_callback();
-        }
-        let _drained = (urgency == Urgency::Limit).then(|| engine.try_drain_magazines());
-        let each = (0..engine.node_count()).map(|node| {
-            engine.drain_barns(node);
-            engine.trim(node, node::Keep::Nothing)
-        });
-        each.sum()
-    }
-}
-
-/// How objects of a cache can be moved.
-///
-/// Example: [`Slabs`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SlabKind {
-    /// Objects keep their address.
-    Fixed,
-    /// The owner moves objects.
-    ByOwner,
-    /// Values are reached by handle, and the cache moves them.
-    ByHandle,
 }
 
 /// All slab caches of a process.

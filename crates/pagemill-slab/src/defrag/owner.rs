@@ -3,9 +3,9 @@
 #![allow(unsafe_code)] // the contract of owners; raw access to objects
 
 use crate::alloc::engine::{Engine, Object, SetUp};
-use crate::caches::Cache;
-use crate::caches::Settings;
-use crate::caches::SlabKind;
+use crate::cache::Cache;
+use crate::alloc::settings::Settings;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use crate::defrag::steps;

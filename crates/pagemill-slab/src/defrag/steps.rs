@@ -333,7 +333,7 @@ pub(crate) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
-    use crate::caches::Settings;
+    use crate::alloc::settings::Settings;
     use crate::caches::tests::basics::slabs;
     use crate::caches::tests::owner::cache_of;
 

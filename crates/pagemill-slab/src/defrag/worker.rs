@@ -18,8 +18,8 @@
 //! ends, at most one second. A thread that forks waits at most 20 ms.
 
 use crate::alloc::engine::Engine;
-use crate::caches::Cache;
-use crate::caches::SlabKind;
+use crate::cache::Cache;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::steps;
 use pagemill_core::error::{Error, Result};

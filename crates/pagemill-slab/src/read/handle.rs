@@ -5,12 +5,12 @@
 //! the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::InsertError;
+use crate::insert_error::InsertError;
 use crate::alloc::engine::{Engine, Object};
 use crate::alloc::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
-use crate::caches::Cache;
-use crate::caches::Settings;
-use crate::caches::SlabKind;
+use crate::cache::Cache;
+use crate::alloc::settings::Settings;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::drain::DrainGuard;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};

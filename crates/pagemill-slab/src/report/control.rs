@@ -2,8 +2,8 @@
 
 use crate::NodeInfo;
 use crate::SlabInfo;
-use crate::caches::Cache;
-use crate::caches::SlabKind;
+use crate::cache::Cache;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::report::info;
 use pagemill_core::error::{Error, Result};
@@ -77,7 +77,7 @@ impl Slabs {
         (!has_gone).then_some(done)
     }
 
-    /// Sets [`crate::caches::Settings::defrag_used_ratio`] of a cache. Returns `None` if the cache was dropped.
+    /// Sets [`crate::Settings::defrag_used_ratio`] of a cache. Returns `None` if the cache was dropped.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Slabs {
         })
     }
 
-    /// Sets [`crate::caches::Settings::remote_node_defrag_ratio`] of a cache. Returns `None` if the cache was dropped.
+    /// Sets [`crate::Settings::remote_node_defrag_ratio`] of a cache. Returns `None` if the cache was dropped.
     ///
     /// # Errors
     ///

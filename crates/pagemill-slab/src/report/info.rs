@@ -1,8 +1,8 @@
 //! Statistics of a cache. They include the statistics of Linux's `slabinfo`.
 
 use crate::alloc::node::Node;
-use crate::caches::Cache;
-use crate::caches::SlabKind;
+use crate::cache::Cache;
+use crate::cache::SlabKind;
 use crate::defrag::migrate::assert_not_isolating;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Backoff, Relaxed};
@@ -33,7 +33,7 @@ pub struct SlabInfo {
     pub slab_bytes: usize,
     pub objects_per_slab: u32,
     pub has_constructor: bool,
-    /// Whether debug mode is on ([`crate::caches::Settings::debug`]).
+    /// Whether debug mode is on ([`crate::Settings::debug`]).
     pub is_debug: bool,
     pub defrag_used_ratio: u32,
     pub remote_node_defrag_ratio: u32,

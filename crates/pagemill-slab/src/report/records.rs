@@ -21,7 +21,7 @@
 
 use crate::NodeInfo;
 use crate::SlabInfo;
-use crate::caches::SlabKind;
+use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use pagemill_core::listing::{
     Action, ListWriter, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered,

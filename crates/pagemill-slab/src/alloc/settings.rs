@@ -1,0 +1,62 @@
+//! [`Settings`]: the parameters of a slab cache.
+
+/// Default of [`Settings::defrag_used_ratio`], as in Linux.
+const DEFRAG_USED_RATIO: u32 = 30;
+
+/// Settings of a slab cache.
+///
+/// ```
+/// use pagemill_slab::{HandleMap, Settings, SlabCache};
+///
+/// let cache = HandleMap::<u64>::with(Settings::new("sessions").defrag_used_ratio(50).debug(true))?;
+/// assert!(cache.info()?.is_debug);
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Settings {
+    pub(crate) name: String,
+    pub(crate) slab_bytes: Option<usize>,
+    pub(crate) defrag_used_ratio: u32,
+    pub(crate) remote_node_defrag_ratio: u32,
+    pub(crate) is_debug: bool,
+}
+
+impl Settings {
+    /// Default parameters. Reports show the cache under `name`.
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            slab_bytes: None,
+            defrag_used_ratio: DEFRAG_USED_RATIO,
+            remote_node_defrag_ratio: 100,
+            is_debug: false,
+        }
+    }
+
+    /// Sets the slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. With `None`, the
+    /// default, the size follows from the object size.
+    pub fn slab_bytes(self, slab_bytes: impl Into<Option<usize>>) -> Self {
+        Self { slab_bytes: slab_bytes.into(), ..self }
+    }
+
+    /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls and in the
+    /// background. The value 0 empties none, and 100 all that are not full. The default is 30, as in Linux. The
+    /// background thread runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and
+    /// after [`Slabs::defrag_by_hand`](crate::Slabs::defrag_by_hand).
+    pub fn defrag_used_ratio(self, percent: u32) -> Self {
+        Self { defrag_used_ratio: percent, ..self }
+    }
+
+    /// Sets the percentage of allocations that try other NUMA nodes if the current node has no free object. The other
+    /// allocations set up a slab on the current node at once. The default is 100.
+    pub fn remote_node_defrag_ratio(self, percent: u32) -> Self {
+        Self { remote_node_defrag_ratio: percent, ..self }
+    }
+
+    /// Whether the cache detects damage with redzones and poison, and records the callers that allocated and freed an
+    /// object. Each allocation and free then acquires a lock and checks the object. The default is false.
+    pub fn debug(self, is_debug: bool) -> Self {
+        Self { is_debug, ..self }
+    }
+}

@@ -1,0 +1,88 @@
+//! [`Cache`]: a cache of any kind, as seen by code that handles all caches.
+
+use crate::alloc::engine::Engine;
+use crate::alloc::node::Keep;
+use crate::defrag::migrate::Progress;
+use pagemill_core::error::Result;
+use pagemill_core::reclaim::Urgency;
+use std::time::Duration;
+
+/// How objects of a cache can be moved.
+///
+/// Example: [`Slabs`](crate::Slabs).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlabKind {
+    /// Objects keep their address.
+    Fixed,
+    /// The owner moves objects.
+    ByOwner,
+    /// Values are reached by handle, and the cache moves them.
+    ByHandle,
+}
+
+/// The operations of every kind of cache. The list of all caches refers to caches by this trait.
+pub(crate) trait Cache: Send + Sync {
+    fn engine(&self) -> &Engine;
+
+    fn kind(&self) -> SlabKind;
+
+    /// Resident bytes of the handle table, if the cache has one.
+    fn handle_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Number of objects that are unreachable but wait for readers.
+    fn waiting_objects(&self) -> u64 {
+        self.engine().objects_in_batches()
+    }
+
+    /// Compacts the cache: directly if moving its objects runs no user callback, else by a request to the background
+    /// thread. Does nothing if the objects cannot move.
+    fn pack_without_callback(&self) {}
+
+    /// Frees unused memory, as the `shrink` method of the public cache type describes.
+    fn shrink(&self) -> Result<u64>;
+
+    /// Frees retired objects whose readers have finished, if that runs no user callback.
+    fn finish_retired_without_callback(&self) {}
+
+    /// Frees retired objects whose readers have finished. Returns whether retired objects still wait.
+    fn finish_retired(&self) -> bool {
+        self.engine().finish_retired_in_background()
+    }
+
+    /// Runs one step of defragmentation, if objects can be moved.
+    fn defrag(&self, _budget: Duration) -> Result<Progress> {
+        Ok(Progress { is_done: true, ..Progress::default() })
+    }
+
+    /// As [`SlabCache::move_objects`](crate::SlabCache::move_objects).
+    fn move_objects(&self, _from: usize, _to: usize, _most: u64) -> Result<Progress> {
+        Ok(Progress { is_done: true, ..Progress::default() })
+    }
+
+    /// As [`SlabCache::balance`](crate::SlabCache::balance).
+    fn balance(&self) -> Result<Progress> {
+        Ok(Progress { is_done: true, ..Progress::default() })
+    }
+
+    /// Frees unused memory without calling user callbacks. With `Limit`, also drains magazines and packs objects.
+    /// Returns the bytes that were returned to the system. These do not include whole blocks that become free, which
+    /// keep their memory.
+    fn give_back(&self, urgency: Urgency) -> u64 {
+        let engine = self.engine();
+        if engine.check_generation().is_err() {
+            return 0;
+        }
+        self.finish_retired_without_callback();
+        if urgency == Urgency::Limit {
+            self.pack_without_callback();
+        }
+        let _drained = (urgency == Urgency::Limit).then(|| engine.try_drain_magazines());
+        let each = (0..engine.node_count()).map(|node| {
+            engine.drain_barns(node);
+            engine.trim(node, Keep::Nothing)
+        });
+        each.sum()
+    }
+}

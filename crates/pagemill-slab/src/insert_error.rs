@@ -1,0 +1,48 @@
+//! [`InsertError`]: an insertion that failed, with the value.
+
+use pagemill_core::error::Error;
+use std::fmt;
+
+/// An insertion that failed. The error contains the value.
+///
+/// The conversion to [`Error`] drops the value, so `?` works in functions that return [`Result`].
+///
+/// ```
+/// use pagemill_slab::HandleMap;
+///
+/// let map = HandleMap::<String>::new("names")?;
+/// let handle = match map.insert("pagemill".to_owned()) {
+///     Ok(handle) => handle,
+///     Err(failed) => panic!("no memory for {}: {}", failed.value, failed.error),
+/// };
+/// # drop(handle);
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+pub struct InsertError<T> {
+    pub value: T,
+    pub error: Error,
+}
+
+impl<T> From<InsertError<T>> for Error {
+    fn from(failed: InsertError<T>) -> Self {
+        failed.error
+    }
+}
+
+impl<T> fmt::Debug for InsertError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InsertError").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Display for InsertError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> std::error::Error for InsertError<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
