@@ -2,7 +2,7 @@
 
 use crate::alloc::engine::Engine;
 use crate::alloc::node::Keep;
-use crate::defrag::migrate::Progress;
+use crate::defrag::passes::Progress;
 use pagemill_core::error::Result;
 use pagemill_core::reclaim::Urgency;
 use std::time::Duration;

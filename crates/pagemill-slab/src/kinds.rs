@@ -6,7 +6,7 @@ use crate::Migrate;
 use crate::Movable;
 use crate::OwnerSlab;
 use crate::cache::Cache;
-use crate::defrag::migrate::Progress;
+use crate::defrag::passes::Progress;
 use crate::report::info::{self, SlabInfo};
 use pagemill_core::error::Result;
 use std::time::Duration;

@@ -54,9 +54,9 @@ pub use cache::SlabKind;
 #[cfg(not(loom))]
 pub use caches::{MAX_CACHES, Slabs};
 #[cfg(not(loom))]
-pub use defrag::migrate::Progress;
-#[cfg(not(loom))]
 pub use defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
+#[cfg(not(loom))]
+pub use defrag::passes::Progress;
 #[cfg(not(loom))]
 pub use insert_error::InsertError;
 #[cfg(not(loom))]

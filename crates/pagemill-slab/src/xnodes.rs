@@ -6,12 +6,13 @@
 #![allow(unsafe_code)] // raw access to nodes; the contract of their memory
 
 use crate::alloc::engine::{Engine, Object};
-use crate::cache::Cache;
 use crate::alloc::settings::Settings;
-use crate::caches::SharedState;
+use crate::cache::Cache;
 use crate::cache::SlabKind;
+use crate::caches::SharedState;
 use crate::caches::Slabs;
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::passes::Progress;
 use crate::defrag::steps;
 use crate::read::batch::{GRACE_NS, Grace, wait_for_readers};
 use crate::report::info::{self, SlabInfo};

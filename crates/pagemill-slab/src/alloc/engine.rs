@@ -19,12 +19,12 @@ use crate::alloc::debug::Checks;
 use crate::alloc::magazine::{Magazine, MagazineGuard, Magazines};
 use crate::alloc::node::{Keep, Node, NodeState, TargetSlabs};
 use crate::alloc::poison;
+use crate::alloc::settings::Settings;
 use crate::alloc::shape::{MAX_SHEAF_LEN, Shape};
 use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset, own_slot};
-use crate::alloc::settings::Settings;
 use crate::caches::SharedState;
-use crate::defrag::migrate::assert_not_isolating;
-use crate::defrag::steps::{Passes, is_step_worthwhile};
+use crate::defrag::isolating::assert_not_isolating;
+use crate::defrag::passes::Passes;
 use crate::defrag::worker::ShrinkRequest;
 use crate::read::batch::{Batch, Grace};
 use crate::read::handles::HandleTable;
@@ -67,7 +67,7 @@ pub(crate) struct Object {
 /// # Errors
 ///
 /// [`Error::BadRatio`] beyond 100.
-fn check_ratio(percent: u32) -> Result<()> {
+pub(crate) fn check_ratio(percent: u32) -> Result<()> {
     if percent <= PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
 
@@ -142,40 +142,6 @@ pub(crate) struct Counts {
 }
 
 impl Engine {
-    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
-    /// if the ratio is the same.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadRatio`] beyond 100.
-    pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
-        self.check_generation()?;
-        check_ratio(percent)?;
-        let is_raised = self.used_ratio.swap(percent, Relaxed) < percent;
-        if is_raised {
-            self.passes.resume();
-        }
-        if self.has_panicked.swap(false, Relaxed) || is_raised {
-            self.notify_worker_if_worthwhile();
-        }
-        Ok(())
-    }
-
-    /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
-    /// it.
-    pub fn note_shrunk(&self) {
-        if self.has_panicked.swap(false, Relaxed) {
-            self.notify_worker_if_worthwhile();
-        }
-    }
-
-    /// Wakes the background thread if it would find work in this cache.
-    fn notify_worker_if_worthwhile(&self) {
-        if self.is_movable && is_step_worthwhile(self) {
-            self.shared.slabs.worker.notify();
-        }
-    }
-
     /// Sets [`Settings::remote_node_defrag_ratio`].
     ///
     /// # Errors

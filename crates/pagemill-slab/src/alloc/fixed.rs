@@ -1,12 +1,12 @@
 //! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::insert_error::InsertError;
 use crate::alloc::engine::Engine;
-use crate::cache::Cache;
 use crate::alloc::settings::Settings;
+use crate::cache::Cache;
 use crate::cache::SlabKind;
 use crate::caches::Slabs;
+use crate::insert_error::InsertError;
 use pagemill_core::error::Result;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};

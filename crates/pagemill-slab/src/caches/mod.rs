@@ -7,11 +7,11 @@ use crate::alloc::asymmetric_lock::Barriers;
 use crate::alloc::barn::{BARNS_PER_NODE, BarnMemory};
 use crate::alloc::blocks::Blocks;
 use crate::alloc::engine::{Engine, Object};
-use crate::alloc::magazine::MagazineRange;
 use crate::alloc::fixed;
+use crate::alloc::magazine::MagazineRange;
 use crate::alloc::settings::Settings;
 use crate::cache::Cache;
-use crate::defrag::migrate;
+use crate::defrag::isolating::is_isolating;
 use crate::defrag::worker::Worker;
 use crate::read::batch::Grace;
 use crate::read::handles::HandleTable;
@@ -313,7 +313,7 @@ impl Shrinker for Slabs {
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let Some(shared) = self.shared.get() else { return 0 };
         let mut freed = shared.blocks.shrink(want_bytes);
-        if freed < want_bytes && !migrate::is_isolating() {
+        if freed < want_bytes && !is_isolating() {
             freed += self.caches().iter().map(|cache| cache.give_back(urgency)).sum::<u64>();
             freed += shared.blocks.shrink(want_bytes.saturating_sub(freed));
             self.measure();
@@ -323,7 +323,7 @@ impl Shrinker for Slabs {
 
     /// Updates `kept_bytes`.
     fn measure(&self) {
-        if migrate::is_isolating() {
+        if is_isolating() {
             return;
         }
         let caches = (0..self.cache_count()).filter_map(|at| self.cache_at(at));

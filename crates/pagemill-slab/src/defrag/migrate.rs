@@ -14,12 +14,13 @@ use crate::alloc::meta::{Objects, SlabSet};
 use crate::alloc::node::TargetSlabs;
 use crate::defrag::candidates::{Criteria, DefragCandidate};
 use crate::defrag::drain::DrainGuard;
+use crate::defrag::isolating::Isolating;
+use crate::defrag::passes::Progress;
 use crate::read::batch::Deferred;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::{clock, mem};
 use std::any::Any;
-use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
@@ -164,38 +165,6 @@ impl Engine {
     }
 }
 
-thread_local! {
-    /// Whether this thread is inside of `isolate`.
-    static IS_ISOLATING: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Returns whether this thread is inside of `isolate`, under the lock of a node.
-pub(crate) fn is_isolating() -> bool {
-    // Under shuttle all tasks share one thread.
-    cfg!(not(shuttle)) && IS_ISOLATING.get()
-}
-
-/// Panics if this thread is inside of `isolate`. The caller's function would wait for a lock that this thread holds.
-pub(crate) fn assert_not_isolating() {
-    assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
-}
-
-/// Sets the thread's `IS_ISOLATING` flag until the value is dropped.
-struct Isolating;
-
-impl Isolating {
-    fn begin() -> Self {
-        IS_ISOLATING.set(true);
-        Self
-    }
-}
-
-impl Drop for Isolating {
-    fn drop(&mut self) {
-        IS_ISOLATING.set(false);
-    }
-}
-
 /// Returns the first of two panics. The other is leaked, because its destructor may panic.
 fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
     if first.is_err() {
@@ -203,38 +172,6 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
         return first;
     }
     other
-}
-
-/// Progress of a defragmentation.
-///
-/// ```
-/// use pagemill_slab::{HandleMap, SlabCache};
-/// use std::time::Duration;
-///
-/// let cache = HandleMap::<u64>::new("numbers")?;
-/// let progress = cache.defrag_step(Duration::from_millis(1))?;
-/// assert_eq!((progress.moved, progress.emptied), (0, 0)); // the cache is empty
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
-    /// Objects that were moved, or that their owner freed instead of moving them.
-    pub moved: u64,
-    /// Objects that were not moved.
-    pub stayed: u64,
-    /// Slabs that were emptied.
-    pub emptied: u64,
-    /// Whether the pass over all candidates has ended. A further pass may find candidates again.
-    pub is_done: bool,
-}
-
-impl Progress {
-    pub(crate) fn add(&mut self, part: &Self) {
-        self.moved += part.moved;
-        self.stayed += part.stayed;
-        self.emptied += part.emptied;
-        self.is_done &= part.is_done;
-    }
 }
 
 /// One run of moves: empties slabs and blocks until its deadline or its number of moves is reached.

@@ -5,9 +5,13 @@ pub(crate) mod candidates;
 #[cfg(not(loom))]
 pub(crate) mod drain;
 #[cfg(not(loom))]
+pub(crate) mod isolating;
+#[cfg(not(loom))]
 pub(crate) mod migrate;
 #[cfg(not(loom))]
 pub(crate) mod owner;
+#[cfg(not(loom))]
+pub(crate) mod passes;
 #[cfg(not(loom))]
 pub(crate) mod steps;
 #[cfg(not(loom))]

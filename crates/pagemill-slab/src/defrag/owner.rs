@@ -3,11 +3,12 @@
 #![allow(unsafe_code)] // the contract of owners; raw access to objects
 
 use crate::alloc::engine::{Engine, Object, SetUp};
-use crate::cache::Cache;
 use crate::alloc::settings::Settings;
+use crate::cache::Cache;
 use crate::cache::SlabKind;
 use crate::caches::Slabs;
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::passes::Progress;
 use crate::defrag::steps;
 use crate::defrag::worker::unregister;
 use crate::read::batch::Grace;

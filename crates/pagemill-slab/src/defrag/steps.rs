@@ -1,126 +1,59 @@
 //! Defragmentation: decides which blocks and slabs are emptied and when to stop. Also moves objects between nodes.
 //!
-//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. A *pass*
-//! tries each candidate once and may consist of many short steps. After a pass that freed nothing, defragmentation is
-//! *suspended* until enough objects were allocated or freed.
+//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. Steps form
+//! passes ([`crate::defrag::passes`]).
 
-use crate::alloc::engine::Engine;
+use crate::alloc::engine::{Engine, check_ratio};
 use crate::alloc::node::{Keep, TargetSlabs};
 use crate::defrag::candidates::Criteria;
 use crate::defrag::drain::DrainGuard;
-use crate::defrag::migrate::{MigrationRun, Mover, Progress, assert_not_isolating};
+use crate::defrag::isolating::assert_not_isolating;
+use crate::defrag::migrate::{MigrationRun, Mover};
+use crate::defrag::passes::{ALL_PERCENT, Progress};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Maximum time that reclaim waits for readers of moved objects, and that it spends on freeing retired values.
 pub(crate) const SHORT_GRACE_NS: u64 = 5_000_000;
 
-/// Percentage that makes every slab and block that is not full a candidate.
-const ALL_PERCENT: u32 = 101;
-
-/// After a pass that freed nothing, a cache is skipped until more than `1 / CHANGE_DIVISOR` of its objects were
-/// allocated or freed.
-const CHANGE_DIVISOR: u64 = 64;
-
 /// A long defragmentation lets threads use their magazines again after each slice of this length.
 const SLICE_DURATION: Duration = Duration::from_millis(10);
 
-/// State of the defragmentation of a cache.
-///
-/// A pass ends when no candidate is left and all slabs that it emptied are open or freed again. Earlier, the objects of
-/// these slabs are not free yet, and slabs that were emptied partly cannot be continued.
-pub(crate) struct Passes {
-    /// Number of the current pass.
-    number: AtomicU32,
-    /// Number of used objects when the current pass began; [`NONE`] before the first step of the pass.
-    objects_at_start: AtomicU64,
-    /// Whether a step of the current pass emptied a slab.
-    has_emptied: AtomicBool,
-    /// Set when the last step left no candidate: the pass ends once its batches are finished.
-    is_ending: AtomicBool,
-    /// Number of slabs and blocks in use when the previous pass ended.
-    in_use_at_last_end: AtomicU64,
-    /// While defragmentation is suspended, the number of used objects when the last pass began; else [`NONE`].
-    suspended_at: AtomicU64,
-    /// Set while memory is short: all slabs and blocks that are not full are then candidates, until a pass frees
-    /// nothing.
-    is_memory_short: AtomicBool,
-}
+impl Engine {
+    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
+    /// if the ratio is the same.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`] beyond 100.
+    pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
+        self.check_generation()?;
+        check_ratio(percent)?;
+        let is_raised = self.used_ratio.swap(percent, Relaxed) < percent;
+        if is_raised {
+            self.passes.resume();
+        }
+        if self.has_panicked.swap(false, Relaxed) || is_raised {
+            self.notify_worker_if_worthwhile();
+        }
+        Ok(())
+    }
 
-/// Represents an unset number of objects.
-const NONE: u64 = u64::MAX;
-
-impl Passes {
-    pub fn new() -> Self {
-        Self {
-            number: AtomicU32::new(1),
-            objects_at_start: AtomicU64::new(NONE),
-            has_emptied: AtomicBool::new(false),
-            is_ending: AtomicBool::new(false),
-            in_use_at_last_end: AtomicU64::new(0),
-            suspended_at: AtomicU64::new(NONE),
-            is_memory_short: AtomicBool::new(false),
+    /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
+    /// it.
+    pub fn note_shrunk(&self) {
+        if self.has_panicked.swap(false, Relaxed) {
+            self.notify_worker_if_worthwhile();
         }
     }
 
-    /// Begins the next pass and returns its unique number.
-    fn begin_next(&self) -> u32 {
-        // 0 is the `tried` value of slabs that were never tried.
-        match self.number.fetch_add(1, Relaxed).wrapping_add(1) {
-            0 => self.begin_next(),
-            pass => pass,
+    /// Wakes the background thread if it would find work in this cache.
+    fn notify_worker_if_worthwhile(&self) {
+        if self.is_movable && is_step_worthwhile(self) {
+            self.shared.slabs.worker.notify();
         }
-    }
-
-    /// Records a step of a pass. `used` is the number of objects when the step began.
-    fn record_step(&self, used: u64, progress: &Progress) {
-        if self.objects_at_start.load(Relaxed) == NONE {
-            self.objects_at_start.store(used, Relaxed);
-            self.resume();
-        }
-        self.has_emptied.fetch_or(progress.emptied > 0, Relaxed);
-        self.is_ending.store(progress.is_done, Relaxed);
-    }
-
-    /// Ends a pass. If it freed nothing, suspends defragmentation until the number of objects has changed enough since
-    /// the beginning of this pass.
-    fn end(&self, engine: &Engine, percent: u32) {
-        self.begin_next();
-        self.is_ending.store(false, Relaxed);
-        let (used, used_slabs_and_blocks) = (self.objects_at_start.swap(NONE, Relaxed), engine.used_slabs_and_blocks());
-        let has_gained = self.in_use_at_last_end.swap(used_slabs_and_blocks, Relaxed) > used_slabs_and_blocks;
-        let may_gain = has_gained | self.has_emptied.swap(false, Relaxed);
-        // Since the last step began, the ratio may have been raised or memory may have become short. Then
-        // defragmentation continues.
-        let is_over = !may_gain && percent >= engine.used_ratio.load(Relaxed);
-        self.suspended_at.store(if is_over { used } else { NONE }, Relaxed);
-        if percent == ALL_PERCENT {
-            self.is_memory_short.fetch_and(may_gain, Relaxed);
-        }
-    }
-
-    /// Ends the suspension, so that the next step begins a pass.
-    pub fn resume(&self) {
-        self.suspended_at.store(NONE, Relaxed);
-    }
-
-    /// Whether defragmentation is suspended, because the last pass freed nothing.
-    #[cfg(all(test, not(shuttle)))]
-    pub fn is_suspended(&self) -> bool {
-        self.suspended_at.load(Relaxed) != NONE
-    }
-
-    #[cfg(test)]
-    pub fn is_memory_short(&self) -> bool {
-        self.is_memory_short.load(Ordering::SeqCst)
-    }
-
-    /// Records that memory is short. Returns whether this was recorded before.
-    pub fn note_memory_short(&self) -> bool {
-        self.is_memory_short.swap(true, Ordering::SeqCst)
     }
 }
 
@@ -135,35 +68,25 @@ pub(crate) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
     engine.check_generation()?;
     engine.finish_retired();
     let used = engine.used_objects();
-    let Some(criteria) = criteria_for_step(engine, used) else {
+    let Some(criteria) = engine.passes.criteria(engine.used_ratio.load(Relaxed), used) else {
         return Ok(Progress { is_done: true, ..Progress::default() });
     };
     let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread drains this slab cache" })?;
     let progress = run_slice(engine, drained, mover, &criteria, budget);
     engine.passes.record_step(used, &progress);
     if progress.is_done && !engine.awaits_unblocking_batch() {
-        engine.passes.end(engine, criteria.percent);
+        engine.passes.end(criteria.percent, &engine.used_ratio, || engine.used_slabs_and_blocks());
     }
     engine.trim_all(Keep::Reserve);
     Ok(progress)
 }
 
-/// Returns the conditions for candidates of a step, or `None` while defragmentation is suspended or switched off.
-fn criteria_for_step(engine: &Engine, used: u64) -> Option<Criteria> {
-    let passes = &engine.passes;
-    let (ratio, is_memory_short) = (engine.used_ratio.load(Relaxed), passes.is_memory_short.load(Ordering::SeqCst));
-    let suspended_at = passes.suspended_at.load(Relaxed);
-    let is_suspended = used.abs_diff(suspended_at) <= suspended_at / CHANGE_DIVISOR;
-    let pass = passes.number.load(Relaxed);
-    let percent = if is_memory_short { ALL_PERCENT } else { ratio };
-    (ratio > 0 && (is_memory_short || !is_suspended)).then_some(Criteria { percent, pass, block_pass: Some(pass) })
-}
-
 /// Returns whether a step would find a candidate or could end a pass. This is an estimate: free objects in magazines
 /// count as used, since the magazines are not drained.
 pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
-    criteria_for_step(engine, engine.used_objects()).is_some_and(|criteria| {
-        let can_end = engine.passes.is_ending.load(Relaxed) && !engine.awaits_unblocking_batch();
+    let used = engine.used_objects();
+    engine.passes.criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
+        let can_end = engine.passes.is_ending() && !engine.awaits_unblocking_batch();
         can_end || (0..engine.node_count()).any(|node| engine.with_node(node, |node| node.has_candidate(&criteria)))
     })
 }
@@ -328,111 +251,4 @@ pub(crate) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
         }
     }
     Ok(whole)
-}
-
-#[cfg(all(test, not(shuttle)))]
-mod tests {
-    use super::*;
-    use crate::alloc::settings::Settings;
-    use crate::caches::tests::basics::slabs;
-    use crate::caches::tests::owner::cache_of;
-
-    const USED: u64 = 6400;
-    const RATIO: u32 = 60;
-
-    fn step_of(emptied: u64, is_done: bool) -> Progress {
-        Progress { emptied, is_done, ..Progress::default() }
-    }
-
-    /// Records several steps of a pass. The object count must be that of the first step, `is_ending` that of the last
-    /// step, and `has_emptied` must be true if any step emptied a slab.
-    #[test]
-    fn pass_records_its_steps() {
-        let passes = Passes::new();
-        let noted = || {
-            let (used, has_emptied) = (passes.objects_at_start.load(Relaxed), passes.has_emptied.load(Relaxed));
-            (used, has_emptied, passes.is_ending.load(Relaxed))
-        };
-        assert_eq!(noted(), (NONE, false, false));
-        passes.suspended_at.store(5, Relaxed);
-        passes.record_step(10, &step_of(0, true));
-        assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, false, true), NONE), "a rest ends");
-        passes.suspended_at.store(5, Relaxed);
-        passes.record_step(20, &step_of(1, false));
-        assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, true, false), 5));
-        passes.record_step(30, &step_of(0, true));
-        assert_eq!(noted(), (10, true, true));
-    }
-
-    /// A pass that freed nothing must suspend defragmentation, unless the ratio was raised above the percentage of the
-    /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
-    #[test]
-    fn pass_that_frees_nothing_suspends_defragmentation() {
-        let cache = cache_of(slabs(), Settings::new("passes").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        let used_slabs_and_blocks = engine.used_slabs_and_blocks() + 1;
-        for (before, emptied, percent, is_suspended, is_memory_short) in [
-            (used_slabs_and_blocks, 0, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO, true, true),
-            (0, 0, RATIO, true, true),
-            (used_slabs_and_blocks - 1, 1, RATIO, false, true),
-            (used_slabs_and_blocks, 1, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO - 1, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO + 1, true, true),
-            (used_slabs_and_blocks - 1, 0, ALL_PERCENT, true, false),
-            (used_slabs_and_blocks - 1, 1, ALL_PERCENT, false, true),
-            (used_slabs_and_blocks, 0, ALL_PERCENT, false, true),
-        ] {
-            let passes = Passes::new();
-            let number = passes.number.load(Relaxed);
-            passes.in_use_at_last_end.store(before, Relaxed);
-            assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
-            passes.record_step(USED, &step_of(emptied, true));
-            passes.end(engine, percent);
-            let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
-            assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");
-            assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED } else { NONE }, "{case}");
-            assert_eq!((passes.number.load(Relaxed), passes.objects_at_start.load(Relaxed)), (number + 1, NONE));
-            assert_eq!(passes.in_use_at_last_end.load(Relaxed), used_slabs_and_blocks - 1);
-            assert!(!passes.is_ending.load(Relaxed) && !passes.has_emptied.load(Relaxed));
-        }
-    }
-
-    /// The number of a pass must never be 0, even after an overflow.
-    #[test]
-    fn pass_number_is_never_zero() {
-        let passes = Passes::new();
-        assert_eq!((passes.begin_next(), passes.begin_next()), (2, 3));
-        passes.number.store(u32::MAX, Relaxed);
-        assert_eq!((passes.begin_next(), passes.begin_next()), (1, 2));
-    }
-
-    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
-    /// step may run.
-    #[test]
-    fn suspension_ends_when_a_64th_has_changed() {
-        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        let percent_at = |used: u64| criteria_for_step(engine, used).map(|search| search.percent);
-        assert_eq!(percent_at(0), Some(RATIO));
-        engine.passes.suspended_at.store(USED, Relaxed);
-        assert_eq!(
-            [USED - 101, USED - 100, USED, USED + 100, USED + 101].map(percent_at),
-            [Some(RATIO), None, None, None, Some(RATIO)]
-        );
-        engine.passes.note_memory_short();
-        assert_eq!(percent_at(USED), Some(ALL_PERCENT));
-        engine.used_ratio.store(0, Relaxed);
-        assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
-    }
-
-    /// In an empty cache, a step must be worthwhile only if it can end a pass.
-    #[test]
-    fn step_is_worthwhile_if_it_can_end_a_pass() {
-        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        assert!(!is_step_worthwhile(engine) && !engine.awaits_unblocking_batch());
-        engine.passes.is_ending.store(true, Relaxed);
-        assert!(is_step_worthwhile(engine));
-    }
 }

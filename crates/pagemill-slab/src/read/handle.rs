@@ -5,17 +5,18 @@
 //! the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::insert_error::InsertError;
 use crate::alloc::engine::{Engine, Object};
+use crate::alloc::settings::Settings;
 use crate::alloc::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
 use crate::cache::Cache;
-use crate::alloc::settings::Settings;
 use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::drain::DrainGuard;
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::passes::Progress;
 use crate::defrag::steps::{self, SHORT_GRACE_NS};
 use crate::defrag::worker::unregister;
+use crate::insert_error::InsertError;
 use crate::read::batch::{GRACE_NS, Grace, drain_finished};
 use crate::read::deferred_drop::DeferredDrop;
 use crate::read::epochs::{self, Epoch, Guard};

@@ -3,7 +3,7 @@
 use crate::alloc::node::Node;
 use crate::cache::Cache;
 use crate::cache::SlabKind;
-use crate::defrag::migrate::assert_not_isolating;
+use crate::defrag::isolating::assert_not_isolating;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::io;

@@ -106,7 +106,7 @@ unsafe impl Migrate for ItemOwner {
         let behavior = *self.behavior.lock().unwrap();
         assert!(behavior != Behavior::PanicInIsolate, "an owner that fails, as it should here");
         if behavior == Behavior::CallInIsolate {
-            crate::defrag::migrate::assert_not_isolating();
+            crate::defrag::isolating::assert_not_isolating();
         }
         let mut count = 0;
         items.retain(|item| {
