@@ -2,7 +2,7 @@
 //!
 //! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under
 //! the lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects
-//! waits for readers ([`crate::read::batch`]).
+//! waits for readers ([`crate::defrag::retire_list`]).
 //!
 //! ```text
 //!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers done--> open, or freed

@@ -13,6 +13,8 @@ pub(crate) mod owner;
 #[cfg(not(loom))]
 pub(crate) mod passes;
 #[cfg(not(loom))]
+pub(crate) mod retire_list;
+#[cfg(not(loom))]
 pub(crate) mod steps;
 #[cfg(not(loom))]
 pub(crate) mod worker;

@@ -104,8 +104,8 @@ impl Passes {
     }
 
     /// Ends a pass with `percent` as the percentage of its candidates. If the pass freed nothing, suspends defragmentation
-    /// until the number of objects has changed enough since the beginning of the pass. `used_slabs_and_blocks` is the
-    /// number after the pass.
+    /// until the number of objects has changed enough since the beginning of the pass. `used_slabs_and_blocks` counts
+    /// those that are in use now.
     pub fn end(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
         self.begin_next();
         self.is_ending.store(false, Relaxed);

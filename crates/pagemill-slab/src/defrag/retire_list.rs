@@ -1,0 +1,112 @@
+//! The retire list of emptied slabs: the memory of a moved object keeps its old bytes until no reader can use them.
+//!
+//! The slabs of a batch stay claimed until its grace period is over, so no object is allocated from them.
+
+use crate::alloc::engine::Engine;
+use crate::alloc::meta::SlabState;
+use crate::alloc::node::Keep;
+use crate::read::batch::{Batch, Deferred, GRACE_NS, drain_finished, wait_for_readers};
+use crate::read::epochs;
+use pagemill_core::epoch;
+use pagemill_core::error::Result;
+
+impl Engine {
+    /// Makes the deferred actions of a step one batch, and begins its grace period.
+    pub fn retire(&self, deferred: Vec<Deferred>) {
+        if deferred.is_empty() {
+            return;
+        }
+        let unblocks_pass = deferred.iter().any(|deferred| match deferred {
+            Deferred::Slab { block, slab, objects, .. } => {
+                objects.count() > 0 || self.shared.blocks.slab(*block, *slab).tried.get() == 0
+            }
+            Deferred::Block { .. } => false,
+        });
+        let grace = (self.grace)();
+        self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
+    }
+
+    /// Returns whether a waiting batch will let the current pass continue.
+    pub fn awaits_unblocking_batch(&self) -> bool {
+        self.batches.with(|batches| batches.iter().any(|batch| batch.unblocks_pass))
+    }
+
+    /// Executes the actions of all batches with a grace period that is over.
+    pub fn finish_retired(&self) {
+        if !self.has_batches() {
+            return;
+        }
+        let oldest = epochs::oldest_pinned();
+        let finished: Vec<Batch> = self
+            .batches
+            .with(|batches| drain_finished(batches, usize::MAX, |batch| batch.grace.is_over(oldest)).collect());
+        finished.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
+    }
+
+    /// Executes the actions of all batches without waiting. The caller guarantees that no thread reads the cache any
+    /// more.
+    pub fn finish_retired_at_once(&self) {
+        let batches = self.batches.with(std::mem::take);
+        batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
+    }
+
+    /// Executes one action, after its grace period.
+    fn finish_deferred(&self, deferred: Deferred) {
+        match deferred {
+            Deferred::Slab { node, block, slab, objects } => {
+                let base = self.shared.blocks.addr(block);
+                let each = || objects.iter().map(|object| base + self.shape.offset_of(slab, object));
+                each().for_each(|object| {
+                    self.note_freed(object);
+                    self.poison(object);
+                });
+                self.with_node(node, |node| {
+                    node.free_all(block, slab, &objects);
+                    if node.blocks.slab(block, slab).state() == SlabState::Claimed {
+                        node.open(block, slab);
+                    }
+                });
+            }
+            Deferred::Block { node, block } => self.with_node(node, |node| node.end_emptying(block)),
+        }
+    }
+
+    /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees empty slabs and blocks.
+    /// Returns whether batches still wait.
+    pub fn finish_retired_in_background(&self) -> bool {
+        if self.has_batches() {
+            epoch::flush(&epoch::pin());
+            self.finish_retired();
+            self.trim_all(Keep::Reserve);
+        }
+        self.has_batches()
+    }
+
+    /// Number of moved objects whose old memory is not free yet.
+    pub fn objects_in_batches(&self) -> u64 {
+        let objects = |deferred: &Deferred| match deferred {
+            Deferred::Slab { objects, .. } => u64::from(objects.count()),
+            Deferred::Block { .. } => 0,
+        };
+        self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.deferred).map(objects).sum())
+    }
+
+    /// Returns whether any batch waits for readers.
+    pub fn has_batches(&self) -> bool {
+        self.batches.with(|batches| !batches.is_empty())
+    }
+
+    /// Waits until all batches are finished, at most one second. Returns whether all are finished.
+    pub fn finish_all_retired(&self) -> Result<bool> {
+        self.check_generation()?;
+        Ok(self.finish_retired_within(GRACE_NS))
+    }
+
+    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must belong to this process.
+    pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
+        wait_for_readers(timeout_ns, || {
+            self.finish_retired();
+            !self.has_batches()
+        })
+    }
+}
