@@ -9,8 +9,9 @@
 //! apart (`meta`). A *whole* block is populated and freed as 2 MiB, a *sparse* block slab by slab. A thread allocates
 //! and frees through its own magazine (`magazine`, `asymmetric_lock`, `thread_slots`). Magazines are refilled with
 //! sheaves from a `barn`, or with objects from the slabs of a `node`, which are set up on demand (`supply`).
-//! Defragmentation drains the magazines (`drain`), chooses slabs (`steps`, `candidates`), moves objects (`migrate`),
-//! and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
+//! Defragmentation drains the magazines (`drain`), chooses slabs (`steps`, `passes`, `candidates`), moves objects
+//! (`migrate`), and waits for readers (`retire_list`, `batch`, `epochs`). A background thread does this for all caches
+//! (`rounds`, `worker`).
 //!
 //! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Allocates the nodes of an index (`xnodes`) without
 //! a dependency on the index. States, transitions and bounds: docs/slab.md.
@@ -50,9 +51,11 @@ pub use alloc::fixed::{FixedSlab, Slot};
 #[cfg(not(loom))]
 pub use alloc::settings::Settings;
 #[cfg(not(loom))]
+pub use alloc::shared::MAX_CACHES;
+#[cfg(not(loom))]
 pub use cache::SlabKind;
 #[cfg(not(loom))]
-pub use caches::{MAX_CACHES, Slabs};
+pub use caches::Slabs;
 #[cfg(not(loom))]
 pub use defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
 #[cfg(not(loom))]

@@ -245,7 +245,7 @@ impl NodeMemory {
     /// Wakes the background thread, which frees retired nodes, unless the ratio of the cache is 0.
     pub fn note_retired(&self) {
         if self.0.engine.used_ratio.load(Relaxed) > 0 {
-            self.0.engine.shared.slabs.worker.notify();
+            self.0.engine.shared.worker.notify();
         }
     }
 

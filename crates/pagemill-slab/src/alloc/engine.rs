@@ -21,8 +21,8 @@ use crate::alloc::node::{Keep, Node, NodeState, TargetSlabs};
 use crate::alloc::poison;
 use crate::alloc::settings::Settings;
 use crate::alloc::shape::{MAX_SHEAF_LEN, Shape};
+use crate::alloc::shared::SharedState;
 use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset, own_slot};
-use crate::caches::SharedState;
 use crate::defrag::isolating::assert_not_isolating;
 use crate::defrag::passes::Passes;
 use crate::defrag::worker::ShrinkRequest;
@@ -153,12 +153,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Creates an engine for an unused cache id.
+    /// Creates an engine under the lowest free cache id.
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`], and those of [`Shape::new`].
-    pub fn new(shared: &'static SharedState, cache_id: usize, settings: Settings, object: Object) -> Result<Self> {
+    /// [`Error::BadRatio`], and those of [`SharedState::take_id`] and [`Shape::new`].
+    pub fn new(shared: &'static SharedState, settings: Settings, object: Object) -> Result<Self> {
+        let id = shared.take_id()?;
+        Self::with_id(shared, id, settings, object).inspect_err(|_| shared.free_id(id))
+    }
+
+    fn with_id(shared: &'static SharedState, cache_id: usize, settings: Settings, object: Object) -> Result<Self> {
         let nodes = shared.blocks.arena.nodes.count();
         let Object { layout, user_bytes, poisoned_range, set_up, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
@@ -479,7 +484,7 @@ impl Engine {
             self.trim(node, Keep::Reserve);
         }
         if is_due && self.is_movable && self.used_ratio.load(Relaxed) > 0 {
-            self.shared.slabs.worker.notify();
+            self.shared.worker.notify();
         }
     }
 
@@ -492,7 +497,7 @@ impl Engine {
     /// Requests the background thread to pack the cache, because memory is short. The first request also shortens the
     /// thread's rest.
     pub fn note_memory_short(&self) {
-        let worker = &self.shared.slabs.worker;
+        let worker = self.shared.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_stopped() {
             // Either the thread sees the flag, or it has not yet begun the round that this call requests.
             if self.passes.note_memory_short() {

@@ -1,13 +1,15 @@
 //! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::alloc::engine::Engine;
+use crate::alloc::engine::{Engine, Object};
 use crate::alloc::settings::Settings;
 use crate::cache::Cache;
 use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::insert_error::InsertError;
+use crate::read::batch::Grace;
 use pagemill_core::error::Result;
+use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -15,12 +17,6 @@ use std::sync::Arc;
 
 /// The part of a cache that the list of all caches refers to.
 pub(crate) struct FixedInner(Engine);
-
-impl FixedInner {
-    pub fn new(engine: Engine) -> Self {
-        Self(engine)
-    }
-}
 
 impl Cache for FixedInner {
     fn engine(&self) -> &Engine {
@@ -72,6 +68,29 @@ unsafe impl<T: Send> Send for Slot<'_, T> {}
 // SAFETY: other threads get only a shared reference to the value. Any thread may use the engine.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
+impl Slabs {
+    /// Creates a cache of objects that keep their address.
+    ///
+    /// # Errors
+    ///
+    /// [`BadLength`](pagemill_core::Error::BadLength), [`BadAlignment`](pagemill_core::Error::BadAlignment) for
+    /// unsupported object or slab sizes, [`BadRatio`](pagemill_core::Error::BadRatio),
+    /// [`TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](crate::MAX_CACHES),
+    /// [`System`](pagemill_core::Error::System).
+    pub fn fixed<T>(&'static self, settings: Settings) -> Result<FixedSlab<T>> {
+        let object = Object {
+            layout: Layout::new::<T>(),
+            user_bytes: size_of::<T>(),
+            poisoned_range: 0..size_of::<T>(),
+            set_up: None,
+            is_movable: false,
+            grace: Grace::of_all,
+            handles: None,
+        };
+        self.create_cache(settings, object, FixedInner).map(|inner| FixedSlab { inner, _values: PhantomData })
+    }
+}
+
 impl<T> FixedSlab<T> {
     /// Creates a cache with default parameters among the slab caches of the process.
     ///
@@ -89,10 +108,6 @@ impl<T> FixedSlab<T> {
     /// As [`Slabs::fixed`].
     pub fn with(settings: Settings) -> Result<Self> {
         Slabs::of_process()?.fixed(settings)
-    }
-
-    pub(crate) fn of_inner(inner: Arc<FixedInner>) -> Self {
-        Self { inner, _values: PhantomData }
     }
 
     /// Allocates an object and moves the value into it.

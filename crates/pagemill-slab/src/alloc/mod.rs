@@ -26,6 +26,8 @@ pub(crate) mod settings;
 #[cfg(not(loom))]
 pub(crate) mod shape;
 #[cfg(not(loom))]
+pub(crate) mod shared;
+#[cfg(not(loom))]
 pub(crate) mod stock;
 #[cfg(not(loom))]
 pub(crate) mod supply;

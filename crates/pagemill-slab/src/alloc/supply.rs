@@ -111,7 +111,7 @@ impl Engine {
             if blocks.giveable_bytes() > 0 {
                 // A free block kept its memory. The background thread frees that memory if no cache uses the block
                 // soon.
-                self.shared.slabs.worker.notify();
+                self.shared.worker.notify();
             }
         }
         freed

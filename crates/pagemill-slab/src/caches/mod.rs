@@ -1,133 +1,27 @@
-//! [`Slabs`]: all slab caches of a process, their parameters and their shared state.
+//! [`Slabs`]: all slab caches of a process.
 
 #[cfg(test)]
 pub(crate) mod tests;
 
 use crate::alloc::asymmetric_lock::Barriers;
-use crate::alloc::barn::{BARNS_PER_NODE, BarnMemory};
-use crate::alloc::blocks::Blocks;
 use crate::alloc::engine::{Engine, Object};
-use crate::alloc::fixed;
-use crate::alloc::magazine::MagazineRange;
 use crate::alloc::settings::Settings;
+use crate::alloc::shared::SharedState;
 use crate::cache::Cache;
 use crate::defrag::isolating::is_isolating;
-use crate::defrag::worker::Worker;
-use crate::read::batch::Grace;
-use crate::read::handles::HandleTable;
-use crate::report::info;
+use crate::defrag::passes::Progress;
+use crate::defrag::worker::{TIMEOUT_NS, Worker, is_worker};
+use crate::report::info::{self, SlabInfo};
 use crate::xnodes::IndexNodes;
-use crate::{FixedSlab, Progress, SlabInfo};
 use pagemill_core::arena::{Arena, place};
-use pagemill_core::error::{Error, Result};
+use pagemill_core::error::Result;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::{Guarded, Relaxed};
+use pagemill_core::sync::{Backoff, Guarded, Relaxed};
 use pagemill_sys::clock;
-use std::alloc::Layout;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
-
-/// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
-/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if
-/// available). One more cache fails with [`Error::TooMany`].
-pub const MAX_CACHES: usize = 1 << 10;
-
-/// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
-pub(crate) struct CacheIds {
-    /// Whether each id is in use.
-    pub(crate) are_taken: [bool; MAX_CACHES],
-    /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
-    pub(crate) ranges: Vec<&'static MagazineRange>,
-}
-
-/// State that all caches share, created with the first cache. The cache of index nodes has a second instance with
-/// blocks of its own.
-pub(crate) struct SharedState {
-    pub(crate) slabs: &'static Slabs,
-    pub(crate) blocks: Blocks,
-    /// How threads enter magazines, which depends on the kernel.
-    pub(crate) barriers: Barriers,
-    /// The memory of the barns of all cache ids.
-    pub(crate) barn_memory: &'static BarnMemory,
-    pub(crate) ids: &'static Guarded<CacheIds>,
-    /// Handle tables that no cache uses.
-    pub(crate) free_handle_tables: Guarded<Vec<&'static HandleTable>>,
-}
-
-impl SharedState {
-    pub(crate) fn new(slabs: &'static Slabs, barriers: Barriers) -> Result<Self> {
-        let arena = slabs.arena;
-        Ok(Self {
-            slabs,
-            blocks: Blocks::new(arena)?,
-            barriers,
-            barn_memory: place(BarnMemory::new(MAX_CACHES * arena.nodes.count() * BARNS_PER_NODE)?)?,
-            ids: place(Guarded::new(CacheIds { are_taken: [false; MAX_CACHES], ranges: Vec::new() }))?,
-            free_handle_tables: Guarded::new(Vec::new()),
-        })
-    }
-
-    /// Creates the state for the cache of index nodes. Shares all but the blocks and the handle tables.
-    pub(crate) fn for_metadata(&self) -> Result<Self> {
-        let (blocks, free_handle_tables) = (Blocks::for_metadata(self.slabs.arena)?, Guarded::new(Vec::new()));
-        Ok(Self { blocks, free_handle_tables, ..*self })
-    }
-
-    /// Allocates the lowest free cache id, and opens its magazine range and barns.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::TooMany`], [`Error::System`].
-    pub(crate) fn take_id(&self) -> Result<usize> {
-        self.ids.with(|ids| {
-            let free = ids.are_taken.iter().position(|is_taken| !is_taken);
-            let id = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
-            if id == ids.ranges.len() {
-                // After an error, a retry opens the same barns again, which has no effect if they are open.
-                let barns = self.barns_per_cache();
-                self.barn_memory.open(id * barns, barns)?;
-                ids.ranges.push(Box::leak(Box::new(MagazineRange::new()?)));
-            }
-            ids.are_taken[id] = true;
-            Ok(id)
-        })
-    }
-
-    /// The magazine range of a cache id in use.
-    pub(crate) fn range(&self, id: usize) -> &'static MagazineRange {
-        self.ids.with(|ids| ids.ranges[id])
-    }
-
-    /// Number of barns of one cache.
-    pub(crate) fn barns_per_cache(&self) -> usize {
-        self.slabs.arena.nodes.count() * BARNS_PER_NODE
-    }
-
-    /// Resident bytes of the magazines and barns of all caches.
-    pub(crate) fn resident_bytes(&self) -> u64 {
-        let of_magazines =
-            |ids: &mut CacheIds| (ids.ranges.len(), ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
-        let (caches, bytes) = self.ids.with(of_magazines);
-        bytes + self.barn_memory.resident_bytes(caches * self.barns_per_cache())
-    }
-
-    /// Returns an unused handle table, or creates one.
-    pub(crate) fn take_handle_table(&self) -> Result<&'static HandleTable> {
-        self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
-    }
-
-    /// Returns a handle table to the free list. None of its handles may be live.
-    pub(crate) fn return_handle_table(&self, handles: &'static HandleTable) {
-        self.free_handle_tables.with(|free| free.push(handles));
-    }
-
-    /// Makes a cache id available again.
-    pub(crate) fn free_id(&self, id: usize) {
-        self.ids.with(|ids| ids.are_taken[id] = false);
-    }
-}
 
 /// All slab caches of a process.
 ///
@@ -172,25 +66,6 @@ impl Slabs {
         }
     }
 
-    /// Creates a cache of objects that keep their address.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadLength`], [`Error::BadAlignment`] for unsupported object or slab sizes, [`Error::BadRatio`],
-    /// [`Error::TooMany`] if there are [`MAX_CACHES`], [`Error::System`].
-    pub fn fixed<T>(&'static self, settings: Settings) -> Result<FixedSlab<T>> {
-        let object = Object {
-            layout: Layout::new::<T>(),
-            user_bytes: size_of::<T>(),
-            poisoned_range: 0..size_of::<T>(),
-            set_up: None,
-            is_movable: false,
-            grace: Grace::of_all,
-            handles: None,
-        };
-        self.create_cache(settings, object, fixed::FixedInner::new).map(FixedSlab::of_inner)
-    }
-
     /// Creates the inner part of a cache under a new cache id, and registers it.
     pub(crate) fn create_cache<M: Cache + 'static>(
         &'static self,
@@ -199,21 +74,9 @@ impl Slabs {
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
         let shared = self.caches.with(|_| self.shared())?;
-        let cache = Self::create_cache_on(shared, settings, object, inner)?;
+        let cache = Arc::new(inner(Engine::new(shared, settings, object)?));
         self.register(&cache);
         Ok(cache)
-    }
-
-    /// As [`Slabs::create_cache`], but the caller must call [`Slabs::register`].
-    pub(crate) fn create_cache_on<M: Cache + 'static>(
-        shared: &'static SharedState,
-        settings: Settings,
-        object: Object,
-        inner: impl FnOnce(Engine) -> M,
-    ) -> Result<Arc<M>> {
-        let id = shared.take_id()?;
-        let engine = Engine::new(shared, id, settings, object).inspect_err(|_| shared.free_id(id))?;
-        Ok(Arc::new(inner(engine)))
     }
 
     /// Registers a cache. The cache must be complete, because other threads may call it from now on.
@@ -228,12 +91,30 @@ impl Slabs {
         }
     }
 
+    /// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and
+    /// threads that visit all caches. Afterwards the caller usually has the last reference. Then the caller's thread
+    /// runs the destructors of the cache.
+    pub(crate) fn unregister<M: Cache + 'static>(&self, cache: &Arc<M>) {
+        let engine = cache.engine();
+        if engine.check_generation().is_err() {
+            return;
+        }
+        let is_it = |other: &Weak<dyn Cache>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(cache));
+        self.caches.with(|caches| caches.retain(|(_, other)| !is_it(other)));
+        // No later round finds the cache, so a request that has not begun must fail.
+        engine.is_unregistered.store(true, SeqCst);
+        let mut backoff = Backoff::new();
+        while Arc::strong_count(cache) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
+            backoff.pause();
+        }
+    }
+
     /// Returns the shared state, and creates it on the first call. The caller holds the lock of `caches`.
     pub(crate) fn shared(&'static self) -> Result<&'static SharedState> {
         if let Some(shared) = self.shared.get() {
             return Ok(shared);
         }
-        let shared = place(SharedState::new(self, Barriers::of_process())?)?;
+        let shared = place(SharedState::new(self.arena, &self.worker, Barriers::of_process())?)?;
         Ok(self.shared.get_or_init(|| shared))
     }
 
@@ -241,7 +122,7 @@ impl Slabs {
     /// cache.
     #[cfg(test)]
     pub(crate) fn refuse_barrier(&'static self) {
-        let shared = place(SharedState::new(self, Barriers::BothSides).unwrap()).unwrap();
+        let shared = place(SharedState::new(self.arena, &self.worker, Barriers::BothSides).unwrap()).unwrap();
         assert!(self.shared.set(shared).is_ok());
     }
 

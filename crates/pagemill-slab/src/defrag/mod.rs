@@ -15,6 +15,8 @@ pub(crate) mod passes;
 #[cfg(not(loom))]
 pub(crate) mod retire_list;
 #[cfg(not(loom))]
+pub(crate) mod rounds;
+#[cfg(not(loom))]
 pub(crate) mod steps;
 #[cfg(not(loom))]
 pub(crate) mod worker;

@@ -10,7 +10,6 @@ use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
-use crate::defrag::worker::unregister;
 use crate::read::batch::Grace;
 use pagemill_core::error::Result;
 use std::alloc::Layout;
@@ -293,6 +292,8 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// Example: [`Migrate`].
 pub struct OwnerSlab<M: Migrate> {
     pub(crate) inner: Arc<OwnerInner<M>>,
+    /// The list of caches that this cache is in.
+    slabs: &'static Slabs,
 }
 
 impl Slabs {
@@ -313,7 +314,7 @@ impl Slabs {
         let object =
             Object { layout, user_bytes, poisoned_range: 0..0, set_up, is_movable: true, grace, handles: None };
         let inner = self.create_cache(settings, object, |engine| OwnerInner { engine, owner })?;
-        Ok(OwnerSlab { inner })
+        Ok(OwnerSlab { inner, slabs: self })
     }
 }
 
@@ -390,7 +391,7 @@ impl<M: Migrate> OwnerSlab<M> {
 
 impl<M: Migrate> Drop for OwnerSlab<M> {
     fn drop(&mut self) {
-        unregister(&self.inner);
+        self.slabs.unregister(&self.inner);
     }
 }
 

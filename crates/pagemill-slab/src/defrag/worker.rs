@@ -1,77 +1,38 @@
-//! The background thread: defragments caches in steps, and carries out shrinks that another process requests.
+//! State of the background thread ([`crate::defrag::rounds`]): flags, wake-ups, sleep and rest. The engines of caches
+//! wake the thread through it.
 //!
-//! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
-//! cache, and a visit runs a step if something can be emptied. When a round finds nothing, the thread sleeps until
-//! objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor time is
-//! bounded.
-//!
-//! ```text
-//!           first cache                   a round finds nothing
-//!   none ---------------> runs rounds ------------------------> asleep
-//!     ^                    |  ^   ^   `-- timeout for readers --' |
-//!     |  `defrag_by_hand`  |  |   `------------ notify -----------'
-//!     '--------------------'  '-- during a fork: begins no visit
-//! ```
-//!
-//! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
-//! holding a lock of its own. A thread that drops a cache or stops the background thread waits until the current visit
-//! ends, at most one second. A thread that forks waits at most 20 ms.
+//! A thread that drops a cache or stops the background thread waits until the current visit ends, at most one second. A
+//! thread that forks waits at most 20 ms.
 
-use crate::alloc::engine::Engine;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
-use crate::caches::Slabs;
-use crate::defrag::steps;
-use pagemill_core::error::{Error, Result};
+use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
-use pagemill_core::trace::{self, Event};
-use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 #[cfg(not(shuttle))]
-use pagemill_sys::process;
-#[cfg(not(shuttle))]
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
-
-/// Approximate length of a step.
-const STEP_DURATION: Duration = Duration::from_millis(1);
 
 /// Nanoseconds of rest for each nanosecond of processor time. So the thread uses at most a twentieth of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 
 /// The thread rests when this much rest has accumulated. Also the minimum rest between two rounds.
-const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
+pub(crate) const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
 /// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
 /// Time until the next round if the last one found work that must wait for readers or for another thread that uses a
 /// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
-const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
+pub(crate) const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 /// Maximum of the time that begins with [`MIN_RETRY_DELAY`].
-const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
-
-/// Time until one more round after objects were freed, if the objects were too few to wake the thread.
-const RECHECK_DELAY: Duration = Duration::from_secs(1);
-
-/// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
-const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
-/// Number of bytes of free blocks that are freed at a time.
-const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
+pub(crate) const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
 /// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
 /// forking thread.
-const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
+pub(crate) const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
 /// Maximum time that a fork waits for the end of a visit.
 const FORK_TIMEOUT_NS: u64 = 20_000_000;
-
-/// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
-#[cfg(not(shuttle))]
-const STACK_BYTES: usize = 2048 << 10;
 
 /// States of `parked`: not asleep (or resting), asleep with a timeout, asleep without a timeout.
 const AWAKE: u32 = 0;
@@ -93,7 +54,7 @@ pub(crate) enum ShrinkRequest {
 
 impl ShrinkRequest {
     /// Begins the requested shrink. Returns whether a shrink was requested.
-    fn take(&mut self) -> bool {
+    pub fn take(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
             *self = Self::Taken;
@@ -102,26 +63,12 @@ impl ShrinkRequest {
     }
 }
 
-/// Result of a visit to a cache; the greatest one is the result of a round.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum VisitResult {
-    Nothing,
-    /// Objects were freed since the last visit.
-    ObjectsFreed,
-    /// Readers, or another thread that uses the cache, have to finish first.
-    Waiting,
-    /// A step of defragmentation was run.
-    StepRun,
-    /// A requested shrink was carried out. Its processor time adds no rest, because shrinks are urgent.
-    ShrinkRequest,
-}
-
 /// State of the background thread. Flags are 0 or 1.
 #[derive(Default)]
 pub(crate) struct Worker {
-    is_started: AtomicU32,
+    pub(super) is_started: AtomicU32,
     /// 1 if objects were freed or a shrink was requested, so that a round is due.
-    is_notified: AtomicU32,
+    pub(super) is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
     /// 1 while the thread visits a cache, or is about to check whether a visit is allowed.
@@ -130,38 +77,20 @@ pub(crate) struct Worker {
     /// Number of forks in progress. While it is not 0, no visit begins.
     forks_in_progress: AtomicU32,
     /// The event that the thread sleeps on.
-    wakeups: EventCount,
+    pub(super) wakeups: EventCount,
     /// Processor time that the thread used.
     used_cpu_ns: AtomicU64,
     /// Time that the thread rested.
     rested_ns: AtomicU64,
     /// Number of blocks that had become free with memory by the end of the last round.
-    seen_freed_count: AtomicU32,
+    pub(super) seen_freed_count: AtomicU32,
     /// Time at which `seen_freed_count` changed last.
-    last_freed_ns: AtomicU64,
+    pub(super) last_freed_ns: AtomicU64,
 }
 
 #[cfg(not(shuttle))]
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
-    static STOP_AT_EXIT: StopAtMainThreadExit = const { StopAtMainThreadExit(Cell::new(None)) };
-}
-
-/// Stops the background thread when the first thread of the process ends, because the process usually ends then.
-/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local runs before
-/// the destructors of statics, which may destroy data that callbacks use.
-#[cfg(not(shuttle))]
-struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
-
-#[cfg(not(shuttle))]
-impl Drop for StopAtMainThreadExit {
-    fn drop(&mut self) {
-        if let Some(slabs) = self.0.get()
-            && process::is_first_thread()
-        {
-            slabs.defrag_by_hand();
-        }
-    }
 }
 
 impl Worker {
@@ -185,58 +114,6 @@ impl Worker {
     pub fn wake(&self) {
         self.is_notified.store(1, SeqCst);
         self.wakeups.raise();
-    }
-
-    /// Starts the thread, for the first cache with movable objects. The caller is a thread of the program, because
-    /// callbacks need the open files of the program, which Pagemill's helper thread does not share. If the thread
-    /// cannot be created, the next cache tries to create it again.
-    pub fn start(&self, slabs: &'static Slabs) {
-        if self.is_stopped() {
-            return;
-        }
-        // Fails if this thread is ending.
-        #[cfg(not(shuttle))]
-        let _ = STOP_AT_EXIT.try_with(|made_by| made_by.0.set(Some(slabs)));
-        if self.is_started.swap(1, SeqCst) == 0 && spawn(slabs).is_err() {
-            self.is_started.store(0, SeqCst);
-        }
-    }
-
-    /// Requests the thread to shrink a cache, and waits for the result, however long callbacks take.
-    ///
-    /// # Errors
-    ///
-    /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
-    /// pending, or the cache is dropped before the shrink begins.
-    pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
-        let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
-        let is_first = engine.shrink_request.with(|request| {
-            let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
-            if is_first {
-                *request = ShrinkRequest::Wanted;
-            }
-            is_first
-        });
-        if !is_first {
-            return Err(none());
-        }
-        self.wake();
-        let mut backoff = Backoff::new();
-        loop {
-            let is_over = self.is_stopped() || self.is_started.load(SeqCst) == 0 || engine.is_unregistered.load(SeqCst);
-            let done = engine.shrink_request.with(|request| match std::mem::take(request) {
-                ShrinkRequest::Done(freed) => Some(freed),
-                ShrinkRequest::Wanted if is_over => Some(Err(none())),
-                other => {
-                    *request = other;
-                    None
-                }
-            });
-            match done {
-                Some(freed) => return freed,
-                None => backoff.pause(),
-            }
-        }
     }
 
     /// Stops the thread: it begins no further step. Returns when no step is in progress, or after a second.
@@ -276,7 +153,7 @@ impl Worker {
     }
 
     /// Begins a visit, and waits for forks in progress. Returns false if the background thread was stopped.
-    fn enter(&self) -> bool {
+    pub fn enter(&self) -> bool {
         loop {
             let seen = self.wakeups.count();
             self.is_visiting.store(1, SeqCst);
@@ -293,37 +170,12 @@ impl Worker {
     }
 
     /// Ends a visit.
-    fn leave(&self) {
+    pub fn leave(&self) {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// The main loop of the thread. Returns when the thread is stopped.
-    fn run(&self, slabs: &'static Slabs) {
-        let (mut pause, mut rest_due_ns) = (MIN_RETRY_DELAY, 0);
-        loop {
-            // Read before the flags, so that an event after this line ends the next wait.
-            let seen = self.wakeups.count();
-            if self.is_stopped() {
-                break;
-            }
-            self.is_notified.store(0, SeqCst);
-            let found = self.run_round(slabs, &mut rest_due_ns);
-            self.rest(std::mem::take(&mut rest_due_ns).max(REST_NS), seen);
-            match found {
-                VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
-                VisitResult::Waiting => {
-                    self.park(seen, Some(pause));
-                    pause = (2 * pause).min(MAX_RETRY_DELAY);
-                }
-                VisitResult::ObjectsFreed => self.park(seen, Some(RECHECK_DELAY)),
-                VisitResult::Nothing => self.park(seen, None),
-            }
-        }
-        self.is_started.store(0, SeqCst);
-    }
-
     /// Sleeps until the thread is woken or the timeout expires.
-    fn park(&self, seen: u32, timeout: Option<Duration>) {
+    pub fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
         if self.is_notified.load(SeqCst) == 0 {
             self.wakeups.wait(seen, timeout);
@@ -332,7 +184,7 @@ impl Worker {
     }
 
     /// Rests for `ns`, or until the thread is stopped. A wake-up during the rest shortens the rest to the minimum.
-    fn rest(&self, mut ns: u64, seen: u32) {
+    pub fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
         while rested_ns < ns && !self.is_stopped() {
@@ -344,62 +196,8 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Visits all caches, the newest first. If a cache is dropped during the round, only the positions of newer caches
-    /// change.
-    pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
-        let mut found = VisitResult::Nothing;
-        for at in (0..slabs.cache_count()).rev() {
-            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
-            let done = self.visit(|| slabs.cache_at(at), visit_cache);
-            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *rest_due_ns);
-            self.note_cpu_time(before_ns, owes);
-            if let Some(done) = done {
-                stats::add(
-                    Counter::SlabBehindSteps,
-                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::ShrinkRequest))),
-                );
-                found = found.max(done.unwrap_or(VisitResult::Waiting));
-            }
-            if *rest_due_ns >= REST_NS {
-                self.rest(std::mem::take(rest_due_ns), seen);
-            }
-        }
-        found.max(self.free_unused_blocks(slabs, rest_due_ns))
-    }
-
-    /// Frees the memory of free blocks once no further block has become free for [`FREE_BLOCK_DELAY_NS`]. Until then
-    /// caches may reuse that memory.
-    fn free_unused_blocks(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
-        let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
-        let freed_with_memory = blocks.freed_with_memory();
-        if self.seen_freed_count.swap(freed_with_memory, Relaxed) != freed_with_memory {
-            self.last_freed_ns.store(clock::fine_ns(), Relaxed);
-        }
-        if blocks.giveable_bytes() == 0 {
-            return VisitResult::Nothing;
-        }
-        if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
-            return VisitResult::ObjectsFreed;
-        }
-        // In portions, because a fork or a stop may wait for the end of a portion.
-        while blocks.freed_with_memory() == freed_with_memory && self.enter() {
-            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
-            let freed = blocks.shrink(FREE_PORTION_BYTES);
-            self.leave();
-            self.note_cpu_time(before_ns, Some(rest_due_ns));
-            // No free block has memory left, or the kernel keeps the memory.
-            if freed < FREE_PORTION_BYTES {
-                break;
-            }
-            if *rest_due_ns >= REST_NS {
-                self.rest(std::mem::take(rest_due_ns), seen);
-            }
-        }
-        VisitResult::Nothing
-    }
-
     /// Adds the processor time since `before_ns` to the statistics, and the rest that follows from it to `rest_due_ns`.
-    fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
+    pub fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
             *rest_due_ns = rest_due_after(*rest_due_ns, took_ns);
@@ -407,138 +205,29 @@ impl Worker {
         stats::add(Counter::SlabBehindNs, took_ns);
         self.used_cpu_ns.fetch_add(took_ns, Relaxed);
     }
+}
 
-    /// Runs `act` on a cache. If `act` panics, the background thread skips the cache until its ratio is set or a shrink
-    /// succeeds.
-    fn visit<T>(
-        &self,
-        find: impl FnOnce() -> Option<Arc<dyn Cache>>,
-        act: impl FnOnce(&dyn Cache) -> Result<T>,
-    ) -> Option<Result<T>> {
-        if !self.enter() {
-            return None;
-        }
-        let done = find().map(|cache| {
-            let done = catch_unwind(AssertUnwindSafe(|| act(&*cache)));
-            let done = done.unwrap_or_else(|panic| {
-                // The panic's payload is leaked, because its destructor may panic, too.
-                std::mem::forget(panic);
-                let engine = cache.engine();
-                engine.has_panicked.store(true, Relaxed);
-                engine.shrink_request.with(|request| {
-                    if matches!(request, ShrinkRequest::Taken) {
-                        *request =
-                            ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
-                    }
-                });
-                stats::add(Counter::SlabBehindFailed, 1);
-                trace::event(Event::SlabBehindFailed, engine.cache_id as u64, stats::get(Counter::SlabLost));
-                Err(Error::WrongState { what: "a callback of this slab cache panicked: its slab is out of use" })
-            });
-            // If this is the last reference, the drop runs destructors of the user, which may panic.
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(cache))) {
-                std::mem::forget(panic);
-            }
-            done
-        });
-        self.leave();
-        done
-    }
+/// Records that the current thread is the background thread.
+#[cfg(not(shuttle))]
+pub(crate) fn set_worker() {
+    IS_WORKER.set(true);
 }
 
 /// Returns whether the current thread is the background thread.
 #[cfg(not(shuttle))]
-fn is_worker() -> bool {
+pub(crate) fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
 /// Returns false under shuttle, because all tasks share one thread.
 #[cfg(shuttle)]
-fn is_worker() -> bool {
+pub(crate) fn is_worker() -> bool {
     false
-}
-
-#[cfg(not(shuttle))]
-fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
-    pagemill_sys::thread::spawn_with_stack(c"pagemill-slabs", STACK_BYTES, slabs)
-}
-
-#[cfg(shuttle)]
-fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
-    shuttle::thread::spawn(move || slabs.worker.run(slabs));
-    Ok(())
-}
-
-/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. The thread limits
-/// its own processor time instead.
-impl pagemill_sys::thread::Work for Slabs {
-    fn work(&'static self) {
-        #[cfg(not(shuttle))]
-        IS_WORKER.set(true);
-        self.worker.run(self);
-    }
 }
 
 /// Returns the rest that is due after a visit: the previous amount plus that for `took_ns` of processor time.
 pub(crate) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
     rest_due_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MAX_REST_NS)
-}
-
-/// The error of a requested shrink if code of the program panicked.
-fn cancelled() -> std::io::Error {
-    std::io::Error::from_raw_os_error(libc::ECANCELED)
-}
-
-/// Visits a cache. Carries out a requested shrink, if there is one. Otherwise frees retired objects whose readers have
-/// finished, and runs a step if something can be emptied.
-fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
-    let engine = cache.engine();
-    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::take) {
-        let freed = cache.shrink();
-        engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
-        return Ok(VisitResult::ShrinkRequest);
-    }
-    let is_wanted = cache.kind() != SlabKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
-    if !is_wanted || engine.check_generation().is_err() {
-        return Ok(VisitResult::Nothing);
-    }
-    if engine.has_panicked.load(Relaxed) {
-        // Runs no callback, but frees the old memory of objects that were moved earlier.
-        return Ok(if engine.finish_retired_in_background() { VisitResult::Waiting } else { VisitResult::Nothing });
-    }
-    let before = engine.resident_bytes();
-    let has_new_frees = engine.has_new_frees();
-    let is_waiting = cache.finish_retired();
-    let is_step_worthwhile = steps::is_step_worthwhile(engine);
-    if is_step_worthwhile {
-        cache.defrag(STEP_DURATION)?;
-    }
-    // Frees as much memory of free blocks as the cache gave up during the visit.
-    engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
-    Ok(match (is_step_worthwhile, is_waiting || engine.has_batches(), has_new_frees) {
-        (true, ..) => VisitResult::StepRun,
-        (_, true, _) => VisitResult::Waiting,
-        (.., true) => VisitResult::ObjectsFreed,
-        _ => VisitResult::Nothing,
-    })
-}
-
-/// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and threads
-/// that visit all caches. Afterwards the caller usually has the last reference. Then the caller's thread runs the
-/// destructors of the cache.
-pub(crate) fn unregister<M: Cache + 'static>(cache: &Arc<M>) {
-    let engine = cache.engine();
-    if engine.check_generation().is_err() {
-        return;
-    }
-    let is_it = |other: &Weak<dyn Cache>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(cache));
-    engine.shared.slabs.caches.with(|caches| caches.retain(|(_, other)| !is_it(other)));
-    // No later round finds the cache, so a request that has not begun must fail.
-    engine.is_unregistered.store(true, SeqCst);
-    let mut backoff = Backoff::new();
-    while Arc::strong_count(cache) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
-        backoff.pause();
-    }
 }
 
 #[cfg(any(test, feature = "test-util"))]

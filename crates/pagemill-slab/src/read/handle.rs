@@ -15,7 +15,6 @@ use crate::defrag::drain::DrainGuard;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps::{self, SHORT_GRACE_NS};
-use crate::defrag::worker::unregister;
 use crate::insert_error::InsertError;
 use crate::read::batch::{GRACE_NS, Grace, drain_finished};
 use crate::read::deferred_drop::DeferredDrop;
@@ -190,7 +189,7 @@ impl<T: Movable> HandleInner<T> {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
         if is_worthwhile && self.engine.used_ratio.load(Relaxed) > 0 {
-            self.engine.shared.slabs.worker.notify();
+            self.engine.shared.worker.notify();
         }
     }
 
@@ -460,6 +459,8 @@ pub struct HandleMap<T: Movable> {
     /// Copies of the fields in `inner`. The copies stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
+    /// The list of caches that this cache is in.
+    slabs: &'static Slabs,
 }
 
 /// A value that was removed from its handle. Other readers may still read it. Dropping `Removed` retires the value,
@@ -531,7 +532,7 @@ impl Slabs {
             _values: PhantomData,
         });
         let inner = inner.inspect_err(|_| shared.return_handle_table(handles))?;
-        Ok(HandleMap { base: inner.base, inner, words: handles.words() })
+        Ok(HandleMap { base: inner.base, inner, words: handles.words(), slabs: self })
     }
 }
 
@@ -687,7 +688,7 @@ impl<T: Movable> HandleMap<T> {
 impl<T: Movable> Drop for HandleMap<T> {
     /// Drops all values.
     fn drop(&mut self) {
-        unregister(&self.inner);
+        self.slabs.unregister(&self.inner);
         let inner = &*self.inner;
         // The drain keeps other threads from moving values. If the drain fails, as in a fork child, the values are
         // leaked.

@@ -6,6 +6,7 @@ use crate::alloc::*;
 #[cfg(not(shuttle))]
 use crate::read::*;
 use crate::*;
+use pagemill_core::error::Error;
 
 #[cfg(not(shuttle))]
 pub(crate) mod basics;

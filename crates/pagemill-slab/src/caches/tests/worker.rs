@@ -4,7 +4,8 @@
 use super::*;
 use crate::caches::tests::basics::{STUCK_AFTER, slabs_with_background};
 use crate::caches::tests::owner::{Behavior, ItemOwner, Items, cache_of};
-use crate::defrag::worker::{ShrinkRequest, VisitResult, Worker, rest_due_after};
+use crate::defrag::rounds::VisitResult;
+use crate::defrag::worker::{ShrinkRequest, Worker, rest_due_after};
 use pagemill_core::instance::Part;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::stats::{self, Counter};

@@ -1,0 +1,111 @@
+//! State that all caches share: blocks, cache ids, the memory of magazines and barns, unused handle tables.
+
+use crate::alloc::asymmetric_lock::Barriers;
+use crate::alloc::barn::{BARNS_PER_NODE, BarnMemory};
+use crate::alloc::blocks::Blocks;
+use crate::alloc::magazine::MagazineRange;
+use crate::defrag::worker::Worker;
+use crate::read::handles::HandleTable;
+use pagemill_core::arena::{Arena, place};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::Guarded;
+
+/// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
+/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if
+/// available). One more cache fails with [`Error::TooMany`].
+pub const MAX_CACHES: usize = 1 << 10;
+
+/// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
+pub(crate) struct CacheIds {
+    /// Whether each id is in use.
+    pub are_taken: [bool; MAX_CACHES],
+    /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
+    pub ranges: Vec<&'static MagazineRange>,
+}
+
+/// State that all caches share, created with the first cache. The cache of index nodes has a second instance with
+/// blocks of its own.
+pub(crate) struct SharedState {
+    /// The background thread of all caches.
+    pub worker: &'static Worker,
+    pub blocks: Blocks,
+    /// How threads enter magazines, which depends on the kernel.
+    pub barriers: Barriers,
+    /// The memory of the barns of all cache ids.
+    pub barn_memory: &'static BarnMemory,
+    pub ids: &'static Guarded<CacheIds>,
+    /// Handle tables that no cache uses.
+    pub free_handle_tables: Guarded<Vec<&'static HandleTable>>,
+}
+
+impl SharedState {
+    pub fn new(arena: &'static Arena, worker: &'static Worker, barriers: Barriers) -> Result<Self> {
+        Ok(Self {
+            worker,
+            blocks: Blocks::new(arena)?,
+            barriers,
+            barn_memory: place(BarnMemory::new(MAX_CACHES * arena.nodes.count() * BARNS_PER_NODE)?)?,
+            ids: place(Guarded::new(CacheIds { are_taken: [false; MAX_CACHES], ranges: Vec::new() }))?,
+            free_handle_tables: Guarded::new(Vec::new()),
+        })
+    }
+
+    /// Creates the state for the cache of index nodes. Shares all but the blocks and the handle tables.
+    pub fn for_metadata(&self) -> Result<Self> {
+        let (blocks, free_handle_tables) = (Blocks::for_metadata(self.blocks.arena)?, Guarded::new(Vec::new()));
+        Ok(Self { blocks, free_handle_tables, ..*self })
+    }
+
+    /// Allocates the lowest free cache id, and opens its magazine range and barns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TooMany`], [`Error::System`].
+    pub fn take_id(&self) -> Result<usize> {
+        self.ids.with(|ids| {
+            let free = ids.are_taken.iter().position(|is_taken| !is_taken);
+            let id = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
+            if id == ids.ranges.len() {
+                // After an error, a retry opens the same barns again, which has no effect if they are open.
+                let barns = self.barns_per_cache();
+                self.barn_memory.open(id * barns, barns)?;
+                ids.ranges.push(Box::leak(Box::new(MagazineRange::new()?)));
+            }
+            ids.are_taken[id] = true;
+            Ok(id)
+        })
+    }
+
+    /// The magazine range of a cache id in use.
+    pub fn range(&self, id: usize) -> &'static MagazineRange {
+        self.ids.with(|ids| ids.ranges[id])
+    }
+
+    /// Number of barns of one cache.
+    pub fn barns_per_cache(&self) -> usize {
+        self.blocks.arena.nodes.count() * BARNS_PER_NODE
+    }
+
+    /// Resident bytes of the magazines and barns of all caches.
+    pub fn resident_bytes(&self) -> u64 {
+        let of_magazines =
+            |ids: &mut CacheIds| (ids.ranges.len(), ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
+        let (caches, bytes) = self.ids.with(of_magazines);
+        bytes + self.barn_memory.resident_bytes(caches * self.barns_per_cache())
+    }
+
+    /// Returns an unused handle table, or creates one.
+    pub fn take_handle_table(&self) -> Result<&'static HandleTable> {
+        self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
+    }
+
+    /// Returns a handle table to the free list. None of its handles may be live.
+    pub fn return_handle_table(&self, handles: &'static HandleTable) {
+        self.free_handle_tables.with(|free| free.push(handles));
+    }
+
+    /// Makes a cache id available again.
+    pub fn free_id(&self, id: usize) {
+        self.ids.with(|ids| ids.are_taken[id] = false);
+    }
+}

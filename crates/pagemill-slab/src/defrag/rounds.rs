@@ -1,0 +1,321 @@
+//! Rounds of the background thread, which defragments caches in steps and carries out shrinks that another process
+//! requests.
+//!
+//! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
+//! cache, and a visit runs a step if something can be emptied. When a round finds nothing, the thread sleeps until
+//! objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor time is
+//! bounded.
+//!
+//! ```text
+//!           first cache                   a round finds nothing
+//!   none ---------------> runs rounds ------------------------> asleep
+//!     ^                    |  ^   ^   `-- timeout for readers --' |
+//!     |  `defrag_by_hand`  |  |   `------------ notify -----------'
+//!     '--------------------'  '-- during a fork: begins no visit
+//! ```
+//!
+//! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
+//! holding a lock of its own. State, wake-ups and rest: [`crate::defrag::worker`].
+
+use crate::alloc::engine::Engine;
+use crate::cache::{Cache, SlabKind};
+use crate::caches::Slabs;
+use crate::defrag::steps;
+#[cfg(not(shuttle))]
+use crate::defrag::worker::set_worker;
+use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_RETRY_DELAY, REST_NS, ShrinkRequest, Worker};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{Backoff, Relaxed};
+use pagemill_core::trace::{self, Event};
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_sys::clock;
+#[cfg(not(shuttle))]
+use pagemill_sys::process;
+#[cfg(not(shuttle))]
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+/// Approximate length of a step.
+const STEP_DURATION: Duration = Duration::from_millis(1);
+
+/// Time until one more round after objects were freed, if the objects were too few to wake the thread.
+const RECHECK_DELAY: Duration = Duration::from_secs(1);
+
+/// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
+const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
+/// Number of bytes of free blocks that are freed at a time.
+const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
+
+/// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
+#[cfg(not(shuttle))]
+const STACK_BYTES: usize = 2048 << 10;
+
+/// Result of a visit to a cache; the greatest one is the result of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum VisitResult {
+    Nothing,
+    /// Objects were freed since the last visit.
+    ObjectsFreed,
+    /// Readers, or another thread that uses the cache, have to finish first.
+    Waiting,
+    /// A step of defragmentation was run.
+    StepRun,
+    /// A requested shrink was carried out. Its processor time adds no rest, because shrinks are urgent.
+    ShrinkRequest,
+}
+
+#[cfg(not(shuttle))]
+thread_local! {
+    static STOP_AT_EXIT: StopAtMainThreadExit = const { StopAtMainThreadExit(Cell::new(None)) };
+}
+
+/// Stops the background thread when the first thread of the process ends, because the process usually ends then.
+/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local runs before
+/// the destructors of statics, which may destroy data that callbacks use.
+#[cfg(not(shuttle))]
+struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
+
+#[cfg(not(shuttle))]
+impl Drop for StopAtMainThreadExit {
+    fn drop(&mut self) {
+        if let Some(slabs) = self.0.get()
+            && process::is_first_thread()
+        {
+            slabs.defrag_by_hand();
+        }
+    }
+}
+
+impl Worker {
+    /// Starts the thread, for the first cache with movable objects. The caller is a thread of the program, because
+    /// callbacks need the open files of the program, which Pagemill's helper thread does not share. If the thread
+    /// cannot be created, the next cache tries to create it again.
+    pub fn start(&self, slabs: &'static Slabs) {
+        if self.is_stopped() {
+            return;
+        }
+        // Fails if this thread is ending.
+        #[cfg(not(shuttle))]
+        let _ = STOP_AT_EXIT.try_with(|made_by| made_by.0.set(Some(slabs)));
+        if self.is_started.swap(1, SeqCst) == 0 && spawn(slabs).is_err() {
+            self.is_started.store(0, SeqCst);
+        }
+    }
+
+    /// Requests the thread to shrink a cache, and waits for the result, however long callbacks take.
+    ///
+    /// # Errors
+    ///
+    /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
+    /// pending, or the cache is dropped before the shrink begins.
+    pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
+        let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
+        let is_first = engine.shrink_request.with(|request| {
+            let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
+            if is_first {
+                *request = ShrinkRequest::Wanted;
+            }
+            is_first
+        });
+        if !is_first {
+            return Err(none());
+        }
+        self.wake();
+        let mut backoff = Backoff::new();
+        loop {
+            let is_over = self.is_stopped() || self.is_started.load(SeqCst) == 0 || engine.is_unregistered.load(SeqCst);
+            let done = engine.shrink_request.with(|request| match std::mem::take(request) {
+                ShrinkRequest::Done(freed) => Some(freed),
+                ShrinkRequest::Wanted if is_over => Some(Err(none())),
+                other => {
+                    *request = other;
+                    None
+                }
+            });
+            match done {
+                Some(freed) => return freed,
+                None => backoff.pause(),
+            }
+        }
+    }
+
+    /// The main loop of the thread. Returns when the thread is stopped.
+    fn run(&self, slabs: &'static Slabs) {
+        let (mut pause, mut rest_due_ns) = (MIN_RETRY_DELAY, 0);
+        loop {
+            // Read before the flags, so that an event after this line ends the next wait.
+            let seen = self.wakeups.count();
+            if self.is_stopped() {
+                break;
+            }
+            self.is_notified.store(0, SeqCst);
+            let found = self.run_round(slabs, &mut rest_due_ns);
+            self.rest(std::mem::take(&mut rest_due_ns).max(REST_NS), seen);
+            match found {
+                VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
+                VisitResult::Waiting => {
+                    self.park(seen, Some(pause));
+                    pause = (2 * pause).min(MAX_RETRY_DELAY);
+                }
+                VisitResult::ObjectsFreed => self.park(seen, Some(RECHECK_DELAY)),
+                VisitResult::Nothing => self.park(seen, None),
+            }
+        }
+        self.is_started.store(0, SeqCst);
+    }
+
+    /// Visits all caches, the newest first. If a cache is dropped during the round, only the positions of newer caches
+    /// change.
+    pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
+        let mut found = VisitResult::Nothing;
+        for at in (0..slabs.cache_count()).rev() {
+            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
+            let done = self.visit(|| slabs.cache_at(at), visit_cache);
+            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *rest_due_ns);
+            self.note_cpu_time(before_ns, owes);
+            if let Some(done) = done {
+                stats::add(
+                    Counter::SlabBehindSteps,
+                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::ShrinkRequest))),
+                );
+                found = found.max(done.unwrap_or(VisitResult::Waiting));
+            }
+            if *rest_due_ns >= REST_NS {
+                self.rest(std::mem::take(rest_due_ns), seen);
+            }
+        }
+        found.max(self.free_unused_blocks(slabs, rest_due_ns))
+    }
+
+    /// Frees the memory of free blocks once no further block has become free for [`FREE_BLOCK_DELAY_NS`]. Until then
+    /// caches may reuse that memory.
+    fn free_unused_blocks(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
+        let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
+        let freed_with_memory = blocks.freed_with_memory();
+        if self.seen_freed_count.swap(freed_with_memory, Relaxed) != freed_with_memory {
+            self.last_freed_ns.store(clock::fine_ns(), Relaxed);
+        }
+        if blocks.giveable_bytes() == 0 {
+            return VisitResult::Nothing;
+        }
+        if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
+            return VisitResult::ObjectsFreed;
+        }
+        // In portions, because a fork or a stop may wait for the end of a portion.
+        while blocks.freed_with_memory() == freed_with_memory && self.enter() {
+            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
+            let freed = blocks.shrink(FREE_PORTION_BYTES);
+            self.leave();
+            self.note_cpu_time(before_ns, Some(rest_due_ns));
+            // No free block has memory left, or the kernel keeps the memory.
+            if freed < FREE_PORTION_BYTES {
+                break;
+            }
+            if *rest_due_ns >= REST_NS {
+                self.rest(std::mem::take(rest_due_ns), seen);
+            }
+        }
+        VisitResult::Nothing
+    }
+
+    /// Runs `act` on a cache. If `act` panics, the background thread skips the cache until its ratio is set or a shrink
+    /// succeeds.
+    fn visit<T>(
+        &self,
+        find: impl FnOnce() -> Option<Arc<dyn Cache>>,
+        act: impl FnOnce(&dyn Cache) -> Result<T>,
+    ) -> Option<Result<T>> {
+        if !self.enter() {
+            return None;
+        }
+        let done = find().map(|cache| {
+            let done = catch_unwind(AssertUnwindSafe(|| act(&*cache)));
+            let done = done.unwrap_or_else(|panic| {
+                // The panic's payload is leaked, because its destructor may panic, too.
+                std::mem::forget(panic);
+                let engine = cache.engine();
+                engine.has_panicked.store(true, Relaxed);
+                engine.shrink_request.with(|request| {
+                    if matches!(request, ShrinkRequest::Taken) {
+                        *request =
+                            ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
+                    }
+                });
+                stats::add(Counter::SlabBehindFailed, 1);
+                trace::event(Event::SlabBehindFailed, engine.cache_id as u64, stats::get(Counter::SlabLost));
+                Err(Error::WrongState { what: "a callback of this slab cache panicked: its slab is out of use" })
+            });
+            // If this is the last reference, the drop runs destructors of the user, which may panic.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(cache))) {
+                std::mem::forget(panic);
+            }
+            done
+        });
+        self.leave();
+        done
+    }
+}
+
+#[cfg(not(shuttle))]
+fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
+    pagemill_sys::thread::spawn_with_stack(c"pagemill-slabs", STACK_BYTES, slabs)
+}
+
+#[cfg(shuttle)]
+fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
+    shuttle::thread::spawn(move || slabs.worker.run(slabs));
+    Ok(())
+}
+
+/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. The thread limits
+/// its own processor time instead.
+impl pagemill_sys::thread::Work for Slabs {
+    fn work(&'static self) {
+        #[cfg(not(shuttle))]
+        set_worker();
+        self.worker.run(self);
+    }
+}
+
+/// The error of a requested shrink if code of the program panicked.
+fn cancelled() -> std::io::Error {
+    std::io::Error::from_raw_os_error(libc::ECANCELED)
+}
+
+/// Visits a cache. Carries out a requested shrink, if there is one. Otherwise frees retired objects whose readers have
+/// finished, and runs a step if something can be emptied.
+fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
+    let engine = cache.engine();
+    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::take) {
+        let freed = cache.shrink();
+        engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
+        return Ok(VisitResult::ShrinkRequest);
+    }
+    let is_wanted = cache.kind() != SlabKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
+    if !is_wanted || engine.check_generation().is_err() {
+        return Ok(VisitResult::Nothing);
+    }
+    if engine.has_panicked.load(Relaxed) {
+        // Runs no callback, but frees the old memory of objects that were moved earlier.
+        return Ok(if engine.finish_retired_in_background() { VisitResult::Waiting } else { VisitResult::Nothing });
+    }
+    let before = engine.resident_bytes();
+    let has_new_frees = engine.has_new_frees();
+    let is_waiting = cache.finish_retired();
+    let is_step_worthwhile = steps::is_step_worthwhile(engine);
+    if is_step_worthwhile {
+        cache.defrag(STEP_DURATION)?;
+    }
+    // Frees as much memory of free blocks as the cache gave up during the visit.
+    engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
+    Ok(match (is_step_worthwhile, is_waiting || engine.has_batches(), has_new_frees) {
+        (true, ..) => VisitResult::StepRun,
+        (_, true, _) => VisitResult::Waiting,
+        (.., true) => VisitResult::ObjectsFreed,
+        _ => VisitResult::Nothing,
+    })
+}
