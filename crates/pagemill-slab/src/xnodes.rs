@@ -7,10 +7,9 @@
 
 use crate::alloc::engine::{Engine, Object};
 use crate::alloc::settings::Settings;
+use crate::alloc::shared::SharedState;
 use crate::cache::Cache;
 use crate::cache::SlabKind;
-use crate::caches::SharedState;
-use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
@@ -97,6 +96,40 @@ impl IndexNodes {
         self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check_generation().is_ok())
     }
 
+    /// Returns the cache of this process, and whether this call created it, with an index that `make` creates. `shared`
+    /// returns the shared state of the other caches. The caller registers a new cache.
+    ///
+    /// # Errors
+    ///
+    /// As [`Slabs::nodes_of`](crate::Slabs::nodes_of).
+    pub fn get_or_create<I: NodeIndex>(
+        &self,
+        shared: impl FnOnce() -> Result<&'static SharedState>,
+        make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
+    ) -> Result<(&'static NodeCache, bool)> {
+        // Concurrent first calls wait for this lock, so only one creates the cache.
+        self.cache.with(|cache| {
+            if let Some(own) = cache.filter(|cache| cache.inner.engine.check_generation().is_ok()) {
+                return Ok((own, false));
+            }
+            let shared = match self.shared.get() {
+                Some(shared) => shared,
+                None => {
+                    let shared = place(shared()?.for_metadata()?)?;
+                    self.shared.get_or_init(|| shared)
+                }
+            };
+            let made = NodeCache::create(shared, make)?;
+            *cache = Some(made);
+            Ok((made, true))
+        })
+    }
+
+    /// Resident bytes of the nodes.
+    pub fn resident_bytes(&self) -> u64 {
+        self.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
+    }
+
     /// Resident bytes of metadata, without the nodes themselves.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
@@ -119,7 +152,7 @@ impl IndexNodes {
 }
 
 /// The part of the cache that the list of all caches refers to.
-struct NodeInner {
+pub(crate) struct NodeInner {
     engine: Engine,
     /// Set before other threads can see the cache.
     index: OnceLock<&'static dyn NodeIndex>,
@@ -259,48 +292,15 @@ impl NodeMemory {
 ///
 /// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeCache {
-    inner: Arc<NodeInner>,
+    pub(crate) inner: Arc<NodeInner>,
 }
 
-impl Slabs {
-    /// Returns the cache of index nodes of this process. The first call, also in a fork child, creates the cache, and
-    /// creates the index with `make`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses), [`Error::System`](pagemill_core::Error::System).
-    pub fn nodes_of<I: NodeIndex>(
-        &'static self,
-        make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
-    ) -> Result<&'static NodeCache> {
-        // Concurrent first calls wait for this lock, so only one creates the cache.
-        let (cache, is_new) = self.nodes.cache.with(|cache| -> Result<(&'static NodeCache, bool)> {
-            if let Some(own) = cache.filter(|cache| cache.inner.engine.check_generation().is_ok()) {
-                return Ok((own, false));
-            }
-            let made = self.create_node_cache(make)?;
-            *cache = Some(made);
-            Ok((made, true))
-        })?;
-        if is_new {
-            // Registration may start a thread, so it runs without the lock.
-            self.register(&cache.inner);
-        }
-        Ok(cache)
-    }
-
+impl NodeCache {
     /// Creates the cache of index nodes, and the index with `make`.
-    fn create_node_cache<I: NodeIndex>(
-        &'static self,
+    fn create<I: NodeIndex>(
+        shared: &'static SharedState,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
-    ) -> Result<&'static NodeCache> {
-        let shared = match self.nodes.shared.get() {
-            Some(shared) => shared,
-            None => {
-                let shared = place(self.caches.with(|_| self.shared())?.for_metadata()?)?;
-                self.nodes.shared.get_or_init(|| shared)
-            }
-        };
+    ) -> Result<&'static Self> {
         // SAFETY: an object of a slab that is being set up, in memory that has only ever held nodes or zeros.
         let set_up = |object: usize| unsafe { I::set_up(object) };
         let layout = I::layout();
@@ -313,22 +313,15 @@ impl Slabs {
             is_movable: true,
             handles: None,
         };
-        let inner = |engine| NodeInner { engine, index: OnceLock::new() };
-        let inner = Self::create_cache_on(shared, Settings::new(NAME), object, inner)?;
+        let engine = Engine::new(shared, Settings::new(NAME), object)?;
+        let inner = Arc::new(NodeInner { engine, index: OnceLock::new() });
         let memory: &'static NodeMemory = place(NodeMemory(inner.clone()))?;
         let index = make(memory)?;
         let _ = inner.index.set(index);
-        place(NodeCache { inner })
+        place(Self { inner })
     }
 
-    /// Resident bytes of the nodes.
-    pub fn node_bytes(&self) -> u64 {
-        self.nodes.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
-    }
-}
-
-impl NodeCache {
-    /// The index that the `make` of [`Slabs::nodes_of`] created.
+    /// The index that the `make` of [`Slabs::nodes_of`](crate::Slabs::nodes_of) created.
     pub fn index(&self) -> &'static dyn NodeIndex {
         self.inner.index()
     }
@@ -391,20 +384,5 @@ impl NodeCache {
     pub fn addresses(&self) -> impl Iterator<Item = usize> {
         let (first, shape) = (self.inner.engine.shared.blocks.window().start, &self.inner.engine.shape);
         (0..shape.capacity).map(move |object| first + shape.offset_of(0, object))
-    }
-}
-
-/// Methods for tests of the index.
-#[cfg(any(test, feature = "test-util"))]
-impl Slabs {
-    /// Whether the background thread sleeps without a timeout, after a round that found nothing.
-    #[cfg(not(shuttle))]
-    pub fn is_asleep(&self) -> bool {
-        self.worker.is_asleep()
-    }
-
-    /// Number of caches.
-    pub fn count(&self) -> usize {
-        self.cache_count()
     }
 }

@@ -12,7 +12,7 @@ use crate::defrag::isolating::is_isolating;
 use crate::defrag::passes::Progress;
 use crate::defrag::worker::{TIMEOUT_NS, Worker, is_worker};
 use crate::report::info::{self, SlabInfo};
-use crate::xnodes::IndexNodes;
+use crate::xnodes::{IndexNodes, NodeCache, NodeIndex, NodeMemory};
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::Result;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
@@ -77,6 +77,29 @@ impl Slabs {
         let cache = Arc::new(inner(Engine::new(shared, settings, object)?));
         self.register(&cache);
         Ok(cache)
+    }
+
+    /// Returns the cache of index nodes of this process. The first call, also in a fork child, creates the cache, and
+    /// creates the index with `make`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses), [`Error::System`](pagemill_core::Error::System).
+    pub fn nodes_of<I: NodeIndex>(
+        &'static self,
+        make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
+    ) -> Result<&'static NodeCache> {
+        let (cache, is_new) = self.nodes.get_or_create(|| self.caches.with(|_| self.shared()), make)?;
+        if is_new {
+            // Registration may start a thread, so it runs without the lock of `nodes`.
+            self.register(&cache.inner);
+        }
+        Ok(cache)
+    }
+
+    /// Resident bytes of index nodes.
+    pub fn node_bytes(&self) -> u64 {
+        self.nodes.resident_bytes()
     }
 
     /// Registers a cache. The cache must be complete, because other threads may call it from now on.
@@ -168,6 +191,21 @@ impl Slabs {
             whole.add(&part.unwrap_or_default());
         }
         whole
+    }
+}
+
+/// Methods for tests of the index.
+#[cfg(any(test, feature = "test-util"))]
+impl Slabs {
+    /// Whether the background thread sleeps without a timeout, after a round that found nothing.
+    #[cfg(not(shuttle))]
+    pub fn is_asleep(&self) -> bool {
+        self.worker.is_asleep()
+    }
+
+    /// Number of caches.
+    pub fn count(&self) -> usize {
+        self.cache_count()
     }
 }
 
