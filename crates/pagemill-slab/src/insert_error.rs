@@ -5,7 +5,8 @@ use std::fmt;
 
 /// An insertion that failed. The error contains the value.
 ///
-/// The conversion to [`Error`] drops the value, so `?` works in functions that return [`Result`](pagemill_core::Result).
+/// The conversion to [`Error`] drops the value, so `?` works in functions that return
+/// [`Result`](pagemill_core::Result).
 ///
 /// ```
 /// use pagemill_slab::HandleMap;

@@ -58,11 +58,11 @@ pub(crate) struct Passes {
     /// Whether a step of the current pass emptied a slab.
     has_emptied: AtomicBool,
     /// Set when the last step left no candidate: the pass ends once its batches are finished.
-    is_ending: AtomicBool,
+    pub(super) is_ending: AtomicBool,
     /// Number of slabs and blocks in use when the previous pass ended.
     in_use_at_last_end: AtomicU64,
     /// While defragmentation is suspended, the number of used objects when the last pass began; else [`NONE`].
-    suspended_at: AtomicU64,
+    pub(super) suspended_at: AtomicU64,
     /// Set while memory is short: all slabs and blocks that are not full are then candidates, until a pass frees
     /// nothing.
     is_memory_short: AtomicBool,
@@ -103,9 +103,9 @@ impl Passes {
         self.is_ending.store(progress.is_done, Relaxed);
     }
 
-    /// Ends a pass with `percent` as the percentage of its candidates. If the pass freed nothing, suspends defragmentation
-    /// until the number of objects has changed enough since the beginning of the pass. `used_slabs_and_blocks` counts
-    /// those that are in use now.
+    /// Ends a pass that tried the slabs and blocks with less than `percent` in use. If the pass freed nothing, suspends
+    /// defragmentation until the number of objects has changed enough since the beginning of the pass.
+    /// `used_slabs_and_blocks` counts those that are in use now.
     pub fn end(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
         self.begin_next();
         self.is_ending.store(false, Relaxed);
@@ -129,16 +129,8 @@ impl Passes {
         let is_suspended = used.abs_diff(suspended_at) <= suspended_at / CHANGE_DIVISOR;
         let pass = self.number.load(Relaxed);
         let percent = if is_memory_short { ALL_PERCENT } else { used_ratio };
-        (used_ratio > 0 && (is_memory_short || !is_suspended)).then_some(Criteria {
-            percent,
-            pass,
-            block_pass: Some(pass),
-        })
-    }
-
-    /// Whether the last step left no candidate, so that the pass ends once its batches are finished.
-    pub fn is_ending(&self) -> bool {
-        self.is_ending.load(Relaxed)
+        let is_wanted = used_ratio > 0 && (is_memory_short || !is_suspended);
+        is_wanted.then_some(Criteria { percent, pass, block_pass: Some(pass) })
     }
 
     /// Ends the suspension, so that the next step begins a pass.
@@ -166,10 +158,6 @@ impl Passes {
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
-    use crate::alloc::settings::Settings;
-    use crate::caches::tests::basics::slabs;
-    use crate::caches::tests::owner::cache_of;
-    use crate::defrag::steps::is_step_worthwhile;
 
     const USED: u64 = 6400;
     const RATIO: u32 = 60;
@@ -202,9 +190,7 @@ mod tests {
     /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
     #[test]
     fn pass_that_frees_nothing_suspends_defragmentation() {
-        let cache = cache_of(slabs(), Settings::new("passes").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        let used_slabs_and_blocks = engine.used_slabs_and_blocks() + 1;
+        let used_slabs_and_blocks = 7;
         for (before, emptied, percent, is_suspended, is_memory_short) in [
             (used_slabs_and_blocks, 0, RATIO, false, true),
             (used_slabs_and_blocks - 1, 0, RATIO, true, true),
@@ -222,7 +208,7 @@ mod tests {
             passes.in_use_at_last_end.store(before, Relaxed);
             assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
             passes.record_step(USED, &step_of(emptied, true));
-            passes.end(percent, &engine.used_ratio, || engine.used_slabs_and_blocks());
+            passes.end(percent, &AtomicU32::new(RATIO), || used_slabs_and_blocks - 1);
             let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
             assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");
             assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED } else { NONE }, "{case}");
@@ -239,35 +225,5 @@ mod tests {
         assert_eq!((passes.begin_next(), passes.begin_next()), (2, 3));
         passes.number.store(u32::MAX, Relaxed);
         assert_eq!((passes.begin_next(), passes.begin_next()), (1, 2));
-    }
-
-    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
-    /// step may run.
-    #[test]
-    fn suspension_ends_when_a_64th_has_changed() {
-        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        let percent_at =
-            |used: u64| engine.passes.criteria(engine.used_ratio.load(Relaxed), used).map(|search| search.percent);
-        assert_eq!(percent_at(0), Some(RATIO));
-        engine.passes.suspended_at.store(USED, Relaxed);
-        assert_eq!(
-            [USED - 101, USED - 100, USED, USED + 100, USED + 101].map(percent_at),
-            [Some(RATIO), None, None, None, Some(RATIO)]
-        );
-        engine.passes.note_memory_short();
-        assert_eq!(percent_at(USED), Some(ALL_PERCENT));
-        engine.used_ratio.store(0, Relaxed);
-        assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
-    }
-
-    /// In an empty cache, a step must be worthwhile only if it can end a pass.
-    #[test]
-    fn step_is_worthwhile_if_it_can_end_a_pass() {
-        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));
-        let engine = cache.engine();
-        assert!(!is_step_worthwhile(engine) && !engine.awaits_unblocking_batch());
-        engine.passes.is_ending.store(true, Relaxed);
-        assert!(is_step_worthwhile(engine));
     }
 }

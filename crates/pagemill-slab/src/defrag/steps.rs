@@ -1,7 +1,7 @@
 //! Defragmentation: decides which blocks and slabs are emptied and when to stop. Also moves objects between nodes.
 //!
-//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. Steps form
-//! passes ([`crate::defrag::passes`]).
+//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. Steps
+//! form passes ([`crate::defrag::passes`]).
 
 use crate::alloc::engine::{Engine, check_ratio};
 use crate::alloc::node::{Keep, TargetSlabs};
@@ -86,7 +86,7 @@ pub(crate) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
 pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     let used = engine.used_objects();
     engine.passes.criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
-        let can_end = engine.passes.is_ending() && !engine.awaits_unblocking_batch();
+        let can_end = engine.passes.is_ending.load(Relaxed) && !engine.awaits_unblocking_batch();
         can_end || (0..engine.node_count()).any(|node| engine.with_node(node, |node| node.has_candidate(&criteria)))
     })
 }
@@ -251,4 +251,45 @@ pub(crate) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
         }
     }
     Ok(whole)
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+    use crate::alloc::settings::Settings;
+    use crate::caches::tests::basics::slabs;
+    use crate::caches::tests::owner::cache_of;
+
+    const USED: u64 = 6400;
+    const RATIO: u32 = 60;
+
+    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
+    /// step may run.
+    #[test]
+    fn suspension_ends_when_a_64th_has_changed() {
+        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
+        let engine = cache.engine();
+        let percent_at =
+            |used: u64| engine.passes.criteria(engine.used_ratio.load(Relaxed), used).map(|search| search.percent);
+        assert_eq!(percent_at(0), Some(RATIO));
+        engine.passes.suspended_at.store(USED, Relaxed);
+        assert_eq!(
+            [USED - 101, USED - 100, USED, USED + 100, USED + 101].map(percent_at),
+            [Some(RATIO), None, None, None, Some(RATIO)]
+        );
+        engine.passes.note_memory_short();
+        assert_eq!(percent_at(USED), Some(ALL_PERCENT));
+        engine.used_ratio.store(0, Relaxed);
+        assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
+    }
+
+    /// In an empty cache, a step must be worthwhile only if it can end a pass.
+    #[test]
+    fn step_is_worthwhile_if_it_can_end_a_pass() {
+        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));
+        let engine = cache.engine();
+        assert!(!is_step_worthwhile(engine) && !engine.awaits_unblocking_batch());
+        engine.passes.is_ending.store(true, Relaxed);
+        assert!(is_step_worthwhile(engine));
+    }
 }
