@@ -141,7 +141,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
         (true, true) => Function::Calloc,
         (false, _) => Function::Memalign,
     };
-    let Some(address) = address(function) else { return crate::large::out_of_memory() };
+    let Some(address) = address(function) else { return crate::globals::out_of_memory() };
     // SAFETY: the addresses are those of functions of these types. The C library sets `errno`.
     let pointer = unsafe {
         match function {
@@ -160,7 +160,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 /// The pointer is a live allocation of [`allocate`] or this function, and is not used after success. `size` is not 0.
 pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-    let Some(address) = address(Function::Realloc) else { return crate::large::out_of_memory() };
+    let Some(address) = address(Function::Realloc) else { return crate::globals::out_of_memory() };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     let (before, new) = unsafe { (usable_bytes(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
     let new = count_allocation(new);

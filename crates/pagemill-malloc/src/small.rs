@@ -4,7 +4,7 @@
 //! ([`ExtentShrinker`]). An extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
-use crate::{large, start};
+use crate::{fork, globals};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
@@ -65,7 +65,7 @@ unsafe extern "C" fn alloc_extent(
     is_committed: *mut bool,
     _arena: c_uint,
 ) -> *mut c_void {
-    let Some(pagemill) = start::pagemill() else { return ptr::null_mut() };
+    let Some(pagemill) = globals::pagemill() else { return ptr::null_mut() };
     if !new_addr.is_null() {
         return ptr::null_mut();
     }
@@ -100,11 +100,11 @@ unsafe extern "C" fn commit(
     len: usize,
     _arena: c_uint,
 ) -> bool {
-    let Some(pagemill) = start::pagemill_of_process() else { return true };
+    let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
     if pagemill.instance.helper.is_due(pagemill.instance.account) {
-        large::take_large_path_next();
+        globals::take_large_path_next();
     }
     result.is_err()
 }
@@ -118,7 +118,7 @@ unsafe extern "C" fn decommit(
     len: usize,
     _arena: c_uint,
 ) -> bool {
-    let Some(pagemill) = start::pagemill_of_process() else { return true };
+    let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are committed, and jemalloc does not need their contents any more.
     unsafe { pagemill.instance.arena.decommit(addr as usize + offset, len) };
     false
@@ -278,7 +278,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             (flags, _) => je::mallocx(size.max(1), flags | if is_zeroed { je::MALLOCX_ZERO } else { 0 }),
         }
     };
-    if pointer.is_null() { large::out_of_memory() } else { pointer }
+    if pointer.is_null() { globals::out_of_memory() } else { pointer }
 }
 
 /// Frees an allocation of jemalloc.
