@@ -3,7 +3,8 @@
 use crate::fail;
 use pagemill_core::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
-use pagemill_mount::control_loop::{Settings, print_message};
+use pagemill_mount::control_loop::Settings;
+use pagemill_mount::messages::print_message;
 use pagemill_mount::mounting::{self, MountRequest, Mounted, Refusal};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;

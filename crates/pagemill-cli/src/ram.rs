@@ -5,7 +5,8 @@
 
 use crate::mount::worker_program;
 use pagemill_mount::control::{ControlLoopThread, EndReason, Server, Until};
-use pagemill_mount::control_loop::{Settings, print_message};
+use pagemill_mount::control_loop::Settings;
+use pagemill_mount::messages::print_message;
 use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::namespace;
 use rustix::mount::{UnmountFlags, unmount};

@@ -5,7 +5,7 @@
 //! limit: a writer then gets `ENOSPC`, and the kernel kills no process.
 
 use crate::file_access::FileSystemUsage;
-use crate::groups::{Sample, guard_bytes};
+use crate::groups::{INODE_BYTES, Sample, guard_bytes};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
@@ -22,10 +22,6 @@ const MIN_WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 /// Files are purged while less than this fraction (1/16) of the machine's memory is available. The computed size leaves
 /// half of this fraction available.
 const MACHINE_DIVISOR: u64 = 16;
-
-/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
-/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
-pub const INODE_BYTES: u64 = 1536;
 
 /// New inodes may take 1/16 of the memory that is left below the nearest limit, or four times as much as is predicted
 /// (some 160 ms of growth), but at most half.

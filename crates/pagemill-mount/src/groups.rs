@@ -5,7 +5,6 @@
 //! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
 //! group's limit bounds the size of this file system only if the group is known to have written here.
 
-use crate::budget::INODE_BYTES;
 use crate::openfiles::ChargedMemory;
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
@@ -42,6 +41,10 @@ const MAX_SUSPECTS: usize = 256;
 /// The open files of a suspect's processes are examined after the suspect's memory in tmpfs files has grown by more
 /// than this.
 const SUSPECT_GROWTH_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+
+/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
+/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
+pub const INODE_BYTES: u64 = 1536;
 
 /// The usual number of bytes below a group's limit that files may not fill ([`guard_bytes`]). They are left for page
 /// tables, for other memory that is not in files, and for writes that happen while the size is changed.

@@ -4,7 +4,7 @@
 //! CPU, or a purge waits for the lock of a folder while the thread that holds the lock does not run. So the faster the
 //! writers are, the farther below a limit purges start (`budget`).
 
-use crate::budget::INODE_BYTES;
+use crate::groups::INODE_BYTES;
 use std::time::{Duration, Instant};
 
 /// A check is now and then late by this much. Writers must not reach a limit within this time.
