@@ -102,13 +102,13 @@ fn charge_libc_fallback() {
     }
 }
 
-/// [`crate::malloc`] of large allocations, and of all if other work is due.
+/// [`crate::malloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Any)
 }
 
-/// [`crate::calloc`] of large allocations, and of all if other work is due.
+/// [`crate::calloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub fn calloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Zeroed)
@@ -306,7 +306,8 @@ pub fn trim() -> c_int {
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Makes the next call of malloc take the path of large allocations, which calls [`do_deferred_work`]. Neither allocates nor locks.
+/// Makes the next call of malloc take the path of large allocations, which calls [`do_deferred_work`]. Neither
+/// allocates nor locks.
 pub fn take_large_path_next() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);
