@@ -17,8 +17,8 @@ use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
 
 /// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Size of the mount in a run without a cgroup limit. It is smaller than [`LIMITED_SIZE`], because without a limit files
-/// are removed only when the file system is full.
+/// Size of the mount in a run without a cgroup limit. It is smaller than [`LIMITED_SIZE`], because without a limit
+/// files are removed only when the file system is full.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 /// Size of the mount in a run with a cgroup limit.
 const LIMITED_SIZE: u64 = 8 << 30;
@@ -43,8 +43,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// One case: a number of writers of files of one size, in a cgroup with a memory limit. For each file size and number of
-/// writers, the case with the first limit also runs without a limit.
+/// One case: a number of writers of files of one size, in a cgroup with a memory limit. For each file size and number
+/// of writers, the case with the first limit also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,

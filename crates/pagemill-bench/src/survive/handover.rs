@@ -180,8 +180,8 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
 mod tests {
     use super::*;
 
-    /// A sample of three turns must have the median speed of the newcomers, their longest time, and the number of failed
-    /// allocations of keeper and newcomers.
+    /// A sample of three turns must have the median speed of the newcomers, their longest time, and the number of
+    /// failed allocations of keeper and newcomers.
     #[test]
     fn sample_summarizes_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });

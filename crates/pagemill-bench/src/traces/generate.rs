@@ -3,8 +3,8 @@
 //! A trace depends on its kind, on the number of pages (the footprint), and on a seed. For some kinds it also depends
 //! on the size of the cache. Equal inputs give an equal trace.
 
-/// The random number generator SplitMix64. It is written here and not taken from a crate: a new version of a crate could
-/// change the sequence of requests, and with it the hit ratios in docs/benchmarks-cache.md and docs/decisions.md.
+/// The random number generator SplitMix64. It is written here and not taken from a crate: a new version of a crate
+/// could change the sequence of requests, and with it the hit ratios in docs/benchmarks-cache.md and docs/decisions.md.
 ///
 /// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
 struct Random(u64);
@@ -64,7 +64,8 @@ pub enum TraceKind {
     /// A loop over one tenth more pages than the cache has room for.
     Loop,
     /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint. The tenth is
-    /// for any page. After ten times as many requests as the working set has pages, half of the working set is replaced.
+    /// for any page. After ten times as many requests as the working set has pages, half of the working set is
+    /// replaced.
     Shift,
     /// Requests for random pages of a working set, which is a twentieth of the footprint. Every forty requests, one
     /// page of the set is replaced.

@@ -26,8 +26,8 @@ pub const STOP: &str = "stop";
 
 /// Number of live allocations in the server's work. Each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// Smallest size of the allocations in the server's work, and the number of powers of two above this size. All powers of
-/// two are equally frequent.
+/// Smallest size of the allocations in the server's work, and the number of powers of two above this size. All powers
+/// of two are equally frequent.
 const ALLOCATION_SIZES: (usize, u32) = (1 << 10, 10);
 
 /// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
@@ -173,8 +173,8 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
 mod tests {
     use super::*;
 
-    /// A server with 8 MiB of free memory is told to stop as soon as it is ready: [`NEARLY_FULL_SIGN`] and [`STOP`] exist.
-    /// It must still time one batch, and no allocation may be damaged.
+    /// A server with 8 MiB of free memory is told to stop as soon as it is ready: [`NEARLY_FULL_SIGN`] and [`STOP`]
+    /// exist. It must still time one batch, and no allocation may be damaged.
     #[test]
     fn server_times_a_batch_after_the_near_sign() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -186,8 +186,8 @@ mod tests {
         }
     }
 
-    /// Filling must stop when the allocations, or the resident memory, have grown by the given bytes. After each kind of
-    /// work, all allocations must be intact.
+    /// Filling must stop when the allocations, or the resident memory, have grown by the given bytes. After each kind
+    /// of work, all allocations must be intact.
     #[test]
     fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");
