@@ -11,11 +11,11 @@ use crate::experiment::{Metric, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
-/// Metric: bytes in use on the file system at once after the last close.
+/// Metric: MiB in use on the file system at once after the last close.
 const AT_ONCE: &str = "used_at_once";
-/// Metric: bytes in use on the file system a second after the last close.
+/// Metric: MiB in use on the file system a second after the last close.
 const LATER: &str = "used_after_second";
-/// Metric: fraction of the files' bytes that is in huge pages.
+/// Metric: fraction of the first file that is mapped by huge pages.
 const SHARE: &str = "huge_share";
 /// Maximum of [`LATER`], relative to tmpfs without huge pages.
 const MAX_RATIO: f64 = 1.1;
@@ -29,7 +29,7 @@ enum Criterion {
     Not,
     /// By the memory that the files use.
     BySize,
-    /// By the fraction of the files that is in huge pages.
+    /// By [`SHARE`].
     ByHugePages,
 }
 

@@ -44,7 +44,7 @@ const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-32", "fio-psync-32", 32),
 ];
 
-/// Number of reads in flight of the subjects that are no threads.
+/// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
 const DEPTH: u64 = 32;
 /// Number of reads that the bare io_uring submits together.
 const BATCH: u64 = 4;

@@ -50,7 +50,7 @@ const RETURNED: &str = "gave_gib_per_second";
 const FILL_RATE: &str = "filler_gib_per_second";
 /// Metric: rate at which the server returned memory, divided by the filler's rate during the same time.
 const RETURNED_PER_FILLED: &str = "gave_per_taken";
-/// Metric: 99.9th percentile of the server's malloc before memory was low.
+/// Metric: 99.9th percentile of the duration of malloc in the server while memory was low.
 const P999: &str = "p999_ms";
 /// Metric: 1 if the filler stopped at the floor, else 0.
 const STOPPED: &str = "stopped";

@@ -50,7 +50,7 @@ const GUARDED_READS: usize = 64;
 const REST_FACTOR: u32 = 19;
 /// Minimum time for which the defragmenting thread sleeps after a step.
 const MIN_REST: Duration = Duration::from_millis(1);
-/// Slabs are defragmented while their objects use less than this percentage of the memory of partial slabs.
+/// Slabs of which less than this percentage is used are defragmented.
 const USED_RATIO: u32 = 30;
 
 /// Measures reads and writes per second, and the number of moved objects.
