@@ -31,7 +31,7 @@ pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 /// Value of `sizes` in a [`Case`]: all copied chunks have 256 KiB. The targets apply only to these cases.
 const FIXED: &str = "fixed";
 
-/// Metric: records per second. A record is one copy of a chunk, which is searched and freed.
+/// Metric: records per second. For each record, the workload copies a chunk, searches the copy and frees it.
 pub const RECORDS: &str = "records_per_second";
 /// Metric: minor page faults per record.
 pub const FAULTS: &str = "faults_per_record";
