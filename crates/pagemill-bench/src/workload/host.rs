@@ -173,8 +173,8 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
 mod tests {
     use super::*;
 
-    /// The signs [`NEARLY_FULL_SIGN`] and [`STOP`] are created as soon as a server with 8 MiB of free memory is ready. The
-    /// server must still time one batch, and no allocation may be damaged.
+    /// The signs [`NEARLY_FULL_SIGN`] and [`STOP`] are created as soon as a server with 8 MiB of free memory is ready.
+    /// The server must still time one batch, and no allocation may be damaged.
     #[test]
     fn server_times_a_batch_after_the_near_sign() {
         let folder = tempfile::tempdir().expect("a temporary folder");
