@@ -40,7 +40,8 @@ fn register_of_c_library() -> Option<Register> {
     unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
 }
 
-/// Lock for the registration of this library's handlers, which happens once. Children inherit it.
+/// Lock around the registration of this library's fork handlers. They are registered once: a fork child inherits the
+/// registered handlers and [`IS_REGISTERED`], and does not register them again.
 static REGISTRATION: Lock = Lock::new();
 /// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
@@ -58,8 +59,9 @@ pub fn register() {
 fn register_own_handlers(register_handlers: Register) {
     let _guard = REGISTRATION.lock();
     if !IS_REGISTERED.load(Relaxed) {
-        // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So no library is
-        // given whose unloading removes the handlers. The call allocates only after 48 registrations.
+        // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So the last argument,
+        // the library whose unloading would remove the handlers, is null. The call allocates only after 48
+        // registrations.
         unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
         IS_REGISTERED.store(true, Release);
     }
@@ -113,7 +115,7 @@ pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler
 fn call_jemalloc_handler(stage: ForkStage) {
     let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
-        // SAFETY: this is the address of the function that jemalloc registered for this time.
+        // SAFETY: this is the address of the function that jemalloc registered for this stage.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn()>(handler)() };
     }
 }

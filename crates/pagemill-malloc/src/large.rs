@@ -97,13 +97,13 @@ fn charge_libc_fallback() {
     }
 }
 
-/// [`crate::malloc`] of large allocations, and of all if other work is due.
+/// [`crate::malloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Any)
 }
 
-/// [`crate::calloc`] of large allocations, and of all if other work is due.
+/// [`crate::calloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub fn calloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Zeroed)

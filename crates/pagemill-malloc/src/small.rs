@@ -324,19 +324,19 @@ pub struct ExtentShrinker {
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
 struct UnusedPages {
-    /// The minimum of the free bytes over some time: that many bytes were not reused in this time.
+    /// The minimum of the free bytes during some time. At least that many bytes were not reused during this time.
     least: LeastOver,
-    /// Number of consecutive calls of [`UnusedPages::is_due`] in which at least half of the free bytes were old, but
-    /// not most of them.
+    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which at least half of the free bytes were
+    /// old, but not most of them. Reset to 0 when few bytes are old.
     postponed: AtomicU32,
 }
 
 impl UnusedPages {
-    /// Value of `postponed` at which the arena is purged nevertheless.
+    /// Value of `postponed` at which the arena is purged although only half of its free bytes are old.
     const MAX_POSTPONED: u32 = 20;
 
-    /// Returns whether to purge the arena, which has `free_bytes` of free pages: whether most of the free bytes are old
-    /// (not reused for `age`), or half of them were old in many consecutive calls.
+    /// Returns whether to purge the arena, which has `free_bytes` of free pages. Purges if most of the free bytes are
+    /// old (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {
