@@ -39,7 +39,7 @@ const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 /// Maximum number of folders that are open at a time during a batch of events.
 const MAX_OPEN: usize = 32;
 
-/// Maximum number of volatile files whose attributes are read again for a status request.
+/// With more volatile files than this, a status request reads none of their attributes again.
 const MAX_RECHECKED_FILES: usize = 1024;
 
 /// Maximum number of paths for which a bad mark is reported.

@@ -514,8 +514,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split, because a part of it is purged. When the rest of the block is free, a purge must return the
-/// whole block, including bytes that were never allocated.
+/// A purge of one slot splits the huge page. When the other slot of the block is free, a purge must return the whole
+/// block, including the bytes that were never allocated.
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();
