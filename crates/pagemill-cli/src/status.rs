@@ -3,9 +3,9 @@
 use crate::fail;
 use crate::mount::{no_controller_message, report_error};
 use pagemill_core::units::Bytes;
-use pagemill_mount::control::{self, RequestOutcome};
-use pagemill_mount::mounting;
-use pagemill_mount::status::{Counts, Status as State};
+use pagemill_tmpfs::control::{self, RequestOutcome};
+use pagemill_tmpfs::mounting;
+use pagemill_tmpfs::status::{Counts, Status as State};
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, IsTerminal as _, Write as _};
