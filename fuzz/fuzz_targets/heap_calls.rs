@@ -20,10 +20,11 @@ const MAX_LIVE: usize = 32;
 /// Maximum number of bytes in all live allocations.
 const MAX_LIVE_BYTES: usize = 128 << 20;
 
-/// Allocations up to this size are written and compared as a whole; of larger ones, only both ends are.
+/// Allocations up to this size are written and compared as a whole. Of a larger allocation, only [`END_BYTES`] at its
+/// start and at its end are written and compared.
 const FILLED_BYTES: usize = 256 << 10;
 
-/// Number of bytes that are written and compared at each end of a larger allocation.
+/// Number of bytes at the start, and at the end, of a larger allocation that are written and compared.
 const END_BYTES: usize = 4096;
 
 fn heaps() -> &'static [&'static Testbed; 3] {

@@ -2,7 +2,7 @@
 //! one call, and the results are compared with a table of pages.
 //!
 //! Run it by `cargo +nightly fuzz run vrange_calls`. At the start of each input, every page of the area is written. At
-//! its end, the area is unmarked.
+//! the end of the input, the area is unmarked.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -3,8 +3,8 @@
 //!
 //! The copies are stored in volatile ranges, in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in
 //! malloc. All variants run the same [workload](crate::workload::ebizzy). The first target is that volatile ranges are
-//! no slower than malloc, which here does not return free memory. The second is that no process is killed while a
-//! second process needs memory periodically.
+//! no slower than malloc, which here does not return free memory. The second target is that no process is killed while
+//! a second process needs memory periodically.
 
 use std::time::Duration;
 
@@ -41,15 +41,17 @@ const COPY_MEMORIES: [CopyMemory; 5] = [
     CopyMemory { name: DONTNEED, memory: "dontneed", settings: &[] },
 ];
 
+/// Sizes of the copies, as the workload's command line names them.
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// One record in this many computes the sum of its whole copy and compares it with the source.
+/// For one record in 64, the workload computes the sum of the whole copy and compares it with the source.
 const SUM_EVERY: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// Sizes of the copies, number of threads, and whether a second process (the hog) needs memory periodically.
+/// Sizes of the copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), number of threads, and whether a second process
+/// (the hog) needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,

@@ -28,7 +28,7 @@ const IDLE_MIB: u64 = 128;
 const RETURNED_BELOW_BYTES: u64 = 32 << 20;
 /// The environment setting that makes Pagemill return free memory after one idle second.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
-/// Time limit for that return.
+/// Time within which the idle process must return its free memory.
 const RETURN_TIME_LIMIT: Duration = Duration::from_secs(15);
 /// Pause between the return of the memory and the count of wake-ups.
 const PAUSE: Duration = Duration::from_secs(1);

@@ -28,11 +28,14 @@ const OVERHEAD_MS: u64 = 25;
 /// that return memory.
 pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 
-/// The case in which all copies have 256 KiB. The targets apply to this case.
+/// Value of `sizes` in a [`Case`]: all copied chunks have 256 KiB. The targets apply only to these cases.
 const FIXED: &str = "fixed";
 
+/// Metric: records per second. For each record, the workload copies a chunk, searches the copy and frees it.
 pub const RECORDS: &str = "records_per_second";
+/// Metric: minor page faults per record.
 pub const FAULTS: &str = "faults_per_record";
+/// Metric: number of failed allocations.
 const REFUSED: &str = "refused";
 
 #[derive(Clone, Debug, clap::Args)]
@@ -51,7 +54,7 @@ pub struct Options {
     pub cost: bool,
 }
 
-/// Sizes of the copies and number of threads.
+/// Sizes of the chunks that the workload copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), and number of threads.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,

@@ -10,7 +10,7 @@ pub enum Error {
     Interrupted { signal: i32 },
     /// The workload of this subject found wrong bytes in its memory, so its measurements are worthless.
     WrongAnswer { subject: String, what: String },
-    /// The experiment cannot run on this machine, for this reason.
+    /// The experiment cannot run, for this reason.
     CannotRun(String),
     /// An operation of the operating system that the bench needs has failed.
     System { doing: String, cause: io::Error },

@@ -136,7 +136,7 @@ pub fn report_row<Case: Ord + Clone>(
     report.add_series(entry, series);
 }
 
-/// Returns all items, beginning with another one in each round. So an item does not always run after the same other item.
+/// Returns all items in order, beginning with another item in each round, so that no item always runs first.
 pub fn rotated<T>(items: &[T], round: usize) -> impl Iterator<Item = &T> {
     let (before, from) = items.split_at(round % items.len().max(1));
     from.iter().chain(before)
@@ -168,8 +168,8 @@ pub struct SeriesKey<'a, Case> {
     pub metric: &'static str,
 }
 
-/// Compares two times. With [`Bound::AtLeast`], the estimate is the baseline's time divided by that of `own`. With
-/// [`Bound::AtMost`], it is the time of `own` divided by the baseline's.
+/// Compares two times. With [`Bound::AtLeast`], the estimate is the baseline's time divided by the time of `own`. With
+/// [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
 pub fn judge_time_ratio<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     target: impl Into<String>,
@@ -249,8 +249,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// Pagemill that returns memory by age is 2 % slower than the other variant, which must pass; then 4 % slower,
-    /// which must fail. Without any case there must be no verdict.
+    /// Pagemill that returns memory by age may be 2 % slower than the variant that does not: the verdict must be that
+    /// the target is reached. At 4 % slower, it must be missed. Without any case there must be no verdict.
     #[test]
     fn aging_cost_is_judged_over_all_cases() {
         let state =

@@ -10,16 +10,22 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
+/// Sizes in bytes of the allocations that are freed before the request; one table for each size.
 const ALLOCATION_SIZES: [usize; 2] = [256 << 10, 4 << 10];
 
 /// The amount of free memory, in MiB, to which the targets apply.
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
+/// Metric: duration of the request.
 const WALL_MS: &str = "ms";
+/// Metric: memory by which the process shrank through the request.
 const RETURNED: &str = "returned_mib";
+/// Metric: resident memory before the request.
 const HELD: &str = "held_mib";
+/// Metric: longest malloc of another thread during the request.
 const LONGEST: &str = "longest_malloc_ms";
+/// Metric: longest malloc of that thread in the 100 ms before the request.
 const QUIET: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {

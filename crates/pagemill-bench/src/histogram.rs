@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// The longest duration that is counted exactly enough; longer ones count as this one.
+/// The longest duration that the buckets can hold; longer ones are counted as this one.
 const MAX_NS: u64 = 1 << 40;
 /// Number of exact decimal digits of a percentile.
 const DIGITS: u8 = 3;

@@ -25,13 +25,21 @@ const FOYER: &str = "foyer";
 /// The part of the experiment with many small files. `--only` accepts this name like that of a subject.
 const FILES: &str = "files";
 
+/// Metric: time to copy 4 KiB out of a resident page.
 const COPY: &str = "copy_ns";
+/// Metric: time to pin a resident page and read 8 bytes of it.
 const PIN: &str = "pin_ns";
+/// Metric: bytes of frames per page.
 const FRAME_BYTES: &str = "frames_bytes";
+/// Metric: bytes of the index per page.
 const INDEX_BYTES: &str = "index_bytes";
+/// Metric: resident bytes per page in addition to the page itself.
 const ADDED_BYTES: &str = "beside_bytes";
+/// Metric: fraction of the resident memory that is in huge pages.
 const HUGE_SHARE: &str = "huge_share";
+/// Metric of small files: resident bytes, relative to the files' sizes rounded up to pages.
 const RESIDENT: &str = "resident_ratio";
+/// Metric of small files: bytes that the cache counts as used, relative to the files' sizes rounded up to pages.
 const COUNTED: &str = "counted_ratio";
 
 const PAGE_CACHE_METRICS: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
@@ -71,15 +79,19 @@ const SUBJECTS: [Subject; 10] = [
     Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PEER_METRICS) },
 ];
 
+/// MiB of data in each subject (quick, full).
 const MIB: (u64, u64) = (256, 1024);
+/// Duration of each measurement (quick, full).
 const RUN_MS: (u64, u64) = (50, 500);
+/// Number of small files (quick, full).
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
+/// Size of a small file.
 const SMALL_BYTES: u64 = 1 << 10;
-/// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only 5
-/// %.
+/// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
+/// 5 %.
 const ROUNDS: (usize, usize) = (3, 9);
-/// Memory counts as huge if at least this fraction of it is in huge pages. The rest may be memory that is not part of
-/// the data.
+/// A baseline needs at least this [`HUGE_SHARE`]; with less, the report has a gap. The rest may be memory that is not
+/// part of the data.
 const MIN_HUGE_FRACTION: f64 = 0.98;
 
 #[derive(Clone, Debug, clap::Args)]

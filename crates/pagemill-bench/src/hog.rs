@@ -1,9 +1,9 @@
 //! The ebizzy workload and a memory hog under the same limit. Free memory must move from one process to the other.
 //!
-//! Workload and hog use memory alternately. The memory that both use at the same time always fits below the limit. It
-//! does not fit together with the free memory that both *retain*. A process whose allocator retains free memory is
-//! killed. An allocator that returns free memory at once loses time at every record. Pagemill should be better than
-//! either. A kill is a result, not an error.
+//! Workload and hog use memory alternately. The memory in use by the two processes always fits below the limit. The sum
+//! of used memory and *retained* free memory does not. A process whose allocator retains free memory is killed. An
+//! allocator that returns free memory at once loses time at every record. Pagemill should do neither. A kill is a
+//! result, not an error.
 
 use std::fs::File;
 use std::path::Path;
@@ -22,8 +22,8 @@ use crate::workload::hog::LOCK;
 
 /// The memory limit of the cgroup with both processes.
 const LIMIT_MIB: u64 = 512;
-/// Memory that each process uses while it has the lock. The limit has room for the memory of one process, but not of
-/// both.
+/// Memory that a process uses while it has the lock that the two processes share. [`LIMIT_MIB`] has room for the memory
+/// of one process, but not of two.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";
@@ -111,7 +111,7 @@ pub fn sample_pair(
     subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
     let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(90))?;
-    // The cgroup must be removed only after its processes have ended. An early return with an error also drops it.
+    // The cgroup must be removed only after its processes have ended. An early return also drops `group`.
     drop(group);
     child::classify(subject, &finished).map(Ok)
 }

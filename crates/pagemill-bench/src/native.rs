@@ -24,7 +24,7 @@ use pagemill_core::units::BLOCK_BYTES;
 ///
 /// # Invariants
 ///
-/// `start` is the result of `malloc` for `len_words * 8` bytes. This value alone owns them, and each word is
+/// `start` is the result of `malloc` for `len_words * 8` bytes. This value alone owns these bytes, and each word is
 /// initialized.
 pub struct WordAllocation {
     start: NonNull<u64>,
@@ -43,7 +43,7 @@ impl WordAllocation {
         let start = raw_malloc(size_of_val(words))?.cast::<u64>();
         // SAFETY:
         // 1. `start` has room for the bytes of `words`; malloc aligned it for any fundamental type.
-        // 2. A fresh block overlaps no borrowed memory.
+        // 2. A new allocation overlaps no borrowed memory.
         unsafe { ptr::copy_nonoverlapping(words.as_ptr(), start.as_ptr(), words.len()) };
         Some(Self {
             // Without `black_box` the optimizer may remove the copy and read the source instead, because it assumes
@@ -57,7 +57,7 @@ impl WordAllocation {
     pub fn filled(len_words: usize, word: u64) -> Option<Self> {
         let start = raw_malloc(len_words * size_of::<u64>())?.cast::<u64>();
         for index in 0..len_words {
-            // SAFETY: `index` lies within the new block, which malloc aligned for any fundamental type.
+            // SAFETY: `index` lies within the new allocation, which malloc aligned for any fundamental type.
             unsafe { start.as_ptr().add(index).write(word) };
         }
         Some(Self { start: black_box(start), len_words })
@@ -81,7 +81,7 @@ impl Drop for WordAllocation {
 ///
 /// # Invariants
 ///
-/// `start` is the result of `malloc` for at least eight bytes. This value alone owns them, and the first word is
+/// `start` is the result of `malloc` for at least eight bytes. This value alone owns these bytes, and the first word is
 /// initialized.
 pub struct TaggedAllocation {
     start: NonNull<u64>,
@@ -91,17 +91,17 @@ pub struct TaggedAllocation {
 unsafe impl Send for TaggedAllocation {}
 
 impl TaggedAllocation {
-    /// Allocates `size` bytes (at least eight) and writes `tag` at their start. Returns none if out of memory.
+    /// Allocates `size` bytes (at least eight) and writes `tag` into the first eight. Returns none if out of memory.
     #[inline]
     pub fn new(size: usize, tag: u64) -> Option<Self> {
         debug_assert!(size >= size_of::<u64>());
         let start = raw_malloc(size)?.cast::<u64>();
-        // SAFETY: the block has at least eight bytes, and malloc aligned it.
+        // SAFETY: the allocation has at least eight bytes, and malloc aligned it.
         unsafe { start.as_ptr().write(tag) };
         Some(Self { start: black_box(start) })
     }
 
-    /// Like [`TaggedAllocation::new`], but also writes a byte to each 4 KiB, so that all pages become resident.
+    /// Like [`TaggedAllocation::new`], but also writes one byte in each 4 KiB, so that all pages become resident.
     pub fn touched(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         for offset in (size_of::<u64>()..size).step_by(4096) {
@@ -115,7 +115,7 @@ impl TaggedAllocation {
     pub fn filled(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
-        // SAFETY: the `size - 8` bytes after the tag belong to the new block.
+        // SAFETY: the `size - 8` bytes after the tag belong to the new allocation.
         unsafe { rest.write_bytes(tag as u8, size - size_of::<u64>()) };
         Some(tagged)
     }
@@ -142,7 +142,7 @@ fn raw_malloc(size: usize) -> Option<NonNull<c_void>> {
     NonNull::new(unsafe { libc::malloc(size) })
 }
 
-/// Requests through the loaded allocator's own C function that it return all free memory.
+/// Calls the function with which the loaded allocator returns its free memory to the kernel.
 pub fn give_back(how: GiveBack) -> Result<(), String> {
     match how {
         GiveBack::MallocTrim => {
@@ -159,16 +159,16 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
         }
         GiveBack::MiCollect => {
             let address = find_symbol(c"peer_mi_collect")?;
-            // SAFETY: the peer library exports it with this type.
+            // SAFETY: the peer library exports `mi_collect` with this type.
             let collect: unsafe extern "C" fn(bool) = unsafe { std::mem::transmute(address) };
             // SAFETY: `mi_collect` may be called at any time.
             unsafe { collect(true) };
         }
         GiveBack::ReleaseFreeMemory => {
             let address = find_symbol(c"MallocExtension_ReleaseFreeMemory")?;
-            // SAFETY: tcmalloc's C shim declares it without arguments and result.
+            // SAFETY: tcmalloc's C header declares the function without arguments and result.
             let release: unsafe extern "C" fn() = unsafe { std::mem::transmute(address) };
-            // SAFETY: it may be called at any time.
+            // SAFETY: the function may be called at any time.
             unsafe { release() };
         }
         GiveBack::MeshCompact => (0..MESH_PASSES).try_for_each(|_| mesh_compact())?,
@@ -423,19 +423,19 @@ impl Pages {
     /// Returns the first `len_bytes` bytes of the mapping. The caller must have written them since the last
     /// `MADV_FREE`.
     pub fn bytes(&self, len_bytes: usize) -> &[u8] {
-        // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not discard pages that were
-        // written after `MADV_FREE`.
+        // SAFETY: the bytes are inside the mapping, which lives as long as `self`. The kernel does not discard pages
+        // that were written after `MADV_FREE`.
         unsafe { slice::from_raw_parts(self.address_at(0, len_bytes), len_bytes) }
     }
 
     /// Returns the first `len_bytes` bytes of the mapping, for writing.
     pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
-        // SAFETY: inside the mapping, and `&mut self` excludes other access. Any bit pattern is a valid byte.
+        // SAFETY: the bytes are inside the mapping, and `&mut self` excludes other access.
         unsafe { slice::from_raw_parts_mut(self.address_at(0, len_bytes), len_bytes) }
     }
 
     fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
-        // SAFETY: inside the mapping, and `&mut self` excludes readers of bytes that the call may discard.
+        // SAFETY: the range is inside the mapping, and `&mut self` excludes readers of bytes that the call may discard.
         match unsafe { libc::madvise(self.address_at(at, len_bytes).cast(), len_bytes, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
@@ -466,14 +466,15 @@ impl Pages {
         mode: pagemill_volatile::vrange::Mode,
     ) -> Result<bool, pagemill_core::Error> {
         use pagemill_volatile::vrange::How;
-        // SAFETY: inside the mapping. There is no reference to the bytes, and a purge may change them. Marks that
-        // remain at the end vanish with the process.
+        // SAFETY: the range is inside the mapping. A purge may change its bytes, to which there is no reference. Marks
+        // that remain at the end vanish with the process.
         let marked =
             unsafe { pagemill.vranges.vrange(self.address_at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
         marked.map(|marked| marked.purged)
     }
 
-    /// Marks a range volatile if `volatile`, else nonvolatile. Fails if any byte of the range was purged.
+    /// As [`Pages::mark`] with the mode volatile if `volatile`, else nonvolatile. Fails if any byte of the range was
+    /// purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill_testbed::Testbed,
@@ -535,8 +536,8 @@ impl SharedCounters {
     #[inline]
     pub fn counter(&self, index: usize) -> &AtomicU64 {
         let word = self.0.address_at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
-        // SAFETY: inside the mapping and aligned to the counter's size. The bytes are accessed only as such counters
-        // while `self` lives.
+        // SAFETY: the counter is inside the mapping and aligned to its size. While `self` lives, the bytes are accessed
+        // only as atomic counters.
         unsafe { &*word }
     }
 }
@@ -545,7 +546,8 @@ impl SharedCounters {
 mod tests {
     use super::*;
 
-    /// Copied, filled and tagged allocations are made. Their words and tags must be read as they were written.
+    /// Allocations are made with copied words, with equal words, and with a tag. Reading must return the words and the
+    /// tag that were written.
     #[test]
     fn allocations_keep_their_words() {
         let words: Vec<u64> = (0..4096).collect();
@@ -556,8 +558,8 @@ mod tests {
         assert_eq!(TaggedAllocation::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 
-    /// A request that glibc return memory must succeed. A symbol that no library has must give an error instead of a
-    /// crash.
+    /// [`give_back`] by glibc's `malloc_trim` must succeed. [`find_symbol`] must return an error for a name that no
+    /// loaded library has.
     #[test]
     fn absent_symbols_are_reported() {
         assert_eq!(give_back(GiveBack::MallocTrim), Ok(()));

@@ -120,7 +120,8 @@ pub fn voluntary_switches(pid: u32) -> Option<u64> {
     statuses.map(|status| status.voluntary_ctxt_switches).sum()
 }
 
-/// Returns the busy clock ticks and all clock ticks of all CPUs since boot. The user time already includes guest time.
+/// Returns the busy clock ticks and the total clock ticks since boot, summed over all CPUs. Guest time is not added,
+/// because the kernel's user time already includes it.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
     let cpu = KernelStats::current().ok()?.total;
     let optional = [cpu.irq, cpu.softirq, cpu.steal].into_iter().flatten().sum::<u64>();
@@ -132,8 +133,8 @@ pub fn cpu_ticks() -> Option<(u64, u64)> {
 mod tests {
     use super::*;
 
-    /// The functions must find this test process: in its own process tree, with resident memory, and with its C library
-    /// mapped.
+    /// For this test process, [`process_tree`] must contain the process, its resident memory must not be 0, and
+    /// [`has_mapped`] must find its C library.
     #[test]
     fn own_process_is_found() {
         let own = std::process::id();

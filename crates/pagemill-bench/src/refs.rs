@@ -11,26 +11,36 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
+/// Subject: pins of a huge folio that may be split.
 const SPLITTABLE: &str = "splittable";
+/// Subject: pins of a huge folio that is never split.
 const NEVER_SPLIT: &str = "never-split";
 /// The baseline: one reference count for each 4 KiB of a huge page, as in the kernel's direct I/O until 2013.
 const PER_PAGE: &str = "per-4-KiB";
 /// Each kind of pin: its name in the report, and its name on the workload's command line.
 const METHODS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
+/// Subject: huge folios that are split and collapsed again.
 const SPLIT: &str = "split-collapse";
+/// Subject: copies of huge pages.
 const MEMCPY: &str = "memcpy-2-MiB";
 
+/// Metric: nanoseconds to pin and unpin a range, as one thread sees them.
 const NS: &str = "ns";
+/// Metric: nanoseconds to split a huge folio.
 const SPLIT_NS: &str = "split_ns";
+/// Metric: nanoseconds to collapse a split folio.
 const COLLAPSE_NS: &str = "collapse_ns";
+/// Metric: nanoseconds to copy a huge page.
 const COPY_NS: &str = "copy_ns";
 
+/// Sizes of the pinned ranges.
 const SIZES_KIB: [u64; 2] = [64, 1024];
 /// Duration of a sample of pins and unpins (quick, full).
 const PIN_RUN_MS: (u64, u64) = (20, 200);
 /// Duration of a sample of splits and collapses, or of copies (quick, full).
 const SPLIT_RUN_MS: (u64, u64) = (100, 1000);
+/// Time limit of a workload process.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Number of folios (quick, full). Together they are larger than the CPU caches, because folios that wait for a
 /// collapse are usually not cached.

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result line: the median of a metric over the rounds of a run. `ratio` says how many times better than `baseline`
-/// the subject is in the same run, so larger is better for every metric.
+/// One result: the median of a metric over the rounds of a run, and its spread. `ratio` says how many times better than
+/// `baseline` the subject is in the same run, so a larger ratio is better for every metric.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -31,8 +31,8 @@ pub struct Row {
     pub cell: Option<TableCell>,
 }
 
-/// The position of a row's value in the tables: the title of the table and of the column. The line is that of the row's
-/// subject.
+/// The position of a row's value in the tables: the title of the table, and the title of the column. The value stands
+/// in the line of the row's subject.
 #[derive(Clone, Debug)]
 pub struct TableCell {
     pub table: String,
@@ -88,9 +88,9 @@ pub struct Verdict {
     pub baseline: String,
     pub bound: Bound,
     pub unit: &'static str,
-    /// The measured estimate; none if nothing could be measured, and then `note` has the reason.
+    /// The measured estimate. If nothing could be measured, it is none, and `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// A round was killed or failed. The target then falls short, whatever the estimate is.
+    /// Whether a round was killed or failed. If so, the target falls short, whatever the estimate is.
     pub has_lost_round: bool,
     pub note: String,
 }
@@ -172,8 +172,9 @@ impl Verdict {
     }
 }
 
-/// Metrics that count lost rounds: `killed` by SIGKILL, mostly for lack of memory, or `failed` otherwise.
+/// Metric: number of rounds that SIGKILL ended, mostly for lack of memory.
 const KILLED: &str = "killed";
+/// Metric: number of rounds that failed for another reason.
 const FAILED: &str = "failed";
 
 /// Collects the rows, gaps, notes and verdicts of a run, and prints them.
@@ -470,8 +471,8 @@ mod tests {
         );
     }
 
-    /// Verdicts with several intervals. A target must fall short if the whole interval misses the bound or a round was
-    /// lost. A single sample must not be enough.
+    /// A target must fall short if the whole interval of its estimate misses the bound, or if a round was lost. With a
+    /// single sample it must not fall short.
     #[test]
     fn target_falls_short_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();

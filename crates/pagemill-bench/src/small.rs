@@ -1,8 +1,8 @@
 //! Small allocations under the preloaded Pagemill, compared with plain jemalloc. Pagemill serves small allocations by
 //! jemalloc.
 //!
-//! For a small malloc, Pagemill adds one comparison and one jump to jemalloc's work. The nanoseconds show their cost on
-//! this machine. The instruction counts (`--callgrind`) are also valid for other machines.
+//! For a small malloc, Pagemill adds one comparison and two jumps to jemalloc's work. The measured nanoseconds show
+//! their cost on this machine. The instruction counts (`--callgrind`) are also valid for other machines.
 
 use std::time::Duration;
 
@@ -14,7 +14,9 @@ use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
 use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL};
 
+/// Sizes of the allocations in bytes.
 const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
+/// Orders of malloc and free, as the workload's command line names them.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const THREADS: [u16; 2] = [1, 2];
 

@@ -110,8 +110,8 @@ mod tests {
         assert_eq!(spread(&[0.0, 0.0]), 0.0);
     }
 
-    /// Ratios must be right for both directions of improvement. A round without a value for one subject must give no
-    /// ratio.
+    /// A ratio above 1 must mean better, whether larger or smaller values are better. A round without a value for one
+    /// subject must give no ratio.
     #[test]
     fn ratios_are_formed_within_a_round() {
         let subject = [Some(10.0), None, Some(30.0)];
@@ -134,7 +134,8 @@ mod tests {
         assert_eq!(estimate_median(&[]), None);
     }
 
-    /// The geometric mean of 2 and 8 must be 4 in the first round. That of 1 and 1 must be 1 in the second round.
+    /// Two cases have the ratios 2 and 8 in the first round, and 1 and 1 in the second. The geometric means of the
+    /// rounds must be 4 and 1.
     #[test]
     fn geometric_mean_is_taken_per_round() {
         let means = geometric_means(&[vec![2.0, 1.0], vec![8.0, 1.0]]);

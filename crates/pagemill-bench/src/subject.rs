@@ -141,13 +141,13 @@ pub const MESH: Subject = default(
     "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
 );
 
-/// The name of the subject Pagemill with default settings.
+/// The name of the subject *Pagemill with default settings*.
 pub const PAGEMILL: &str = "pagemill";
 
-/// The name of the subject Pagemill that does not watch limits.
+/// The name of the subject *Pagemill that does not watch limits*.
 pub const UNWATCHED: &str = "pagemill-unwatched";
 
-/// The name of the subject Pagemill that does not return memory by age.
+/// The name of the subject *Pagemill that does not return memory by age*.
 pub const KEEPING_SUBJECT: &str = "pagemill-keep";
 
 impl Role {
@@ -195,6 +195,7 @@ impl AvailableSubject {
     /// Returns the first words of a command line that runs a process tree under this allocator: `env` with the
     /// subject's settings, then `LD_PRELOAD=LIBRARY`. For Pagemill, `pagemill run` with `run_options` replaces the
     /// preload.
+    ///
     /// # Errors
     ///
     /// The reason why the subject cannot run, as a sentence for the list of gaps.

@@ -12,11 +12,15 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subjects that mark memory volatile or free it, by their names in the report.
+/// Subject: marks and unmarks a range with a handle.
 const HANDLES: &str = "handle-mark-unmark";
+/// Subject: pins and unpins a range with a handle.
 const PIN: &str = "handle-pin-unpin";
+/// Subject: marks and unmarks one of 100,000 ranges by address.
 const VRANGE: &str = "vrange-among-100000";
+/// Subject: applies `MADV_FREE` to a range.
 const FREE: &str = "madv-free";
+/// Subject: applies `MADV_DONTNEED` to a range and touches its pages again.
 const DONTNEED: &str = "madv-dontneed-and-fault";
 /// Each subject's name in the report, and its name on the workload's command line.
 const METHODS: [(&str, &str); 5] =
@@ -24,12 +28,14 @@ const METHODS: [(&str, &str); 5] =
 /// The subject that measures purges.
 const PURGING: &str = "handles-purged";
 
+/// Sizes of the ranges.
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
 /// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
 /// MiB that one purge frees.
 const PURGED_MIB: u64 = 1024;
+/// Time limit of a workload process.
 const LIMIT: Duration = Duration::from_secs(60);
 
 const NS: &str = "ns";

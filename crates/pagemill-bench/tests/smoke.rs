@@ -56,8 +56,8 @@ fn ebizzy_runs_with_every_kind_of_memory() {
     }
 }
 
-/// The experiment runs with glibc's defaults, and with glibc settings that return memory at once. Only the second run
-/// may cause page faults at each record, which shows that the settings had an effect.
+/// The experiment runs with glibc's defaults, and with glibc settings that return memory at once. Only the run with
+/// these settings may cause page faults at each record, which shows that the settings had an effect.
 #[test]
 fn returning_memory_at_once_causes_page_faults() {
     let rows =
@@ -534,8 +534,8 @@ fn slab_compares_its_subjects() {
     }
 }
 
-/// Arguments that leave nothing to measure must be refused before anything runs, with the list of valid ones. Examples
-/// are parts and subjects of `slab`, and subjects of experiments that do not use all allocators.
+/// Arguments that leave nothing to measure must be refused before anything runs, with the list of valid arguments.
+/// Tested with parts and subjects of `slab`, and with subjects of experiments that do not use all allocators.
 #[test]
 fn arguments_without_effect_are_refused() {
     let walks = "walks has still, moving, fragmented, packed";

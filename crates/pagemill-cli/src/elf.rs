@@ -277,7 +277,7 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         let (address, endian) = (self.entry_value(tag)?, self.endian);
         self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
             let at = address.checked_sub(segment.p_vaddr(endian)).filter(|at| *at < segment.p_filesz(endian))?;
-            // No file has larger offsets, and their sums with sizes from the tables could overflow.
+            // No file has offsets above `i64::MAX`. If a damaged file claims one, adding a size to it could overflow.
             segment.p_offset(endian).checked_add(at).filter(|at| *at <= i64::MAX as u64)
         })
     }

@@ -1,10 +1,10 @@
 //! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
 
 use crate::fail;
-use pagemill_mount::control_loop::print_message;
-use pagemill_mount::file_access::{self, FileAttributes};
-use pagemill_mount::mounting;
-use pagemill_mount::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
+use pagemill_tmpfs::file_access::{self, FileAttributes};
+use pagemill_tmpfs::messages::print_message;
+use pagemill_tmpfs::mounting;
+use pagemill_tmpfs::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
 use serde_json::json;
 use std::fmt::Display;
 use std::fs;

@@ -60,7 +60,7 @@ const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// Counters of memory that is part of the rows above, or is not included in them.
+/// Further counters. Each meaning says whether the memory is part of [`RESIDENT_PARTS`].
 const OTHER: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),

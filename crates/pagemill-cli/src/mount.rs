@@ -2,10 +2,11 @@
 
 use crate::fail;
 use pagemill_core::units::{Bytes, parse_bytes};
-use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
-use pagemill_mount::control_loop::{Settings, print_message};
-use pagemill_mount::mounting::{self, MountRequest, Mounted, Refusal};
 use pagemill_sys::cgroup::Hierarchy;
+use pagemill_tmpfs::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
+use pagemill_tmpfs::control_loop::Settings;
+use pagemill_tmpfs::messages::print_message;
+use pagemill_tmpfs::mounting::{self, MountRequest, Mounted, Refusal};
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -69,7 +70,7 @@ pub fn worker_program() -> Vec<OsString> {
 
 /// The hidden command `mount-worker`: runs the worker.
 pub fn worker() -> ExitCode {
-    match pagemill_mount::worker::serve() {
+    match pagemill_tmpfs::worker::serve() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(1, &format!("mount-worker: {error}")),
     }

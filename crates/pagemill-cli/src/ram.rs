@@ -4,10 +4,11 @@
 //! inherits the namespaces. The controller runs in threads of this process, and ends with the program.
 
 use crate::mount::worker_program;
-use pagemill_mount::control::{ControlLoopThread, EndReason, Server, Until};
-use pagemill_mount::control_loop::{Settings, print_message};
-use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::namespace;
+use pagemill_tmpfs::control::{ControlLoopThread, EndReason, Server, Until};
+use pagemill_tmpfs::control_loop::Settings;
+use pagemill_tmpfs::messages::print_message;
+use pagemill_tmpfs::mounting::{self, MountRequest, Mounted};
 use rustix::mount::{UnmountFlags, unmount};
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Helpers of the commands that send a request to a process. If a signal arrives, the command removes the file of its
-//! request before it ends. If the process does not answer, the command reports the likely reason.
+//! Helpers of the commands that send a request to a process. If a signal arrives, such a command removes the file of
+//! its request before it ends. If the process does not answer, the command reports the likely reason.
 
 use pagemill_core::listing::Unanswered;
 use pagemill_core::stats::{Counter, Snapshot};

@@ -269,7 +269,7 @@ impl Run {
         let obstacle = self.check_obstacle(&path, &limits).map_err(|message| fail(126, &message))?;
         // Signals are blocked before any thread starts, so that all threads block them.
         let held = BlockedSignals::begin();
-        let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
+        let ram_size = || self.ram_size.unwrap_or_else(pagemill_tmpfs::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;

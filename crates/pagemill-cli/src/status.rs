@@ -3,9 +3,9 @@
 use crate::fail;
 use crate::mount::{no_controller_message, report_error};
 use pagemill_core::units::Bytes;
-use pagemill_mount::control::{self, RequestOutcome};
-use pagemill_mount::mounting;
-use pagemill_mount::status::{Counts, Status as State};
+use pagemill_tmpfs::control::{self, RequestOutcome};
+use pagemill_tmpfs::mounting;
+use pagemill_tmpfs::status::{Counts, Status as State};
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, IsTerminal as _, Write as _};
@@ -207,9 +207,10 @@ mod tests {
             ..State::default()
         };
         let text = text_of(&state);
-        assert!(text.contains("  purged                3 MiB  of volatile files"), "{text}");
+        let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains(" purged 3 MiB of volatile files"), "{text}");
         assert!(
-            text.contains("  nothing to give  3643 times  a limit was near and no volatile file could be purged"),
+            words.contains(" nothing to give 3643 times a limit was near and no volatile file could be purged"),
             "{text}"
         );
         assert!(text.contains("in 0 files, up to 12 s ago: purged first"), "{text}");

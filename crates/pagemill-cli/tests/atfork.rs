@@ -38,8 +38,8 @@ fn run(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> 
     Some(end)
 }
 
-/// Sets of options of `run`. The heap exists from the first call on; or it is created during the forks; or the program
-/// stays on the libc fallback; or `--check` is on.
+/// Sets of options of `run`. In their order: the heap exists from the first call on; the heap is created during the
+/// forks; the program stays on the libc fallback; the heap exists from the first call on and checks each free.
 const OPTION_SETS: &[&[&str]] =
     &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
 
@@ -82,7 +82,7 @@ fn handlers_end_with_their_library() {
     end.assert_success();
 }
 
-/// The same programs must succeed without Pagemill. Otherwise the other tests of this file would show nothing about
+/// The programs of the other tests must succeed without Pagemill. Otherwise those tests would show nothing about
 /// Pagemill.
 #[test]
 fn the_programs_hold_without_pagemill() {

@@ -64,8 +64,8 @@ const CALLS: &[(&str, &[&str])] = &[
     ("io_uring_register", &["ENOMEM", "EINVAL"]),
 ];
 
-/// In a sample, each of the first calls fails in a run of its own. After them, the number of the failing call doubles
-/// from run to run. The last call fails, too.
+/// In a sample, each of the first three calls of a name fails in a run of its own. Of the later calls, the 6th, 12th
+/// and so on fail, and the last one.
 const FIRST_CALLS: usize = 3;
 
 /// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again,
@@ -257,7 +257,7 @@ fn count(trace: &str, call: &str) -> (usize, usize) {
     (before, after)
 }
 
-/// Returns which calls are to fail, as numbers from 1, of `calls` calls in total.
+/// Returns which of `calls` calls of one name are to fail, as numbers from 1.
 fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full() {
         return (1..=calls).collect();

@@ -8,7 +8,7 @@
 //! `fault_run.rs` tests `pagemill run`.
 //!
 //! By default a sample of the calls fails, which takes some 20 s for each test. `FAULT_SWEEP=full cargo test -p
-//! pagemill-cli --test fault_mount` makes every call fail in turn, which takes some ten minutes.
+//! pagemill-cli --test fault_mount` makes most calls fail in turn, which takes some ten minutes.
 
 mod common;
 

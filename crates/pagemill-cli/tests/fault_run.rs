@@ -7,7 +7,7 @@
 //! mount`.
 //!
 //! By default a sample of the calls fails, which takes some 15 s for each scenario. `FAULT_SWEEP=full cargo
-//! test -p pagemill-cli --test fault_run` makes every call fail in turn, which takes some minutes.
+//! test -p pagemill-cli --test fault_run` makes most calls fail in turn, which takes some minutes.
 
 mod common;
 
@@ -68,7 +68,7 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// The options of `run`, and the path that its program writes. `@` in them means the test's folder.
+/// The options of `run`, and the path that its program writes. `@` in an option or in the path means the test's folder.
 struct Scenario {
     name: &'static str,
     options: &'static [&'static str],

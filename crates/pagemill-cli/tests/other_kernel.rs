@@ -33,8 +33,8 @@ nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
 slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_are_on_real_nodes --nocapture
 ";
 
-/// On Debian's kernel, programs must survive both kinds of limits, and memory must come from the node of the allocating
-/// thread.
+/// On Debian's kernel, programs must survive the limits `memory.max` and `memory.high`, and memory must come from the
+/// node of the allocating thread.
 #[test]
 fn debians_kernel_is_supported() {
     let Some(kernel) = machine::kernel() else { return };
@@ -118,7 +118,8 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
     assert!(case.has_event("oom_kill 0"), "{case:?}");
 }
 
-/// Checks that the kernel killed the program at the limit. The same program survives with the governor's checks.
+/// Checks that the kernel killed the program at the limit. (In other cases, the same program survives, because the
+/// governor watches the limit.)
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");

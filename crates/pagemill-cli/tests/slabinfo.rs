@@ -332,8 +332,8 @@ fn panics_of_callbacks_are_shown() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A program that uses the crate and also has the preload library contains two Pagemill instances. Its files are in the
-/// folder of a process tree. The command must send requests to the instance with the caches.
+/// A program that uses the crate and also has the preload library contains two Pagemill instances. The files that they
+/// publish are in the folder of a process tree. The command must send requests to the instance with the caches.
 #[test]
 fn caches_of_a_preloaded_program_are_shrunk() {
     let place = TestFolder::new();
@@ -437,7 +437,7 @@ fn errors_say_why_there_is_no_list() {
 }
 
 /// All requests must be sent before the command waits for the first answer, so that two stopped processes delay it no
-/// longer than one. Both must be reported, and the other process must be listed.
+/// longer than one. The two stopped processes must be reported, and a running one must be listed.
 #[test]
 fn stopped_processes_do_not_delay_others() {
     let place = TestFolder::new();
@@ -471,7 +471,7 @@ fn stopped_processes_do_not_delay_others() {
 }
 
 /// Another user must be able neither to list nor to shrink the caches, by the command or by a request in the process's
-/// folder. Root must be able to, as the process's user.
+/// folder. Root must be able to shrink them with the identity of the process's user.
 #[test]
 fn other_users_are_refused() {
     if !is_root() || is_missing("setpriv") {

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Ids of two users that own no files on this machine.
+/// Id of the user that runs programs. The user owns no files on this machine.
 const USER: u32 = 65_432;
+/// Id of the other user, which also owns no files on this machine.
 const OTHER: u32 = 65_433;
 
 /// Folders with the names of the user's folders, which another user created first. Dropping the value removes them.

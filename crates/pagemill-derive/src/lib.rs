@@ -37,7 +37,8 @@ pub fn derive_movable(input: TokenStream) -> TokenStream {
     .into()
 }
 
-/// The path of the module with the trait: that of the crate which the program depends on.
+/// Returns the path of the module that exports the trait: `pagemill_slab` if the program depends on that crate, else
+/// `pagemill::slab`.
 fn crate_path() -> proc_macro2::TokenStream {
     use proc_macro_crate::{FoundCrate, crate_name};
     let ident = |name: &str| syn::Ident::new(name, proc_macro2::Span::call_site());

@@ -6,16 +6,17 @@
 //!
 //! | acquired before the fork | released after it, in both processes |
 //! |---|---|
-//! | the lock of growth (`start::GROWTH`) | Pagemill's locks |
+//! | the lock of growth (`globals::GROWTH`) | Pagemill's locks |
 //! | the lock of purges of jemalloc (`small`) | jemalloc's locks |
 //! | jemalloc's locks | the lock of purges |
 //! | Pagemill's locks | the lock of growth |
 #![allow(unsafe_code)] // fork handlers
 
-use crate::{libc_fallback, small, start};
+use crate::{globals, libc_fallback, small};
 use pagemill_core::stats;
 use pagemill_core::sync::Lock;
 use pagemill_sys::{mem, process};
+use pagemill_volatile::Base;
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{
@@ -39,7 +40,8 @@ fn register_of_c_library() -> Option<Register> {
     unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
 }
 
-/// Lock for the registration of this library's handlers, which happens once. Children inherit it.
+/// Lock around the registration of this library's fork handlers. They are registered once: a fork child inherits the
+/// registered handlers and [`IS_REGISTERED`], and does not register them again.
 static REGISTRATION: Lock = Lock::new();
 /// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
@@ -57,8 +59,9 @@ pub fn register() {
 fn register_own_handlers(register_handlers: Register) {
     let _guard = REGISTRATION.lock();
     if !IS_REGISTERED.load(Relaxed) {
-        // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So no library is
-        // given whose unloading removes the handlers. The call allocates only after 48 registrations.
+        // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So the last argument,
+        // the library whose unloading would remove the handlers, is null. The call allocates only after 48
+        // registrations.
         unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
         IS_REGISTERED.store(true, Release);
     }
@@ -112,7 +115,7 @@ pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler
 fn call_jemalloc_handler(stage: ForkStage) {
     let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
-        // SAFETY: this is the address of the function that jemalloc registered for this time.
+        // SAFETY: this is the address of the function that jemalloc registered for this stage.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn()>(handler)() };
     }
 }
@@ -122,8 +125,8 @@ static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
 /// The handler before a fork: acquires all locks.
 extern "C" fn before() {
-    start::GROWTH.acquire();
-    if let Some(pagemill) = start::pagemill() {
+    globals::GROWTH.acquire();
+    if let Some(pagemill) = globals::pagemill() {
         small::before_fork();
         call_jemalloc_handler(ForkStage::Before);
         // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
@@ -135,14 +138,14 @@ extern "C" fn before() {
 /// Releases the locks that [`before`] has acquired, in both processes.
 fn after(stage: ForkStage) {
     if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
-        && let Some(pagemill) = start::pagemill()
+        && let Some(pagemill) = globals::pagemill()
     {
         // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.instance.after_fork() };
         call_jemalloc_handler(stage);
         small::after_fork();
     }
-    start::GROWTH.release();
+    globals::GROWTH.release();
 }
 
 extern "C" fn in_parent() {
@@ -189,11 +192,16 @@ pub fn detect_raw_clone() {
     }
 }
 
+/// As [`globals::pagemill`], but first detects whether this process is a child made by a bare `clone`.
+pub fn pagemill_of_process() -> Option<&'static Base> {
+    globals::pagemill().inspect(|_| detect_raw_clone())
+}
+
 /// Resets the state in a child process: existing memory is charged to the parent, and all counters start at 0.
 fn begin_child() {
     process::forget_own_identity();
     libc_fallback::begin_child();
-    match (start::pagemill(), start::account()) {
+    match (globals::pagemill(), globals::account()) {
         // SAFETY: this is a new child with one thread, and it holds no lock of Pagemill.
         (Some(pagemill), _) => unsafe { pagemill.instance.begin_child() },
         (None, Some(account)) => {

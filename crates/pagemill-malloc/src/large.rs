@@ -2,8 +2,9 @@
 //! jemalloc holds no lock, starts the library, and reports errors.
 #![allow(unsafe_code)] // the program's pointers
 
+use crate::globals::{self, SMALL_LIMIT, out_of_memory};
 use crate::start::{self, State};
-use crate::{SMALL_LIMIT, check, libc_fallback, small, vrange_hooks};
+use crate::{check, libc_fallback, small, vrange_hooks};
 use pagemill_core::Error;
 use pagemill_heap::MIN_BYTES;
 pub use pagemill_sys::process::set_errno;
@@ -16,12 +17,6 @@ use std::sync::atomic::Ordering::Relaxed;
 pub fn errno() -> c_int {
     // SAFETY: the function returns the address of this thread's errno.
     unsafe { *libc::__errno_location() }
-}
-
-/// Sets `errno` to `ENOMEM` and returns null.
-pub fn out_of_memory() -> *mut c_void {
-    set_errno(libc::ENOMEM);
-    ptr::null_mut()
 }
 
 /// Ends the process because the program misused a pointer. The message names the function and the kind of misuse.
@@ -102,13 +97,13 @@ fn charge_libc_fallback() {
     }
 }
 
-/// [`crate::malloc`] of large allocations, and of all if other work is due.
+/// [`crate::malloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Any)
 }
 
-/// [`crate::calloc`] of large allocations, and of all if other work is due.
+/// [`crate::calloc`] of large allocations; while [`SMALL_LIMIT`] is 0, also of small ones.
 #[inline(never)]
 pub fn calloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Zeroed)
@@ -166,7 +161,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         PointerOwner::CLibrary => {
             // SAFETY: guaranteed by the caller.
             unsafe { libc_fallback::free(pointer) };
-            match (start::pagemill(), start::account()) {
+            match (globals::pagemill(), globals::account()) {
                 (Some(pagemill), _) => libc_fallback::charge_exactly(pagemill.instance.account),
                 (None, Some(account)) => libc_fallback::charge_roughly(account),
                 (None, None) => {}
@@ -304,11 +299,4 @@ pub fn trim() -> c_int {
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
     let freed = pagemill.instance.account.give_all_back();
     c_int::from(has_trimmed || freed > 0)
-}
-
-/// Makes the next call of malloc take the path of large allocations, which calls [`do_deferred_work`]. Neither allocates nor locks.
-pub fn take_large_path_next() {
-    if start::pagemill().is_some() {
-        SMALL_LIMIT.store(0, Relaxed);
-    }
 }

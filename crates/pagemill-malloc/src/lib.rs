@@ -11,6 +11,7 @@
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
 //! | `libc_fallback.rs` | libc fallback: the C library's malloc serves a program while it is small |
 //! | `start.rs` | start of the library, growth of the program, exit; the helper thread |
+//! | `globals.rs` | variables that several files use: the heap, the account, the limits of the fast paths |
 //! | `settings.rs` | environment variables |
 //! | `fork.rs` | the order of fork handlers |
 //! | `mallctl.rs` | jemalloc's control call, for programs that are linked to jemalloc |
@@ -27,6 +28,7 @@
 
 mod check;
 mod fork;
+mod globals;
 mod large;
 mod libc_fallback;
 mod mallctl;
@@ -36,27 +38,10 @@ mod small;
 mod start;
 mod vrange_hooks;
 
+use globals::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, is_small};
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Acquire;
 use tikv_jemalloc_sys as je;
-
-/// [`malloc`] passes sizes below this limit directly to jemalloc. The limit is 0 until the program has grown, while
-/// deferred work is pending ([`large::take_large_path_next`]), and with `PAGEMILL_CHECK`.
-static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
-
-/// Start of the small zone of the arena. [`free`] passes the addresses of this zone directly to jemalloc. Until the
-/// program has grown, the value is an address that no program can have.
-static SMALL_START: AtomicUsize = AtomicUsize::new(1 << 63);
-
-/// Length of the small zone; 0 until the program has grown, and with `PAGEMILL_CHECK`. Stored after [`SMALL_START`].
-static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-/// Returns whether an address may be passed directly to jemalloc.
-#[inline]
-fn is_small(pointer: *mut c_void) -> bool {
-    let bytes = SMALL_BYTES.load(Acquire);
-    (pointer as usize).wrapping_sub(SMALL_START.load(Relaxed)) < bytes
-}
 
 /// Allocates `size` bytes; returns null and `ENOMEM` on failure.
 ///
@@ -137,7 +122,7 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
             unsafe { je::calloc(1, bytes) }
         }
         Some(bytes) => large::calloc(bytes),
-        None => large::out_of_memory(),
+        None => globals::out_of_memory(),
     }
 }
 
@@ -166,7 +151,7 @@ pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: 
     match count.checked_mul(size) {
         // SAFETY: guaranteed by the caller.
         Some(bytes) => unsafe { realloc(pointer, bytes) },
-        None => large::out_of_memory(),
+        None => globals::out_of_memory(),
     }
 }
 
@@ -216,7 +201,7 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     let page = pagemill_core::units::os_page_bytes();
     match size.max(1).checked_next_multiple_of(page) {
         Some(size) => large::aligned(page, size),
-        None => large::out_of_memory(),
+        None => globals::out_of_memory(),
     }
 }
 

@@ -25,10 +25,10 @@ pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
 /// If the program's address space is limited to less than this, the C library's malloc serves all its calls.
 const NARROW_BYTES: usize = 64 << 30;
 
-/// Number of calls after which a program counts as grown, however little it has allocated.
+/// Value of [`WEIGHTED_CALLS`] above which a program counts as grown, however little it has allocated.
 const MAX_WEIGHTED_CALLS: usize = 1 << 17;
-/// A call counts as one call more for each multiple of this size that it requests, because the C library may map and
-/// unmap large allocations each time.
+/// A call counts as one more call for each full 64 KiB that it requests, because the C library may map and unmap a
+/// large allocation at each call.
 const BYTES_PER_EXTRA_CALL: usize = 64 << 10;
 
 /// Alignment of large allocations of the C library.
@@ -62,7 +62,7 @@ fn address(function: Function) -> Option<usize> {
     (address != 0).then_some(address)
 }
 
-/// The symbol version of these functions: that of the C library's first release for this processor architecture.
+/// The symbol version of [`FUNCTIONS`]: that of the C library's first release for this processor architecture.
 const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.2.5" } else { c"GLIBC_2.17" };
 
 unsafe extern "C" {
@@ -141,7 +141,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
         (true, true) => Function::Calloc,
         (false, _) => Function::Memalign,
     };
-    let Some(address) = address(function) else { return crate::large::out_of_memory() };
+    let Some(address) = address(function) else { return crate::globals::out_of_memory() };
     // SAFETY: the addresses are those of functions of these types. The C library sets `errno`.
     let pointer = unsafe {
         match function {
@@ -160,7 +160,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 /// The pointer is a live allocation of [`allocate`] or this function, and is not used after success. `size` is not 0.
 pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-    let Some(address) = address(Function::Realloc) else { return crate::large::out_of_memory() };
+    let Some(address) = address(Function::Realloc) else { return crate::globals::out_of_memory() };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     let (before, new) = unsafe { (usable_bytes(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
     let new = count_allocation(new);

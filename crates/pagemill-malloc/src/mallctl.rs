@@ -5,6 +5,7 @@
 //! other names are forwarded to the program's jemalloc.
 #![allow(unsafe_code)] // the C ABI of mallctl
 
+use crate::globals;
 use crate::start::{self, State};
 use crate::{large, libc_fallback, small};
 use pagemill_core::stats::{self, Counter};
@@ -69,7 +70,7 @@ fn used_bytes() -> usize {
 
 /// Returns the resident bytes that are charged to the process.
 fn resident_bytes() -> usize {
-    start::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
+    globals::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
 }
 
 /// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if there is none.

@@ -4,7 +4,7 @@
 //! ([`ExtentShrinker`]). An extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
-use crate::{large, start};
+use crate::{fork, globals};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
@@ -65,7 +65,7 @@ unsafe extern "C" fn alloc_extent(
     is_committed: *mut bool,
     _arena: c_uint,
 ) -> *mut c_void {
-    let Some(pagemill) = start::pagemill() else { return ptr::null_mut() };
+    let Some(pagemill) = globals::pagemill() else { return ptr::null_mut() };
     if !new_addr.is_null() {
         return ptr::null_mut();
     }
@@ -100,11 +100,11 @@ unsafe extern "C" fn commit(
     len: usize,
     _arena: c_uint,
 ) -> bool {
-    let Some(pagemill) = start::pagemill_of_process() else { return true };
+    let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
     if pagemill.instance.helper.is_due(pagemill.instance.account) {
-        large::take_large_path_next();
+        globals::take_large_path_next();
     }
     result.is_err()
 }
@@ -118,7 +118,7 @@ unsafe extern "C" fn decommit(
     len: usize,
     _arena: c_uint,
 ) -> bool {
-    let Some(pagemill) = start::pagemill_of_process() else { return true };
+    let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are committed, and jemalloc does not need their contents any more.
     unsafe { pagemill.instance.arena.decommit(addr as usize + offset, len) };
     false
@@ -278,7 +278,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             (flags, _) => je::mallocx(size.max(1), flags | if is_zeroed { je::MALLOCX_ZERO } else { 0 }),
         }
     };
-    if pointer.is_null() { large::out_of_memory() } else { pointer }
+    if pointer.is_null() { globals::out_of_memory() } else { pointer }
 }
 
 /// Frees an allocation of jemalloc.
@@ -324,19 +324,19 @@ pub struct ExtentShrinker {
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
 struct UnusedPages {
-    /// The minimum of the free bytes over some time: that many bytes were not reused in this time.
+    /// The minimum of the free bytes during some time. At least that many bytes were not reused during this time.
     least: LeastOver,
-    /// Number of consecutive calls of [`UnusedPages::is_due`] in which at least half of the free bytes were old, but
-    /// not most of them.
+    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which at least half of the free bytes were
+    /// old, but not most of them. Reset to 0 when few bytes are old.
     postponed: AtomicU32,
 }
 
 impl UnusedPages {
-    /// Value of `postponed` at which the arena is purged nevertheless.
+    /// Value of `postponed` at which the arena is purged although only half of its free bytes are old.
     const MAX_POSTPONED: u32 = 20;
 
-    /// Returns whether to purge the arena, which has `free_bytes` of free pages: whether most of the free bytes are old
-    /// (not reused for `age`), or half of them were old in many consecutive calls.
+    /// Returns whether to purge the arena, which has `free_bytes` of free pages. Purges if most of the free bytes are
+    /// old (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {

@@ -6,14 +6,14 @@
 //! arena.
 #![allow(unsafe_code)] // references to objects that are created at start
 
+use crate::globals::{self, ACCOUNT, GROWTH, PAGEMILL, SMALL_BYTES, SMALL_LIMIT, SMALL_START, account, pagemill};
 use crate::settings::{self, settings, warn};
-use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, large, libc_fallback, small};
+use crate::{check, fork, libc_fallback, small};
 use pagemill_core::instance::Instance;
 use pagemill_core::published;
 use pagemill_core::reclaim::Account;
 use pagemill_core::reclaim::kernel::Kernel;
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill_core::sync::Lock;
 use pagemill_heap::MIN_BYTES;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::{mem, process, stack, thread};
@@ -36,16 +36,8 @@ const UNMANAGED: usize = 3;
 
 /// One of the phases above, or the token of the thread that is starting the library or creating the arena.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
-/// The heap, the volatile ranges and the instance of this library; null until the arena is created.
-static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
-/// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
-static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// The shared page of the process tree; null if this process is in none.
 static TREE_PAGE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
-
-/// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: if the
-/// lock is held, the C library serves the allocation.
-pub static GROWTH: Lock = Lock::new();
 
 /// The state of the library.
 #[derive(Clone, Copy)]
@@ -60,29 +52,12 @@ pub enum State {
     Unmanaged,
 }
 
-/// Returns the [`Base`] of this library; `None` until the program has grown.
-pub fn pagemill() -> Option<&'static Base> {
-    // SAFETY: the pointer is null or refers to a Base, which is never freed.
-    unsafe { PAGEMILL.load(Acquire).as_ref() }
-}
-
-/// As [`pagemill`], but first detects whether this process is a child made by a bare `clone`.
-pub fn pagemill_of_process() -> Option<&'static Base> {
-    pagemill().inspect(|_| fork::detect_raw_clone())
-}
-
-/// Returns the account of this process, if it was created.
-pub fn account() -> Option<&'static Account> {
-    // SAFETY: the pointer is null or refers to an account, which is never freed.
-    unsafe { ACCOUNT.load(Acquire).as_ref() }
-}
-
 /// Returns the state; starts the library if needed.
 pub fn state() -> State {
     let own = mem::thread_token();
     loop {
         match PHASE.load(Acquire) {
-            READY => match pagemill_of_process() {
+            READY => match fork::pagemill_of_process() {
                 Some(pagemill) => return State::Ready(pagemill),
                 None => return State::Unmanaged,
             },
@@ -173,7 +148,7 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
     let folder = tree().map_or("", |_| settings().tree.as_str());
     published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
-    account.on_debt(large::take_large_path_next);
+    account.on_debt(globals::take_large_path_next);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }

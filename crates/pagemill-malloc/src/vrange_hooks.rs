@@ -6,7 +6,7 @@
 //! inside the C library, are not intercepted.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
-use crate::{large, start};
+use crate::{globals, large, start};
 use pagemill_core::stats;
 use pagemill_volatile as volatile;
 use std::ffi::{c_int, c_long, c_void};
@@ -14,7 +14,7 @@ use std::io;
 
 /// Removes the marks of a range that is about to be unmapped or discarded.
 pub fn remove_marks(addr: usize, len: usize) {
-    let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
+    let Some(pagemill) = globals::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
     let page = pagemill_core::units::os_page_bytes();
     let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
     if addr < end {
@@ -68,7 +68,7 @@ pub unsafe extern "C" fn pagemill_vrange(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::MemoryAmounts) -> c_int {
     // While the C library serves the program, there is no arena to measure.
-    if let Some(pagemill) = start::pagemill() {
+    if let Some(pagemill) = globals::pagemill() {
         pagemill.instance.measure();
     }
     let figures = stats::snapshot();

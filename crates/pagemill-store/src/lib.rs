@@ -4,7 +4,8 @@
 //!   Store      the contract: size, block, read, write, sync; start for many at a time    (here)
 //!     Transfer   one in-flight read or write: memory, completion, cancellation             (transfer, buffer)
 //!     FileStore  a file or a block device, with direct I/O where possible                  (file/)
-//!     MemoryStore, FaultyStore   for tests: bytes in memory; a store that injects faults   (memory, faulty)
+//!     MemoryStore              bytes in memory                                             (memory)
+//!     FaultyStore              a store that injects faults, with the feature `test-util`   (faulty)
 //!     Ring       transfers of one thread with files: io_uring, or threads instead          (ring/)
 //!     engine     one thread with a ring, for threads that start transfers without a ring   (engine)
 //! ```
@@ -18,6 +19,7 @@
 
 pub mod buffer;
 mod engine;
+#[cfg(any(test, feature = "test-util"))]
 pub mod faulty;
 pub mod file;
 mod forked;
@@ -27,6 +29,7 @@ pub mod transfer;
 mod uring;
 
 pub use buffer::{Aligned, Buffer};
+#[cfg(any(test, feature = "test-util"))]
 pub use faulty::{Faults, FaultyStore};
 pub use file::{FileOptions, FileStore};
 pub use memory::MemoryStore;

@@ -9,6 +9,7 @@ use pagemill::{PageCache, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Memory limit of the cache.
 const CACHE_BYTES: u64 = 64 << 20;
 const LONG: Duration = Duration::from_secs(60);
 

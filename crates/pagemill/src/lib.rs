@@ -64,8 +64,11 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 pub mod cache {
     pub use pagemill_cache::{
         Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, Mapping, Never,
-        PageCache, Pin, Pins, Policy, Queue, Reuse, Source, Usage, Writeback,
+        PageCache, Pin, Pins, Policy, Queue, Reuse, Usage, Writeback,
     };
+
+    #[cfg(feature = "hugetlb")]
+    pub use pagemill_cache::Source;
 }
 
 /// Many small objects: slab caches, which pack their objects into fewer pages to give memory back.
@@ -119,9 +122,10 @@ pub mod store {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub mod volatile {
-    pub use pagemill_volatile::{
-        Behaviour, Blob, CacheCounts, Contents, Pin, VolatileBuf, VolatileCache, handle_fault,
-    };
+    pub use pagemill_volatile::{Behaviour, Blob, CacheCounts, Contents, Pin, VolatileBuf, VolatileCache};
+
+    #[cfg(feature = "strict")]
+    pub use pagemill_volatile::handle_fault;
 }
 
 /// Owners of memory that reclaim calls, and when free memory returns to the system.

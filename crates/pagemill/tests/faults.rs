@@ -101,8 +101,8 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// An allocation of size 0 must be separate from others. Sizes beyond the address space must be refused, and an
-/// allocation that cannot grow must stay.
+/// An allocation of size 0 must have an address of its own. Sizes beyond the address space must be refused, and an
+/// allocation that cannot grow must stay as it is.
 #[test]
 fn impossible_sizes_are_errors() {
     let _exclusive = exclusive_test();
@@ -295,7 +295,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A software page must be populated as a whole: slots before they are touched, extents in whole software pages.
+/// A software page must become resident as a whole: when its slot is allocated, or one of its OS pages is committed.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
@@ -421,8 +421,8 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// At the limit, an allocation is resized to a smaller size. Both allocations of the test were overcommitted and
-/// touched later. The resize must succeed, or all bytes must still be there.
+/// Two allocations were overcommitted and touched later, so the limit is exceeded. One of them is resized to a smaller
+/// size. The resize must succeed, or all bytes must still be there.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _exclusive = exclusive_test();
@@ -430,7 +430,7 @@ fn a_refused_shrink_loses_no_byte() {
     let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
     addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
     assert_eq!(charge_of(pagemill), 16 << 20, "over the limit");
-    // SAFETY: live; the old address is used again only if it is returned.
+    // SAFETY: the allocation is live. Its old address is used again only if the call returns it.
     let kept = match unsafe { pagemill.heap.resize(addrs[0], MIB) } {
         Ok(_) => MIB,
         Err(_) => 8 * MIB,
@@ -498,8 +498,8 @@ fn a_moved_allocation_is_purged_completely() {
     assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
 }
 
-/// The program may use the bytes of a slot beyond the requested size. The test writes these bytes, and frees and purges
-/// the slot. These bytes must then be gone.
+/// The program may use the bytes of a slot beyond the requested size. The test writes such bytes, frees the slot and
+/// purges it. The written bytes must then be gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _exclusive = exclusive_test();
@@ -514,8 +514,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split, because a part of it is purged. When the rest of the block is free, a purge must return the
-/// whole block, including bytes that were never allocated.
+/// A purge of one slot splits the huge page. When the other slot of the block is free, a purge must return the whole
+/// block, including the bytes that were never allocated.
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();

@@ -48,7 +48,7 @@ fn punch(file: &Mapping, at: u64) {
     assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
 }
 
-/// Asserts that a page has its bytes if `is_there`, and reads as zeros otherwise.
+/// Asserts that a page has the bytes of [`sample`] if `is_there`, and reads as zeros otherwise.
 fn assert_has(file: &Mapping, at: u64, is_there: bool) {
     let mut bytes = [0xEE; SAMPLE];
     assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");

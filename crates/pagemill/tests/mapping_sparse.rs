@@ -29,8 +29,8 @@ fn cache() -> PageCache {
     settings().build_in(caches).unwrap()
 }
 
-/// Creates a file with one huge folio for each item of `full_pages`, which is the number of pages at its start with
-/// data.
+/// Creates a file with one huge folio for each item of `full_pages`. The item is the number of pages with data at the
+/// start of the folio.
 fn file(cache: &PageCache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {

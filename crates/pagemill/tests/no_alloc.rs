@@ -1,4 +1,5 @@
-//! Tests of invariant 3: arena, heap, reclaim, volatile, stats and trace must never use the global allocator.
+//! Tests of invariant 3 of ARCHITECTURE.md: arena, heap, reclaim, volatile, stats and trace must never use the global
+//! allocator.
 //!
 //! The global allocator of this program aborts if a thread uses it in a forbidden section. A thread begins such a
 //! section by [`without_allocations`]. Other threads, such as those of the test harness, may allocate.

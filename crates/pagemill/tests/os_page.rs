@@ -15,6 +15,7 @@ const OS_PAGE_ENV: &str = "OS_PAGE_TEST_BYTES";
 /// Maximum length of the file.
 const MAX_FILE_BYTES: usize = 5 * BLOCK_BYTES / 2;
 
+/// Runs [`caches_here`] in a child process that simulates OS pages of this size. The child must succeed.
 fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);

@@ -30,15 +30,15 @@ static FORK_LOCK: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.instance.after_fork() };
     if pid == 0 {
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.instance.begin_child() };
         let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
         // SAFETY: ends the child at once.
@@ -320,9 +320,9 @@ fn fork_does_not_deadlock_with_a_callback() {
     wait_until("a callback", || is_in_callback.load(SeqCst));
     let waits = (0..5).map(|_| {
         let began = Instant::now();
-        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        // SAFETY: `after_fork` follows on both sides, with nothing else before it.
         unsafe { pagemill.instance.before_fork() };
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.instance.after_fork() };
         began.elapsed()
     });
@@ -425,7 +425,7 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
     let read = cache.get(handle, &guard).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // SAFETY: a new child, whose one thread this is.
+            // SAFETY: the process is a new child, and this is its only thread.
             unsafe { other.instance.begin_child() };
             cache.remove(handle).unwrap();
             cache.shrink().unwrap();

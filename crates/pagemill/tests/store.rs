@@ -186,9 +186,9 @@ fn clean_folios_make_room() {
     }
 }
 
-/// Reads one file repeatedly, which has a quarter of the cache's size. Also scans another file once in small reads,
-/// which has four times that size. The first file must stay in memory, in small and in huge folios. Dirty pages of the
-/// second file must also stay.
+/// A file of a quarter of the cache's size is read repeatedly. A file of four times the cache's size is scanned in
+/// small reads. The first file must stay in memory, in small and in huge folios. Dirty pages of the scanned file must
+/// also stay.
 #[test]
 fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {

@@ -95,9 +95,10 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
 }
 
 // A buffer whose first touch waits: a page that is closed until a signal handler opens it.
-/// A thread has touched the closed page and waits in the signal handler.
+
+/// Whether a thread has touched the closed page and waits in the signal handler.
 static IS_FAULTING: AtomicBool = AtomicBool::new(false);
-/// The signal handler may open the page.
+/// Whether the signal handler may open the closed page.
 static MAY_OPEN_PAGE: AtomicBool = AtomicBool::new(false);
 /// Address of the closed page.
 static CLOSED_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
@@ -295,8 +296,8 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue reads a page, and the thread directly reads the same page before the queue's read ends. The queue's
-/// descriptor must then become readable, and `wait` with 0 must deliver the page.
+/// A queue reads a page, and its thread directly reads the same page before the queue's read ends. The queue's
+/// descriptor must then become readable, and `wait` with a timeout of 0 must deliver the page.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;

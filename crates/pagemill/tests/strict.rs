@@ -19,10 +19,11 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Results of a probe instead of a byte: the read raised `SIGBUS`, raised `SIGSEGV`, or raised a signal with wrong
-/// information.
+/// Result of [`probe`] if the read raised `SIGBUS`.
 const GOT_SIGBUS: i32 = -1;
+/// Result of [`probe`] if the read raised `SIGSEGV`.
 const GOT_SIGSEGV: i32 = -2;
+/// Result of [`probe`] if the read raised a signal whose information was wrong.
 const GOT_WRONG_INFO: i32 = -3;
 
 /// Reads a byte by a single instruction, and returns it. The instruction may fault. A signal handler can then skip the
@@ -110,8 +111,8 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// Installs the program's own handlers at the first call. Returns the byte at an address, or the signal that reading it
-/// raised.
+/// Returns the byte at an address, or [`GOT_SIGBUS`], [`GOT_SIGSEGV`] or [`GOT_WRONG_INFO`]. The first call installs
+/// signal handlers of the program.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
@@ -315,13 +316,13 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
     // Another thread sends signals to this thread all the time.
-    // SAFETY: no arguments; the thread is alive, since it is joined later.
+    // SAFETY: the calls have no arguments.
     let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: the signal has a handler.
+                // SAFETY: the signal has a handler, and the receiving thread exists until it has joined this one.
                 unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGPROF) };
                 std::thread::sleep(Duration::from_micros(20));
             }

@@ -140,7 +140,7 @@ impl Member {
         writeln!(self.input, "{word} {number}").unwrap();
     }
 
-    /// Waits for the reply to the oldest command without one.
+    /// Waits for the reply to the oldest command that has no reply yet.
     fn receive_reply(&mut self) -> usize {
         self.replies.recv_timeout(WAIT_LIMIT).expect("the member answers")
     }

@@ -238,8 +238,8 @@ fn a_fork_child_keeps_inherited_marks() {
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// The kernel has merged some pages (KSM), and a pipe refers to others. All pages must be purged for the program, and
-/// the reader of the pipe must still get the old bytes.
+/// The kernel has merged some marked pages (KSM), and a pipe refers to other marked pages. All of them must be purged
+/// for the program, and the reader of the pipe must still get the old bytes.
 #[test]
 fn other_users_of_purged_pages_keep_their_bytes() {
     let _exclusive = exclusive_test();
@@ -247,7 +247,8 @@ fn other_users_of_purged_pages_keep_their_bytes() {
     // SAFETY: the call is a hint and changes no contents.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_MERGEABLE) };
     let mut ends = [0; 2];
-    // SAFETY: writes two descriptors; moves our own pages into the pipe, read back below.
+    // SAFETY: the first call writes two descriptors. The second moves pages of this test into the pipe, from which they
+    // are read below.
     unsafe {
         assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
         let piece = libc::iovec { iov_base: area.addr as *mut _, iov_len: os_page_bytes() };
@@ -256,7 +257,7 @@ fn other_users_of_purged_pages_keep_their_bytes() {
     area.mark(0, 4);
     assert_eq!(purge(usize::MAX), 4 * os_page_bytes());
     let mut read = vec![0u8; os_page_bytes()];
-    // SAFETY: reads into `read`, which is long enough; closes our own descriptors.
+    // SAFETY: the read fills `read`, which is long enough. The other calls close descriptors of this test.
     unsafe {
         assert_eq!(libc::read(ends[0], read.as_mut_ptr().cast(), read.len()), read.len() as isize);
         libc::close(ends[0]);

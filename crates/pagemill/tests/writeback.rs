@@ -200,7 +200,7 @@ fn end_page(file: &Mapping) -> usize {
 fn no_data_is_lost_if_the_store_fails() {
     let cache = cache(4 * MIB, dirty_shares(10, 25), false);
     let (store, file) = open(&cache);
-    let others = [file.try_clone().unwrap(), file.try_clone().unwrap()];
+    let others = [file.clone(), file.clone()];
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     let error = loop {
         if let Err(error) = write_page(&file, end_page(&file), 1) {
@@ -417,7 +417,7 @@ fn dropping_the_last_handle_writes_back() {
     let cache_with_timeout = |timeout| cache(64 * MIB, dirty_shares(100, 100).timeout(timeout), true);
     let cache = cache_with_timeout(WAIT_LIMIT);
     let (store, file) = open(&cache);
-    let other = file.try_clone().unwrap();
+    let other = file.clone();
     for page in [0, 5, 6] {
         write_page(&file, page, 1).unwrap();
     }

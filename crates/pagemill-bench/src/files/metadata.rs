@@ -10,7 +10,9 @@ use crate::experiment::{Metric, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
+/// Number of files (quick, full).
 const FILES: (usize, usize) = (10_000, 100_000);
+/// Number of files in each folder.
 const PER_DIRECTORY: u64 = 1000;
 /// Number of samples (quick, full). It is larger than in other experiments, because differences of a few percent must
 /// be detected in samples of one second.

@@ -81,8 +81,8 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     }
 }
 
-/// Returns workload arguments with the folder of the files and its device number. By that number, the workload checks
-/// that the file system is still mounted.
+/// Returns workload arguments with the folder of the files and its device number. By the device number, the workload
+/// checks that the file system is still mounted.
 pub fn place_arguments(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]

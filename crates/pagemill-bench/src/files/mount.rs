@@ -49,7 +49,7 @@ pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSy
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 
 impl FileSystem {
-    /// Returns whether the file system is mounted. The alternative is a cache in the workload's own process.
+    /// Returns whether the bench must mount this file system; false for a cache in the workload's own process.
     pub fn is_mounted(self) -> bool {
         self.kind != FileSystemKind::Cache
     }

@@ -11,11 +11,15 @@ use crate::experiment::{Metric, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
+/// Metric: MiB in use on the file system at once after the last close.
 const AT_ONCE: &str = "used_at_once";
+/// Metric: MiB in use on the file system a second after the last close.
 const LATER: &str = "used_after_second";
+/// Metric: fraction of the first file that is mapped by huge pages.
 const SHARE: &str = "huge_share";
-/// Maximum of the memory of files a second after the last close, relative to their memory in small pages.
+/// Maximum of [`LATER`], relative to tmpfs without huge pages.
 const MAX_RATIO: f64 = 1.1;
+/// Minimum of [`SHARE`].
 const MIN_HUGE_SHARE: f64 = 0.95;
 
 /// How files of one kind are judged.
@@ -25,7 +29,7 @@ enum Criterion {
     Not,
     /// By the memory that the files use.
     BySize,
-    /// By the fraction of the files that is in huge pages.
+    /// By [`SHARE`].
     ByHugePages,
 }
 
@@ -40,6 +44,7 @@ struct FileKind {
     criterion: Criterion,
 }
 
+/// Bytes of a large file.
 const LARGE: u64 = 64 << 20;
 
 const fn appended_file(name: &'static str, step: u64) -> FileKind {

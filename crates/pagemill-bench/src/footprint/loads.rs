@@ -16,19 +16,27 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
 
+/// Metric: peak of the resident memory of the load's largest process.
 const PEAK: &str = "process_peak_mib";
+/// Metric: median of the resident memory while the load runs, without the first quarter of its samples.
 const STEADY: &str = "steady_mib";
+/// Metric: resident memory in the last quarter of the run.
 const LAST_QUARTER: &str = "last_quarter_mib";
+/// Metric: bytes of the load's live allocations, as the median over the same samples as [`STEADY`].
 const LIVE: &str = "live_mib";
+/// Metric: resident memory after all allocations were freed and the process rested.
 const AFTER: &str = "after_mib";
+/// Metric: CPU time of the run, for loads with a fixed amount of work.
 const CPU: &str = "cpu_s";
-/// CPU time per operation, for loads that run for a fixed time.
+/// Metric: CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
 const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_OPERATION, WALL];
 
-/// Bounds of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc (`CPU_BASELINE`).
+/// Maximum of Pagemill's memory in each phase, relative to glibc's.
 const MAX_MEMORY_RATIO: f64 = 1.10;
+/// Maximum of Pagemill's CPU time, relative to [`CPU_BASELINE`].
 const MAX_CPU_RATIO: f64 = 1.10;
+/// The subject with which CPU times are compared.
 const CPU_BASELINE: &str = "jemalloc";
 
 /// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and its arguments in
@@ -242,6 +250,7 @@ fn parse_printed_rate(stdout: &[u8]) -> std::result::Result<serde_json::Value, S
     Ok(serde_json::json!({ RATE: rate }))
 }
 
+/// Key of a load's JSON line: operations per second of a program with a fixed run time.
 const RATE: &str = "operations_per_second";
 
 fn measure(
@@ -340,7 +349,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
             continue;
         };
         let was_lost = own.killed + own.failures.len() > 0;
-        // The median is missing if the load has no such phase, or reports the CPU time in the other form.
+        // The median is missing if the load has no such phase, or if it reports CPU time per operation instead of the
+        // total, or the reverse.
         if own.median().is_none() && !(was_lost && metric == PEAK) {
             continue;
         }

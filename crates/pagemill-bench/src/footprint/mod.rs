@@ -22,13 +22,21 @@ use tree::{TreeMemory, TreePeaks, TreeSampler};
 
 const BASELINE: &str = "glibc";
 const REDIS: &str = "redis";
+/// Metric: peak of the resident memory, summed over the process tree.
 const PEAK: &str = "peak_mib";
+/// Metric: peak of the resident anonymous memory, summed over the process tree.
 const PEAK_ANONYMOUS: &str = "peak_anonymous_mib";
+/// Metric: peak of the resident memory without the memory that the allocator could return at once.
 const NET_PEAK: &str = "net_peak_mib";
+/// Metric: largest peak of a single process.
 const LARGEST: &str = "largest_process_mib";
+/// Metric: resident memory of a server after two seconds without requests.
 const IDLE: &str = "idle_mib";
+/// Metric: as [`IDLE`], without the memory that the allocator could return at once.
 const IDLE_NET: &str = "idle_net_mib";
+/// Metric: duration of the run.
 const WALL: &str = "wall_s";
+/// Metric: throughput of a server.
 const REQUESTS: &str = "requests_per_second";
 const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL, REQUESTS];
 

@@ -14,11 +14,14 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 use crate::subject::{AvailableSubject, PAGEMILL};
 
-/// MiB that a process allocates and frees, and seconds for which it works afterwards (quick, full).
+/// MiB that a process allocates and frees (quick, full).
 const MIB: (u64, u64) = (64, 400);
+/// Seconds for which the process works after the last free (quick, full).
 const SECONDS: (u64, u64) = (2, 15);
 
+/// Sizes of the allocations in bytes, in a full run.
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
+/// Sizes of the allocations in bytes, in a quick run.
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
 /// Maximum of the resident memory at the end, in MiB.

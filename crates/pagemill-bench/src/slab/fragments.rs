@@ -10,36 +10,46 @@ use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
+/// Sizes of the objects in bytes.
 pub const SIZES: [u64; 2] = [192, 576];
 
 /// Number of objects (quick, full). The targets apply to the full number.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// Bytes of memory needed per object of the larger size: by the allocator that needs most, and by the copies that are
-/// timed.
+/// Bytes of memory that the workload needs for each object of the larger size. They suffice for the allocator that
+/// needs most, and for the copies that are timed.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
 
+/// Metric: memory before the free memory is returned, divided by the bytes of the live objects.
 const HELD: &str = "held_ratio";
+/// Metric: memory afterwards, divided by the bytes of the live objects. For the cache by handle, 8 bytes for each
+/// object of the peak are subtracted first.
 const LEFT: &str = "left_ratio";
+/// Metric: memory afterwards, including handles.
 const LEFT_MIB: &str = "left_mib";
+/// Metric: the part of [`LEFT_MIB`] that handles use.
 const HANDLES_MIB: &str = "handles_mib";
+/// Metric: duration of the return.
 const MS: &str = "ms";
+/// Metric: number of objects that were moved.
 const MOVED: &str = "moved";
+/// Metric: duration of the return divided by the number of moved objects.
 const MOVE_NS: &str = "move_ns";
+/// Metric: nanoseconds to copy the bytes of one object.
 const COPY_NS: &str = "copy_ns";
+/// Metric: [`MOVE_NS`] divided by [`COPY_NS`].
 const TIMES_COPY: &str = "times_copy";
 
 const COMMON_METRICS: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
 const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// Maximum of the memory left, relative to the bytes of the live objects. For the cache by handle, 8 bytes for each
-/// object of the peak are subtracted first.
+/// Maximum of [`LEFT`].
 const MAX_LEFT_RATIO: f64 = 1.10;
-/// Minimum of the memory that a peer has left, divided by the memory that the cache has left.
+/// Minimum of [`LEFT_MIB`] of each peer, divided by that of the named cache.
 const MIN_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
-/// Maximum of the time to move an object, relative to the time to copy its bytes.
+/// Maximum of [`TIMES_COPY`].
 const MAX_TIMES_COPY: f64 = 6.0;
 
 pub fn objects(options: &Options) -> u64 {
@@ -156,7 +166,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
     }
 }
 
-/// Compares the memory that a peer has left with that of `subject`. The memory of `subject` includes its handles.
+/// Compares [`LEFT_MIB`] of a peer with that of `subject`, which includes handles.
 fn compare_bytes(
     samples: &SampleTable<u64>,
     target: String,

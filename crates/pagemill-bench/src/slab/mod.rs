@@ -18,9 +18,11 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, Role, SUBJECTS};
 
-/// Names of Pagemill's three kinds of slab caches in the report.
+/// Name of the slab cache whose objects keep their address, in the report.
 pub const FIXED: &str = "fixed";
+/// Name of the slab cache whose objects are moved by a function of their owner, in the report.
 pub const BY_OWNER: &str = "by-owner";
+/// Name of the slab cache that moves its objects behind handles, in the report.
 pub const BY_HANDLE: &str = "by-handle";
 
 /// A part of the experiment.
@@ -34,7 +36,7 @@ pub enum Part {
     Moves,
     /// Allocate two million objects, free nine tenths of them at random, then return all free memory
     Fragments,
-    /// Latency of a thread that allocates and frees objects during that compaction
+    /// Latency of a thread that allocates and frees objects while free memory is returned as in the part fragments
     Stalls,
     /// Walk a tree of names and the index of a file, while objects are moved and afterwards
     Walks,

@@ -12,6 +12,7 @@ use crate::stats::Better;
 /// The kinds of caches. The names in the report and on the workload's command line are equal.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
 
+// Metrics: rates of the reader, the writer and the defragmentation, and the number of objects moved in the sample.
 const READS: &str = "reads_per_second";
 const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
@@ -21,8 +22,9 @@ const MOVED: &str = "moved";
 type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
-/// Number of objects. Their size of 38 MB exceeds the CPU caches.
+/// Number of objects. Their total size of 38 MB exceeds the CPU caches.
 const OBJECTS: u64 = 200_000;
+/// Duration of a sample (quick, full).
 const RUN_MS: (u64, u64) = (200, 1000);
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
 /// 10 %.
@@ -99,8 +101,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// A speed of 80 % must fall short of the bound of 90 %, and 95 % must reach it. A failed round must make the
-    /// target fall short.
+    /// With the bound of 90 % of the speed without defragmentation, 80 % must fall short and 95 % must reach the
+    /// target. A failed round must make the target fall short.
     #[test]
     fn slowed_reader_falls_short() {
         let mut samples = SampleTable::new();

@@ -15,13 +15,13 @@ const POINTER: &str = "pointer-read";
 /// memory.
 pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
 
-/// Metric: nanoseconds of a read that does not depend on others.
+/// Metric: nanoseconds of a read that does not depend on other reads.
 const NS: &str = "ns";
 /// Metric: nanoseconds of a dependent read, in a chain in which each value leads to the next one.
 const CHAIN_NS: &str = "chain_ns";
 
-/// Number of values. The smaller number, with handles and state words, fits into the L1 cache. The larger number
-/// exceeds L2.
+/// Number of values. The smaller number of values, with their handles and state words, fits into the L1 cache. The
+/// larger number exceeds the L2 cache.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
 const RUN_MS: (u64, u64) = (100, 500);
@@ -92,7 +92,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
 mod tests {
     use super::*;
 
-    /// One JSON line must yield the metrics of both subjects. A failed run must be lost for both.
+    /// One JSON line must yield the metrics of both subjects. A failed run must be a lost round of both subjects.
     #[test]
     fn json_line_has_both_subjects() {
         let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });

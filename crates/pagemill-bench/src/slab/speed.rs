@@ -28,27 +28,33 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// The subjects that have a verdict. Each is compared with the faster of the two `PEERS`.
+/// The subjects that have a verdict. Each is compared with the faster of the two [`PEERS`].
 const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
+/// Name of the faster of the two [`PEERS`] in verdicts.
 const BEST: &str = "best-of-tcmalloc-and-jemalloc";
 const BASELINE: &str = "jemalloc";
 
+/// Orders of allocating and freeing, as the workload's command line names them.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
+/// Object sizes in bytes.
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
 /// The object size, in bytes, to which the targets apply.
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Number of live objects in the pattern churn, and the maximum of their total bytes. The maximum reduces the number of
-/// large objects.
+/// Number of live objects in the pattern churn, unless [`LIVE_BYTES`] allows only fewer objects of the size.
 const LIVE: usize = 100_000;
+/// Maximum of the total bytes of live objects in the pattern churn.
 const LIVE_BYTES: usize = 128 << 20;
 /// Duration of a sample (quick, full).
 const RUN_MS: (u64, u64) = (20, 100);
 
+/// Metric: nanoseconds to allocate and free an object, as one thread sees them.
 const NS: &str = "ns";
+/// Metric: objects that all threads together allocate and free per second.
 const RATE: &str = "pairs_per_second";
+/// Metric: instructions to allocate and free an object.
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
 /// Pattern and object size.
@@ -246,8 +252,8 @@ mod tests {
         samples
     }
 
-    /// A cache at 8 ns is compared with two peers at 6 and 9 ns. The baseline must be the faster peer. If it is
-    /// missing, the other peer must be the baseline, and the note must say so.
+    /// A cache at 8 ns is compared with two peers at 6 and 9 ns. The baseline must be the peer at 6 ns. Without this
+    /// peer, the other one must be the baseline, and the note must say so.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];

@@ -11,7 +11,8 @@ use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metrics and their columns, in microseconds. The first four are measured while the thread runs alone.
+/// Metrics and their columns: percentiles of the latency in microseconds. The first four are measured while the thread
+/// runs alone.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -22,17 +23,20 @@ const TIMES: [(&str, &str); 8] = [
     (WORST, "meanwhile, 99.99 %"),
     ("longest_us", "meanwhile, longest"),
 ];
+/// Metric: 99.99th percentile of the latency while memory is returned.
 const WORST: &str = "p9999_us";
+/// Metric: number of calls that the thread made while memory was returned.
 const CALLS: &str = "calls";
+/// Metric: duration of the return of memory.
 const MS: &str = "ms";
 
-/// Maximum of the 99.99th percentile, in microseconds.
+/// Maximum of [`WORST`], in microseconds.
 const MAX_P9999_US: f64 = 1000.0;
 
 /// Milliseconds for which the thread runs alone (quick, full).
 const QUIET_MS: (u64, u64) = (100, 500);
 
-/// Size of the objects, and whether they are compacted in small steps, like by the background thread.
+/// Size of the objects in bytes, and whether they are compacted in small steps, as the background thread does it.
 type Case = (u64, bool);
 
 fn case_name((size, steps): Case) -> String {

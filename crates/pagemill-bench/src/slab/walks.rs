@@ -11,21 +11,28 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subjects: walks without moves; walks while a background thread moves objects; walks after nine of ten objects were
-/// freed; walks after the rest was compacted.
+/// Subject: walks without moves.
 const STILL: &str = "still";
+/// Subject: walks while a background thread moves objects.
 const MOVING: &str = "moving";
+/// Subject: walks after nine of ten objects were freed.
 const FRAGMENTED: &str = "fragmented";
+/// Subject: walks after the objects left of [`FRAGMENTED`] were compacted.
 const PACKED: &str = "packed";
 pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 
+/// Metric: nanoseconds per entry of a walk.
 const NS: &str = "ns";
+/// Metric: number of objects moved during the walks.
 const MOVED: &str = "moved";
 
-/// Number of tree entries; of file pages; of turns; and milliseconds of each turn (quick, full).
+/// Number of entries of the tree (quick, full).
 const ENTRIES: (u64, u64) = (20_000, 100_000);
+/// Number of pages of the file whose index is walked (quick, full).
 const PAGES: (u64, u64) = (6_000, 30_000);
+/// Number of turns; in each turn, both subjects of a case are measured once (quick, full).
 const TURNS: (u64, u64) = (2, 5);
+/// Milliseconds of each measurement in a turn (quick, full).
 const TURN_MS: (u64, u64) = (100, 300);
 
 /// The bound on the speed: a walk may be at most 5 % slower than its baseline.
@@ -110,7 +117,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
                 sample_packed(common, &mut samples)?;
                 continue;
             }
-            // The two subjects run first alternately.
+            // The two subjects take turns at running first.
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {

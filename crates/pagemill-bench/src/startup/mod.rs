@@ -19,7 +19,9 @@ const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
 /// The baseline of all subjects: the program without a preload, under glibc.
 const BASELINE: &str = "none";
+/// Metric: duration of the program.
 const WALL_MS: &str = "ms";
+/// Metric: [`WALL_MS`] minus that of the baseline in the same round.
 const MS_MORE: &str = "ms_more";
 /// The only case. Its name is that of the program `true`, which does nothing.
 const CASE: &str = "true";

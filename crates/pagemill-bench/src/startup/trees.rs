@@ -22,22 +22,30 @@ const STARTS: (usize, usize) = (20, 100);
 /// Number of programs that one shell starts (quick, full).
 const PROGRAMS: (u32, u32) = (50, 1000);
 
-/// Bounds of the verdicts. The first is the CPU time that `pagemill run` adds to a program, divided by the CPU time
-/// that a minimal spawner adds. The others are the CPU time under `pagemill run` divided by the CPU time without it.
+/// Maximum of the CPU time that `pagemill run` adds to a program, divided by the CPU time that the spawner adds.
 const MAX_ADDED_RATIO: f64 = 1.5;
+/// Maximum of the CPU time of [`SHORT`] under `pagemill run`, divided by the CPU time without it.
 const MAX_PROGRAMS_RATIO: f64 = 1.15;
+/// Maximum of the CPU time of [`CONFIGURE`] under `pagemill run`, divided by the CPU time without it.
 const MAX_CONFIGURE_RATIO: f64 = 1.05;
 
-/// Subjects: the program without a launcher, and the program under the spawner.
+/// Subject: the program without a launcher.
 const PLAIN: &str = "none";
+/// Subject: the program under the spawner, a minimal launcher ([`SPAWNER_SOURCE`]).
 const SPAWNER: &str = "spawner";
 
+/// Case: one program that does nothing.
 const RUN: &str = "run true";
+/// Case: a shell that starts [`PROGRAMS`] short programs.
 const SHORT: &str = "short programs";
+/// Case: a configure script.
 const CONFIGURE: &str = "configure";
 
+/// Metric: CPU time of the whole process tree.
 const CPU: &str = "cpu_ms";
+/// Metric: CPU time that the launcher adds to [`PLAIN`].
 const ADDED: &str = "cpu_ms_added";
+/// Metric: duration.
 const WALL: &str = "wall_ms";
 
 /// A C program that starts a program, waits for it and exits with its status. This is the minimum that any waiting

@@ -37,13 +37,15 @@ pub struct Engine {
     pub is_huge: bool,
 }
 
-/// Correction of the CPU time. fio reports user and system time in whole milliseconds, truncated, so each loses half a
-/// millisecond on average.
+/// Correction that is added to user time and to system time. fio truncates each of them to whole milliseconds, which
+/// subtracts half a millisecond on average.
 const MEAN_TRUNCATION_MS: f64 = 0.5;
 
 /// fio's engine that uses blocking system calls.
 pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
+/// fio's engine that uses the kernel's older asynchronous interface (`io_submit`).
 pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
+/// fio's io_uring engine with unregistered buffers and an unregistered file.
 pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: false };
 /// fio's io_uring engine with registered buffers and a registered file.
 pub const URING_FIXED: Engine =
@@ -128,7 +130,8 @@ impl Job<'_> {
     /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if fio does not end in time.
     pub fn run(&self) -> Result<Outcome> {
         let limit = Duration::from_millis(self.run_ms * 2) + Duration::from_secs(60);
-        // The bytes count the operations completed within the run, whereas `total_ios` counts those started.
+        // fio's `io_bytes` has the bytes of operations that completed within the run, and `total_ios` the number of
+        // operations that were started.
         let ios = |side: &Value| side["io_bytes"].as_f64().map(|bytes| bytes / self.io_bytes as f64);
         run(self.engine, self.arguments(), limit, |stdout| parse_fio_output(stdout, self.is_write, self.io_bytes, ios))
     }
@@ -275,7 +278,7 @@ mod tests {
         assert!(read(&output(0), true).is_err() && read("", false).is_err());
     }
 
-    /// fio must accept an I/O list for file names with spaces and colons, and write exactly at the list's offsets.
+    /// fio must replay an I/O list on a file whose name has spaces and colons, and write exactly at the list's offsets.
     #[test]
     fn fio_replays_a_list_exactly() {
         if let Some(gap) = missing_reason() {

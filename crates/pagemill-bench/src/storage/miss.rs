@@ -15,20 +15,26 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Metrics of the subjects that copy resident pages: copies per second without other reads; copies per second during
-/// concurrent misses; the second rate divided by the first; misses per second; and copies that found their page
-/// evicted.
+/// Metric: copies of resident pages per second, without other reads.
 pub const COPIES_ALONE: &str = "alone_per_second";
+/// Metric: copies of resident pages per second, during concurrent misses.
 pub const COPIES_WITH_MISSES: &str = "beside_per_second";
+/// Metric: [`COPIES_WITH_MISSES`] divided by [`COPIES_ALONE`].
 pub const KEPT_RATIO: &str = "kept_ratio";
+/// Metric: misses per second during the copies of [`COPIES_WITH_MISSES`].
 pub const MISSES: &str = "misses_per_second";
+/// Metric: number of copies that found their page evicted.
 pub const COPIES_MISSED: &str = "hits_lost";
 
+/// Subject: one thread with a queue of the page cache and [`DEPTH`] reads in flight.
 const QUEUE: &str = "queue-32";
+/// Subject: a bare io_uring with [`DEPTH`] reads in flight.
 const RING: &str = "ring-32";
 const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
+/// Subject: copies of resident pages of the cache, during concurrent misses.
 const HITS: &str = "hits";
+/// Subject: as [`HITS`], but the pages are copied from plain memory.
 const HITS_PLAIN: &str = "hits-memcpy";
 /// Subjects with blocking threads: the name, the fio job to compare with, and the number of threads and of fio jobs.
 const BLOCKING: [(&str, &str, u64); 4] = [
@@ -38,11 +44,15 @@ const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-32", "fio-psync-32", 32),
 ];
 
+/// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
 const DEPTH: u64 = 32;
 /// Number of reads that the bare io_uring submits together.
 const BATCH: u64 = 4;
+/// Duration of a sample (quick, full).
 const RUN_MS: (u64, u64) = (500, 2000);
+/// Memory for cached pages (quick, full).
 const CACHE_MIB: (u64, u64) = (32, 256);
+/// Size of the file divided by the memory for cached pages.
 const FILE_TO_CACHE_RATIO: u64 = 6;
 
 /// How a subject reads the file; with `Hits`, it copies resident pages during misses.

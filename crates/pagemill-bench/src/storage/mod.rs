@@ -17,12 +17,17 @@ use crate::report::{Bound, Series, Verdict};
 use crate::stats::Better;
 use target::Target;
 
-/// Metrics of all subjects, both of fio and of Pagemill.
+/// Metric: transfers per second.
 pub const IOS: &str = "ios_per_second";
+/// Metric: MiB transferred per second.
 pub const MIB: &str = "mib_per_second";
+/// Metric: median of the duration of a transfer.
 pub const P50: &str = "p50_us";
+/// Metric: 99th percentile of the duration of a transfer.
 pub const P99: &str = "p99_us";
+/// Metric: 99.9th percentile of the duration of a transfer.
 pub const P999: &str = "p999_us";
+/// Metric: CPU time per transfer.
 pub const CPU: &str = "cpu_us";
 /// Metric of a cache: the rate of all reads, including hits.
 pub const READS: &str = "reads_per_second";
@@ -61,7 +66,8 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
     child::run_plain(subject, line, limit)
 }
 
-/// Returns the subject with the best median of a rate. Taking the best of each round instead would favour luck.
+/// Returns the subject with the best median of a rate, and its series. A comparison with the best subject of each round
+/// would depend on chance: of several nearly equal subjects, it would use the luckiest in each round.
 fn best_subject<'a, Case: Ord + Clone>(
     samples: &'a SampleTable<Case>,
     case: &Case,
@@ -98,8 +104,8 @@ fn judge_ratio(
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
-    // The ratio is the plain quotient. The bound says whether it should be large, as for rates, or small, as for
-    // costs.
+    // The ratio is `own` divided by `base`, for rates and for costs. The bound says whether a large or a small ratio
+    // is good.
     blank.compared(own, (name, base), Better::Higher)
 }
 

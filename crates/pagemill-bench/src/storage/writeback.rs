@@ -22,14 +22,18 @@ pub const TRANSFERS: &str = "transfers_per_page";
 /// Metric: number of writes that the device counted per dirty page.
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
+/// Subject: the writeback of the page cache.
 const CACHE: &str = "cache";
+/// Subject: a bare io_uring with [`DEPTH`] writes in flight.
 const RING: &str = "ring-64";
 const FIO_URING: &str = "fio-io_uring-64";
+/// Number of writes in flight.
 const DEPTH: u64 = 64;
+/// Size of the file (quick, full).
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// One page in this many is dirty by default. That suffices to write for half a second. Seven of eight dirty pages have
-/// no dirty page before them, so merging gains little, and mostly the speed of writing single pages is compared.
+/// One page in this many is dirty by default. That suffices to write for half a second. For seven of eight dirty pages
+/// the page before is clean. So merging gains little, and mostly the speed of writing single pages is compared.
 const ONE_OF: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]

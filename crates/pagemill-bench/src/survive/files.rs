@@ -17,17 +17,21 @@ use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
 
 /// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Size of the mount in a run without a cgroup limit. It is smaller, because files are then removed only when the file
-/// system is full.
+/// Size of the mount in a run without a cgroup limit. It is smaller than [`LIMITED_SIZE`], because without a limit
+/// files are removed only when the file system is full.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 /// Size of the mount in a run with a cgroup limit.
 const LIMITED_SIZE: u64 = 8 << 30;
 /// Seconds of a run on plain tmpfs. The run is short because the tmpfs is soon full.
 const PLAIN_SECONDS: u64 = 2;
 
+/// Metric: GiB written per second.
 const SPEED: &str = "gib_per_second";
+/// Metric: peak of the memory charged to the cgroup.
 const PEAK: &str = "peak_mib";
+/// Subject: a run on Pagemill's mount without a cgroup limit.
 const UNLIMITED: &str = "unlimited";
+/// Metric: number of writes that failed.
 const FAILED_WRITES: &str = "failed_writes";
 /// Metrics that count losses, none of which is allowed, and their columns.
 const LOSSES: [(&str, &str); 5] = [
@@ -39,8 +43,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// One case: writers of files of one size, in a cgroup with a memory limit. The first case of each file size and number
-/// of writers also runs without a limit.
+/// One case: a number of writers of files of one size, in a cgroup with a memory limit. For each file size and number
+/// of writers, the case with the first limit also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -89,7 +93,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
-        // The last run has no limit. It is the baseline of the others.
+        // The last run has no limit. It is the baseline of the runs with a limit.
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
@@ -264,8 +268,8 @@ mod tests {
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// The expected numbers are computed by hand. The required files must always fit below the purge threshold. Cases
-    /// whose files cannot fit must be detected.
+    /// The numbers of required files must equal those computed by hand. The required files must fit below the purge
+    /// threshold. Cases whose unremovable files exceed the limit must be detected.
     #[test]
     fn required_newest_files_fit_below_limit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.required_newest_files();
@@ -287,8 +291,8 @@ mod tests {
         samples
     }
 
-    /// A slow run without losses must fall short, and so must a fast run with a failed write. Without the baseline run
-    /// there must be no verdict.
+    /// A slow run without losses must fall short. A fast run with a failed write must fall short, too. Without the
+    /// baseline run there must be no verdict.
     #[test]
     fn any_loss_misses_the_target() {
         assert_eq!(verdict(&samples(9.0, 0.0), &SMALL).state(), VerdictState::Reached);

@@ -22,12 +22,17 @@ use super::LIMIT_MIB;
 const KEEPER_MIB: u64 = 200;
 /// Memory that the newcomer needs.
 const NEWCOMER_MIB: u64 = 180;
+/// Number of threads of the newcomer.
 const NEWCOMER_THREADS: u64 = 4;
 
 const CASE: &str = "handover";
+/// Metric: median of the newcomers' speeds.
 const SPEED: &str = "gib_per_second";
+/// Metric: longest time of a newcomer.
 const SLOWEST: &str = "slowest_ms";
+/// Metric: number of failed allocations of all processes.
 const REFUSED: &str = "refused";
+/// Metric: peak of the cgroup's memory as a fraction of its limit.
 const USED: &str = "used_share";
 /// Metric of a sample: 1 if no process was killed, else 0.
 const SURVIVED: &str = "survived";
@@ -175,8 +180,8 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
 mod tests {
     use super::*;
 
-    /// A sample of three turns must have the median speed, the longest time, and the failed allocations of both
-    /// processes together.
+    /// A sample of three turns must have the median speed of the newcomers, their longest time, and the number of
+    /// failed allocations of keeper and newcomers.
     #[test]
     fn sample_summarizes_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });

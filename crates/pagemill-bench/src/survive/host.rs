@@ -25,9 +25,11 @@ const MIN_AVAILABLE_BYTES: u64 = 4 << 30;
 /// Number of CPUs that other processes may use. If they use more, the machine is not idle enough for the experiment.
 const BUSY_CPUS: f64 = 0.3;
 
+/// MiB that the filler allocates per second.
 const RATE_MIB: u64 = 1024;
+/// Live memory of the server.
 const LIVE_MIB: u64 = 64;
-/// Interval between samples of the machine and of both processes.
+/// Interval between samples of the machine, the server and the filler.
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Sampling continues for this long after the filler has allocated its last byte.
 const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
@@ -35,16 +37,22 @@ const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
 /// memory by less.
 const RETURNING_BYTES: u64 = 128 << 20;
 
-/// Available memory counts as low while it is less than this above the minimum of the run.
+/// Available memory counts as low while it exceeds the minimum of the run by less than this.
 const LOW_MARGIN_BYTES: u64 = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
+/// Metric: minimum of available memory, in percent of the machine's memory.
 const AVAILABLE: &str = "least_available_percent";
+/// Metric: rate at which the server returned memory while memory was low.
 const RETURNED: &str = "gave_gib_per_second";
+/// Metric: rate at which the filler allocated memory.
 const FILL_RATE: &str = "filler_gib_per_second";
+/// Metric: rate at which the server returned memory, divided by the filler's rate during the same time.
 const RETURNED_PER_FILLED: &str = "gave_per_taken";
+/// Metric: 99.9th percentile of the duration of malloc in the server while memory was low.
 const P999: &str = "p999_ms";
+/// Metric: 1 if the filler stopped at the floor, else 0.
 const STOPPED: &str = "stopped";
 const METRICS: &[&str] = &[
     AVAILABLE,
@@ -86,7 +94,7 @@ impl Plan {
     }
 }
 
-/// One sample of the machine and of both processes, in bytes.
+/// One sample of the machine, the server and the filler, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct MachineSample {
     seconds: f64,
@@ -185,7 +193,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     })
 }
 
-/// Takes samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until either process ends.
+/// Takes samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until server or filler ends.
 fn sample_until_full(
     plan: &Plan,
     signs: &Signs,
@@ -226,7 +234,8 @@ fn resident_bytes(running: &RunningGroup) -> u64 {
     proc::resident_memory(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// Returns the JSON line of a sample: rates and minimum from the trace, and the values that both processes report.
+/// Returns the JSON line of a sample: the rates and the minimum of available memory from the trace, and the values that
+/// server and filler report.
 fn sample_json(
     plan: &Plan,
     trace: &[MachineSample],

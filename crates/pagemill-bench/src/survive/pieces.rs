@@ -29,12 +29,16 @@ use crate::workload::pieces::{Freed, Load, keeper_sign};
 const LIMIT_MIB: u64 = 140;
 /// Memory that all keepers together fill.
 const KEEPERS_MIB: u64 = 100;
+/// Memory that the newcomer allocates.
 const NEWCOMER_MIB: u64 = 70;
+/// Number of threads of the newcomer.
 const NEWCOMER_THREADS: u64 = 2;
 /// The limit of the process tree, in the variant that sets one. The keepers' memory fits below it.
 const TREE_LIMIT: &str = "128M";
 
+/// Sizes of the keepers' allocations in bytes, in a full run.
 const SIZES: &[u64] = &[16, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
+/// Sizes of the keepers' allocations in bytes, in a quick run.
 const QUICK_SIZES: &[u64] = &[4 << 10, 1 << 20];
 /// The smallest size of the variant that frees at random. From this size on, each allocation has OS pages of its own,
 /// so an allocator can return freed ones.
@@ -44,8 +48,11 @@ const RANDOM_FROM: u64 = 64 << 10;
 /// Pagemill's periodic reclaim goes to sleep.
 const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Duration::from_millis(1500)];
 
+/// Metric: GiB that the newcomer fills per second.
 const SPEED: &str = "gib_per_second";
+/// Metric: longest time of the newcomer.
 const SLOWEST: &str = "slowest_ms";
+/// Metric: number of failed allocations of all processes.
 const REFUSED: &str = "refused";
 /// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";

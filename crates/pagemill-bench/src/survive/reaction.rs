@@ -16,8 +16,11 @@ const HOARD_MIB: (u64, u64) = (256, 1024);
 /// MiB per request, and number of requests (quick, full).
 const CASES: [(u64, (u64, u64)); 2] = [(2, (50, 300)), (64, (9, 150))];
 
+/// Metric: median of the latency of the requests.
 const MEDIAN: &str = "median_us";
+/// Metric: 99th percentile of the latency of the requests.
 const P99: &str = "p99_us";
+/// Metric: number of requests that took longer than a second.
 const LATE: &str = "late";
 
 /// Runs the experiment under Pagemill, if Pagemill is among the subjects; adds rows to the report.

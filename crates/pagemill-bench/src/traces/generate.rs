@@ -3,8 +3,8 @@
 //! A trace depends on its kind, on the number of pages (the footprint), and on a seed. For some kinds it also depends
 //! on the size of the cache. Equal inputs give an equal trace.
 
-/// The random number generator SplitMix64. It is written here and not taken from a crate: a new version of a crate could
-/// change the sequence of requests, and with it the hit ratios in docs/benchmarks-cache.md and docs/decisions.md.
+/// The random number generator SplitMix64. It is written here and not taken from a crate: a new version of a crate
+/// could change the sequence of requests, and with it the hit ratios in docs/benchmarks-cache.md and docs/decisions.md.
 ///
 /// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
 struct Random(u64);
@@ -58,12 +58,14 @@ impl Zipf {
 pub enum TraceKind {
     /// Independent requests. The page of rank r has a frequency proportional to r^-x, where x is the exponent given.
     Zipf(f64),
-    /// Half of the requests loop over a twentieth of the footprint. The other half repeatedly scan the rest.
+    /// Half of the requests loop over a twentieth of the footprint. The other requests scan the rest of the footprint
+    /// repeatedly.
     ScanLoop,
     /// A loop over one tenth more pages than the cache has room for.
     Loop,
-    /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint. The others
-    /// are for any page. After ten requests for each page of the working set, half of the working set is replaced.
+    /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint. The tenth is
+    /// for any page. After ten times as many requests as the working set has pages, half of the working set is
+    /// replaced.
     Shift,
     /// Requests for random pages of a working set, which is a twentieth of the footprint. Every forty requests, one
     /// page of the set is replaced.
@@ -71,7 +73,7 @@ pub enum TraceKind {
     /// A Zipf trace with exponent 1.0 on half of the footprint, interrupted by scans of the other half. Each scan
     /// covers a tenth of the footprint. One request in six belongs to a scan.
     ZipfWithScans,
-    /// A Zipf trace with exponent 0.9. Each drawn page is requested another one to four times within the next 63 draws.
+    /// A Zipf trace with exponent 0.9. Each drawn page is requested one to four more times within the next 63 draws.
     Bursts,
 }
 

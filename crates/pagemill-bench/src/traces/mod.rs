@@ -19,12 +19,13 @@ const S3_FIFO: &str = "s3-fifo";
 const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
 const HIT_RATIO: &str = "hit_percent";
 
+/// Number of pages of the footprint (quick, full).
 const PAGES: (usize, usize) = (20_000, 100_000);
 /// Number of requests for each page of the footprint.
 const REQUESTS: usize = 20;
+/// Sizes of the cache, in percent of the footprint.
 const CACHE_PERCENTS: [usize; 3] = [1, 10, 25];
-/// The first requests only fill the cache and are not counted. Their number is that of all requests divided by this
-/// constant.
+/// The first fifth of the requests only fills the cache and is not counted.
 const WARM_DIVISOR: usize = 5;
 /// The seed of the first round. Each later round adds its index.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;

@@ -14,8 +14,9 @@ use crate::native::TaggedAllocation;
 use crate::stats;
 use crate::{native, proc};
 
-/// Smallest and largest size of an allocation. The logarithms of the sizes are uniformly distributed.
+/// Smallest size of an allocation. The logarithms of the sizes are uniformly distributed.
 const MIN_BYTES: f64 = 16.0;
+/// Largest size of an allocation.
 const MAX_BYTES: f64 = (8 << 20) as f64;
 
 /// One allocation in this many is passed to another thread, which frees it.
@@ -181,8 +182,8 @@ impl SharedState {
 mod tests {
     use super::*;
 
-    /// Random sizes must lie in their range, and their median must be far below their mean. A short churn must find all
-    /// tags and report its results.
+    /// Random sizes must lie between minimum and maximum, and their median must be far below their mean. A short churn
+    /// must find each tag unchanged and report its results.
     #[test]
     fn churn_keeps_its_tags() {
         let mut random = Rng::with_seed(1);

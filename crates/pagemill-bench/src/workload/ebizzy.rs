@@ -30,10 +30,10 @@ const FIXED_WORDS: usize = 256 * 1024 / 8;
 /// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Number of records that each thread makes before counting starts, and again before counting ends, even if the set
-/// time is over. The first records touch new memory, and a thread may be without a CPU for a while.
+/// Minimum number of records that each thread makes before counting starts, and again while they are counted, even if
+/// the set time is over. The first records touch new memory, and a thread may be without a CPU for a while.
 const MIN_RECORDS: u64 = 4;
-/// Time limit for these records.
+/// Time limit for [`MIN_RECORDS`].
 const MIN_RECORDS_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// The sizes of the copies.

@@ -15,8 +15,8 @@ use crate::pattern::{self, Records};
 
 const WRITE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
-/// Time limit for writing before the measurement. After it, the measurement starts even if less was written than
-/// requested.
+/// Time limit for writing before the measurement. After this time, the measurement starts even if less was written
+/// than requested.
 pub const FILL_TIME_LIMIT: Duration = Duration::from_secs(60);
 /// The folder of volatile files, which the bench marks before the writers start.
 pub const VOLATILE: &str = "volatile";
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     /// Of four complete files, one is shortened, one is renamed so that its contents do not fit its name, and one is
-    /// lengthened. Only the fourth must count as existing, and the other three as torn.
+    /// lengthened. The unchanged file must count as existing, and the three changed files as torn.
     #[test]
     fn torn_and_missing_files_are_distinguished() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -23,7 +23,7 @@ pub struct Hog {
     pub folder: PathBuf,
 }
 
-/// Name of the lock file in that folder.
+/// Name of the lock file in the folder of [`Hog`].
 pub const LOCK: &str = "turn";
 /// Name of the stop file. The hog ends once it exists.
 pub const STOP: &str = "stop";

@@ -21,13 +21,13 @@ pub const READY_SIGN: &str = "ready";
 pub const FILLED_SIGN: &str = "taken";
 /// The bench's sign: available memory is low. From then on the server records the times of malloc separately.
 pub const NEARLY_FULL_SIGN: &str = "near";
-/// The bench's sign: both processes must end.
+/// The bench's sign: server and filler must end.
 pub const STOP: &str = "stop";
 
 /// Number of live allocations in the server's work. Each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// Smallest size of these allocations, and the number of powers of two above it. All powers of two are equally
-/// frequent.
+/// Smallest size of the allocations in the server's work, and the number of powers of two above this size. All powers
+/// of two are equally frequent.
 const ALLOCATION_SIZES: (usize, u32) = (1 << 10, 10);
 
 /// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
@@ -77,7 +77,7 @@ pub fn run_server(arguments: &Server) -> WorkloadResult {
     let mut work = ServerWork::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // If both signs exist, the server times one more batch before it ends.
+        // If the signs `NEARLY_FULL_SIGN` and `STOP` both exist, the server times one more batch before it ends.
         is_over = signs.exists(STOP);
         is_near = is_near || signs.exists(NEARLY_FULL_SIGN);
         let times = if is_near { &mut near } else { &mut before };
@@ -173,8 +173,8 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
 mod tests {
     use super::*;
 
-    /// A server with 8 MiB of free memory finds all signs as soon as it is ready. It must still time one batch, and no
-    /// allocation may be damaged.
+    /// The signs [`NEARLY_FULL_SIGN`] and [`STOP`] are created as soon as a server with 8 MiB of free memory is ready.
+    /// The server must still time one batch, and no allocation may be damaged.
     #[test]
     fn server_times_a_batch_after_the_near_sign() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -12,7 +12,7 @@ const ALLOCATION_BYTES: usize = 1 << 20;
 pub struct Idle {
     #[arg(long)]
     pub mib: usize,
-    /// Lifetime of the process; the bench may end it earlier.
+    /// Lifetime of the process in seconds; the bench may end it earlier.
     #[arg(long)]
     pub seconds: u64,
 }

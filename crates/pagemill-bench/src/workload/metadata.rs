@@ -11,9 +11,11 @@ use crate::files::FilePlace;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// How often the operations are repeated that are faster than creation.
+/// Number of times that each file is checked by stat, because stat is faster than creation.
 const STAT_REPEATS: usize = 4;
+/// Number of times that each file is read.
 const READ_REPEATS: usize = 2;
+/// Number of times that the whole tree is searched.
 const FIND_REPEATS: usize = 4;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -154,8 +156,8 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// The program `find` and the walk must find the same files. A file with other contents must be a wrong answer, and
-    /// so must a missing file.
+    /// The program `find` and the walk must find the same files. A file with other contents must be a wrong answer. A
+    /// missing file must be a wrong answer, too.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -65,7 +65,7 @@ pub struct Touch {
     mib: usize,
 }
 
-/// Arguments of a process that executes a command in its own place. The command is killed when this bench ends. If a
+/// Arguments of a process that replaces itself by a command (`exec`). The command is killed when this bench ends. If a
 /// cgroup is given, the process first joins the cgroup.
 #[derive(Debug, clap::Args)]
 pub struct Enter {

@@ -16,11 +16,13 @@ use crate::signs::Signs;
 
 /// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
-/// Nine tenths of the runs (or of the allocations) are freed: [`KEPT_RUNS`] of this many are kept.
+/// Of this many consecutive runs, [`KEPT_RUNS`] are kept. If allocations are freed at random, the same fraction of them
+/// is kept.
 const RUNS_PER_CYCLE: u64 = 20;
+/// Number of runs that are kept of [`RUNS_PER_CYCLE`].
 const KEPT_RUNS: u64 = 2;
 
-/// After this many allocated bytes, the process measures its resident memory again.
+/// The process measures its resident memory each time it has allocated this many bytes.
 const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
 /// Which allocations are freed.
@@ -184,8 +186,8 @@ mod tests {
         }
     }
 
-    /// Filling must stop at the given bytes, counted or resident. After both kinds of work, all allocations must be
-    /// intact.
+    /// Filling must stop when the allocations, or the resident memory, have grown by the given bytes. After each kind
+    /// of work, all allocations must be intact.
     #[test]
     fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");

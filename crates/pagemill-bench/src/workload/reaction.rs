@@ -21,7 +21,7 @@ const ALLOCATION_BYTES: usize = 1 << 20;
 /// become stable.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A request that takes longer than this counts as late, and is recorded with this time.
+/// A request that takes longer than this is late, and this time is recorded as its latency.
 const LATE: Duration = Duration::from_secs(1);
 
 /// Arguments of the asker, which starts the hoarder.
@@ -87,8 +87,8 @@ impl Drop for HoarderProcess {
 pub fn run_asker(arguments: &Asker) -> WorkloadResult {
     let page = join_tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
-    // Number of requests before the hoarder fills its memory again. It is one less than the memory suffices for, since
-    // the last free memory may be too scattered to be returned.
+    // Number of requests before the hoarder fills its memory again. Its free memory would suffice for one more request,
+    // but the last free memory may be too scattered to be returned.
     let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1) as u64;
     let mut hoard = HoarderProcess::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Histogram::new(), 0_u64);

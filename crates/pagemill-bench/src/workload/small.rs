@@ -8,8 +8,8 @@ use super::steps::{self, StepWork};
 use super::{Failure, WorkloadResult};
 use crate::native::TaggedAllocation;
 
-/// Number of malloc and free pairs in a step of every pattern. Also the number of allocations in a batch and in the
-/// table.
+/// Number of malloc and free pairs in a step of every pattern; number of allocations in a batch; number of live
+/// allocations in the pattern churn.
 pub const STEP_PAIRS: u64 = 1000;
 
 /// The order in which allocations are made and freed.

@@ -62,8 +62,8 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Measures the nanoseconds that a thread needs to mark and unmark a range, or to make the system calls instead; and
-/// the page faults.
+/// Measures the page faults, and the nanoseconds that a thread needs to mark and unmark a range or to make the system
+/// calls that replace marks.
 pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);

@@ -9,7 +9,7 @@ use std::time::Duration;
 /// The parameters of a cache that is about to be created ([`PageCache::builder`]).
 ///
 /// ```
-/// use pagemill_cache::{Never, PageCache, Source, Writeback};
+/// use pagemill_cache::{Never, PageCache, Writeback};
 /// use pagemill_core::units::PageSize;
 /// use std::time::Duration;
 ///
@@ -17,7 +17,6 @@ use std::time::Duration;
 ///     .limit(32 << 20)
 ///     .page(PageSize::new(64 << 10).unwrap())
 ///     .policy(Never) // no huge folios
-///     .source(Source::TryHugetlb)
 ///     .writeback(Writeback::default().age(Duration::from_secs(5)))
 ///     .build()?;
 /// assert_eq!(cache.page().bytes(), 65_536);
@@ -79,7 +78,16 @@ impl Builder {
         Self { policy: Box::new(policy), ..self }
     }
 
-    /// Sets where the cache's memory comes from.
+    /// Sets the kind of memory that the cache uses. Needs the feature `hugetlb`.
+    ///
+    /// ```
+    /// use pagemill_cache::{PageCache, Source};
+    ///
+    /// let cache = PageCache::builder("hot rows").limit(32 << 20).source(Source::TryHugetlb).build()?;
+    /// println!("in reserved huge pages: {}", cache.usage().is_hugetlb);
+    /// # Ok::<(), pagemill_core::Error>(())
+    /// ```
+    #[cfg(feature = "hugetlb")]
     pub fn source(self, source: Source) -> Self {
         Self { source, ..self }
     }

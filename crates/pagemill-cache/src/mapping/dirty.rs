@@ -75,20 +75,17 @@ impl Dirty {
     }
 }
 
-impl Mapping {
+impl Clone for Mapping {
     /// Returns another handle of the same file, which exists until its last handle is dropped. Each handle reports each
     /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has not
     /// reported yet.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongState`] in a fork child.
-    pub fn try_clone(&self) -> Result<Self> {
-        self.0.check(0, 0)?;
+    fn clone(&self) -> Self {
         self.0.handles.fetch_add(1, Relaxed);
-        Ok(Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed))))
+        Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed)))
     }
+}
 
+impl Mapping {
     /// Returns the bytes of the file's dirty folios: changed in memory, and not yet in the store.
     pub fn dirty_bytes(&self) -> u64 {
         self.0.dirty.as_ref().map_or(0, |dirty| dirty.bytes())
@@ -274,21 +271,21 @@ mod tests {
         let cache = PageCache::builder("told").limit(32 * BLOCK_BYTES as u64).build_in(test_process::caches()).unwrap();
         let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
         let first = cache.open(Arc::new(store.clone())).unwrap();
-        let (second, third) = (first.try_clone().unwrap(), first.try_clone().unwrap());
+        let (second, third) = (first.clone(), first.clone());
         first.write_at(&[7; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, errno: 28, ..Faults::default() });
         assert_eq!(second.write_back(0, 100).unwrap_err().errno(), 28);
         assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "the page stays dirty");
         store.set_faults(Faults::default());
         drop(third);
-        let third = second.try_clone().unwrap();
+        let third = second.clone();
         for handle in [&first, &second, &third] {
             let error = handle.sync().unwrap_err();
             assert!(error.errno() == 28 && error.to_string().contains("earlier"), "{error}");
             handle.sync().unwrap();
         }
         assert_eq!(store.inner().bytes(), [7; 100], "the store has the bytes");
-        first.try_clone().unwrap().sync().unwrap();
+        first.clone().sync().unwrap();
         // A sync reports its own failure at once, and other handles report it once.
         first.write_at(&[8; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });

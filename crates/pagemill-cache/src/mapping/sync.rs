@@ -32,7 +32,7 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. The error may also
-    /// be that of an earlier write, in the background or by another handle. Each handle ([`Mapping::try_clone`])
+    /// be that of an earlier write, in the background or by another handle. Each handle ([`Mapping::clone`])
     /// reports such a failure once, even if all bytes are durable now.
     ///
     /// [`Error::Busy`] if a dirty folio is pinned or held for a second, or if the file is truncated continually. The

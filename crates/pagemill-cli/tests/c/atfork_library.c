@@ -1,7 +1,8 @@
 /* A library whose constructor registers fork handlers before it allocates anything.
  *
  * All three handlers allocate. After `atfork_start_threads`, the prepare handler also ends and joins the
- * threads that allocate, and the others start threads again (in the child: one, which is joined at once). */
+ * threads that allocate. The other two handlers start threads again: the child's starts one thread and joins it
+ * at once. */
 #include "check.h"
 
 static pthread_t threads[3];

@@ -107,7 +107,8 @@ fn fill_nodes(cache: &OwnerSlab<NodeOwner>) {
     }
 }
 
-/// Prints the process id. Prints for each cache: objects in use, slabs, partial slabs, resident bytes, and both ratios.
+/// Prints the process id. Prints for each cache: objects in use, slabs, partial slabs, resident bytes, and the ratios
+/// `defrag_used_ratio` and `remote_node_defrag_ratio`.
 fn print_state(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
@@ -201,8 +202,7 @@ pub fn as_program(place: &TestFolder, mut command: Command) -> Command {
     command
 }
 
-/// Returns the numbers that the program printed for a cache: objects in use, slabs, partial slabs, resident bytes, and
-/// both ratios.
+/// Returns the numbers that [`print_state`] printed for a cache.
 pub fn printed_numbers<'holder>(holder: &'holder ObservedProgram, name: &str) -> &'holder [u64] {
     let at = NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()

@@ -27,7 +27,7 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls is to fail.
+/// Returns whether the sweep is full (`FAULT_SWEEP=full`). Otherwise only a sample of the calls is to fail.
 pub fn is_full() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
@@ -45,12 +45,12 @@ pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     found
 }
 
-/// In a full sweep, each of this many first calls fails in a run of its own. After them, the number of the failing call
-/// doubles from run to run. The last call fails, too.
+/// In a full sweep, each of the first 40 calls of a name fails in a run of its own. Of the later calls, the 80th, 160th
+/// and so on fail, and the last one.
 const FIRST_CALLS: usize = 40;
 
-/// Returns which calls are to fail, as numbers from 1, of `calls` calls in total. In a sample it is one call. Which one
-/// depends on `pair`, the index of the combination of call and error.
+/// Returns which of `calls` calls of one name are to fail, as numbers from 1. In a sample only one call is to fail. It
+/// is chosen by `pair`, the index of the combination of call name and error.
 pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     if !is_full() {
         return vec![1 + pair * 7 % calls.max(1)];

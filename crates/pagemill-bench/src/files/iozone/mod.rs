@@ -18,10 +18,13 @@ use original::PublishedResults;
 
 /// Numbers of workers in the table of 2013.
 const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
+/// Numbers of workers in a quick run.
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
+/// Total size of all files in bytes (quick, full).
 const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
+/// Minimum measured time of one operation with one number of workers (quick, full).
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Pause in which Pagemill can move closed files into huge pages. All file systems get the same pause.
+/// Pause in which Pagemill can move closed files into huge pages (quick, full). All file systems get the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 

@@ -7,7 +7,8 @@ use crate::report::{Bound, Report, Verdict, VerdictState};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
 
-/// The ratios of one cell in each round. A cell is one operation with one number of workers.
+/// One cell: one operation with one number of workers. Has one ratio for each round in which two file systems were
+/// measured: the speed on the first, divided by the speed on the one with which it is compared.
 struct Cell {
     name: String,
     ratios: Vec<f64>,
@@ -63,6 +64,7 @@ pub fn add_cache_verdicts(report: &mut Report, samples: &SampleTable<Case>, case
     report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(2.0)));
 }
 
+/// Returns the cells of one mode, with the speed on `subject` relative to the speed on `against`.
 fn collect_cells(
     samples: &SampleTable<Case>,
     cases: &[Case],

@@ -19,20 +19,25 @@ use subjects::{SUBJECTS, Subject, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
-/// Transfer sizes: the two of 2013, and the size of a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
+/// Size of a huge folio.
 const FOLIO: u64 = pagemill_core::units::BLOCK_BYTES as u64;
+/// Transfer sizes: the two sizes of 2013, and the size of a huge folio.
 const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
+/// Numbers of transfers in flight (quick, full).
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
+/// Duration of a sample (quick, full).
 const RUN_MS: (u64, u64) = (150, 500);
 /// Milliseconds of a sample with `--targets`. Such a sample is longer, because it uses only some milliseconds of CPU
 /// time.
 const TARGET_RUN_MS: u64 = 1000;
+/// Number of transfers in flight with `--targets`.
 const TARGET_DEPTH: u64 = 64;
+/// Minimum size of the file (quick, full).
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// The cache has a quarter of the file's size, or twice the bytes in flight if these are more.
+/// Size of the file divided by the size of the cache. The cache is larger if twice the bytes in flight need more.
 const FILE_TO_CACHE_SIZE: u64 = 4;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -98,7 +103,7 @@ impl Options {
         self.common.quick_or_full(RUN_MS.0, usual)
     }
 
-    /// Returns the file size in MiB. The bytes in flight are at most a quarter of the file.
+    /// Returns the file size in MiB: at least four times the bytes in flight.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
         self.common.quick_or_full(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)

@@ -16,8 +16,8 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
     }
 }
 
-/// Compares the cache's rate with the best rate of fio. Compares its CPU time with that of fio with registered buffers
-/// in huge pages.
+/// Compares the cache's rate with the best rate of fio, and the cache's CPU time with that of fio with registered
+/// buffers in huge pages.
 fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");

@@ -18,9 +18,11 @@ use crate::workload::hit::failed;
 /// Number of words in a name.
 const NAME_WORDS: usize = 5;
 
-/// States of an entry. `construct` makes a free entry.
+/// State of an entry that is not in the tree. `construct` makes such an entry.
 const FREE: u64 = 0;
+/// State of an entry in the tree.
 const LIVE: u64 = 1;
+/// State of an entry in the tree that defragmentation moves.
 const MOVING: u64 = 2;
 
 /// An entry of 192 bytes, the size of Linux's dentry.
@@ -92,8 +94,8 @@ impl Owner {
         change()
     }
 
-    /// Returns the two references to an entry. One is in the entry before it, the other in the entry behind it; at the
-    /// ends of the list they are in the directory. Must be called within `change`.
+    /// Returns the two references to an entry: one in the previous entry of the list, one in the next entry. At the
+    /// ends of the list, the directory has the reference instead. Must be called within `change`.
     fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
         let parent = entry_at(&entry.parent);
         let from_before = entry_at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
@@ -102,8 +104,8 @@ impl Owner {
     }
 }
 
-/// Returns the entry that a reference points to. The caller must have a guard or be within `change`; both keep the
-/// entry valid.
+/// Returns the entry that a reference points to. The caller must have a guard or be within `change`, so that the entry
+/// stays valid.
 fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
     // SAFETY:
@@ -198,8 +200,8 @@ impl Tree {
         let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
         let owner = Owner { table, change_lock: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
-        // With this ratio, every partial slab is defragmented. A lower ratio would spare slabs that are half used, and
-        // this workload adds and removes directories by halves.
+        // With this ratio, every partial slab is defragmented. A lower ratio would leave slabs that are half used as
+        // they are, and this workload adds and removes directories by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
         tree.make(None, 0, true)?;
@@ -261,7 +263,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Walks all directories. In each, visits first the entries in the order of their names, then the subdirectories.
+    /// Walks all directories. In each directory, visits the entries in the order of their names, then the
+    /// subdirectories.
     pub fn walk(&self) -> Result<WalkChecksum, Failure> {
         let mut sum = WalkChecksum::default();
         self.walk_directory(0, &mut sum)?;
@@ -271,8 +274,8 @@ impl Tree {
     fn walk_directory(&self, number: u64, sum: &mut WalkChecksum) -> Result<(), Failure> {
         let mut directories = Vec::new();
         {
-            // Under the guard, an entry that is moved concurrently keeps its old contents, and so do the entries that
-            // it refers to.
+            // While the guard lives, the old copies of moved entries keep their contents. So references in them stay
+            // valid.
             let _guard = xarray::pin();
             let directory = entry_at(self.cache.owner().place(number));
             let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;

@@ -20,7 +20,7 @@ const SEED: u64 = 0x736c_6162;
 /// One object in this many is kept.
 const KEPT_ONE_OF: usize = 10;
 
-/// Number of object numbers beyond the plan's objects, for allocations during the compaction.
+/// Number of further object numbers, beyond those of the plan's objects, for allocations during the compaction.
 pub const SPARE_NUMBERS: usize = 64;
 
 /// Bytes of a table entry for one handle. The table keeps an entry for each object of the peak.
@@ -205,8 +205,8 @@ fn resident_bytes() -> Result<u64, Failure> {
     proc::own_anonymous_bytes().ok_or_else(|| Failure::Other("no /proc/self/smaps_rollup".to_owned()))
 }
 
-/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, from huge pages in which they are
-/// scattered like the kept objects. First writes to the other objects, like the frees did.
+/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, from huge pages in which the copied
+/// objects are scattered like the kept ones. First writes to the objects that are not copied, as the frees did.
 fn time_copy_ns<const WORDS: usize, Reference>(plan: &Plan<Reference>, moved: usize) -> Result<f64, Failure> {
     let size = WORDS * size_of::<u64>();
     let kept_numbers = plan.kept_numbers();
@@ -261,7 +261,8 @@ mod tests {
         assert!(run(&Fragments { subject_options: subject_options(Subject::Fixed, 193) }, slabs_of_test).is_err());
     }
 
-    /// One of the kept objects is replaced by another or removed. The check must fail in both cases.
+    /// One of the kept objects is replaced by another object, or removed. [`Plan::check_objects`] must fail in both
+    /// cases.
     #[test]
     fn damage_is_detected() {
         let store = Malloc { how: GiveBack::MallocTrim };

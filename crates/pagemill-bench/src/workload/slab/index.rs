@@ -57,8 +57,8 @@ fn move_count(slabs: &Slabs) -> u64 {
     slabs.list().iter().map(|info| info.moved).sum()
 }
 
-/// Makes a file interleaved with another file, which is then dropped. So the index nodes of the first file are
-/// scattered.
+/// Makes a file. At the same time makes pages of another file, which is then dropped. So the index nodes of the
+/// returned file are scattered.
 fn make(cache: &PageCache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
     let mut nodes = 0;
@@ -97,7 +97,7 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
 mod tests {
     use super::*;
 
-    /// A walk must find all pages, with and without concurrent compaction.
+    /// A walk must find all resident pages, with and without concurrent compaction.
     #[test]
     fn walk_finds_all_pages() {
         for moving in [false, true] {

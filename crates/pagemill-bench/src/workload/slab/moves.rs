@@ -1,8 +1,8 @@
 //! A reader thread and a writer thread on the same objects, with or without a third thread that moves the objects.
 //!
 //! The writer fragments the slabs all the time. It processes one group of objects after the other, and frees nine of
-//! ten objects of each group in random order. At the same time, it makes the objects again that it freed half of all
-//! groups ago. So at any time, half of the slabs are sparsely used.
+//! ten objects of each group in random order. At the same time, it makes the freed objects of the opposite group again
+//! (half of all groups ahead). So at any time, half of the slabs are sparsely used.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,9 @@ const GUARDED_READS: usize = 64;
 /// After each step, the defragmenting thread sleeps this many times as long as the step took. So it uses a twentieth of
 /// a CPU.
 const REST_FACTOR: u32 = 19;
+/// Minimum time for which the defragmenting thread sleeps after a step.
 const MIN_REST: Duration = Duration::from_millis(1);
+/// Slabs of which less than this percentage is used are defragmented.
 const USED_RATIO: u32 = 30;
 
 /// Measures reads and writes per second, and the number of moved objects.

@@ -150,8 +150,8 @@ const HELD: u64 = 1;
 ///
 /// # Invariants
 ///
-/// An address in the table is that of an object with this number's state, or of one that is about to have it. An entry
-/// is changed only by the thread that holds the object, or by the one thread that fills empty entries.
+/// The address in an entry is that of an object whose state is, or is about to become, that of the entry's number. An
+/// entry is changed only by the thread that holds the object, or by the one thread that fills empty entries.
 pub struct Owner {
     table: Vec<AtomicPtr<Object>>,
 }

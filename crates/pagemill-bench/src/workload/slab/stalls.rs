@@ -16,9 +16,11 @@ use crate::workload::{Failure, WorkloadResult};
 /// Maximum number of background steps.
 const MAX_STEPS: usize = 2000;
 
-/// Phases of a run: the thread runs alone; the other thread moves objects or returns memory; the run is over.
+/// Phase of a run: the measured thread runs alone.
 const QUIET: u8 = 0;
+/// Phase of a run: the other thread moves objects or returns memory.
 const MOVING: u8 = 1;
+/// Phase of a run: the measured thread must end.
 const OVER: u8 = 2;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -33,7 +35,7 @@ pub struct Stalls {
     pub quiet_ms: u64,
 }
 
-/// Measures the latencies. The JSON line has the percentiles of both phases.
+/// Measures the latencies. The JSON line has the percentiles of the phases [`QUIET`] and [`MOVING`].
 pub fn run(arguments: &Stalls, provider: SlabsProvider) -> WorkloadResult {
     arguments.subject_options.run(provider, arguments)
 }
@@ -125,8 +127,8 @@ mod tests {
     use crate::workload::slab::fragments::Subject;
     use crate::workload::slab::slabs_of_test;
 
-    /// Objects are allocated and freed while others are moved, at once and in steps. None may be damaged. A cache that
-    /// cannot move its objects must have no steps.
+    /// Objects are allocated and freed while others are moved, all at once and in steps. No object may be damaged. A
+    /// cache that cannot move its objects must report that it made no step.
     #[test]
     fn calls_are_timed_during_moves() {
         for (subject, steps) in [(Subject::OwnerSlab, true), (Subject::HandleMap, false), (Subject::Malloc, false)] {

@@ -10,8 +10,9 @@ use pagemill_slab::Slabs;
 
 use crate::workload::Failure;
 
-/// Length of a step of background defragmentation, and the pause between two steps.
+/// Length of a step of background defragmentation.
 pub const STEP: Duration = Duration::from_millis(1);
+/// Pause between two steps of background defragmentation.
 pub const PAUSE: Duration = Duration::from_millis(10);
 
 /// Number and length of turns, and whether objects are moved concurrently.

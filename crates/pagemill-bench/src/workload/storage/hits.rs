@@ -29,9 +29,9 @@ const TURN_COUNT: u32 = 4;
 /// Number of copies between two reads of the clock.
 const BATCH: usize = 64;
 
-/// Arguments of a run. The copies are hits of a cache, with misses of the same cache as other reads. With `--plain`,
-/// they are copies of plain memory, with reads by a bare io_uring; these show how much the machine itself slows copies
-/// down.
+/// Arguments of a run. The copies are hits of a cache, and the other reads are misses of the same cache. With
+/// `--plain`, plain memory is copied, and a bare io_uring makes the other reads. That shows how much the machine itself
+/// slows copies down.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hits {
     #[command(flatten)]
@@ -47,9 +47,11 @@ pub struct Hits {
 
 type Record = [u8; RECORD_BYTES];
 
-/// States of the thread that makes misses.
+/// State of the thread that makes misses: it waits.
 const PAUSED: u8 = 0;
+/// State of the thread that makes misses: it reads at full speed.
 const BUSY: u8 = 1;
+/// State of the thread that makes misses: it must end.
 const OVER: u8 = 2;
 
 /// Copies, misses and duration, summed over all measurements of one kind.
@@ -100,8 +102,7 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
         drained += queue.drain()?;
         Ok(queue.times.count() + drained)
     })?;
-    // All reads of the file that were not requested as misses are copied pages that had been evicted and were read
-    // again.
+    // Each read of the file that was not requested as a miss is a page that a copy found evicted and read again.
     let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
     line[COPIES_MISSED] = json!(read.saturating_sub(begun));
     Ok(line)

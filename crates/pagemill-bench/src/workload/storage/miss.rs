@@ -229,9 +229,11 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
     line
 }
 
-/// Phases of a run with threads: warm-up, measurement, end.
+/// Phase of a run with threads: warm-up.
 const BEFORE: u8 = 0;
+/// Phase of a run with threads: reads are counted.
 const MEASURED: u8 = 1;
+/// Phase of a run with threads: the threads must end.
 const OVER: u8 = 2;
 
 fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> WorkloadResult {

@@ -1,4 +1,5 @@
-//! A bare io_uring of the library with buffers of its own. It is the upper bound for a cache that uses an io_uring.
+//! A bare io_uring: the rings of `pagemill-store` with buffers of the workload, without a cache. Its speed is the upper
+//! bound for a cache that uses an io_uring.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

@@ -16,10 +16,13 @@ use super::{BOARD, RemoveOutcome, Subject};
 /// Number of cells of a cache.
 const CELLS: usize = 1 << 15;
 
-/// States of an item. `HELD`: a thread changes or pins the item. `MOVING`: defragmentation moves it.
+/// State of an item that is not allocated.
 const FREE: u32 = 0;
+/// State of an item that any thread may hold or move.
 const LIVE: u32 = 1;
+/// State of an item that a thread changes or pins.
 const HELD: u32 = 2;
+/// State of an item that defragmentation moves.
 const MOVING: u32 = 3;
 
 /// An object of the cache, which has a state, the number of its cell, and words.

@@ -58,8 +58,7 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Threads cannot share the values of such a cache. So the function inserts a value of its own and removes it
-    /// again.
+    /// Inserts a value and removes it again, because threads cannot share the values of such a cache: it has no board.
     fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is_intact_with(Stamp::of_board(at)))

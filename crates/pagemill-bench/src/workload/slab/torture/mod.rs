@@ -41,7 +41,7 @@ const MAX_PINNED: usize = 4;
 /// Number of objects on the board.
 const BOARD: u64 = 64;
 
-/// The size of a run.
+/// The size of a run, and its seed.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Number of operations of all threads together.

@@ -10,10 +10,10 @@
 //! milliseconds on a busy machine: the new process runs at normal priority until it executes its program, and the
 //! thread that starts it sleeps until then.
 
-use crate::control_loop::print_message;
 use crate::file_access::{FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups};
+use crate::messages::print_message;
 use crate::policy::{Huge, Marks};
 use crate::status::Counts;
 use crate::worker::{Worker, WorkerJob, WorkerReply};

@@ -10,10 +10,11 @@ mod requests;
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins};
 use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
-use crate::file_access::{FileAccess, FileSystemUsage};
-use crate::file_table::{FileTable, now_ns};
+use crate::file_access::{FileAccess, FileSystemUsage, now_ns};
+use crate::file_table::FileTable;
 use crate::groups::Groups;
 use crate::growth_predictor::GrowthPredictor;
+use crate::messages::print_message;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
 use crate::scan::{self, Scanning, Which};
@@ -27,7 +28,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -601,9 +602,4 @@ impl ControlLoop {
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
-/// Prints a message to standard error.
-pub fn print_message(message: &str) {
-    let _ = writeln!(io::stderr(), "pagemill: {message}");
 }

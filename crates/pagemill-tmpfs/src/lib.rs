@@ -6,7 +6,8 @@
 //!
 //! Modules, from bottom to top:
 //!
-//! - [`policy`]: the marks that users set on files. [`file_access`]: file operations that follow no links.
+//! - [`messages`]: messages to the user. [`policy`]: the marks that users set on files. [`file_access`]: file operations
+//!   that follow no links.
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.
@@ -30,6 +31,7 @@ pub mod folders;
 pub mod groups;
 pub mod growth_predictor;
 pub mod index;
+pub mod messages;
 pub mod mounting;
 pub mod open_throttle;
 pub mod openfiles;

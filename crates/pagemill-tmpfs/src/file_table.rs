@@ -2,11 +2,11 @@
 //! queue. Events and scans update the record, and purges take files from it one at a time.
 
 use crate::budget::Bound;
-use crate::control_loop::print_message;
-use crate::file_access::{self, FileAccess, FileAttributes};
+use crate::file_access::{self, FileAccess, FileAttributes, now_ns};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::index::{Charge, Index, PurgePart, VolatileFile};
+use crate::messages::print_message;
 use crate::pagework::PageWork;
 use crate::policy::{self, Ancestor, Marks, Volatile};
 use crate::purge::{self, PurgeOutcome, Target};
@@ -21,7 +21,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 /// Delay between a file's close and its examination by the worker, for other files and for volatile ones. Many files
 /// are reopened soon after their close. A volatile file may also be purged soon, and its purge fails while the worker
@@ -39,7 +39,7 @@ const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 /// Maximum number of folders that are open at a time during a batch of events.
 const MAX_OPEN: usize = 32;
 
-/// Maximum number of volatile files whose attributes are read again for a status request.
+/// With more volatile files than this, a status request reads none of their attributes again.
 const MAX_RECHECKED_FILES: usize = 1024;
 
 /// Maximum number of paths for which a bad mark is reported.
@@ -85,12 +85,6 @@ pub struct FileTable {
     own_group: GroupId,
     may_ask_for_group: bool,
     reported_paths: HashSet<PathBuf>,
-}
-
-/// Returns the current time in nanoseconds since 1970, like the times of files.
-pub fn now_ns() -> i64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
 impl FileTable {

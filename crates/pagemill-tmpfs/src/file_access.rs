@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::str::FromStr;
+use std::time::SystemTime;
 
 /// `f_type` of tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -99,6 +100,12 @@ pub struct FileSystemUsage {
 /// The error text for a mark with an invalid value.
 #[derive(Debug)]
 pub struct BadMark(pub String);
+
+/// Returns the current time in nanoseconds since 1970, like the times of files.
+pub fn now_ns() -> i64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
 
 /// Access to one file system, through the root of its private mount.
 pub struct FileAccess {

@@ -2,7 +2,7 @@
 
 use super::{ControlLoop, SLICE};
 use crate::budget::{Bound, LimitUsage};
-use crate::file_table::now_ns;
+use crate::file_access::now_ns;
 use crate::open_throttle::OpenThrottle;
 use crate::status::{Counts, LineStatus, Status};
 use crate::submissions::LoopRequest;

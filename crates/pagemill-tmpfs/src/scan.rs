@@ -1,8 +1,8 @@
 //! Full scans of the file system. A scan finds files that existed before the controller started, files whose close
 //! events were lost, and marks that were set on closed files.
 
+use crate::file_access::now_ns;
 use crate::file_access::{self, BadMark, FileAccess, FileAttributes, FileSystemUsage};
-use crate::file_table::now_ns;
 use crate::policy::{self, Ancestor, Marks};
 use crate::purge;
 use crate::submissions::{ScanMessage, SubmissionQueue};

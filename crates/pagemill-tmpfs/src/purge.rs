@@ -9,9 +9,9 @@
 //! renamed file is not the expected one, or if a process waits to open the file. The private name contains the old name
 //! and the inode number. If the controller is killed, the next controller can therefore finish or undo the purge.
 
-use crate::control_loop::print_message;
 use crate::file_access::{self, FileAttributes};
 use crate::index::PurgePart;
+use crate::messages::print_message;
 use crate::policy::PURGED;
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::pages;

@@ -3,8 +3,9 @@
 //! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
 //! JSON, and the answer is also one line.
 
-use crate::control_loop::{ControlLoop, Settings, print_message};
+use crate::control_loop::{ControlLoop, Settings};
 use crate::file_access::FileAccess;
+use crate::messages::print_message;
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
 use crate::submissions::{LoopRequest, SubmissionQueue};
