@@ -22,10 +22,6 @@ pub type GroupId = u32;
 /// The id that stands for every group that is not in the table.
 pub const UNKNOWN: GroupId = 0;
 
-/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
-/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
-pub const INODE_BYTES: u64 = 1536;
-
 /// Maximum number of known groups. Files written by further groups count as written by an unknown group.
 const MAX_GROUPS: usize = 512;
 
