@@ -2,6 +2,9 @@
 //!
 //! The checks of code replace comments and strings by spaces first. Line numbers therefore stay the same.
 
+#[path = "tidy/imports.rs"]
+mod imports;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
