@@ -57,6 +57,7 @@ fn first_collector() -> &'static Collector {
 
 /// The collector of the current generation, which is not 0; the first call creates it.
 fn later_collector() -> &'static Collector {
+    debug_assert!(GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
     let mut found = LATER_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
@@ -103,6 +104,7 @@ pub fn pin() -> Guard {
 fn pin_later(generation: u32) -> Guard {
     let pinned = LATER_HANDLE.try_with(|handle| {
         let mut handle = handle.borrow_mut();
+        debug_assert!(handle.as_ref().is_none_or(|(of, _)| *of <= generation), "generations only grow");
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
             // Dropping the parent's handle would access the parent's collector, so the handle is leaked.
             std::mem::forget(handle.replace((generation, later_collector().register())));

@@ -101,10 +101,18 @@ impl Lock {
         }
     }
 
+    /// Whether a thread holds the lock. For assertions: that thread may release it at any time.
+    #[inline]
+    pub fn is_held(&self) -> bool {
+        self.word.load(Relaxed) != 0
+    }
+
     /// Releases the lock. The caller must hold it.
     #[inline]
     pub fn release(&self) {
-        if self.word.swap(0, Release) == 2 {
+        let before = self.word.swap(0, Release);
+        debug_assert!(before != 0, "only a held lock is released");
+        if before == 2 {
             wake_one(&self.word);
         }
     }
@@ -288,7 +296,8 @@ impl EventCount {
         if self.count.load(SeqCst) == seen {
             sleep_while(&self.count, seen, timeout);
         }
-        self.sleepers.fetch_sub(1, SeqCst);
+        let sleepers = self.sleepers.fetch_sub(1, SeqCst);
+        debug_assert!(sleepers > 0, "this thread counts as a sleeper");
     }
 }
 

@@ -33,6 +33,7 @@ impl Arena {
     ///
     /// [`Error::NoMemory`].
     pub fn back_block(&self, block: usize, expected_use: ExpectedUse) -> Result<()> {
+        debug_assert!(self.heap.contains(self.block_addr(block)), "the gauge of the heap counts the block");
         if self.block_state(block).backing != Backing::Empty {
             return Ok(());
         }
@@ -71,6 +72,7 @@ impl Arena {
     ///
     /// The caller owns the blocks, and they contain no data.
     pub unsafe fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+        debug_assert!(self.pool.contains(self.block_addr(first)));
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
         for block in first..first + blocks {
@@ -90,7 +92,7 @@ impl Arena {
     /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
     fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.word(block).lock(&self.generation);
-        debug_assert_eq!(locked.state.backing, Backing::Empty);
+        debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
         let addr = self.block_addr(block);
         let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
         if state.backing != Backing::Huge {
@@ -179,6 +181,7 @@ impl Arena {
     ///
     /// As [`Arena::discard`].
     pub unsafe fn reopen_with_small_pages(&self, block: usize) {
+        debug_assert!(!self.small.contains(self.block_addr(block)), "extents have maps, too");
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
         // SAFETY: guaranteed by the caller.
         unsafe { self.discard_and_reopen(block, 1) };
@@ -186,6 +189,7 @@ impl Arena {
 
     /// Allows the kernel to use huge pages at these addresses.
     pub fn allow_huge(&self, addr: usize, len_bytes: usize) {
+        debug_assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES), "huge pages are whole blocks");
         if self.use_huge && len_bytes > 0 {
             mem::allow_huge(addr, len_bytes);
         }
@@ -229,6 +233,8 @@ impl Arena {
 
     /// Sets the charge of a *Lazy* block to `pages`. The rest of the block stays overcommitted.
     fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
+        debug_assert!(!state.is_inherited, "the parent is charged for inherited memory");
+        debug_assert!(pages as usize <= os_pages_per_block());
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
             Self::update_gauge(self.gauge_of_block(block), state.charged_pages, pages);
@@ -260,6 +266,8 @@ impl Arena {
     ///
     /// As [`Arena::discard`].
     unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
+        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
+        debug_assert!(!self.small.contains(self.block_addr(first)), "extents have maps, too");
         let mut range = first..first + blocks;
         if range.all(|block| self.block_state(block).backing == Backing::Empty) {
             return 0;
@@ -355,6 +363,11 @@ impl Arena {
         parts: &[Range<usize>],
         mut refused: impl FnMut(usize),
     ) -> Option<u64> {
+        let range = self.block_addr(block)..self.block_addr(block) + BLOCK_BYTES;
+        let whole = || parts.iter().filter(|part| !part.is_empty());
+        debug_assert!(whole().all(|part| part.start >= range.start && part.end <= range.end), "parts of this block");
+        debug_assert!(whole().all(|part| (part.start | part.end).is_multiple_of(os_page_bytes())), "whole OS pages");
+        debug_assert!(whole().map(|part| part.start).is_sorted(), "parts in the order of their addresses");
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing != Backing::Lazy {
             return None;
@@ -386,6 +399,7 @@ impl Arena {
     pub fn split(&self, block: usize) {
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Huge {
+            debug_assert!(!self.small.contains(self.block_addr(block)), "blocks of extents become small");
             mem::split_huge(self.block_addr(block), BLOCK_BYTES);
             locked.state.backing = Backing::Lazy;
             stats::add(Counter::BlocksSplit, 1);
@@ -405,6 +419,8 @@ impl Arena {
     ///
     /// The caller owns both ranges, the target has no memory, and no thread accesses either range during the call.
     pub unsafe fn move_blocks(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
+        debug_assert!(to + blocks <= from || from + blocks <= to, "source and target are disjoint");
+        debug_assert!(self.gauge_of_block(from) == self.gauge_of_block(to), "one gauge counts the moved memory");
         let mut done = 0;
         while done < blocks {
             let count = (blocks - done).min(BATCH_BLOCKS);
@@ -426,6 +442,7 @@ impl Arena {
     ///
     /// As [`Arena::move_blocks`].
     unsafe fn move_batch(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
+        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
         // All blocks are locked during the move, so that no page is measured both in its source and in its target.
         let lock = |first: usize| {
             std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
@@ -436,9 +453,11 @@ impl Arena {
         let (dst, src, len) = (self.block_addr(to), self.block_addr(from), blocks * BLOCK_BYTES);
         // SAFETY: guaranteed by the caller.
         let moved = unsafe { moves::move_pages(dst, src, len) }.map_err(Error::system("moving pages"))?;
+        debug_assert!(moved <= len, "no more was moved than requested");
         for (source, target) in sources.iter_mut().zip(&mut targets).take(moved / BLOCK_BYTES) {
             let (Some(source), Some(target)) = (source, target) else { continue };
-            debug_assert_eq!(target.state.charged_pages, 0);
+            debug_assert!(target.state.charged_pages == 0, "the target has no memory");
+            debug_assert!(matches!(target.state.backing, Backing::Empty | Backing::Lazy));
             if target.state.backing == Backing::Lazy && !target.state.is_inherited {
                 // The source's memory, which is charged, replaces the untouched bytes of the target.
                 self.budget.reconciled(0, BLOCK_BYTES as i64);
@@ -450,6 +469,7 @@ impl Arena {
 
     /// Requests that the helper makes a block resident, because it will be needed soon.
     pub fn request_prefault(&self, block: usize) {
+        debug_assert!(self.heap.contains(self.block_addr(block)));
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 

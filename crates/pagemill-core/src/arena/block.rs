@@ -58,6 +58,14 @@ impl BlockState {
 
     /// The word for this state, unlocked.
     fn pack(self, generation: u16) -> u64 {
+        let (pages, full) = (self.charged_pages as usize, os_pages_per_block());
+        debug_assert!(pages <= full, "a block is charged once");
+        debug_assert!(self.backing != Backing::Empty || pages == 0, "an empty block is not charged");
+        debug_assert!(self.backing != Backing::Empty || !self.is_inherited, "an empty block has no inherited memory");
+        debug_assert!(
+            self.backing != Backing::Huge || self.is_inherited || pages == full,
+            "a huge page is charged as a whole"
+        );
         self.backing as u64
             | (u64::from(self.is_inherited) * INHERITED)
             | u64::from(generation) << GENERATION_SHIFT
@@ -109,6 +117,8 @@ impl BlockWord {
 
     /// Acquires the lock of a word that was read as `seen`, unlocked; returns `None` if the word has changed since.
     fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
+        let is_void = (seen >> GENERATION_SHIFT) as u16 != generation;
+        debug_assert!(seen & LOCKED == 0 || is_void, "the word was read unlocked");
         let state = BlockState::unpack(seen, generation);
         self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
         // The guard is created after the lock was acquired, because dropping a guard always releases the lock.
@@ -135,6 +145,7 @@ pub(crate) struct Locked<'word> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
+        debug_assert!(self.word.0.load(Relaxed) & LOCKED != 0, "only a held lock is released");
         self.word.0.store(self.state.pack(self.generation), Release);
     }
 }

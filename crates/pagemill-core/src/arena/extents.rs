@@ -31,6 +31,7 @@ impl PageSet {
     }
 
     fn set(&self, pages: Range<usize>, value: bool) {
+        debug_assert!(pages.end <= os_pages_per_block(), "the pages belong to one block");
         for page in pages {
             let (word, bit) = (&self.0[page / 64], 1u64 << (page % 64));
             let before = word.load(Relaxed);
@@ -40,6 +41,7 @@ impl PageSet {
 
     /// Whether the set has at least one of these pages.
     fn contains_any(&self, pages: Range<usize>) -> bool {
+        debug_assert!(pages.end <= os_pages_per_block(), "the pages belong to one block");
         let mut page = pages.start;
         while page < pages.end {
             let word = self.0[page / 64].load(Relaxed) >> (page % 64);
@@ -88,11 +90,13 @@ impl Arena {
     ///
     /// The range starts at the start of an extent of the caller. No page of that extent is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
+        debug_assert!(addr.is_multiple_of(BLOCK_BYTES), "extents start with a block");
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
 
     /// Splits a range at block boundaries.
     fn split_at_blocks(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
+        debug_assert!(self.small.contains(addr) && self.small.contains(addr + len_bytes.max(1) - 1));
         let page = os_page_bytes();
         let (first, last) = (self.block_of(addr), self.block_of(addr + len_bytes.max(1) - 1));
         (first..=last).map(move |block| {
@@ -193,6 +197,11 @@ impl Arena {
 
     /// Commits a part after the budget has admitted its pages. Returns the number of OS pages charged.
     fn commit_admitted(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
+        debug_assert!(!take_huge || locked.state.backing == Backing::Empty, "only an empty block gets a huge page");
+        debug_assert!(
+            !self.maps.get(part.block).committed.contains_any(part.pages.clone()),
+            "pages are committed once"
+        );
         let before = locked.state.charged_pages;
         if take_huge {
             locked.state = self.populate_huge(part.block);
@@ -222,8 +231,18 @@ impl Arena {
         }
         maps.stale.set(part.pages.clone(), false);
         maps.committed.set(part.pages.clone(), true);
+        self.check_charge(locked, part.block);
         Self::update_gauge(Counter::Small, before, locked.state.charged_pages);
         locked.state.charged_pages - before
+    }
+
+    /// Asserts that a block is charged for its resident pages, unless the parent is charged for some.
+    fn check_charge(&self, locked: &Locked<'_>, block: usize) {
+        let maps = self.maps.get(block);
+        debug_assert!(
+            locked.state.is_inherited
+                || locked.state.charged_pages as usize >= maps.committed.count() + maps.stale.count()
+        );
     }
 
     /// Makes the units of a part resident if a software page is larger than the OS page. Otherwise the kernel provides
@@ -256,6 +275,7 @@ impl Arena {
                 freed += self.discard_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
                 let maps = self.maps.get(part.block);
+                debug_assert!(part.pages.clone().all(|page| maps.committed.get(page)), "only committed pages are");
                 maps.committed.set(part.pages.clone(), false);
                 maps.stale.set(part.pages.clone(), true);
                 freed += self.discard_unused_units(&mut locked, &part);
@@ -293,6 +313,7 @@ impl Arena {
             }
         }
         self.discard_run(locked, part.block, run);
+        self.check_charge(locked, part.block);
         if locked.state.charged_pages == 0 && maps.committed.count() == 0 && maps.stale.count() == 0 {
             locked.state = BlockState::EMPTY;
         }
@@ -307,6 +328,7 @@ impl Arena {
     /// Returns a run of pages to the kernel, all of them in units without committed pages.
     fn discard_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
+        debug_assert!(!self.maps.get(block).committed.contains_any(run.clone()), "no thread uses these pages");
         let addr = self.block_addr(block) + run.start * os_page_bytes();
         // SAFETY: none of these pages is committed, and the lock on the block keeps it so. No thread uses them.
         if unsafe { mem::discard(addr, run.len() * os_page_bytes()) }.is_ok() {

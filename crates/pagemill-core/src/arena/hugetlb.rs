@@ -30,6 +30,7 @@ impl Reserve {
     ///
     /// [`Error::NoHugetlb`] if too few are free, [`Error::Unsupported`] if the kernel does not support them.
     pub fn take(len_bytes: usize) -> Result<Self> {
+        assert!(len_bytes.is_multiple_of(BLOCK_BYTES), "hugetlb pages are whole blocks");
         match hugetlb::map(len_bytes, BLOCK_BYTES) {
             Ok(addr) => Ok(Self { addr, len_bytes }),
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => {
@@ -66,6 +67,8 @@ impl Arena {
     /// [`Arena::return_hugetlb`] has closed them again.
     pub unsafe fn place_hugetlb(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
         let len_bytes = reserve.len_bytes;
+        assert!(addr.is_multiple_of(BLOCK_BYTES) && self.pool.contains(addr), "the target is in the pool zone");
+        assert!(addr + len_bytes <= self.pool.base() + self.pool.carved_bytes(), "the target was carved");
         // SAFETY: only this function knows the source mapping, and the target blocks of the caller have no memory.
         unsafe { hugetlb::place(reserve.addr, len_bytes, addr) }
             .map_err(Error::system("moving reserved huge pages into place"))?;
@@ -97,6 +100,7 @@ impl Arena {
     /// The blocks are exactly those of that call. Their contents are not needed, and no I/O to or from them is in
     /// flight.
     pub unsafe fn return_hugetlb(&self, addr: usize, len_bytes: usize) -> Result<()> {
+        assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES) && self.pool.contains(addr));
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
         // SAFETY: guaranteed by the caller.
         unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;

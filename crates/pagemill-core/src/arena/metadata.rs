@@ -84,6 +84,7 @@ impl<T: Zeroed> Table<T> {
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
         const STEP_BYTES: usize = 1 << 20;
         assert!(end <= self.len);
+        debug_assert!(first <= next, "entries are opened in order");
         let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
         let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
         let to = to.next_multiple_of(STEP_BYTES);
@@ -148,6 +149,7 @@ impl<T: Zeroed> Table<T> {
 
     /// Resident bytes of the OS pages that contain `count` entries, the first with index `first`.
     pub fn resident_bytes(&self, first: usize, count: usize) -> u64 {
+        debug_assert!(first + count <= self.len);
         let page = os_page_bytes();
         let start = (self.base + first * size_of::<T>()) & !(page - 1);
         let end = (self.base + (first + count) * size_of::<T>()).next_multiple_of(page);
@@ -173,6 +175,7 @@ pub fn place<T: Sync>(value: T) -> Result<&'static T> {
     let bytes = size_of::<T>().next_multiple_of(os_page_bytes());
     let addr =
         mem::map_sparse(bytes, align_of::<T>().max(os_page_bytes())).map_err(Error::system("mapping metadata"))?;
+    assert!(addr.is_multiple_of(align_of::<T>()));
     let at = addr as *mut T;
     // SAFETY: the mapping is new, large enough and aligned. It is written once, then only shared references exist.
     unsafe {

@@ -256,6 +256,8 @@ impl Arena {
     /// [`Error::System`] if less than 256 MiB of address space are available.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
         let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
+        assert!(base.is_multiple_of(BLOCK_BYTES));
+        assert!((small_bytes | heap_bytes | pool_bytes).is_multiple_of(BLOCK_BYTES), "zones consist of blocks");
         let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
         let zone = |base, len_bytes| Zone { base, len_bytes, next: AtomicUsize::new(0), lock: Lock::new() };
         Ok(Self {
@@ -294,11 +296,13 @@ impl Arena {
     /// The index of the block that contains `addr`, counted from the arena's base.
     #[inline]
     pub fn block_of(&self, addr: usize) -> usize {
+        debug_assert!(addr >= self.small.base && addr <= self.addresses().end, "the address is in the arena");
         (addr - self.small.base) / BLOCK_BYTES
     }
 
     #[inline]
     pub fn block_addr(&self, block: usize) -> usize {
+        debug_assert!(block * BLOCK_BYTES <= self.addresses().len(), "the block is in the arena");
         self.small.base + block * BLOCK_BYTES
     }
 
@@ -342,10 +346,12 @@ impl Arena {
         let _guard = zone.lock.lock();
         let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         let end = start + len_bytes;
+        debug_assert!(node < self.nodes.count());
         self.open_metadata(zone, end)?;
         prepare(zone.carved_bytes(), end - zone.base)?;
         backing::make_accessible(start, len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
+        debug_assert!(end - zone.base >= zone.carved_bytes(), "carved addresses are never assigned again");
         zone.next.store(end - zone.base, Relaxed);
         Ok(start)
     }
@@ -362,6 +368,7 @@ impl Arena {
     pub unsafe fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
         let _guard = zone.lock.lock();
         let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
+        debug_assert!(node < self.nodes.count());
         self.open_metadata(zone, start + len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(start + len_bytes - zone.base, Relaxed);
@@ -378,11 +385,16 @@ impl Arena {
     ///
     /// The blocks belong to the caller, were carved by [`Arena::carve_closed`], and contain no data yet.
     pub unsafe fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
+        debug_assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES), "whole blocks are opened");
+        debug_assert!(self.contains(addr), "the blocks are in the arena");
         backing::make_accessible(addr, len_bytes)
     }
 
     /// Address and length in bytes of the next blocks of a zone. The caller must hold the zone's lock.
     fn next_addresses(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
+        debug_assert!(zone.lock.is_held());
+        debug_assert!(zone.carved_bytes() <= zone.len_bytes);
+        debug_assert!(zone.carved_bytes().is_multiple_of(BLOCK_BYTES), "whole blocks are carved");
         let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
         let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
         let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
@@ -394,6 +406,7 @@ impl Arena {
     /// Makes the metadata of the blocks that a zone is about to carve accessible: their state words and extent maps.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
+        debug_assert!(end <= zone.base + zone.len_bytes, "the range is in the zone");
         let (next, end) = (first + zone.carved_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
         self.words.open(first, next, end)?;
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }

@@ -39,6 +39,7 @@ impl Nodes {
 
     /// Sets `node` as the preferred memory node of a range. Does nothing for logical nodes, or if the kernel refuses.
     pub fn bind(self, addr: usize, len_bytes: usize, node: usize) {
+        debug_assert!(node < self.count);
         if self.count > 1 && self.are_real {
             let _ = numa::prefer(addr, len_bytes, node);
         }

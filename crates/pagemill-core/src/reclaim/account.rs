@@ -543,7 +543,8 @@ impl Account {
     /// Adds to the charge without a check of the limit.
     fn charge(&self, bytes: u64) {
         self.note_use();
-        self.resident.fetch_add(bytes, Relaxed);
+        let charged = self.resident.fetch_add(bytes, Relaxed);
+        debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
         self.publish();
     }
 }
@@ -559,7 +560,8 @@ impl Account {
             self.resident.fetch_add(amount, Relaxed);
         } else {
             stats::sub(Counter::CLibrary, amount);
-            self.resident.fetch_sub(amount, Relaxed);
+            let charged = self.resident.fetch_sub(amount, Relaxed);
+            debug_assert!(charged >= amount, "only charged bytes are discharged");
         }
         self.publish();
     }
@@ -657,8 +659,10 @@ impl Budget for Account {
     }
 
     fn reconciled(&self, resident: i64, reconciled: i64) {
-        self.resident.fetch_add(resident as u64, Relaxed);
-        self.untouched.fetch_sub(reconciled as u64, Relaxed);
+        let charged = self.resident.fetch_add(resident as u64, Relaxed);
+        debug_assert!(charged.checked_add_signed(resident).is_some(), "only charged bytes are discharged");
+        let untouched = self.untouched.fetch_sub(reconciled as u64, Relaxed);
+        debug_assert!(i128::from(untouched) >= i128::from(reconciled), "only overcommitted bytes are measured");
         self.publish();
     }
 

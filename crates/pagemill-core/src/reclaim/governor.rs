@@ -258,6 +258,7 @@ impl<C: Clock> Governor<C> {
         let is_warned = signs.has_thresholds || self.last_sample.is_none();
         self.idle_pause =
             (2 * self.idle_pause).min(if is_warned { LONGEST_IDLE_PAUSE } else { LONGEST_IDLE_PAUSE_WITHOUT_EVENTS });
+        debug_assert!((SHORTEST_SEARCH_PAUSE..=LONGEST_IDLE_PAUSE).contains(&self.idle_pause));
         self.idle_pause
     }
 
@@ -268,6 +269,7 @@ impl<C: Clock> Governor<C> {
         let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
         let sample = RoomSample { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
         let last = self.last_sample.replace(sample).unwrap_or(sample);
+        debug_assert!(last.now_ns <= sample.now_ns, "the clock is monotonic");
         // Memory is given back earlier if other processes rush towards the limit: this thread may get no CPU later.
         let extrapolated_use_bytes = sample.extrapolated_use_bytes(&last).min(room.limit_bytes / EXTRAPOLATED_DIVISOR);
         if extrapolated_use_bytes > RUSH_BYTES && room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
@@ -296,6 +298,7 @@ impl<C: Clock> Governor<C> {
             return Some(SHORTEST_PAUSE);
         }
         self.futile_pause = (2 * self.futile_pause).min(LONGEST_PAUSE);
+        debug_assert!(self.futile_pause >= SHORTEST_PAUSE, "the helper never spins");
         Some(self.futile_pause)
     }
 
@@ -308,6 +311,7 @@ impl<C: Clock> Governor<C> {
             Bound::Machine => MACHINE_PAUSE_FACTOR,
         };
         let shortest = if room.bytes < room.limit_bytes as i64 / 16 { SHORTEST_PAUSE } else { SHORTEST_FAR_PAUSE };
+        debug_assert!((SHORTEST_PAUSE..=LONGEST_CALM_PAUSE).contains(&self.calm_pause));
         let calm = self.calm_pause.min(time_until_used_up(room.bytes, factor * CALM_PAUSE_FACTOR));
         Some(time_until_used_up(room.bytes, factor).clamp(shortest, LONGEST_PAUSE).max(calm))
     }
@@ -340,6 +344,7 @@ impl<C: Clock> Governor<C> {
             self.idle_pause = (self.idle_pause + self.idle_pause / SEARCHES_PER_AGE).min(LONGEST_IDLE_PAUSE);
             self.random_pause(period).max(self.idle_pause)
         };
+        debug_assert!(!pause.is_zero(), "the helper never spins");
         self.next_search_ns = now_ns + pause.as_nanos() as u64;
         pause
     }
@@ -350,7 +355,10 @@ impl<C: Clock> Governor<C> {
         self.random_state ^= self.random_state << 13;
         self.random_state ^= self.random_state >> 7;
         self.random_state ^= self.random_state << 17;
-        period / 2 + period * (self.random_state % 1024) as u32 / 1024
+        debug_assert!(self.random_state != 0, "the generator would stay at 0");
+        let pause = period / 2 + period * (self.random_state % 1024) as u32 / 1024;
+        debug_assert!(pause <= period / 2 + period);
+        pause
     }
 }
 

@@ -52,7 +52,8 @@ struct CallGuard<'owner>(&'owner RegisteredOwner);
 impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         self.0.progress_ns.store(clock::fine_ns(), Relaxed);
-        self.0.threads_inside.fetch_sub(1, AcqRel);
+        let inside = self.0.threads_inside.fetch_sub(1, AcqRel);
+        debug_assert!(inside > 0, "this thread counts as inside");
     }
 }
 
@@ -115,6 +116,7 @@ impl RegisteredOwner {
     /// freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
+        debug_assert!(want_bytes > 0, "the caller wants bytes");
         // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
         let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
@@ -155,6 +157,7 @@ impl Owners {
 
     /// Stores the owner in the first free one of [`SLOTS`] slots from `first` on.
     fn fill(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
+        assert!(first.is_multiple_of(SLOTS) && first < MAX_OWNERS, "slots of one cost");
         self.0[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
     }
 

@@ -177,6 +177,7 @@ impl TreePage {
     /// Takes a slot for this process: the slot it had before an `exec`, or a free one. Returns `None` if all are taken.
     pub fn enter(&'static self, identity: Identity) -> Option<MemberSlot> {
         let id = pack_identity(identity);
+        assert!(id != 0, "0 marks a free slot");
         if let Some(index) = self.used_slots().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.initialize_slot(index));
         }
@@ -390,6 +391,7 @@ impl MemberSlot {
 
     /// Publishes the charge of this process.
     pub fn publish(&self, resident: u64, untouched: u64, giveable: u64) {
+        debug_assert!(giveable <= resident, "only resident bytes can be given back");
         let member = self.member();
         member.resident.store(resident, Relaxed);
         member.untouched.store(untouched, Relaxed);
@@ -420,6 +422,7 @@ impl MemberSlot {
             part = wanted.min(giveable);
             Some(wanted - part)
         });
+        debug_assert!(part <= giveable, "no more is accepted than can be given");
         let given = if part > 0 { give(part) } else { 0 };
         page.wanted.fetch_add(part.saturating_sub(given), Relaxed);
         member.answered.store(request, Release);
@@ -447,6 +450,7 @@ pub(super) struct Membership {
 
 impl Membership {
     pub fn set(&self, page: &'static TreePage, place: Option<MemberSlot>) {
+        debug_assert!(place.is_none_or(|place| std::ptr::eq(place.page, page)), "the slot is on the page");
         self.index.store(place.map_or(0, |place| place.index + 1), Relaxed);
         self.page.store(std::ptr::from_ref(page).cast_mut(), Release);
     }
@@ -463,6 +467,7 @@ impl Membership {
 
     pub fn place(&self) -> Option<MemberSlot> {
         let index = self.index.load(Relaxed).checked_sub(1)?;
+        debug_assert!(index < CAPACITY);
         Some(MemberSlot { page: self.page()?, index })
     }
 }
