@@ -14,6 +14,8 @@ pub(crate) const STEP_BYTES: usize = MIN_BYTES / 4;
 /// Number of classes. The largest class has slots of 16 TiB.
 pub(crate) const COUNT: usize = 4 * 28 + 1;
 
+const _: () = assert!(COUNT <= 1 << 8, "a slot stores its class in 8 bits");
+
 /// A size class: all its slots have the same size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class(u8);
@@ -28,6 +30,7 @@ impl Class {
         let exponent = usize::BITS - 1 - (size - 1).leading_zeros(); // of the largest power of two below `size`
         let step = (size - 1) >> (exponent - 2) & 3;
         let index = (exponent as usize - 16) * 4 + step + 1;
+        debug_assert!(index >= COUNT || Self(index as u8).bytes() >= size);
         (index < COUNT).then_some(Self(index as u8))
     }
 
@@ -72,7 +75,9 @@ impl Class {
 
     /// Number of slots in a span.
     pub fn span_slots(self) -> usize {
-        self.span_blocks() * BLOCK_BYTES / self.stride()
+        let span_bytes = self.span_blocks() * BLOCK_BYTES;
+        debug_assert!(span_bytes.is_multiple_of(self.stride()), "slots fill a span");
+        span_bytes / self.stride()
     }
 
     /// Every slot starts at a multiple of this many bytes.

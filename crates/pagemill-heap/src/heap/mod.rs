@@ -163,6 +163,9 @@ impl Heap {
         let zone_bytes = arena.heap_len_bytes();
         let shards_per_node = process::cpu_count().next_power_of_two().min(MAX_SHARDS);
         let nodes = arena.nodes.count();
+        assert!(nodes <= 1 << 8, "a slot stores its node in 8 bits");
+        assert!(zone_bytes / GRANULE_BYTES < u32::MAX as usize, "a free list stores numbers of slots in 32 bits");
+        assert!(shards_per_node.is_power_of_two());
         Ok(Self {
             arena,
             account,
@@ -207,6 +210,7 @@ impl Heap {
     /// The free list of a node, a shard and a class.
     #[inline]
     fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
+        debug_assert!(node < self.arena.nodes.count() && shard < self.shards_per_node);
         FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
     }
 
@@ -238,6 +242,8 @@ impl Heap {
                 carved => carved?,
             },
         };
+        debug_assert!(place.class.bytes() >= size, "the slot is large enough");
+        debug_assert!(place.addr.is_multiple_of(align), "the slot is aligned");
         let bytes = if self.arena.is_forked() { self.discard_inherited(place, bytes) } else { bytes };
         let is_recycled = self.back_slot(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
@@ -258,6 +264,7 @@ impl Heap {
         if size >= CALLOC_DISCARD_FROM_BYTES {
             let blocks = size.div_ceil(BLOCK_BYTES);
             let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
+            debug_assert!((allocation.addr.as_ptr() as usize).is_multiple_of(BLOCK_BYTES));
             // SAFETY: this call allocated the slot, which consists of whole blocks.
             if unsafe { self.arena.discard_and_reopen(first, blocks) }.is_some() {
                 stats::add(Counter::CallocSkipped, size as u64);
@@ -280,6 +287,7 @@ impl Heap {
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
+            debug_assert!((allocation.addr.as_ptr() as usize).is_multiple_of(BLOCK_BYTES));
             // SAFETY: this call allocated the slot, which consists of whole blocks.
             unsafe { self.arena.discard_and_reopen(first, blocks) };
         }
@@ -353,7 +361,9 @@ impl Heap {
         }
         skipped[..skipped_count].iter().rev().for_each(|number| head.push(self, *number));
         let (number, bytes) = found?;
+        debug_assert!(self.slot(number).info().is_some(), "only carved slots are in a free list");
         let place = self.locate(number)?;
+        debug_assert!(place.class == class && place.node == node, "the slot was in the list of its class and node");
         self.add_free_bytes(own, -(bytes.counted_bytes() as i64));
         Some((place, bytes))
     }
@@ -365,7 +375,10 @@ impl Heap {
         }
         let first = self.arena.block_of(place.addr);
         let blocks = first..first + place.class.span_blocks();
-        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.block_state(block).charged_pages)).sum())
+        let bytes = bytes
+            .with_count(blocks.map(|block| Arena::charged_bytes(self.arena.block_state(block).charged_pages)).sum());
+        debug_assert!(bytes.counted_bytes() <= place.class.stride() as u64, "a slot counts no bytes of other slots");
+        bytes
     }
 
     /// Ends a purge's claim on a slot and stores the new attributes of its bytes.
@@ -395,6 +408,9 @@ impl Heap {
         let granule = (addr - self.base()) / GRANULE_BYTES;
         let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
         let slot = self.slot(granule as u32);
+        debug_assert!((addr - self.base()).is_multiple_of(STEP_BYTES), "slots start at whole steps");
+        debug_assert!(slot.info().is_none(), "at most one slot starts in a granule");
+        debug_assert!(matches!(slot.phase(), SlotPhase::None | SlotPhase::Purging), "the slot was never allocated");
         slot.set_info(SlotInfo { class: class.index() as u8, node: node as u8, offset });
         let bytes = loop {
             match slot.try_carve() {
@@ -426,16 +442,20 @@ impl Heap {
             // SAFETY: this is the only heap of the arena (`Heap::new`), and `open_metadata` opens its tables.
             let start = unsafe { self.arena.carve(&self.arena.heap, blocks, align_blocks, node, open_metadata) }?;
             let span_block = (start - self.base()) / BLOCK_BYTES;
+            debug_assert!(start.is_multiple_of(class.align()), "spans are aligned for their slots");
+            debug_assert!(self.spans.get(span_block).load(Relaxed) == 0, "no other span starts here");
             self.spans.get(span_block).store(class.index() as u32 + 1, Relaxed);
             next.store(start as u64, Relaxed);
             end.store((start + class.span_blocks() * BLOCK_BYTES) as u64, Relaxed);
         }
+        debug_assert!(next.load(Relaxed) + class.stride() as u64 <= end.load(Relaxed), "the slot fits into its span");
         carved.fetch_add(1, Relaxed);
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
     /// The words of `carve_cursors` for a node and a class.
     fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
+        debug_assert!(node < self.arena.nodes.count());
         let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
@@ -475,6 +495,7 @@ impl Heap {
     /// Provides the memory that a slot lacks, if possible by moving pages from free slots. Returns whether pages were
     /// moved: then the slot's bytes are not zero. After an error the slot is free again.
     fn back_slot(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
+        debug_assert!(self.slot(place.number).phase() == SlotPhase::Live, "the caller has allocated the slot");
         let taken = if bytes.is_offered { self.discharge_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(false);
@@ -511,7 +532,8 @@ impl Heap {
             // Pages of another slot may have been moved into a part of this slot.
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let (shard, bytes) = (self.current_shard(), self.with_resident_count(place, bytes));
-            let _ = self.slot(place.number).free(bytes, current_stamp());
+            let freed = self.slot(place.number).free(bytes, current_stamp());
+            debug_assert!(freed.is_ok(), "no other thread has freed the slot");
             self.add_free_bytes(shard, bytes.counted_bytes() as i64);
             self.free_list(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
@@ -540,6 +562,7 @@ impl Heap {
             return Err(Error::NotAllocated { addr });
         }
         let place = self.locate(((addr - self.base()) / GRANULE_BYTES) as u32);
+        debug_assert!(place.is_none_or(|place| self.contains(place.addr)), "slots lie in the heap zone");
         place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
     }
 
@@ -619,6 +642,7 @@ impl Heap {
             }
             true
         });
+        debug_assert!(bytes <= self.arena.heap.carved_bytes() as i64, "no more than the carved blocks is free");
         self.free_bytes.iter().for_each(|shard| shard.0.store(0, Relaxed));
         self.free_bytes[0].0.store(bytes, Relaxed);
     }

@@ -108,6 +108,7 @@ impl Heap {
 
     /// Offers a big slot if it is free.
     fn offer_slot(&self, span: Span, offer: &mut OfferWalk<'_>) {
+        debug_assert!(span.class.is_big(), "the slot shares no block");
         let Some(place) = self.carved_slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
         if slot.is_offered() || slot.bytes().counted == 0 || !(offer.is_cold)(slot) {
@@ -125,6 +126,7 @@ impl Heap {
 
     /// Offers a block that several slots share, if none of them is live.
     fn offer_block(&self, span: Span, block: usize, offer: &mut OfferWalk<'_>) {
+        debug_assert!(!span.class.is_big() && self.purging.is_held());
         let state = self.arena.block_state(block);
         let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.any_slot_at(span, index).number));
         let is_new = || slots().any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered());
@@ -186,6 +188,7 @@ impl Heap {
 
     /// Reaps a big slot.
     fn reap_slot(&self, place: LocatedSlot) {
+        debug_assert!(place.class.is_big() && self.purging.is_held());
         let slot = self.slot(place.number);
         let Some(claim) = slot.try_claim() else { return };
         if claim.phase() != SlotPhase::Free {
@@ -205,6 +208,7 @@ impl Heap {
 
     /// Reaps a block that several slots share.
     fn reap_block(&self, span: Span, block: usize) {
+        debug_assert!(!span.class.is_big() && self.purging.is_held());
         let Some(claims) = self.claim_block(span, block, has_only_offered_memory) else { return };
         if self.arena.discharge_taken(block, 1) > 0 {
             self.discard_claimed_block(span, block, &claims);

@@ -68,6 +68,7 @@ pub(super) fn age_group(now: u16, stamp: u16) -> usize {
 
 /// The ages in a group.
 fn ages_in_group(group: usize) -> Ages {
+    debug_assert!(group < AGE_GROUPS);
     if group == 0 { 0..1 } else { 1 << (group - 1)..1 << group }
 }
 
@@ -207,6 +208,7 @@ impl Heap {
                 block += 1; // no span starts here: the block was skipped to align the next span
                 continue;
             };
+            debug_assert!(block + class.span_blocks() <= blocks.end, "walks end between spans");
             if !act(Span { start: self.base() + block * BLOCK_BYTES, class }) {
                 return false;
             }
@@ -217,12 +219,14 @@ impl Heap {
 
     /// The slot with this index in a span; `None` if the slot was never carved.
     pub(super) fn carved_slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
+        debug_assert!(index < span.class.span_slots());
         let addr = span.start + index * span.class.stride();
         self.locate(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
     }
 
     /// Purges free slots with these ages, the oldest age groups first.
     fn purge_oldest(&self, now: u16, ages: &Ages, target: &mut PurgeTarget) {
+        debug_assert!(self.purging.is_held());
         let (older, last) = self.ages_to_purge(now, ages, target.bytes);
         self.walk_spans(|span| self.purge_span(span, now, &older, target));
         if target.is_unmet() {
@@ -294,6 +298,7 @@ impl Heap {
 
     /// Purges a big slot if it is free and has one of these ages. Returns the bytes freed.
     fn purge_big_slot(&self, place: LocatedSlot, now: u16, ages: &Ages) -> u64 {
+        debug_assert!(place.class.is_big(), "the slot shares no block");
         let Some(claim) = self.claim_free(place, now, ages) else { return 0 };
         stats::add(Counter::PurgeScanned, claim.bytes().counted_bytes());
         let (first, blocks) = (self.arena.block_of(place.addr), place.class.span_blocks());
@@ -404,7 +409,10 @@ impl Heap {
     pub(super) fn slots_of_block(&self, span: Span, block: usize) -> Range<usize> {
         let start = self.arena.block_addr(block) - span.start;
         let size = span.class.bytes();
-        start / size..(start + BLOCK_BYTES).div_ceil(size)
+        let indices = start / size..(start + BLOCK_BYTES).div_ceil(size);
+        debug_assert!(indices.end <= span.class.span_slots(), "the block belongs to the span");
+        debug_assert!(indices.len() <= MAX_SLOTS_PER_BLOCK);
+        indices
     }
 
     /// Discards a whole block if no live slot reaches into it and its free slots all have these ages. Returns the bytes
@@ -421,6 +429,7 @@ impl Heap {
 
     /// Discards a block whose slots are all claimed, and ends the claims. Returns the bytes freed.
     pub(super) fn discard_claimed_block(&self, span: Span, block: usize, claims: &Claims) -> u64 {
+        debug_assert!(self.slots_of_block(span, block) == (claims.first..claims.first + claims.count));
         // SAFETY: every slot that reaches into the block is claimed.
         let freed = unsafe { self.arena.discard(block, 1) };
         self.restore_all(span, block, claims);
@@ -475,6 +484,7 @@ impl Heap {
 
     /// The slot with this index in a span, whether it was carved or not. Its `node` is not set.
     pub(super) fn any_slot_at(&self, span: Span, index: usize) -> LocatedSlot {
+        debug_assert!(index < span.class.span_slots());
         let addr = span.start + index * span.class.bytes();
         LocatedSlot { number: self.slot_number_at(span, index), addr, class: span.class, node: 0 }
     }

@@ -16,7 +16,7 @@ use pagemill_core::arena::ExpectedUse;
 use pagemill_core::arena::block::Backing;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::units::BLOCK_BYTES;
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::clock;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -47,6 +47,8 @@ impl Recipient {
 
     /// Advances the progress by `moved_bytes`. A block that was filled only in part stays the next block to fill.
     fn note_moved(&mut self, moved_bytes: usize) {
+        debug_assert!(moved_bytes <= self.blocks * BLOCK_BYTES, "no more was moved than fits");
+        debug_assert!(moved_bytes.is_multiple_of(os_page_bytes()), "whole pages were moved");
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;
         self.blocks -= moved_bytes / BLOCK_BYTES;
@@ -57,6 +59,7 @@ impl Heap {
     /// Moves pages of free slots into those blocks of a live big slot that have no memory. Returns the bytes moved. If
     /// pages were moved, the slot's bytes are not zero.
     pub(super) fn move_free_pages_in(&self, place: LocatedSlot, size: usize) -> usize {
+        debug_assert!(place.class.is_big() && size <= place.class.stride());
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
         let is_untouched = |block: &usize| {
@@ -85,6 +88,7 @@ impl Heap {
     /// all slots of the block are recorded as not zero. If the move stops inside the block, the block still counts as
     /// empty.
     pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, expected_use: ExpectedUse) -> bool {
+        debug_assert!(!place.class.is_big(), "several slots share the block");
         if !self.may_have_donors() || !self.arena.may_take_huge(expected_use) {
             return false;
         }
@@ -116,12 +120,14 @@ impl Heap {
         let starts = (block + 1).saturating_sub(place.class.span_blocks())..block + 1;
         let is_start = |block: &usize| self.spans.get(*block).load(Relaxed) as usize == place.class.index() + 1;
         let start = starts.rev().find(is_start)?;
+        debug_assert!(block < start + place.class.span_blocks(), "the slot starts in its span");
         Some(Span { start: self.base() + start * BLOCK_BYTES, class: place.class })
     }
 
     /// Searches for donors, starting where the last search stopped, and moves their pages to the recipient. The caller
     /// must hold `purging`.
     fn move_from_donors(&self, recipient: &mut Recipient) {
+        debug_assert!(self.purging.is_held());
         if recipient.blocks == 0 {
             return;
         }
@@ -147,6 +153,7 @@ impl Heap {
 
     /// Moves the pages of whole blocks of a big slot to the recipient, if the slot is free.
     fn donate_slot(&self, span: Span, recipient: &mut Recipient) {
+        debug_assert!(span.class.is_big());
         let Some(donor) = self.carved_slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
         let slot = self.slot(donor.number);
         if slot.phase() != SlotPhase::Free {
@@ -185,6 +192,7 @@ impl Heap {
     /// Moves the pages of fully resident blocks of a span whose slots share blocks. Skips blocks into which a live slot
     /// reaches.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
+        debug_assert!(!span.class.is_big());
         if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;
         }
@@ -212,6 +220,7 @@ impl Heap {
     ///
     /// No thread uses the bytes of these blocks or of the recipient's blocks.
     unsafe fn move_to_recipient(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
+        debug_assert!(blocks <= recipient.blocks && recipient.done_bytes.is_multiple_of(BLOCK_BYTES));
         // SAFETY: guaranteed by the caller.
         let result: Result<usize> = unsafe { self.arena.move_blocks(recipient.to, from, blocks) };
         let moved = *result.as_ref().unwrap_or(&0);

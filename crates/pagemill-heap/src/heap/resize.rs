@@ -44,8 +44,11 @@ impl Heap {
         };
         let target = self.find_live(new.addr.as_ptr() as usize)?;
         let keep = size.min(old_bytes);
+        debug_assert!(old.number != target.number, "the old slot is still live");
+        debug_assert!(keep <= target.class.bytes(), "the contents fit");
         // SAFETY: both slots are live, and no thread uses them during the call.
         let moved = if new.is_zero { unsafe { self.move_blocks(old, target, keep) } } else { 0 };
+        debug_assert!(moved <= keep);
         if moved < keep {
             // SAFETY: as above, and the slots do not overlap.
             unsafe {
@@ -60,6 +63,7 @@ impl Heap {
     /// Returns the memory of whole blocks that a big slot does not need after it shrank. The blocks stay accessible,
     /// because the program may use all bytes of its slot.
     fn trim(&self, place: LocatedSlot, size: usize) {
+        debug_assert!(place.class.is_big() && size <= place.class.bytes());
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
@@ -84,6 +88,7 @@ impl Heap {
             let state = self.arena.block_state(block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
+        debug_assert!(blocks <= old.class.span_blocks() && blocks <= new.class.span_blocks());
         if !(to..to + blocks).all(is_untouched) {
             return 0;
         }

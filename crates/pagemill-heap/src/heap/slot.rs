@@ -50,6 +50,7 @@ impl SlotBytes {
 
     /// Returns a copy with `counted` set to `bytes`.
     pub fn with_count(self, bytes: u64) -> Self {
+        debug_assert!(bytes.is_multiple_of(COUNT_UNIT_BYTES), "the count loses no bytes");
         Self { counted: u32::try_from(bytes / COUNT_UNIT_BYTES).unwrap_or(u32::MAX), ..self }
     }
 
@@ -233,6 +234,7 @@ impl Slot {
 
     /// Ends a claim: restores the slot's phase. For a free slot, also stores the new attributes of its bytes.
     pub fn restore(&self, claim: SlotClaim, bytes: SlotBytes) {
+        debug_assert!(matches!(claim.phase(), SlotPhase::None | SlotPhase::Free), "no other slots are claimed");
         let word = match claim.phase() {
             SlotPhase::None => claim.0,
             _ => pack(SlotPhase::Free, bytes, (claim.0 >> STAMP_SHIFT) as u16),
@@ -262,6 +264,7 @@ impl FreeList<'_> {
         loop {
             slots.slot(number).next.store(head as u32, Relaxed);
             let new = u64::from(number + 1) | next_tag(head);
+            debug_assert!(head as u32 != number + 1, "the slot is not in the list");
             match self.0.compare_exchange_weak(head, new, Release, Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
