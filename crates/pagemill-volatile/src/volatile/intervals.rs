@@ -136,6 +136,8 @@ impl<T: Copy> Intervals<T> {
         }
         self.free_empty_leaves(index..end);
         self.merge_around(index);
+        debug_assert!((self.count == 0) == (self.bytes == 0), "no interval is empty");
+        debug_assert!(self.leaves <= self.count, "no leaf is empty");
         Ok(before - self.bytes)
     }
 
@@ -226,6 +228,8 @@ impl<T: Copy> Intervals<T> {
         self.set_first(index);
         self.count += 1;
         self.bytes += (entry.end - entry.start) as u64;
+        debug_assert!(self.leaf(index).len() <= Self::PER_LEAF, "a full leaf was split");
+        debug_assert!(self.leaf(index).is_sorted_by_key(|entry| entry.start));
         Ok(())
     }
 
@@ -247,6 +251,7 @@ impl<T: Copy> Intervals<T> {
         let (moved, target) = (Self::entry_indices(directory[from], at), Self::entry_indices(directory[to], 0).end);
         directory[from].count = at as u32;
         directory[to].count += moved.len() as u32;
+        debug_assert!(directory[to].count as usize <= Self::PER_LEAF, "the entries fit");
         self.entries.items_mut().copy_within(moved, target);
         self.set_first(to);
     }
@@ -346,6 +351,7 @@ impl<U> SparseArray<U> {
         // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
         unsafe { mem::open(self.base + self.open_bytes, new_bytes) }.map_err(Error::system("opening metadata"))?;
         self.open_bytes += new_bytes;
+        debug_assert!(self.open_bytes <= self.max_bytes());
         Ok(())
     }
 

@@ -42,6 +42,7 @@ impl Mark {
 
     /// The piece of the interval `range` that is purged next: the last one.
     pub fn next_purged_piece(&self, range: &Range<usize>) -> Range<usize> {
+        debug_assert!(!range.is_empty());
         let step = match self.how {
             How::Full => STEP_BYTES,
             How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
@@ -91,6 +92,7 @@ impl Sums {
 
     fn subtract(&mut self, other: Self) {
         (self.all, self.foreign) = (self.all - other.all, self.foreign - other.foreign);
+        debug_assert!(self.foreign <= self.all, "foreign bytes are a part of all");
     }
 }
 
@@ -151,6 +153,8 @@ impl MarkTable {
     ///
     /// As [`MarkTable::claim_guarded`].
     pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
+        debug_assert!(!mark.is_purging, "one thread claims a piece");
+        debug_assert!(!part.is_empty() && whole.start <= part.start && part.end <= whole.end);
         let claimed = Mark { is_purging: true, ..mark };
         // Reserve memory for this split and for the changes when the claim ends.
         self.marks.prepare(6)?;

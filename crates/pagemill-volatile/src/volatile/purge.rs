@@ -186,6 +186,8 @@ impl Ranges {
     /// Discards the bytes of a claimed range from `down_to` to `kept`, in steps from the end. Returns the length of the
     /// remaining part and the bytes that the kernel took.
     fn purge_down_to(&self, entry: &RangeEntry, kept: usize, down_to: usize) -> (usize, u64) {
+        debug_assert!(down_to < kept && kept <= entry.len_bytes.load(Relaxed) as usize);
+        debug_assert!(entry.word.load().phase() == RangePhase::Purging, "the range is claimed");
         let addr = entry.addr.load(Relaxed) as usize;
         let is_whole = kept == entry.len_bytes.load(Relaxed) as usize;
         // If nothing was purged before, also discard the addresses behind the range's end, which no other range uses.

@@ -218,6 +218,7 @@ impl Vranges {
             ..mark
         };
         self.table.with(|table| {
+            debug_assert!(table.claimed > 0, "the piece is claimed");
             table.claimed -= 1;
             table.change(piece, after);
             let before = table.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();

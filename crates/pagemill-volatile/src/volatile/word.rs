@@ -123,6 +123,7 @@ impl SeenWord {
     }
 
     fn with_epoch(word: u64, epoch: u32) -> u64 {
+        debug_assert!(epoch >> EPOCH_BITS == 0, "an epoch fits into its field");
         word & (u64::MAX >> EPOCH_BITS) | u64::from(epoch) << EPOCH_SHIFT
     }
 }
@@ -161,6 +162,7 @@ impl RangeWord {
                 return Err(Refused::Purging);
             }
             let (new, result) = change(SeenWord(word))?;
+            debug_assert!(SeenWord(new).phase() != RangePhase::Purging, "only a claim begins a purge");
             // AWAITED is cleared, because the range was accessed. The ordering makes bytes that were written before a
             // mark visible to a later unmark or pin.
             match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
@@ -268,7 +270,8 @@ impl RangeWord {
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
-            debug_assert_eq!(SeenWord(word).phase(), RangePhase::Purging);
+            debug_assert!(SeenWord(word).phase() == RangePhase::Purging, "a claim ends once");
+            debug_assert!(SeenWord(word).pins() == 0, "a claimed range has no pins");
             // AWAITED stays set for a range with an owner, so that the waiting thread can access it first.
             let new = match word & FROM_FREE {
                 0 => word & !PHASE | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
