@@ -124,6 +124,7 @@ unsafe impl Buffer for Aligned {
 
 /// Zeroes the buffer of a read from index `from` on. The caller owns the buffer.
 pub(super) fn zero_from(buffer: &impl Buffer, from: usize) {
+    debug_assert!(from <= buffer.len_bytes(), "no more was read than fits");
     let len = buffer.len_bytes().saturating_sub(from);
     // SAFETY: the range lies inside of the buffer, and no other code accesses the buffer (both by the trait's promise).
     unsafe { buffer.addr().as_ptr().add(from.min(buffer.len_bytes())).write_bytes(0, len) };

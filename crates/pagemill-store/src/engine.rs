@@ -109,6 +109,7 @@ impl TransferEngine {
         submissions
             .jobs
             .extend(batch.by_ref().take(room).map(|transfer| EngineJob { handle: handle.clone(), transfer }));
+        debug_assert!(submissions.jobs.len() <= MAX_WAITING_JOBS);
         let must_spawn = !std::mem::replace(&mut submissions.is_running, true);
         let ring_waker = submissions.ring_waker.clone();
         drop(submissions);
@@ -130,6 +131,7 @@ impl TransferEngine {
     fn run_jobs_here(&self) {
         loop {
             let mut submissions = self.submissions();
+            debug_assert!(submissions.is_running, "this thread does the jobs");
             let Some(EngineJob { handle, transfer }) = submissions.jobs.pop_front() else {
                 (submissions.is_running, submissions.ring_waker) = (false, None);
                 return;
@@ -171,6 +173,7 @@ impl TransferEngine {
     /// Returns whether the queue is empty. If so, marks the thread as ended.
     fn try_end(&self) -> bool {
         let mut submissions = self.submissions();
+        debug_assert!(submissions.is_running, "this thread does the jobs");
         let is_idle = submissions.jobs.is_empty();
         if is_idle {
             (submissions.is_running, submissions.ring_waker) = (false, None);
@@ -203,6 +206,7 @@ impl TransferEngine {
                 Direction::Write => ring.write(file, offset, transfer),
             };
             // The ring has room here. If it refused, dropping the transfer would report it as cancelled.
+            debug_assert!(queued.is_ok(), "a ring that is not full takes a transfer");
             drop(queued);
         }
     }

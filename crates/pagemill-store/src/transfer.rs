@@ -175,6 +175,7 @@ impl Transfer {
     /// Ends the transfer and reports `result` to its creator. If `result` is an error, some bytes may have been
     /// transferred.
     pub fn finish(mut self, result: io::Result<()>) {
+        debug_assert!(!matches!(self.end, End::Reported), "the end is reported once");
         self.report_end(result);
     }
 
@@ -344,6 +345,7 @@ impl Gather {
 impl Finish for Gather {
     fn finish(&self, token: u64, result: io::Result<()>) {
         if let Some(place) = lock(&self.results).get_mut(token as usize) {
+            debug_assert!(place.is_none(), "a transfer ends once");
             *place = Some(result);
         }
         self.has_result.notify_all();

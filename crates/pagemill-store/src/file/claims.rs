@@ -37,7 +37,8 @@ impl Drop for FileClaim {
     fn drop(&mut self) {
         // A fork child must not release the parent's claim.
         if self.is_ours() {
-            CLAIMED.with(|claimed| claimed.remove(&self.key));
+            let was_claimed = CLAIMED.with(|claimed| claimed.remove(&self.key));
+            debug_assert!(was_claimed, "a claim is released once");
         }
     }
 }

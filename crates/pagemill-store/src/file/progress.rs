@@ -51,11 +51,13 @@ pub(crate) struct TransferProgress {
 impl TransferProgress {
     /// Returns the next piece of a transfer. It is direct if memory and position are aligned.
     pub fn next_piece(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
+        debug_assert!(self.done_bytes < len_bytes, "bytes are left to transfer");
         let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(MAX_PIECE_BYTES));
         if !handle.is_direct() {
             return Piece { way: TransferWay::Buffered, len_bytes: left };
         }
         let unit = handle.alignment.offset;
+        debug_assert!(unit.is_power_of_two() && handle.alignment.memory.is_power_of_two());
         let whole = left - left % unit;
         let is_aligned =
             (addr + at).is_multiple_of(handle.alignment.memory) && (offset + at as u64).is_multiple_of(unit as u64);
@@ -82,6 +84,7 @@ impl TransferProgress {
             Ok(0) if direction == Direction::Read => Ok(TransferStep::End),
             Ok(0) => Err(io::ErrorKind::WriteZero.into()),
             Ok(bytes) => {
+                debug_assert!(bytes <= piece.len_bytes, "no more is transferred than requested");
                 self.done_bytes += bytes.min(piece.len_bytes);
                 if bytes >= piece.len_bytes {
                     return Ok(TransferStep::More);

@@ -285,6 +285,7 @@ impl<B: Buffer> Ring<B> {
         if self.is_full() {
             return Err(buffer);
         }
+        debug_assert!(!self.free.is_empty(), "a ring that is not full has a free slot");
         let Some(at) = self.free.pop() else { return Err(buffer) };
         let len_bytes = buffer.len_bytes();
         let allowed = self.check_process().and_then(|()| match direction {
@@ -292,6 +293,7 @@ impl<B: Buffer> Ring<B> {
             Direction::Write => handle.check_write(offset, len_bytes),
         });
         let slot = &mut self.slots[at as usize];
+        debug_assert!(slot.request.is_none(), "a free slot has no request");
         slot.use_count = slot.use_count.wrapping_add(1) & (u32::MAX >> 1);
         let request = InFlight {
             buffer,
@@ -307,6 +309,7 @@ impl<B: Buffer> Ring<B> {
         let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
         slot.request = Some(request);
         self.in_flight += 1;
+        debug_assert!(self.in_flight + self.free.len() == self.slots.len(), "each slot is in use or free");
         match allowed {
             Ok(()) if len_bytes > 0 => self.queue_next_piece(at),
             result => self.end_transfer(at, result),
@@ -321,7 +324,9 @@ impl<B: Buffer> Ring<B> {
         let Some(handle) = &self.files[request.file.0 as usize] else { return };
         let (addr, len_bytes) = (request.buffer.addr().as_ptr() as usize, request.buffer.len_bytes());
         let done = request.progress.done_bytes;
+        debug_assert!(done < len_bytes, "bytes are left to transfer");
         request.piece = request.progress.next_piece(handle, addr, request.offset, len_bytes);
+        debug_assert!(request.piece.len_bytes > 0 && done + request.piece.len_bytes <= len_bytes);
         let table_index = request.file.table_index(request.piece.way).filter(|_| self.has_file_table);
         let target =
             table_index.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.way)), Target::Registered);
@@ -347,8 +352,10 @@ impl<B: Buffer> Ring<B> {
         let slot = &mut self.slots[at as usize];
         let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
         let Some(request) = slot.request.take() else { return };
+        debug_assert!(request.progress.done_bytes <= request.buffer.len_bytes());
         self.in_flight -= 1;
         self.free.push(at);
+        debug_assert!(self.in_flight + self.free.len() == self.slots.len(), "each slot is in use or free");
         let is_cancelled = result.as_ref().is_err_and(|error| errno::is(error, ECANCELED));
         let result = match result {
             Ok(()) => {
@@ -511,6 +518,7 @@ impl<B: Buffer> Ring<B> {
         let is_late = |request: &InFlight<B>| !request.is_late && now_ns.saturating_sub(request.began_ns) >= timeout_ns;
         let late = self.in_flight_requests().filter(|(_, request)| is_late(request));
         let ids: Vec<RequestId> = late.map(|(id, _)| id).collect();
+        debug_assert!(ids.len() <= self.in_flight);
         for id in ids {
             self.cancel(id);
             if let Some(request) = self.in_flight_mut(id) {

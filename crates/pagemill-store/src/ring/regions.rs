@@ -66,6 +66,7 @@ impl Regions {
             Ok((at, kept, table_index)) => {
                 let (addr, len_bytes) = range(&*memory);
                 self.regions.insert(at, Region { table_index, is_retired: false, addr, len_bytes, kept, memory });
+                debug_assert!(self.regions.is_sorted_by_key(|region| region.addr));
                 Ok(RegionId(table_index))
             }
             Err(error) => Err((error, memory)),
@@ -89,7 +90,12 @@ impl Regions {
         let table_index = *self.free.last().ok_or_else(|| errno::error(ENOSPC))?;
         let kept = if memory.is_kept_from_children() { None } else { Some(InheritanceGuard::new(addr, len_bytes)?) };
         register(table_index, addr, len_bytes)?;
-        self.free.pop();
+        let taken = self.free.pop();
+        debug_assert!(taken == Some(table_index));
+        debug_assert!(
+            self.regions.iter().all(|region| region.table_index != table_index),
+            "a free index has no region"
+        );
         Ok((at, kept, table_index))
     }
 
@@ -103,6 +109,7 @@ impl Regions {
     pub fn remove(&mut self, id: RegionId) -> Option<Box<dyn Buffer>> {
         let at = self.regions.iter().position(|region| region.table_index == id.0)?;
         let Region { table_index, kept, memory, .. } = self.regions.remove(at);
+        debug_assert!(!self.free.contains(&table_index), "the index of a region is not free");
         self.free.push(table_index);
         drop(kept);
         Some(memory)
@@ -162,7 +169,8 @@ impl InheritanceGuard {
 impl Drop for InheritanceGuard {
     fn drop(&mut self) {
         NOT_INHERITED.with(|kept| {
-            let Some((_, count)) = kept.get_mut(&self.addr) else { return };
+            let Some((len_bytes, count)) = kept.get_mut(&self.addr) else { return };
+            debug_assert!(*len_bytes == self.len_bytes && *count > 0, "the range of this guard is counted");
             *count -= 1;
             if *count == 0 {
                 kept.remove(&self.addr);

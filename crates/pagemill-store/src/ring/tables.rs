@@ -53,6 +53,8 @@ impl<B: Buffer> Ring<B> {
             self.files.push(None);
         }
         let id = FileId(at as u32);
+        debug_assert!(self.files[at].is_none(), "a free entry has no file");
+        debug_assert!(self.in_flight_requests().all(|(_, request)| request.file != id), "no request uses a free entry");
         self.files[at] = Some(handle.clone());
         self.register_file(id, [handle.descriptor(TransferWay::Direct), handle.descriptor(TransferWay::Buffered)]);
         Ok(id)

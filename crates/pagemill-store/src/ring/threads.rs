@@ -58,6 +58,7 @@ impl ThreadJob {
             // SAFETY: the caller of `queue` keeps the memory valid until the completion.
             unsafe { disk::read_at(number, addr, len, offset) }
         };
+        debug_assert!(!result.as_ref().is_ok_and(|bytes| *bytes > len), "no more is transferred than requested");
         self.complete(match result {
             Ok(bytes) => bytes as i32,
             Err(error) => -error.raw_os_error().unwrap_or(EIO),
@@ -114,6 +115,7 @@ impl ThreadPool {
         let mut state = lock(&self.state);
         state.jobs.append(jobs);
         let wanted = state.jobs.len().saturating_sub(state.idle).min(MAX_THREADS - state.threads);
+        debug_assert!(state.idle <= state.threads && state.threads <= MAX_THREADS);
         state.threads += wanted;
         drop(state);
         self.has_jobs.notify_all();
@@ -128,6 +130,7 @@ impl ThreadPool {
     /// the calling thread.
     fn thread_ended(&self) {
         let mut state = lock(&self.state);
+        debug_assert!(state.idle < state.threads, "the thread that ends is not idle");
         state.threads -= 1;
         let remaining = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
         drop(state);
@@ -150,6 +153,7 @@ impl ThreadPool {
                 return Some(job);
             }
             state.idle += 1;
+            debug_assert!(state.idle <= state.threads, "only threads of the pool wait");
             let (woken, waited) =
                 self.has_jobs.wait_timeout(state, IDLE_TIMEOUT).unwrap_or_else(PoisonError::into_inner);
             state = woken;
