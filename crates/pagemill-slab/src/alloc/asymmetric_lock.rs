@@ -98,6 +98,7 @@ impl AsymmetricLock {
     /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot enter. Only one thread at a
     /// time may drain.
     pub fn begin_drain(&self) {
+        debug_assert!(self.draining.load(Relaxed) == 0, "one thread drains");
         self.draining.store(1, Relaxed);
     }
 
@@ -109,6 +110,7 @@ impl AsymmetricLock {
 
     /// Ends the drain: the magazine's thread can enter again.
     pub fn end_drain(&self) {
+        debug_assert!(self.draining.load(Relaxed) == 1, "a drain ends once");
         self.draining.store(0, Release);
     }
 }

@@ -71,6 +71,7 @@ impl Barn {
     /// Creates the barn with index `number` in the table: its sheaves begin at index `number * SHEAVES_PER_BARN`. No
     /// other barn may use these sheaves.
     pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf_len: usize) -> Self {
+        debug_assert!(sheaf_len > 0 && sheaf_len <= MAX_SHEAF_LEN);
         Self {
             barn_memory,
             first_sheaf: number * SHEAVES_PER_BARN,
@@ -92,6 +93,7 @@ impl Barn {
         }
         let _guard = self.lock.lock();
         let full = self.sheaf_count.get() as usize;
+        debug_assert!(full <= SHEAVES_PER_BARN);
         let has_room = full < SHEAVES_PER_BARN;
         if has_room {
             let words = &self.barn_memory.sheaves.get(self.first_sheaf + full).0;

@@ -141,6 +141,7 @@ impl Blocks {
     /// The number of the block that contains an address.
     #[inline]
     pub fn number_of(&self, addr: usize) -> u32 {
+        debug_assert!(self.window().contains(&addr), "the address is in the window of slab caches");
         ((addr - self.base) / BLOCK_BYTES) as u32
     }
 
@@ -184,10 +185,12 @@ impl Blocks {
             && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCKS);
         let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
         let (block, has_memory) = found;
+        debug_assert!(self.node_of(block) == node, "the block belongs to the node");
         let block_meta = self.block(block);
         block_meta.clear_levels();
         if has_memory && !self.is_inherited(block) {
-            self.free_with_memory.fetch_sub(1, Relaxed);
+            let free = self.free_with_memory.fetch_sub(1, Relaxed);
+            debug_assert!(free > 0, "the block was counted");
             stats::sub(Counter::SlabFree, BLOCK_BYTES as u64);
         } else {
             let is_whole = self.prepare_memory(block, wants_whole).inspect_err(|_| self.add_without_memory(block))?;
@@ -245,6 +248,7 @@ impl Blocks {
         if let Some(block) = self.pop(&mut free.without_memory) {
             return Ok((block, false));
         }
+        debug_assert!(free.opened <= self.blocks_per_node);
         if free.opened == self.blocks_per_node {
             return Err(Error::NoAddresses { wanted_bytes: BLOCK_BYTES as u64 });
         }
@@ -280,6 +284,7 @@ impl Blocks {
 
     /// Adds a block to a free list.
     fn push(&self, list: &mut u32, block: u32) {
+        debug_assert!(*list != block + 1, "the block is not in the list");
         self.block(block).links[BY_USE].next.set(*list);
         *list = block + 1;
     }
@@ -294,7 +299,8 @@ impl Blocks {
     /// Frees a block without objects. A sparse block loses its memory now; a whole block keeps its memory.
     /// Returns the freed bytes.
     pub fn free(&self, block: u32) -> u64 {
-        self.in_use.fetch_sub(1, Relaxed);
+        let in_use = self.in_use.fetch_sub(1, Relaxed);
+        debug_assert!(in_use > 0, "the block was allocated");
         if !self.is_charged {
             // SAFETY: no cache uses this block, so its contents may become zero. If the kernel keeps the memory
             // (locked), nothing changes.
@@ -324,6 +330,7 @@ impl Blocks {
     ///
     /// [`Error::NoMemory`], [`Error::System`].
     pub fn populate_slab(&self, block: u32, at: usize, len_bytes: usize) -> Result<()> {
+        debug_assert!(at + len_bytes <= BLOCK_BYTES, "a slab is in one block");
         if self.is_charged {
             self.arena.budget.reserve(len_bytes as u64)?;
         }
@@ -346,6 +353,7 @@ impl Blocks {
     ///
     /// The caller owns the slab, and no reference to its contents exists.
     pub unsafe fn discard_slab(&self, block: u32, at: usize, len_bytes: usize) -> Option<u64> {
+        debug_assert!(at + len_bytes <= BLOCK_BYTES, "a slab is in one block");
         let addr = self.addr(block) + at;
         if !self.is_charged {
             // SAFETY: the caller's promise.

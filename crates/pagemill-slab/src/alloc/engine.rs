@@ -373,6 +373,7 @@ impl Engine {
         let most = if has_magazine { self.shape.sheaf_len } else { 1 };
         let node = self.shared.blocks.arena.current_node();
         let (node, count) = self.take_objects(node, self.remote_ratio.load(Relaxed), &mut taken[..most])?;
+        debug_assert!(count > 0 && count <= most);
         let object = taken[count - 1];
         if has_magazine {
             let rest = &taken[..count - 1];
@@ -472,6 +473,7 @@ impl Engine {
         if objects.is_empty() {
             return;
         }
+        debug_assert!(objects.iter().all(|object| self.node_of(*object) == node), "objects of this node");
         if self.barns(node).next().is_some_and(|own| own.push_sheaf(objects)) {
             return;
         }

@@ -39,6 +39,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
     /// Inserts a block at the front of a list. The block must be in no list of this kind.
     pub fn push_front(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
         let links = Self::links(blocks, block_number);
+        debug_assert!(self.first(list) != Some(block_number), "the block is in no list");
         let after = std::mem::replace(&mut self.heads[list], block_number + 1);
         links.list.set(list as u32);
         links.previous.set(0);
@@ -52,6 +53,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
     /// Inserts a block at the back of a list. The block must be in no list of this kind.
     pub fn push_back(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
         let links = Self::links(blocks, block_number);
+        debug_assert!(self.tails[list] != block_number + 1, "the block is in no list");
         let previous = std::mem::replace(&mut self.tails[list], block_number + 1);
         links.list.set(list as u32);
         links.previous.set(previous);
@@ -73,6 +75,11 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         let links = Self::links(blocks, block_number);
         let (previous, after) = (links.previous.get(), links.next.get());
         let list = links.list.get() as usize;
+        let next_of = |block: u32| Self::links(blocks, block).next.get();
+        let previous_of = |block: u32| Self::links(blocks, block).previous.get();
+        let (head, tail) = (self.heads[list], self.tails[list]);
+        debug_assert!(previous.checked_sub(1).map_or(head, next_of) == block_number + 1, "the block is in this list");
+        debug_assert!(after.checked_sub(1).map_or(tail, previous_of) == block_number + 1, "the block is in this list");
         match previous.checked_sub(1) {
             Some(previous) => Self::links(blocks, previous).next.set(after),
             None => self.heads[list] = after,

@@ -124,6 +124,7 @@ impl MagazineGuard<'_> {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
         let count = if is_of_node { objects.len().min((self.capacity.load(Relaxed) - len) as usize) } else { 0 };
+        debug_assert!(len as usize + count <= CAPACITY);
         (len..).zip(objects.take(count)).for_each(|(at, object)| self.object_at(at).store(object as u64, Relaxed));
         self.len.store(len + count as u32, Release);
         if count > 0 {
@@ -140,6 +141,7 @@ impl MagazineGuard<'_> {
     /// Opens the magazine with this capacity.
     pub fn open(self, capacity: usize) {
         debug_assert!(capacity <= CAPACITY);
+        debug_assert!(self.len() <= capacity, "no object is lost");
         self.capacity.store(capacity as u32, Relaxed);
     }
 }
@@ -157,6 +159,7 @@ impl Magazine {
     /// a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
+        debug_assert!(len as usize <= CAPACITY);
         let count = objects.len().min(len as usize) as u32;
         (0..count).zip(objects).for_each(|(at, object)| *object = self.object_at(at).load(Relaxed) as usize);
         self.len.store(0, Relaxed);

@@ -111,6 +111,11 @@ impl Slab {
     }
 
     pub fn set_state(&self, state: SlabState) {
+        let is_legal = matches!(
+            (self.state(), state),
+            (SlabState::Open, SlabState::Claimed) | (SlabState::Claimed, SlabState::Open | SlabState::Lost)
+        );
+        debug_assert!(is_legal, "only a claimed slab is opened or lost");
         self.state.set(state as u32);
     }
 
@@ -132,6 +137,7 @@ impl Slab {
                 break;
             }
         }
+        debug_assert!(count <= most && self.used.get() + count as u32 <= capacity, "no object is allocated twice");
         self.used.add(count as u32);
         count
     }
@@ -195,6 +201,7 @@ const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
 /// Returns the level of an open slab with `used` used objects; `None` if the slab is full.
 pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
+    debug_assert!(used <= capacity);
     match used {
         0 => Some(Level::Empty as usize),
         used if used == capacity => None,
@@ -276,6 +283,7 @@ impl Block {
 
     /// Adds a slab to the set of a level.
     pub fn insert(&self, level: usize, slab: u32) {
+        debug_assert!((0..LEVELS).all(|other| self.mask_at_level(other) >> slab & 1 == 0), "a slab has one level");
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
@@ -283,7 +291,7 @@ impl Block {
     /// Removes a slab from the set of a level.
     pub fn remove(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
-        debug_assert!(word.get() >> (slab % 64) & 1 == 1);
+        debug_assert!(word.get() >> (slab % 64) & 1 == 1, "the slab has this level");
         word.set(word.get() & !(1 << (slab % 64)));
     }
 

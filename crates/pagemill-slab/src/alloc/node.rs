@@ -147,6 +147,7 @@ impl Node<'_> {
         {
             let base = self.blocks.addr(block);
             let left = &mut taken[count..];
+            debug_assert!(self.blocks.slab(block, slab).state() == SlabState::Open, "only open slabs are found");
             let before = self.level(block, slab);
             let (mut at, shape) = (0, self.shape);
             self.blocks.slab(block, slab).allocate(shape.capacity, left.len(), |object| {
@@ -211,6 +212,8 @@ impl Node<'_> {
     /// former level.
     fn note_change(&mut self, block_number: u32, slab: u32, before: Option<usize>, more: i32) {
         let block = self.blocks.block(block_number);
+        debug_assert!(self.state.used.checked_add_signed(i64::from(more)).is_some(), "the node counts its objects");
+        debug_assert!(block.used.get().checked_add_signed(more).is_some(), "the block counts its objects");
         self.state.used = self.state.used.wrapping_add_signed(i64::from(more));
         block.used.set(block.used.get().wrapping_add_signed(more));
         if self.blocks.slab(block_number, slab).state() == SlabState::Open {
@@ -225,6 +228,7 @@ impl Node<'_> {
         let block = self.blocks.block(block_number);
         block.free_objects.set(block.free_objects.get().wrapping_add_signed(more));
         for free in [&mut self.state.free_objects, &mut self.state.free_objects_in[block.use_list()]] {
+            debug_assert!(free.checked_add_signed(i64::from(more)).is_some(), "no object is allocated twice");
             *free = free.wrapping_add_signed(i64::from(more));
         }
     }
@@ -304,6 +308,7 @@ impl Node<'_> {
         for bare in
             [&mut self.state.bare_slabs, &mut self.state.bare_slabs_in[self.blocks.block(block_number).use_list()]]
         {
+            debug_assert!(bare.checked_add_signed(more).is_some(), "no slab is set up twice");
             *bare = bare.wrapping_add_signed(more);
         }
     }
@@ -349,6 +354,7 @@ impl Node<'_> {
         }
         let block_number = self.state.lists.first(IDLE)?;
         let block = self.blocks.block(block_number);
+        debug_assert!(block.used.get() == 0 && block.claimed.get() == 0, "no thread uses the block");
         self.unlink(block_number);
         self.state.blocks -= 1;
         self.state.whole_blocks -= 1 - block.is_sparse.get();
@@ -399,7 +405,9 @@ impl Node<'_> {
         let before = self.counted_bare_slabs(block_number);
         block.remove(Level::Bare as usize, slab);
         self.add_bare_slabs(block_number, self.counted_bare_slabs(block_number) as i32 - before as i32);
+        debug_assert!(self.blocks.slab(block_number, slab).used_objects() == 0, "a bare slab has no objects");
         block.slabs.add(1);
+        debug_assert!(block.slabs.get() <= self.shape.slabs);
         self.blocks.slab(block_number, slab).tried.set(0);
         self.state.slabs += 1;
         self.state.slabs_in_sparse_blocks += block.is_sparse.get();
@@ -432,6 +440,7 @@ impl Node<'_> {
 
     /// Claims an open slab: no object is allocated from it until [`Node::open`].
     pub fn claim(&mut self, block_number: u32, slab: u32) {
+        debug_assert!(self.blocks.slab(block_number, slab).state() == SlabState::Open, "one thread claims a slab");
         let level = self.level(block_number, slab);
         self.change_level(block_number, slab, level, None);
         let free = self.shape.capacity - self.blocks.slab(block_number, slab).used_objects();
@@ -442,7 +451,7 @@ impl Node<'_> {
     /// Ends a claim: objects may be allocated from the slab again.
     pub fn open(&mut self, block_number: u32, slab: u32) {
         let slab_meta = self.blocks.slab(block_number, slab);
-        debug_assert_eq!(slab_meta.state(), SlabState::Claimed);
+        debug_assert!(slab_meta.state() == SlabState::Claimed, "the claim ends once");
         slab_meta.set_state(SlabState::Open);
         let free = self.shape.capacity - slab_meta.used_objects();
         let level = self.level(block_number, slab);
@@ -456,6 +465,7 @@ impl Node<'_> {
     /// Ends a claim: the slab becomes bare, and must be set up before use.
     pub fn mark_bare(&mut self, block_number: u32, slab: u32) {
         let block = self.blocks.block(block_number);
+        debug_assert!(self.blocks.slab(block_number, slab).used_objects() == 0, "a bare slab has no objects");
         self.blocks.slab(block_number, slab).set_state(SlabState::Open);
         block.insert(Level::Bare as usize, slab);
         block.slabs.sub(1);

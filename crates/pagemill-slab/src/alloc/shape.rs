@@ -63,6 +63,8 @@ impl Shape {
         if stride > slab_bytes {
             return Err(Error::BadLength { len_bytes: bytes as u64 });
         }
+        debug_assert!(stride > 0 && slab_bytes / stride <= MAX_OBJECTS, "bits for each object");
+        debug_assert!(slab_bytes.is_power_of_two() && BLOCK_BYTES / slab_bytes <= MAX_SLABS, "slabs fill a block");
         Ok(Self {
             stride,
             slab_bytes,
@@ -87,6 +89,7 @@ impl Shape {
     /// Returns the slab within the block, the object within the slab, and whether an object begins at this offset.
     #[inline]
     pub fn locate(&self, in_block: usize) -> (u32, u32, bool) {
+        debug_assert!(in_block < BLOCK_BYTES);
         let offset = in_block & (self.slab_bytes - 1);
         let object = ((offset as u64 * self.reciprocal) >> 32) as u32;
         let is_object = object as usize * self.stride == offset && object < self.capacity;
@@ -96,6 +99,7 @@ impl Shape {
     /// Returns the offset of an object in its block.
     #[inline]
     pub fn offset_of(&self, slab: u32, object: u32) -> usize {
+        debug_assert!(slab < self.slabs && object < self.capacity);
         ((slab as usize) << self.slab_shift) + object as usize * self.stride
     }
 

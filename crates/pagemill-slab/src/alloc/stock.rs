@@ -85,6 +85,7 @@ impl ThreadRetireList {
     /// Afterwards at least `more` objects fit, up to the maximum.
     pub fn drain_batch(&self, more: usize, out: &mut [u64; RETIRED_CAPACITY]) -> DrainedBatch {
         let (len, waiting) = (self.objects.len.get() as usize, self.waiting.get() as usize);
+        debug_assert!(waiting <= len, "the waiting objects are in the list");
         let (epoch, oldest) = epochs::retire();
         let waited_for = Epoch::from_bits(self.epoch.get());
         let (count, until) = if oldest > epoch {
@@ -92,6 +93,7 @@ impl ThreadRetireList {
         } else {
             (waiting, (waiting > 0 && oldest <= waited_for).then_some(waited_for))
         };
+        debug_assert!(count <= len);
         let rest = len - self.objects.drain(len - count, out);
         self.waiting.set(rest as u32);
         self.epoch.set(epoch.to_bits());
@@ -142,6 +144,7 @@ impl<const N: usize> Stack<N> {
     /// Removes the oldest words until `kept` are left or `items` is full. Returns the number of removed words.
     pub fn drain(&self, kept: usize, items: &mut [u64]) -> usize {
         let len = self.len.get() as usize;
+        debug_assert!(len <= N);
         let gone = len.saturating_sub(kept).min(items.len());
         items.iter_mut().zip(&self.items[..gone]).for_each(|(item, object)| *item = object.get());
         (gone..len).for_each(|at| self.items[at - gone].set(self.items[at].get()));

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // frees the memory of claimed slabs
 
 use crate::alloc::engine::Engine;
+use crate::alloc::meta::SlabState;
 use crate::alloc::node::Keep;
 use crate::alloc::poison;
 use pagemill_core::arena::ExpectedUse;
@@ -44,6 +45,7 @@ impl Engine {
     /// Populates and sets up a claimed slab, then opens it. If there is no memory, the slab becomes bare again.
     fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
         let blocks = &self.shared.blocks;
+        debug_assert!(blocks.slab(block, slab).state() == SlabState::Claimed, "this thread sets the slab up");
         let at = self.shape.offset_of(slab, 0);
         if blocks.block(block).is_sparse.get() == 1
             && let Err(error) = blocks.populate_slab(block, at, self.shape.slab_bytes)

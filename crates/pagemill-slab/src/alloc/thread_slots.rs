@@ -99,7 +99,8 @@ impl ThreadSlots {
 
     /// Frees a slot.
     fn free(&self, slot: u32) {
-        self.taken[slot as usize / 64].fetch_and(!(1 << (slot % 64)), Release);
+        let before = self.taken[slot as usize / 64].fetch_and(!(1 << (slot % 64)), Release);
+        debug_assert!(before >> (slot % 64) & 1 == 1, "a slot is freed once");
     }
 
     /// Frees all slots except `own`, if `process` has not taken a slot yet.

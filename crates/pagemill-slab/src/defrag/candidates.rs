@@ -59,6 +59,7 @@ impl SearchId {
         if is_new {
             *self = Self { key, id: self.id.checked_add(1).unwrap_or(FIRST_SEARCH) };
         }
+        debug_assert!(self.id >= FIRST_SEARCH, "0 marks blocks that are in no queue");
         is_new
     }
 }
@@ -109,6 +110,7 @@ impl Node<'_> {
             ));
         }
         let (block_number, slab, most) = self.emptiest_slab(criteria)?;
+        debug_assert!(criteria.pass != 0, "0 marks slabs that were never tried");
         self.blocks.slab(block_number, slab).tried.set(criteria.pass);
         self.claim(block_number, slab);
         Some(DefragCandidate::Slab(block_number, slab, most))
@@ -207,6 +209,7 @@ impl Node<'_> {
     pub fn queue_for_search(&mut self, block_number: u32) {
         let (block, searches) = (self.blocks.block(block_number), &mut self.state.searches);
         let list = block.use_list();
+        debug_assert!(block.queued_search.get() != searches.block_search.id, "the block is in no queue");
         let is_wanted =
             block.tried.get() != searches.block_search.key.0 && searches.lists_to_search().any(|of| of == list);
         block.queued_search.set(if is_wanted { searches.block_search.id } else { 0 });
@@ -322,6 +325,7 @@ impl Node<'_> {
     fn begin_emptying(&mut self, block_number: u32, block_pass: Option<u32>) -> SlabSet {
         let block = self.blocks.block(block_number);
         block.tried.set(block_pass.unwrap_or(0));
+        debug_assert!(block.is_emptying.get() == 0, "one thread empties a block");
         block.is_emptying.set(1);
         let mut claimed = SlabSet::default();
         for slab in block.set_up_slabs(self.shape.slabs) {
@@ -363,6 +367,7 @@ impl Node<'_> {
     /// Ends the emptying of a claimed block, after its slabs were opened or freed.
     pub fn end_emptying(&mut self, block_number: u32) {
         let block = self.blocks.block(block_number);
+        debug_assert!(block.is_emptying.get() == 1, "the block is being emptied");
         block.is_emptying.set(0);
         // If emptying stopped before all objects were tried, `tried` is 0: a later step continues with the block.
         if block.tried.get() != 0 && block.used.get() > 0 {

@@ -68,6 +68,7 @@ pub(crate) struct DrainGuard<'engine>(&'engine Engine);
 impl<'engine> DrainGuard<'engine> {
     /// Begins a drain. The caller holds `drain_lock`. Dropping the result releases that lock.
     fn begin(engine: &'engine Engine, timeout_ns: u64) -> Result<Self> {
+        debug_assert!(engine.drain_lock.is_held() && !engine.is_draining.load(Relaxed), "one thread drains");
         engine.is_draining.store(true, Relaxed);
         engine.opened_magazines().for_each(Magazine::begin_drain);
         let drained = Self(engine);
@@ -96,6 +97,8 @@ impl<'engine> DrainGuard<'engine> {
             if count == 0 {
                 break;
             }
+            let is_of_node = |object: &usize| self.0.node_of(*object) == magazine.node();
+            debug_assert!(objects[..count].iter().all(is_of_node), "a magazine has objects of one node");
             self.0.with_node(magazine.node(), |node| objects[..count].iter().for_each(|object| node.free(*object)));
         }
     }
@@ -114,6 +117,7 @@ impl<'engine> DrainGuard<'engine> {
 
 impl Drop for DrainGuard<'_> {
     fn drop(&mut self) {
+        debug_assert!(self.0.drain_lock.is_held());
         self.0.opened_magazines().for_each(Magazine::end_drain);
         self.0.is_draining.store(false, Relaxed);
         self.0.drain_lock.release();

@@ -61,6 +61,8 @@ impl Engine {
                     self.poison(object);
                 });
                 self.with_node(node, |node| {
+                    let state = node.blocks.slab(block, slab).state();
+                    debug_assert!(state != SlabState::Open, "the objects belong to a claimed slab");
                     node.free_all(block, slab, &objects);
                     if node.blocks.slab(block, slab).state() == SlabState::Claimed {
                         node.open(block, slab);

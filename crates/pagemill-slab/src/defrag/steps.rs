@@ -99,6 +99,7 @@ fn run_slice(
     criteria: &Criteria,
     budget: Duration,
 ) -> Progress {
+    debug_assert!(criteria.percent <= ALL_PERCENT && criteria.pass != 0);
     let deadline_ns = clock::fine_ns().saturating_add(budget.as_nanos().min(u128::from(u64::MAX)) as u64);
     engine.finish_retired();
     mover.collect_stocks(&drained);
@@ -216,6 +217,7 @@ pub(crate) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
         let was_stopped = run.was_stopped;
         let part = run.end();
         whole.add(&Progress { is_done: true, ..part });
+        debug_assert!(whole.moved <= most, "no more objects are moved than requested");
         // A slab that was emptied partly can be continued once it is open again.
         if !has_more && !was_stopped || was_stopped && !engine.finish_all_retired()? {
             break;

@@ -64,6 +64,7 @@ impl Participant {
     /// Stores the word of the first guard, followed by a barrier.
     #[inline(always)]
     fn enter(&self, word: u64) {
+        debug_assert!(word & DEPTH == 1, "the first guard of the thread");
         // A thread that sees this store also sees that all earlier reads of this thread are done.
         if cfg!(all(target_arch = "x86_64", not(loom))) {
             // On x86-64 a locked exchange is a full barrier, at half the price of a fence.
@@ -99,7 +100,10 @@ impl Participant {
         // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
             0 => Epoch::NEVER,
-            word => Epoch(word >> DEPTH_BITS),
+            word => {
+                debug_assert!(word & DEPTH > 0, "a pinned participant has guards");
+                Epoch(word >> DEPTH_BITS)
+            }
         }
     }
 }
