@@ -48,6 +48,8 @@ impl Buddies {
     fn push(&mut self, frames: &Table<Frame>, number: u32, order: u8, is_zero: bool) {
         let list = self.list_of(number, order);
         let next = self.first[list];
+        debug_assert!(order <= self.max_order && number.is_multiple_of(1 << order), "free runs are aligned");
+        debug_assert!(next != number, "the run is in no list");
         let frame = frames.get(number as usize);
         frame.word.set_free(order, is_zero);
         frame.set_links(NONE, next);
@@ -67,14 +69,19 @@ impl Buddies {
     /// Removes a run from the free list `list`.
     fn unlink_from(&mut self, frames: &Table<Frame>, number: u32, order: u8, list: usize) {
         let (before, after) = frames.get(number as usize).links();
+        let state = frames.get(number as usize).word.load();
+        debug_assert!(state.kind() == Kind::Free && state.order() == order, "only free runs are in a list");
         if before == NONE {
+            debug_assert!(self.first[list] == number, "the run is in this list");
             self.first[list] = after;
         } else {
             let frame = frames.get(before as usize);
+            debug_assert!(frame.links().1 == number, "neighbours in a list refer to each other");
             frame.set_links(frame.links().0, after);
         }
         if after != NONE {
             let frame = frames.get(after as usize);
+            debug_assert!(frame.links().0 == number, "neighbours in a list refer to each other");
             frame.set_links(before, frame.links().1);
         }
         self.free_chunk_count -= u32::from(order == self.max_order);
@@ -96,6 +103,11 @@ impl Buddies {
 
     /// Frees a run and merges it with its free buddies.
     pub fn free(&mut self, frames: &Table<Frame>, mut number: u32, mut order: u8, mut is_zero: bool) {
+        debug_assert!(order <= self.max_order && number.is_multiple_of(1 << order), "allocated runs are aligned");
+        debug_assert!(
+            order == self.max_order || frames.get(number as usize).word.load().kind() != Kind::Free,
+            "a run is freed once"
+        );
         while order < self.max_order {
             // The numbers of two buddies differ in one bit, because chunks begin at multiples of their length.
             let buddy = number ^ (1 << order);
@@ -157,6 +169,7 @@ impl Buddies {
     pub fn take_free_chunk(&mut self, frames: &Table<Frame>) -> Option<u32> {
         let number = self.first[usize::from(self.max_order)];
         (number != NONE).then(|| {
+            debug_assert!(!self.leases.is_leased(number >> self.max_order), "a leased chunk keeps its memory");
             self.unlink(frames, number, self.max_order);
             frames.get(number as usize).word.assign(Kind::Tail, 0);
             number

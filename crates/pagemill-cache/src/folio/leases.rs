@@ -61,6 +61,7 @@ impl LeaseSlot {
     /// Returns the longest run of chunks with memory that contains chunk `at`. The run is empty if chunk `at` has no
     /// memory.
     fn run_around(self, at: u32) -> Range<u32> {
+        debug_assert!(at < u32::BITS);
         let above = (self.filled >> at).trailing_ones();
         let below = (self.filled << (u32::BITS - 1 - at)).leading_ones();
         if above == 0 { at..at } else { at + 1 - below..at + above }
@@ -110,6 +111,7 @@ impl Leases {
     pub fn note_filled(&self, chunk: u32, is_filled: bool) {
         self.change(chunk, |slot, at| {
             debug_assert!(is_filled || !slot.is_leased(at), "a leased chunk loses its memory");
+            debug_assert!((slot.filled >> at & 1 == 1) != is_filled, "a chunk is filled once");
             slot.filled = slot.filled & !(1 << at) | u32::from(is_filled) << at;
         });
     }
@@ -133,6 +135,7 @@ impl Leases {
             if slot.rings == u16::MAX || !(slot.first..slot.first + slot.count).contains(&(at as u8)) {
                 return None;
             }
+            debug_assert!(slot.filled >> at & 1 == 1, "a leased chunk has memory");
             slot.rings += 1;
             let first = begin + u32::from(slot.first);
             Some((first..first + u32::from(slot.count), is_new))

@@ -331,11 +331,13 @@ impl Pool {
     /// Returns the address of page `number`.
     #[inline]
     pub fn addr(&self, number: u32) -> usize {
+        debug_assert!(u64::from(number) << self.page_shift < self.max_bytes(), "the page is in the pool");
         self.base + ((number as usize) << self.page_shift)
     }
 
     /// Returns the number of the page that begins at an address of the pool.
     pub fn number_at(&self, addr: usize) -> u32 {
+        debug_assert!(addr >= self.base && ((addr - self.base) as u64) < self.max_bytes(), "the page is in the pool");
         ((addr - self.base) >> self.page_shift) as u32
     }
 
@@ -395,6 +397,7 @@ impl Pool {
 
     /// Makes a chunk resident and allocates from it, unless other threads free enough pages meanwhile.
     fn allocate_from_new_chunk(&self, order: u8) -> Result<NewFolio> {
+        debug_assert!(order <= self.chunk_order, "a folio fits into a chunk");
         let mut backoff = Backoff::new();
         let chunk = loop {
             // Other threads may bring in a chunk of which they use a part, or return one to the system.
@@ -421,11 +424,13 @@ impl Pool {
             // Another thread may have freed pages meanwhile.
             return self.allocate_free(order).ok_or(error);
         }
-        self.filled_chunks.fetch_add(1, Relaxed);
+        let filled = self.filled_chunks.fetch_add(1, Relaxed);
+        debug_assert!(filled < self.max_chunks, "each chunk counts once");
         let number = chunk << self.chunk_order;
         self.use_huge_frames_from(number);
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
         self.state.with(|state| {
+            debug_assert!(state.chunks_in_transit > 0, "this chunk is in transit");
             state.chunks_in_transit -= 1;
             state.buddies.leases.note_filled(chunk, true);
             state.buddies.free(&self.frames, number, self.chunk_order, true);
@@ -447,6 +452,7 @@ impl Pool {
         self.state.with(|state| {
             if let Some(chunk) = state.empty {
                 let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
+                debug_assert!(chunk < state.chunks, "a chunk in the list was opened");
                 state.empty = u32::try_from(next).ok();
                 state.chunks_in_transit += 1;
                 return Ok(chunk);
@@ -491,6 +497,7 @@ impl Pool {
 
     /// Adds a chunk to the list of chunks without memory.
     fn push_empty_chunk(&self, state: &mut PoolState, chunk: u32) {
+        debug_assert!(chunk < state.chunks && state.empty != Some(chunk), "the chunk is in no list");
         let next = state.empty.map_or(u64::MAX, u64::from);
         self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
         state.empty = Some(chunk);
@@ -608,7 +615,8 @@ impl Pool {
                 });
                 break;
             }
-            self.filled_chunks.fetch_sub(1, Relaxed);
+            let filled = self.filled_chunks.fetch_sub(1, Relaxed);
+            debug_assert!(filled > 0, "the chunk had memory");
             self.return_claimed_chunk(chunk);
             freed += bytes;
         }

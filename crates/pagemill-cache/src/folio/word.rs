@@ -98,6 +98,7 @@ pub(crate) struct State(u64);
 
 impl State {
     const fn new(kind: Kind, order: u8, version: u32) -> Self {
+        debug_assert!(order as u64 <= ORDER_MASK, "an order fits into its field");
         Self(kind as u64 | (order as u64) << ORDER_SHIFT | (version as u64) << VERSION_SHIFT)
     }
 
@@ -255,7 +256,9 @@ impl Word {
     /// Makes a folio dirty that the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
         // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
-        self.0.fetch_or(DIRTY, Release) & DIRTY == 0
+        let before = State(self.0.fetch_or(DIRTY, Release));
+        debug_assert!(!matches!(before.kind(), Kind::Free | Kind::Tail), "only a folio in use becomes dirty");
+        !before.is_dirty()
     }
 
     /// Clears the dirty bit if the word still equals `seen`. Returns whether the bit was cleared.
@@ -399,6 +402,7 @@ impl Word {
 
     /// Sets the kind and order of a page to which the caller has exclusive access. Increments the version.
     pub fn assign(&self, kind: Kind, order: u8) {
+        debug_assert!(!matches!(kind, Kind::Live | Kind::Gone), "a folio becomes live by `publish` or `make_live`");
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(kind, order, version).0, Release);
         fence(Release);
@@ -413,6 +417,7 @@ impl Word {
 
     /// Sets a page to *Free*, as first page of a free run of 2^`order` pages. `is_zero`: all bytes of the run are zero.
     pub fn set_free(&self, order: u8, is_zero: bool) {
+        debug_assert!(self.load().kind() != Kind::Live, "a live folio is frozen or removed before it is freed");
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
     }

@@ -335,6 +335,7 @@ impl Inner {
         let wanted = page_bytes * most as u64;
         if self.charge(wanted).is_ok() {
             let bytes = page_bytes * self.pool.allocate_free_pages(most, taken) as u64;
+            debug_assert!(bytes <= wanted, "no more pages were allocated than wanted");
             self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
             self.update_counters(0, bytes, stats::add);
         }
@@ -375,7 +376,8 @@ impl Inner {
 
     /// Ends the charge of a folio of 2^`order` pages.
     fn discharge(&self, order: u8) {
-        self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
+        let charged = self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
+        debug_assert!(charged >= self.folio_bytes(order), "only charged bytes are discharged");
     }
 
     /// Returns whether folios of 2^`order` pages are huge: a whole chunk, or a page of a block or more.
@@ -398,6 +400,7 @@ impl Inner {
     ///
     /// [`Error::NoMemory`].
     pub fn allocate_replacement(&self, order: u8, present_bytes: u64) -> Result<NewFolio> {
+        debug_assert!(present_bytes <= self.folio_bytes(order), "the replaced folios fit");
         let more = self.folio_bytes(order) - present_bytes;
         self.charge(more)?;
         let taken = self.pool.allocate(order).inspect_err(|_| {
@@ -441,7 +444,8 @@ impl Inner {
         let bytes = self.folio_bytes(order);
         self.update_counters(order, bytes, stats::sub);
         if self.is_huge(order) {
-            self.huge_bytes.fetch_sub(bytes, Relaxed);
+            let huge = self.huge_bytes.fetch_sub(bytes, Relaxed);
+            debug_assert!(huge >= bytes, "only counted huge folios are freed");
         }
     }
 
@@ -520,6 +524,7 @@ impl Inner {
                     files.by_id.len() as u32 - 1
                 }
             };
+            debug_assert!(files.by_id[id as usize].strong_count() == 0, "a free id has no file");
             let file = make(id);
             files.by_id[id as usize] = Arc::downgrade(&file);
             Ok(file)
@@ -528,8 +533,10 @@ impl Inner {
 
     /// Removes the record of a file that ends, and frees its id.
     pub(super) fn remove_file(&self, id: u32, has_store: bool) {
-        self.stored_files.fetch_sub(u32::from(has_store), Relaxed);
+        let stored = self.stored_files.fetch_sub(u32::from(has_store), Relaxed);
+        debug_assert!(stored >= u32::from(has_store), "the file was counted");
         self.files.with(|files| {
+            debug_assert!(files.by_id[id as usize].strong_count() > 0, "a file is removed once");
             files.by_id[id as usize] = Weak::new();
             files.free.push(id);
         });

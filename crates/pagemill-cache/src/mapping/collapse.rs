@@ -96,6 +96,7 @@ impl File {
     /// whether the folios were replaced.
     fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, folios.first);
+        debug_assert!(first.is_multiple_of(1 << order) && folios.pages == 1 << order);
         let word = self.pool().word(number);
         self.pool().set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
@@ -114,6 +115,7 @@ impl File {
             if is_dirty {
                 self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
             }
+            debug_assert!(word.load().kind() == Kind::Busy, "the new folio is in no file yet");
             word.publish(order, !self.cache.may_split, is_dirty);
             writer.join(first, u32::from(order), u64::from(number), &mut stock);
             if self.store.is_some() {
@@ -127,6 +129,7 @@ impl File {
 impl<'file> SmallFolios<'file> {
     /// Finds the small folios from page `first` on. Returns `None` if there are none, or if there is a huge folio.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
+        debug_assert!(pages <= MOST_PAGES);
         let removals = file.removals.load(Acquire);
         let mut folios = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, removals };
         let guard = epoch::pin();
@@ -163,6 +166,7 @@ impl<'file> SmallFolios<'file> {
 
     /// Freezes all folios. Returns false if one of them is in use.
     fn freeze(&mut self) -> bool {
+        debug_assert!(self.frozen == 0 && self.dirty_bytes == 0, "the folios are frozen once");
         for at in 0..self.pages {
             let number = self.numbers[at];
             if number != NONE {

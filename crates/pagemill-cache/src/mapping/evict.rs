@@ -85,7 +85,8 @@ impl Inner {
             self.evicting_threads.fetch_add(1, SeqCst);
             let candidate = scan.next(self.pool);
             freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
-            self.evicting_threads.fetch_sub(1, SeqCst);
+            let evicting = self.evicting_threads.fetch_sub(1, SeqCst);
+            debug_assert!(evicting > 0, "this thread is counted");
             if candidate.is_none() {
                 break;
             }
@@ -135,6 +136,7 @@ impl File {
         if self.store.is_none() {
             return;
         }
+        debug_assert!(index.is_multiple_of(1 << order) && number.is_multiple_of(1 << order), "folios are aligned");
         if self.is_once() {
             return self.cache.order.enter_noreuse(number, order);
         }
@@ -162,6 +164,7 @@ impl File {
         if state.is_readahead() {
             stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
         }
+        debug_assert!(self.pool().word(number).load().kind() == Kind::Frozen, "this thread owns the folio");
         self.cache.free(number, state.order());
         Some(state.order())
     }

@@ -133,6 +133,7 @@ impl Balance {
         }
         let share = |percent: u8| (u128::from(limit_bytes) * u128::from(percent) / 100) as u64;
         let (background_bytes, most_bytes) = (share(*background_percent), share(*most_percent));
+        debug_assert!(background_bytes <= most_bytes && most_bytes <= limit_bytes);
         Ok(Self {
             age_ns: u64::try_from(age.as_nanos()).unwrap_or(u64::MAX),
             background_bytes,

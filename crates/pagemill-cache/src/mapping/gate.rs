@@ -63,7 +63,8 @@ impl Gate {
 impl Drop for SharedGate<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Release);
+        let before = self.0.0.fetch_sub(1, Release);
+        debug_assert!(before & !EXCLUSIVE > 0, "this holder is counted");
     }
 }
 
@@ -71,6 +72,7 @@ impl Drop for ExclusiveGate<'_> {
     fn drop(&mut self) {
         // Subtracts instead of storing 0, because threads that try to take the gate shared add and subtract one
         // meanwhile.
-        self.0.0.fetch_sub(EXCLUSIVE, Release);
+        let before = self.0.0.fetch_sub(EXCLUSIVE, Release);
+        debug_assert!(before & EXCLUSIVE != 0, "the gate is held exclusively");
     }
 }

@@ -47,9 +47,12 @@ impl File {
             return Ok(false);
         }
         let pages = 1_u32 << order;
+        debug_assert!(order == self.pool().chunk_order(), "a folio is one page or a chunk");
+        debug_assert!(hit.first().is_multiple_of(u64::from(pages)) && number.is_multiple_of(pages), "aligned");
         for page in 1..pages {
             let page_number = number + page;
             self.pool().set_owner(page_number, Owner { id: self.id, index: hit.first() + u64::from(page) });
+            debug_assert!(self.pool().word(page_number).load().kind() == Kind::Tail, "other pages of the folio");
             self.pool().word(page_number).assign_frozen(frozen.is_dirty());
         }
         let mut writer = self.tree.lock();

@@ -144,6 +144,7 @@ impl File {
     /// Truncates the store if needed, then writes the dirty folios. The caller holds the file's sync lock, and the file
     /// has no write in flight. Failures are recorded for all handles.
     pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
+        debug_assert!(self.syncing.is_held(), "one thread writes the file back");
         self.truncate_store(store).inspect_err(|error| self.note_error(error))?;
         let walked = self.walk(store, walk)?;
         walked.failure.iter().for_each(|error| self.note_error(error));

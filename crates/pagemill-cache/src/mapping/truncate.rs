@@ -50,6 +50,7 @@ impl File {
     /// Sets the new length; bytes of the store behind it are not valid any more.
     fn set_shorter_size(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
+        debug_assert!(size_bytes <= self.size_bytes(), "the file gets shorter");
         // Done even if the store has no bytes behind the new end yet: a writeback of these bytes may be in flight.
         self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
         self.note_revoked();
@@ -91,6 +92,7 @@ impl File {
         };
         let at = (size_bytes - self.offset_of(place.first)) as usize;
         let len_bytes = self.cache.folio_bytes(place.order) as usize;
+        debug_assert!(at > 0 && at <= len_bytes, "the folio has the last byte");
         self.pool().zero(place.number, at, len_bytes - at);
         self.note_zeroed(&place);
         self.cache.unpin(place.number);

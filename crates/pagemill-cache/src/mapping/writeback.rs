@@ -13,7 +13,7 @@
 use super::File;
 use super::dirty::DIRTY;
 use super::sync::failed;
-use crate::folio::word::State;
+use crate::folio::word::{Kind, State};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
@@ -160,8 +160,10 @@ impl WalkState {
             stats::add(self.reason.counter(), bytes);
         }
         let mut state = self.state();
+        debug_assert!(state.runs > 0 && state.bytes >= bytes, "the run was begun");
         state.runs -= 1;
         state.bytes -= bytes;
+        debug_assert!(state.runs > 0 || state.bytes == 0, "bytes in flight belong to runs");
         state.ended += 1;
         match result {
             Ok(is_clean) => {
@@ -267,6 +269,7 @@ impl WriteRun {
             file.pool().with_frozen_bytes(folio.number, len, |bytes| here.copy_from_slice(bytes));
             rest = behind;
         }
+        debug_assert!(rest.is_empty(), "the folios cover the run");
         self.copy = Some(copy);
     }
 
@@ -279,6 +282,8 @@ impl WriteRun {
             // SAFETY: the address of the first folio, which is never 0.
             None => unsafe { NonNull::new_unchecked(self.walk_state.file.pool().addr(self.first.number) as *mut u8) },
         };
+        debug_assert!(len > 0 && offset.is_multiple_of(self.walk_state.file.page_bytes() as u64));
+        debug_assert!(!self.is_complete.load(SeqCst), "a run is started once");
         self.walk_state.begin(len as u64);
         // SAFETY: the bytes are a copy owned by the run, or contiguous folios. No thread writes to either (invariants)
         // until the run is complete, which is at the earliest when the store reports its end. The transfer owns the
@@ -326,6 +331,8 @@ impl PendingRuns<'_> {
     /// Adds a frozen folio that lies behind the folios added before. Returns the number of bytes to write.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.walk_state.file;
+        debug_assert!(file.pool().word(number).load().kind() == Kind::Frozen, "only frozen folios are written");
+        debug_assert!(index.is_multiple_of(1 << state.order()), "folios are aligned");
         let (folio, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(folio.order)).min(size_bytes);
         if bytes.is_empty() {
@@ -385,6 +392,7 @@ impl File {
         pending.start();
         let is_over = walk_state.wait((0, 0), walk.timeout);
         let mut state = walk_state.state();
+        debug_assert!(!is_over || (state.runs, state.bytes) == (0, 0), "all runs have ended");
         if !is_over {
             return Err(Error::Busy { what: "the store makes no progress with its writes" });
         }
@@ -457,6 +465,9 @@ impl File {
 
     /// Counts one run of the file less in flight.
     fn note_run_ended(&self) {
-        self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_sub(1, SeqCst));
+        if let Some(dirty) = &self.dirty {
+            let runs = dirty.in_flight.fetch_sub(1, SeqCst);
+            debug_assert!(runs > 0, "the run was in flight");
+        }
     }
 }

@@ -143,6 +143,7 @@ impl Ghosts {
     /// Returns the set in which a key's ghost is stored.
     fn set(&self, key: GhostKey) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
+        debug_assert!(sets == 0 || key.set_of(sets) < sets);
         (sets > 0).then(|| self.ghosts.row(key.set_of(sets) as usize * WAYS))
     }
 }
@@ -150,6 +151,7 @@ impl Ghosts {
 /// Returns the age of a ghost in ticks.
 fn age(ghost: u32, now: [u32; 2]) -> u32 {
     let now = if ghost & PART_BIT == 0 { now[0] } else { now[1] };
+    debug_assert!(ghost & u32::from(u16::MAX) != 0 && u64::from(now) <= CLOCK_VALUES, "clock values start at 1");
     let ticks = now.wrapping_sub(ghost & u32::from(u16::MAX));
     // Corrects the difference if the clock has wrapped around.
     ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))

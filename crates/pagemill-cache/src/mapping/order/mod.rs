@@ -265,6 +265,7 @@ impl Order {
             for queue in queues::QUEUES {
                 while state.queues.pop(&self.links, queue).is_some() {}
             }
+            debug_assert!(state.queues.total() == 0, "all folios were popped");
             *state = QueueState::new();
         });
     }
@@ -276,6 +277,7 @@ impl Order {
     ///
     /// [`pagemill_core::Error::System`] if the system cannot commit the memory.
     pub fn reach(&self, end: usize) -> Result<()> {
+        debug_assert!(end <= self.most_pages, "the page is in the pool");
         if end <= self.opened_pages.load(Acquire) {
             return Ok(());
         }
@@ -437,6 +439,7 @@ impl QueueState {
             };
             self.share = share.clamp(LEAST_SHARE, MOST_SHARE);
         }
+        debug_assert!((LEAST_SHARE..=MOST_SHARE).contains(&self.share));
         if part == CachePart::Main || age > total {
             return Queue::Probation;
         }
@@ -483,6 +486,7 @@ impl QueueState {
 
     /// Scans one folio: returns it as candidate, or moves it to another queue.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
+        debug_assert!(self.new_pages() <= self.queues.total());
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [CachePart::New, CachePart::Main] } else { [CachePart::Main, CachePart::New] };
         let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((CachePart::New, Queue::NoReuse));

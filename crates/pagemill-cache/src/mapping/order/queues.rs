@@ -50,6 +50,7 @@ struct Link(u64);
 
 impl Link {
     fn new(next: u32, order: u8, queue: Queue) -> Self {
+        debug_assert!(order <= 0xF, "an order fits into its field");
         Self(u64::from(next) | u64::from(order) << ORDER_SHIFT | (queue as u64 + 1) << QUEUE_SHIFT)
     }
 
@@ -178,6 +179,8 @@ impl Queues {
             return links.set(number, old.renewed(order, linked_queue, queue));
         }
         let ends = &mut self.0[queue as usize];
+        debug_assert!((ends.oldest == NONE) == (ends.newest == NONE), "a queue has both ends or none");
+        debug_assert!(ends.oldest != NONE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link::new(NONE, order, queue));
         if ends.oldest == NONE {
             ends.oldest = number;
@@ -202,6 +205,7 @@ impl Queues {
             ends.newest = NONE;
         }
         ends.pages -= 1 << link.order();
+        debug_assert!(ends.oldest != NONE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link(0));
         Some(Popped { number, order: link.order(), target: link.target() })
     }
@@ -210,6 +214,7 @@ impl Queues {
     pub fn shrink_to_page(&mut self, links: &Links, number: u32) -> Option<Queue> {
         let old = links.get(number);
         let queue = old.queue()?;
+        debug_assert!(self.0[queue as usize].pages >= 1 << old.order(), "the queue counts the folio");
         self.0[queue as usize].pages -= (1 << old.order()) - 1;
         let small = Link::new(old.next(), 0, queue);
         links.set(number, old.target().map_or(small, |target| small.renewed(0, queue, target)));
