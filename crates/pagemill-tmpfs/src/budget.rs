@@ -106,6 +106,7 @@ impl Budget {
         let line = |bound, name: &str, limit_bytes: u64, used_bytes: u64| {
             let fixed_bytes = used_bytes.saturating_sub(held(bound));
             let mark_bytes = margins.mark_bytes(bound, limit_bytes, fixed_bytes);
+            debug_assert!(mark_bytes <= limit_bytes, "a purge begins before the limit");
             LimitUsage { bound, name: name.to_owned(), limit_bytes, used_bytes, fixed_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, usage.used_bytes)];
@@ -139,6 +140,7 @@ impl Budget {
         // Size and inodes are at least the usage, since tmpfs refuses less. They are never 0, since 0 means unlimited.
         let predicted_bytes = margins.predicted_inodes.saturating_mul(INODE_BYTES * INODE_GROWTH_FACTOR);
         let for_inodes = predicted_bytes.clamp(headroom / INODE_DIVISOR, headroom / 2);
+        debug_assert!(for_inodes <= headroom, "inodes take no more than the headroom");
         let size_bytes = size_bytes
             .min(usage.used_bytes.saturating_add(headroom - for_inodes))
             .max(usage.used_bytes)
@@ -146,6 +148,11 @@ impl Budget {
         let most_inodes = machine.map_or(usage.max_inodes, |machine| default_inodes(machine.total_bytes));
         let max_inodes =
             most_inodes.min(usage.inodes.saturating_add(for_inodes / INODE_BYTES)).max(usage.inodes).max(1);
+        debug_assert!(size_bytes > 0 && max_inodes > 0, "0 means unlimited");
+        debug_assert!(
+            size_bytes >= usage.used_bytes && max_inodes >= usage.inodes,
+            "tmpfs refuses less than the usage"
+        );
         Self { lines, size_bytes, max_inodes, nearest }
     }
 
@@ -166,6 +173,7 @@ impl Budget {
     /// limit is in `searched`: it is unknown then how much can be purged.
     pub fn is_close_to_limit(&self, except: &[Bound], searched: &[Bound]) -> bool {
         self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
+            debug_assert!(line.mark_bytes <= line.limit_bytes && line.fixed_bytes <= line.used_bytes);
             let threshold_bytes = line.mark_bytes + line.limit_bytes.saturating_sub(line.mark_bytes) / 4;
             let may_purge = line.fixed_bytes <= threshold_bytes || searched.contains(&line.bound);
             line.used_bytes > threshold_bytes && may_purge
@@ -244,6 +252,7 @@ impl Margins {
             }
             Bound::Size | Bound::Machine => (least.min(limit_bytes / 8 * part), limit_bytes / 8 * 3),
         };
+        debug_assert!(unmeasured <= limit_bytes && most <= limit_bytes, "margins are parts of the limit");
         let for_the_fast = limit_bytes - self.predicted_bytes.min(most);
         (limit_bytes - unmeasured).min(for_the_fast.max(fixed_bytes.saturating_add(limit_bytes / 4)))
     }

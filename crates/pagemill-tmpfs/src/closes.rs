@@ -79,6 +79,7 @@ impl Closes {
     }
 
     fn change(&mut self, change: CloseEventsChange, now: Instant) -> CloseEventsChange {
+        debug_assert!(self.is_enabled == (change == CloseEventsChange::Disable), "the change has an effect");
         (self.since, self.events, self.held_bytes) = (now, 0, 0);
         self.is_enabled = change == CloseEventsChange::Enable;
         if self.is_enabled {
@@ -92,6 +93,7 @@ impl Closes {
     pub fn is_scan_due(&mut self, now: Instant, has_room: bool) -> bool {
         let is_over =
             |(first, last): (Instant, Instant)| now >= last + SCAN_DELAY || now >= first + MAX_SCAN_DELAY || !has_room;
+        debug_assert!(self.missed_between.is_none_or(|(first, last)| first <= last));
         let is_due = self.is_enabled && self.missed_between.is_some_and(is_over);
         if is_due {
             self.missed_between = None;

@@ -25,6 +25,7 @@ impl Duty {
     /// was delayed by a stall is soon followed by another. But at least the estimated CPU time of a check passes after
     /// `now`, so that the loop uses at most half of a CPU.
     pub fn next_check(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
+        debug_assert!(sampled <= now, "the usage was read before the check ended");
         self.worked[self.next] = worked;
         self.next = (self.next + 1) % CHECKS;
         let longest = self.worked.iter().max().copied().unwrap_or_default();

@@ -128,6 +128,8 @@ impl FileTable {
     /// Starts a batch of events. Each folder is opened once per batch.
     pub fn begin_batch(&mut self) {
         self.last_writer = None;
+        debug_assert!(self.open_folders.is_empty(), "folders stay open within one batch only");
+        debug_assert!(self.newest_inodes.0 <= self.newest_inodes.1, "the numbers of inodes rise");
         self.newest_inodes.0 = self.newest_inodes.1;
         self.batch_began = Instant::now();
     }
@@ -158,6 +160,7 @@ impl FileTable {
             self.open_folders.clear();
         }
         self.open_folders.insert(opened.inode, opened);
+        debug_assert!(self.open_folders.len() <= MAX_OPEN);
     }
 
     /// Ends the batch and closes its folders. They must not stay open: the handle of a deleted folder can be opened, as
@@ -302,6 +305,7 @@ impl FileTable {
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
         self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
+        debug_assert!(self.seen.is_empty(), "the next scan begins with no file seen");
         self.counts.scans += 1;
     }
 
@@ -401,6 +405,8 @@ impl FileTable {
         let by_group = self.index.oldest(lowers, began_ns);
         let inode = by_group.or_else(|| self.index.oldest(|charge| !charge.is_confirmed, began_ns))?;
         let mut file = self.index.remove(inode)?;
+        debug_assert!(watch.is_none_or(|watch| by_group.is_none() || groups.lowers_usage_of(file.charge.group, watch)));
+        debug_assert!(file.used_ns < began_ns, "files that were used since are not purged");
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.access, file.folder) else {
             // The folder was moved.
@@ -430,6 +436,7 @@ impl FileTable {
                     PurgePart::Whole => (&mut counts.purged_files, &mut counts.purged_bytes),
                     PurgePart::Tail => (&mut counts.cut_files, &mut counts.cut_bytes),
                 };
+                debug_assert!(file.part == PurgePart::Tail || left_bytes == 0, "nothing is left of a whole file");
                 (*files, *sum) = (*files + 1, *sum + bytes);
                 if left_bytes > 0 {
                     self.index.insert(inode, VolatileFile { held_bytes: left_bytes, used_ns: now_ns(), ..file });

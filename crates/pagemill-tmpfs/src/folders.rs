@@ -53,6 +53,7 @@ impl Folders {
         if self.known.len() >= MAX_FOLDERS && !self.known.contains_key(&inode) {
             return false;
         }
+        debug_assert!(inode != self.root && inode != parent, "only folders below the root have a parent");
         self.known.insert(inode, Folder { parent, name: name.to_owned(), above, read_at });
         true
     }
@@ -70,6 +71,7 @@ impl Folders {
                 return None;
             }
         }
+        debug_assert!(chain.last() == Some(&self.root) && chain.len() <= MAX_DEPTH);
         Some(chain)
     }
 

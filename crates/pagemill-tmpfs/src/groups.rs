@@ -22,6 +22,10 @@ pub type GroupId = u32;
 /// The id that stands for every group that is not in the table.
 pub const UNKNOWN: GroupId = 0;
 
+/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
+/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
+pub const INODE_BYTES: u64 = 1536;
+
 /// Maximum number of known groups. Files written by further groups count as written by an unknown group.
 const MAX_GROUPS: usize = 512;
 
@@ -41,10 +45,6 @@ const MAX_SUSPECTS: usize = 256;
 /// The open files of a suspect's processes are examined after the suspect's memory in tmpfs files has grown by more
 /// than this.
 const SUSPECT_GROWTH_BYTES: u64 = 4 * BLOCK_BYTES as u64;
-
-/// Memory of an inode with its directory entry and some attributes. The kernel charges it to the group of the process
-/// that creates the file. An empty file takes some 1,000 bytes on Linux 6.18.
-pub const INODE_BYTES: u64 = 1536;
 
 /// The usual number of bytes below a group's limit that files may not fill ([`guard_bytes`]). They are left for page
 /// tables, for other memory that is not in files, and for writes that happen while the size is changed.
@@ -409,6 +409,7 @@ impl Groups {
         }
         self.last_id += 1;
         let id = self.last_id;
+        debug_assert!(id != UNKNOWN && !self.groups.contains_key(&id), "ids are not reused");
         let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
@@ -498,6 +499,7 @@ impl Groups {
                         self.watches.len() - 1
                     }
                 };
+                debug_assert!(at < self.watches.len() && !group.watches.contains(&at), "one watch for each level");
                 group.watches.push(at);
             }
         }

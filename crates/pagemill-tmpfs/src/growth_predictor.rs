@@ -77,11 +77,13 @@ impl GrowthPredictor {
         self.used_bytes = used_bytes;
         self.grown_bytes += step_bytes;
         self.worst_step_bytes = self.worst_step_bytes.max(step_bytes);
+        debug_assert!(self.worst_step_bytes <= self.grown_bytes, "a step is a part of the growth");
         let took = now.saturating_duration_since(self.began);
         let rate = u128::from(self.grown_bytes) * WINDOW.as_nanos() / took.max(MIN_RATE_TIME).as_nanos();
         self.current_rate = rate as u64;
         if took >= WINDOW {
             self.windows[self.next] = (rate as u64, self.worst_step_bytes);
+            debug_assert!(self.next < WINDOWS);
             self.next = (self.next + 1) % WINDOWS;
             (self.began, self.grown_bytes, self.worst_step_bytes) = (now, 0, 0);
         }
@@ -108,6 +110,7 @@ impl GrowthPredictor {
     /// `LATENESS` at the maximum rate, and five quarters of the largest growth between two checks. The memory of new
     /// inodes is added.
     fn predict_from(&self, windows: usize) -> u64 {
+        debug_assert!(windows > 0 && windows <= WINDOWS);
         let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOWS - back) % WINDOWS]);
         let rate = last().map(|(rate, _)| rate).max().unwrap_or(0).max(self.current_rate);
         let step = last().map(|(_, step)| step).max().unwrap_or(0).max(self.worst_step_bytes);

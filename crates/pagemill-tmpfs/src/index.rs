@@ -70,18 +70,25 @@ impl Index {
             return false;
         }
         let group_files = self.groups.entry(file.charge).or_default();
-        group_files.order_of(&file).insert((file.used_ns, inode));
+        let is_new = group_files.order_of(&file).insert((file.used_ns, inode));
+        debug_assert!(is_new, "a file is in one order");
         group_files.held_bytes += file.held_bytes;
-        self.files.insert(inode, file);
+        let replaced = self.files.insert(inode, file);
+        debug_assert!(replaced.is_none(), "the file was removed before");
+        debug_assert!(self.files.len() <= MAX_FILES);
         true
     }
 
     pub fn remove(&mut self, inode: u64) -> Option<VolatileFile> {
         let file = self.files.remove(&inode)?;
+        debug_assert!(self.groups.contains_key(&file.charge), "the file is counted in a group");
         if let Some(group_files) = self.groups.get_mut(&file.charge) {
-            group_files.order_of(&file).remove(&(file.used_ns, inode));
+            let was_in_order = group_files.order_of(&file).remove(&(file.used_ns, inode));
+            debug_assert!(was_in_order, "the file is in an order of its group");
+            debug_assert!(group_files.held_bytes >= file.held_bytes, "the group counts the file");
             group_files.held_bytes -= file.held_bytes;
             if group_files.order.is_empty() && group_files.empty.is_empty() {
+                debug_assert!(group_files.held_bytes == 0, "a group without files holds nothing");
                 self.groups.remove(&file.charge);
             }
         }
@@ -142,6 +149,7 @@ impl Index {
         for inode in gone {
             self.remove(inode);
         }
+        debug_assert!(self.count_in(|_| true) == self.files.len(), "each file is in one group");
     }
 }
 

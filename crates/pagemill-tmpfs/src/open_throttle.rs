@@ -89,8 +89,10 @@ impl OpenThrottle {
                 listener.shared.blocked_ns.store(0, Relaxed);
                 listener.shared.permissions.start(root)?;
             }
+            debug_assert!(!listener.shared.is_stopped.load(SeqCst), "a stopped listener is dropped");
             self.active_until = Some(now + ACTIVE_TIME);
         } else if self.active_until.is_some_and(|until| until <= now) {
+            debug_assert!(self.listener.is_some(), "opens are delayed by a listener");
             self.active_until = None;
             if let Some(Listener { shared }) = &self.listener {
                 shared.permissions.stop(root);
@@ -262,6 +264,7 @@ impl Shared {
             if let Some(open) = open
                 && !self.is_allowed()
             {
+                debug_assert!(waiting.back().is_none_or(|(until, _)| *until <= now + self.max_wait), "oldest first");
                 waiting.push_back((now + self.max_wait, open));
                 self.delayed.fetch_add(1, Relaxed);
             }
@@ -272,6 +275,7 @@ impl Shared {
             while waiting.front().is_some_and(|(until, _)| waiting.len() > MAX_DELAYED || *until <= now) {
                 waiting.pop_front();
             }
+            debug_assert!(waiting.len() <= MAX_DELAYED);
             self.waiting.store(waiting.len(), SeqCst);
             if is_idle {
                 self.wait(waiting.front().map(|(until, _)| *until));

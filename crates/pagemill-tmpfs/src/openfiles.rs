@@ -58,6 +58,7 @@ fn charged_within(time_limit: Duration, of: FileSystem<'_>, folders: &[String], 
         }
         found.processes += 1;
     }
+    debug_assert!(found.processes == pids.len(), "each process was examined");
     found.is_complete = true;
     found
 }

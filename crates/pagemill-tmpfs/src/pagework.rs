@@ -56,6 +56,7 @@ const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600
 
 /// Returns the start of the range, doubled `times` times, but at most the end of the range.
 fn doubled(range: &Range<Duration>, times: u32) -> Duration {
+    debug_assert!(!range.start.is_zero() && range.start <= range.end);
     range.start.saturating_mul(1 << times.min(16)).min(range.end)
 }
 
@@ -161,8 +162,10 @@ impl PageWork {
     /// Removes a waiting file from the queue. Called before the file is purged.
     pub fn forget(&mut self, inode: u64) {
         if let Some(waiting) = self.waiting.remove(&inode) {
-            self.order.remove(&(waiting.due, inode));
+            let was_queued = self.order.remove(&(waiting.due, inode));
+            debug_assert!(was_queued.is_some(), "each waiting file is queued");
         }
+        debug_assert!(self.order.len() == self.waiting.len());
     }
 
     /// Returns whether this file was sent to the worker and not answered yet.
@@ -176,6 +179,7 @@ impl PageWork {
             self.order.remove(&(before.due, inode));
         }
         self.order.insert((due, inode), ());
+        debug_assert!(self.order.len() == self.waiting.len(), "each waiting file is queued once");
     }
 
     /// Processes the worker's answers and sends it the jobs that are due. `charged` returns the group charged for a
@@ -200,7 +204,9 @@ impl PageWork {
                 return;
             }
             self.order.remove(&(due, inode));
+            debug_assert!(self.waiting.contains_key(&inode), "each queued file waits");
             let Some(mut waiting) = self.waiting.remove(&inode) else { continue };
+            debug_assert!(waiting.due == due && waiting.tries <= MAX_TRIES);
             let Some(folder) = folders.path(waiting.folder) else { continue };
             let group = charged(groups, &folder, &waiting.name, inode);
             // The owner of the cgroup folder is read before the worker enters the group, since the owner can remove the
@@ -234,6 +240,7 @@ impl PageWork {
         self.avoided.retain(|_, avoided| now < avoided.until + AVOID.end);
         let losses = self.avoided.get(domain).map_or(0, |avoided| avoided.losses + 1);
         let pause = doubled(&AVOID, losses);
+        debug_assert!((AVOID.start..=AVOID.end).contains(&pause));
         print_message(&format!(
             "the worker for huge pages ended in {group}: files charged there wait {} s",
             pause.as_secs()
@@ -244,6 +251,7 @@ impl PageWork {
     /// Returns whether a worker can accept a job. If there is no worker, begins to start one.
     fn is_ready(&mut self, access: &Arc<FileAccess>, now: Instant) -> bool {
         if self.worker.is_none() && self.starting.is_none() && self.retry_at.is_none_or(|at| at <= now) {
+            debug_assert!(!self.program.is_empty(), "files are queued only if there is a worker");
             let (program, access) = (self.program.clone(), access.clone());
             let (sender, starting) = mpsc::channel();
             // If the queue was dropped meanwhile, the send fails and the worker is dropped. That closes its socket and
@@ -265,6 +273,7 @@ impl PageWork {
             Err(TryRecvError::Disconnected) => Err(io::Error::other("its thread ended")),
         };
         self.starting = None;
+        debug_assert!(self.worker.is_none(), "one worker runs");
         match result {
             Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
             Err(error) => self.report_start_failure(&error),
@@ -346,6 +355,7 @@ impl PageWork {
         }
         // The worker's own changes may make a later scan queue the file once more. The worker then finds nothing to
         // change.
+        debug_assert!(self.known.len() < MAX_KNOWN);
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 

@@ -112,6 +112,7 @@ fn purge_whole(target: &Target<'_>, may_purge: impl MayPurge) -> io::Result<Purg
     if !may_purge(&fd, &seen) {
         return Ok(PurgeOutcome::Gone);
     }
+    debug_assert!(is_ours(&ours), "a scan finds an unfinished purge by the name");
     file_access::rename(target.folder, target.name, &ours)?;
     Ok(finish_whole(target, &fd, &seen, &ours, may_purge))
 }
@@ -184,6 +185,7 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) ->
         let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         file_access::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
+        debug_assert!(from <= len_bytes, "no byte behind the end counts as valid");
         left_bytes = file_access::attributes(&fd)?.held_bytes.min(left_bytes);
     }
     freed(left_bytes)
@@ -194,7 +196,9 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) ->
 fn shortened_len(len_bytes: u64, bytes: u64) -> u64 {
     let rest = len_bytes.saturating_sub(bytes.max(1));
     let unit = if bytes >= BLOCK_BYTES as u64 { BLOCK_BYTES } else { os_page_bytes() } as u64;
-    rest - rest % unit
+    let shortened = rest - rest % unit;
+    debug_assert!(shortened < len_bytes || len_bytes == 0, "each cut shortens the file");
+    shortened
 }
 
 /// Returns the private name for a file; `None` if that name would be too long.

@@ -148,6 +148,7 @@ pub fn scan(
             }
             let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
             tell(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
+            debug_assert!(folder.depth <= MAX_DEPTH);
             if folder.depth < MAX_DEPTH {
                 open.push(Rc::new(PendingFolder {
                     parent: Some(folder.clone()),
@@ -258,10 +259,12 @@ impl Scanning {
 
     /// Records the end of the current scan and schedules the next.
     pub fn end(&mut self, usage: FileSystemUsage) {
+        debug_assert!(self.is_running, "a scan ends once");
         self.is_running = false;
         (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
         let interval = if self.usage == usage { self.interval * 2 } else { SCAN_EVERY.start };
         self.interval = interval.max(self.scan_duration * SCAN_TIME_DIVISOR).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        debug_assert!((SCAN_EVERY.start..=SCAN_EVERY.end).contains(&self.interval));
         self.usage = usage;
         self.next_at = Instant::now() + self.interval;
     }

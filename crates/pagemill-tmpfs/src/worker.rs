@@ -580,6 +580,7 @@ impl Worker {
         // A few short lines always fit into a socket's buffer.
         self.socket.write_all(line.as_bytes())?;
         self.waiting.push_back((job.inode, Instant::now()));
+        debug_assert!(self.waiting.len() <= MAX_WAITING, "the worker can accept a job");
         Ok(())
     }
 
