@@ -96,6 +96,8 @@ enum Experiment {
     /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared with fio
     /// and the results of 2013
     Orion(storage::orion::Options),
+    /// A file four times as large as the cache, read and written in order, compared with the kernel's page cache and fio
+    Stream(storage::stream::Options),
     /// Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same offsets
     Writeback(storage::writeback::Options),
     /// Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move
@@ -160,6 +162,7 @@ workloads! {
     "__ring" Ring(workload::storage::ring::Ring) => workload::storage::ring::run,
     "__miss" Miss(workload::storage::miss::Miss) => workload::storage::miss::run,
     "__hits" Hits(workload::storage::hits::Hits) => workload::storage::hits::run,
+    "__stream" Stream(workload::storage::stream::Stream) => workload::storage::stream::run,
     "__writeback" Writeback(workload::storage::writeback::Writeback) => workload::storage::writeback::run,
     "__overwrite" Overwrite(workload::storage::overwrite::Overwrite) => workload::storage::overwrite::run,
     "__waste" Waste(workload::waste::Waste) => workload::waste::run,
@@ -183,6 +186,7 @@ fn main() -> ExitCode {
         Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
         Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
         Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
+        Experiment::Stream(options) => experiment(&options.common, || storage::stream::run(&options)),
         Experiment::Writeback(options) => experiment(&options.common, || storage::writeback::run(&options)),
         Experiment::Slab(options) => experiment(&options.common, || slab::run(&options)),
         Experiment::Settings => {

@@ -39,8 +39,13 @@ impl Records {
 
     /// Stamps the records for this file, starting at file offset `offset`, and returns their bytes.
     pub fn stamped_at(&mut self, file: u64, offset: u64) -> &[u8] {
+        self.stamped(file, offset, 0)
+    }
+
+    /// As [`Records::stamped_at`], with this generation.
+    pub fn stamped(&mut self, file: u64, offset: u64, generation: u64) -> &[u8] {
         for (record, record_offset) in self.0.chunks_exact_mut(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES)) {
-            stamp(record, file, record_offset, 0);
+            stamp(record, file, record_offset, generation);
         }
         &self.0
     }

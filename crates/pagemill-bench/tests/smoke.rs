@@ -666,6 +666,29 @@ fn large_transfers_are_read_and_written() {
     assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
 }
 
+/// The page cache and the kernel's page cache must read and write a file in order, and the bytes must be right. Without
+/// `--writes`, a file of the user must not be written.
+#[test]
+fn streams_are_read_and_written() {
+    assert_eq!(bench(&["stream", "--only", "hoard"]).status.code(), Some(2));
+    assert_eq!(bench(&["stream", "--dir", "/dev/shm"]).status.code(), Some(2), "memory is no device");
+    let arguments = ["stream", "--quick", "--json", "--samples", "1", "--mib", "32", "--only", "cache,kernel"];
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    for subject in ["cache", "kernel"] {
+        for metric in ["mib_per_second", "cpu_us_per_mib"] {
+            let is_it = |row: &&serde_json::Value| row["subject"] == subject && row["metric"] == metric;
+            let values: Vec<f64> = rows.iter().filter(is_it).filter_map(|row| row["value"].as_f64()).collect();
+            assert!(values.len() == 4 && values.iter().all(|value| *value > 0.0), "{subject} {metric}: {rows:?}");
+        }
+    }
+}
+
 /// The cache, a bare io_uring and fio write back scattered dirty pages. The workload must find the right bytes in these
 /// pages and in the pages next to them. The cache must need fewer transfers than there are pages, since it merges
 /// adjacent pages.

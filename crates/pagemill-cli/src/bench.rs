@@ -57,6 +57,10 @@ const EXPERIMENTS: &[(&str, &str)] = &[
          with fio and the results of 2013",
     ),
     (
+        "stream",
+        "A file four times as large as the cache, read and written in order, compared with the kernel's page cache and fio",
+    ),
+    (
         "writeback",
         "Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same \
          offsets",

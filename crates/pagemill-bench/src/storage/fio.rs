@@ -68,6 +68,11 @@ pub struct Job<'a> {
     pub run_ms: u64,
 }
 
+/// Returns a path as fio's arguments spell it. fio splits file names at colons, so these are escaped.
+fn escaped(path: &Path) -> String {
+    path.display().to_string().replace(':', "\\:")
+}
+
 /// If fio is missing, removes the subjects that need it and adds a gap.
 ///
 /// # Errors
@@ -103,11 +108,9 @@ impl Job<'_> {
             (false, false) => "read",
             (false, true) => "write",
         };
-        // fio splits file names at colons, so they are escaped.
-        let path = self.path.display().to_string().replace(':', "\\:");
         let words = [
             "--name=pagemill".to_owned(),
-            format!("--filename={path}"),
+            format!("--filename={}", escaped(self.path)),
             format!("--rw={way}"),
             format!("--bs={}", self.io_bytes),
             format!("--size={}", self.len_bytes),
@@ -137,6 +140,48 @@ impl Job<'_> {
     }
 }
 
+/// A fio job that reads or writes a file once, in order. After writes it syncs the file, which counts as a part of the
+/// job.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass<'a> {
+    pub engine: Engine,
+    pub path: &'a Path,
+    pub len_bytes: u64,
+    pub io_bytes: u64,
+    pub is_write: bool,
+    pub depth: u64,
+}
+
+impl Pass<'_> {
+    fn arguments(&self) -> Vec<String> {
+        let (way, guard) = if self.is_write { ("write", KEEP_BYTES_ARGUMENT) } else { ("read", "--readonly") };
+        let words = [
+            "--name=pagemill".to_owned(),
+            format!("--filename={}", escaped(self.path)),
+            format!("--rw={way}"),
+            format!("--bs={}", self.io_bytes),
+            format!("--size={}", self.len_bytes),
+            format!("--ioengine={}", self.engine.name),
+            format!("--iodepth={}", self.depth),
+            guard.to_owned(),
+        ];
+        let end = self.is_write.then(|| "--end_fsync=1".to_owned());
+        words.into_iter().chain(end).chain(self.engine.settings.iter().map(|&word| word.to_owned())).collect()
+    }
+
+    /// Runs the job and returns its metrics.
+    ///
+    /// # Errors
+    ///
+    /// As [`Job::run`].
+    pub fn run(&self) -> Result<Outcome> {
+        let ios = |side: &Value| side["total_ios"].as_f64();
+        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| {
+            parse_fio_output(stdout, self.is_write, self.io_bytes, ios)
+        })
+    }
+}
+
 /// A fio job that writes at the offsets of an I/O list.
 #[derive(Clone, Copy, Debug)]
 pub struct Replay<'a> {
@@ -152,7 +197,7 @@ impl Replay<'_> {
     fn arguments(&self) -> Vec<String> {
         let words = [
             "--name=pagemill".to_owned(),
-            format!("--read_iolog={}", self.list.display().to_string().replace(':', "\\:")),
+            format!("--read_iolog={}", escaped(self.list)),
             // The list contains a placeholder instead of the file name, since fio allows no spaces and at most 255
             // bytes in it.
             format!("--replay_redirect={}", self.path.display()),

@@ -4,6 +4,7 @@ pub mod device;
 pub mod fio;
 pub mod miss;
 pub mod orion;
+pub mod stream;
 pub mod target;
 pub mod writeback;
 
@@ -29,6 +30,8 @@ pub const P99: &str = "p99_us";
 pub const P999: &str = "p999_us";
 /// Metric: CPU time per transfer.
 pub const CPU: &str = "cpu_us";
+/// Metric: CPU time per MiB.
+pub const CPU_PER_MIB: &str = "cpu_us_per_mib";
 /// Metric of a cache: the rate of all reads, including hits.
 pub const READS: &str = "reads_per_second";
 /// Metric of a cache: the fraction of hits among all reads.

@@ -5,6 +5,7 @@ pub mod hits;
 pub mod miss;
 pub mod overwrite;
 pub mod ring;
+pub mod stream;
 pub mod writeback;
 
 use std::path::PathBuf;

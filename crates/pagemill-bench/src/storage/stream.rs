@@ -1,0 +1,241 @@
+//! Sequential reads and writes of a file that is four times as large as its cache, by system-call sized pieces. The page
+//! cache is compared with the kernel's page cache and with fio, which bypasses it.
+
+use std::time::Duration;
+
+use super::fio::{self, Engine, Pass};
+use super::target::Target;
+use super::{CPU_PER_MIB, MIB, PlaceOptions, judge_against_best, judge_ratio, sample};
+use crate::child::{self, Outcome};
+use crate::error::{Error, Result};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::report::{Bound, Report, TableCell};
+use crate::stats::Better;
+use crate::workload::storage::stream::Way;
+
+/// Subject: Pagemill's page cache with default settings.
+const CACHE: &str = "cache";
+/// Subject: `read` and `write` through the kernel's page cache.
+const KERNEL: &str = "kernel";
+/// Subject: as [`KERNEL`], with `RWF_DONTCACHE`.
+const DONTCACHE: &str = "kernel-dontcache";
+
+/// Size of the file (quick, full).
+const FILE_MIB: (u64, u64) = (128, 2048);
+/// Size of the file divided by that of the cache.
+const FILE_TO_CACHE_RATIO: u64 = 4;
+/// Bytes of one call.
+const CALLS: [u64; 2] = [64 << 10, 1 << 20];
+/// Bytes that fio has in flight: with less, the device is idle between transfers.
+const IN_FLIGHT_BYTES: u64 = 16 << 20;
+/// Maximum number of transfers that fio has in flight.
+const MOST_IN_FLIGHT: u64 = 64;
+
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Calls(Way),
+    Fio(Engine),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Subject {
+    name: &'static str,
+    work: Work,
+}
+
+const SUBJECTS: [Subject; 5] = [
+    Subject { name: CACHE, work: Work::Calls(Way::Cache) },
+    Subject { name: KERNEL, work: Work::Calls(Way::Kernel) },
+    Subject { name: DONTCACHE, work: Work::Calls(Way::Dontcache) },
+    Subject { name: "fio-io_uring", work: Work::Fio(fio::URING_FIXED_BUFFERS) },
+    Subject { name: "fio-libaio", work: Work::Fio(fio::LIBAIO) },
+];
+
+impl Subject {
+    fn is_fio(&self) -> bool {
+        matches!(self.work, Work::Fio(_))
+    }
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: CommonOptions,
+    #[command(flatten)]
+    pub place: PlaceOptions,
+    /// Also write to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
+    #[arg(long, conflicts_with = "reads")]
+    pub writes: bool,
+    /// Only read
+    #[arg(long)]
+    pub reads: bool,
+    /// Memory for cached pages (default a quarter of the file)
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
+    pub cache_mib: Option<u64>,
+}
+
+/// One direction with one length of a call. Writes are ordered last, because they destroy the pattern with which reads
+/// are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Case {
+    is_write: bool,
+    call_bytes: u64,
+}
+
+impl Case {
+    fn name(self) -> String {
+        let size = if self.call_bytes < 1 << 20 {
+            format!("{} KiB", self.call_bytes >> 10)
+        } else {
+            format!("{} MiB", self.call_bytes >> 20)
+        };
+        format!("{size} {}", if self.is_write { "writes" } else { "reads" })
+    }
+}
+
+fn cases(options: &Options) -> Vec<Case> {
+    let may_write = options.writes || (options.place.file.is_none() && !options.reads);
+    let directions = if may_write { &[false, true][..] } else { &[false] };
+    let of = |is_write: &bool| CALLS.map(|call_bytes| Case { is_write: *is_write, call_bytes });
+    directions.iter().flat_map(of).collect()
+}
+
+/// Runs the experiment and returns the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] if the file or a read had wrong contents; [`Error::CannotRun`] for an unknown subject, without a
+/// file, or if the cache could hold the whole file.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    common.check_only(&SUBJECTS.map(|subject| subject.name))?;
+    let mut report = Report::new("stream", common.json);
+    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
+    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
+    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
+    let file_mib = target.len_bytes >> 20;
+    let cache_mib = options.cache_mib.unwrap_or(file_mib / FILE_TO_CACHE_RATIO).max(2);
+    if cache_mib >= file_mib {
+        return Err(Error::CannotRun(format!(
+            "a cache of {cache_mib} MiB holds the whole file of {file_mib} MiB: --cache-mib has to be less"
+        )));
+    }
+    report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}; the kernel's cache is not limited"));
+    report.add_note("writes end with a sync, which is timed; before reads no cache has a page of the file");
+    report.add_note(
+        "processor time is that of the process: the kernel's threads write and read a part for the kernel's cache",
+    );
+    let cases = cases(options);
+    let samples = measure(options, &cases, &subjects, &target, cache_mib)?;
+    add_rows(&mut report, &samples, &cases, &subjects);
+    cases.iter().for_each(|case| add_verdicts(&mut report, &samples, *case));
+    Ok(report)
+}
+
+fn measure(
+    options: &Options,
+    cases: &[Case],
+    subjects: &[&Subject],
+    target: &Target,
+    cache_mib: u64,
+) -> Result<SampleTable<Case>> {
+    let common = &options.common;
+    child::touch_beforehand((target.len_bytes >> 20) + cache_mib + 256)?;
+    let progress = Progress::new(common.rounds() * cases.len() * subjects.len());
+    let mut samples = SampleTable::new();
+    // All reads run before all writes, because writes destroy the pattern.
+    for is_write in [false, true] {
+        for round in 0..common.rounds() {
+            for case in cases.iter().filter(|case| case.is_write == is_write) {
+                for subject in rotated(subjects, round) {
+                    progress.step(&format!("{}, {}", case.name(), subject.name));
+                    let outcome = run_sample(subject, *case, target, cache_mib)?;
+                    samples.add_outcome(case, subject.name, &[MIB, CPU_PER_MIB], &outcome);
+                }
+            }
+        }
+    }
+    Ok(samples)
+}
+
+fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {
+    let Case { is_write, call_bytes } = case;
+    match subject.work {
+        Work::Fio(engine) => {
+            let depth = (IN_FLIGHT_BYTES / call_bytes).min(MOST_IN_FLIGHT);
+            let (path, len_bytes) = (target.path(), target.len_bytes);
+            let mut outcome = Pass { engine, path, len_bytes, io_bytes: call_bytes, is_write, depth }.run()?;
+            if let Outcome::Measured(line) = &mut outcome {
+                let cpu_us = line[super::CPU].as_f64().unwrap_or_default();
+                line[CPU_PER_MIB] = (cpu_us * f64::from(1 << 20) / call_bytes as f64).into();
+            }
+            Ok(outcome)
+        }
+        Work::Calls(way) => {
+            let words = ["__stream", "--way", way.name()].into_iter().chain(is_write.then_some("--write"));
+            let numbers = [("--cache-mib", cache_mib), ("--call-bytes", call_bytes)];
+            let line = child::words(&words.collect::<Vec<_>>(), &numbers);
+            sample(subject.name, target, line, Duration::from_secs(300))
+        }
+    }
+}
+
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
+    for (name, unit, better, what) in
+        [(MIB, "MiB/s", Better::Higher, "MiB/s"), (CPU_PER_MIB, "us", Better::Lower, "processor time of a MiB, us")]
+    {
+        let table = format!("a file of four times the cache, in order: {what}, half the spread, times {KERNEL}");
+        for case in cases {
+            for subject in subjects {
+                let cell = Some(TableCell { table: table.clone(), column: case.name() });
+                let metric = Metric { name, unit, better, baseline: Some(KERNEL) };
+                report_row(report, samples, (case, &case.name()), subject.name, metric, cell);
+            }
+        }
+    }
+}
+
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
+    let own = |metric| samples.get(&case, CACHE, metric);
+    let name = case.name();
+    let target = format!("{name}, {CACHE}, against the faster way of the kernel's page cache");
+    let kernel = [KERNEL, DONTCACHE];
+    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(1.0)), (&case, CACHE), (&kernel, MIB)));
+    let fio: Vec<&'static str> = SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
+    let target = format!("{name}, {CACHE}, against the best of fio");
+    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.95)), (&case, CACHE), (&fio, MIB)));
+    let target = format!("{name}, processor time, {CACHE} against {KERNEL}");
+    report.add_verdict(match samples.get(&case, KERNEL, CPU_PER_MIB) {
+        Some(base) => judge_ratio(target, Bound::AtMost(1.0), own(CPU_PER_MIB), (KERNEL, Some(base))),
+        None => not_measured(target, Bound::AtMost(1.0), "x", "one side was not run"),
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn cases_of(words: &[&str]) -> Vec<String> {
+        let line = Line::try_parse_from(["stream"].iter().chain(words)).expect("it parses");
+        cases(&line.options).into_iter().map(Case::name).collect()
+    }
+
+    /// A file of the user must be written only with `--writes`. A temporary file must be written unless `--reads` is
+    /// given.
+    #[test]
+    fn only_allowed_files_are_written() {
+        let (reads, all) =
+            (["64 KiB reads", "1 MiB reads"], ["64 KiB reads", "1 MiB reads", "64 KiB writes", "1 MiB writes"]);
+        assert_eq!(cases_of(&[]), all);
+        assert_eq!(cases_of(&["--file", "x", "--writes"]), all);
+        assert_eq!(cases_of(&["--reads"]), reads);
+        assert_eq!(cases_of(&["--file", "x"]), reads);
+    }
+}
