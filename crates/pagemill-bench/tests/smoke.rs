@@ -617,7 +617,7 @@ fn slabs_are_compacted_and_walked() {
 #[test]
 fn misses_are_read_and_found() {
     let arguments = ["miss", "--quick", "--json", "--samples", "1", "--mib", "64", "--cache-mib", "32", "--only"];
-    let only = "threads-1,queue-32,ring-32,fio-psync-1,fio-io_uring-32,hits-memcpy";
+    let only = "threads-1,queue-32,queue-32-cold,futures-32,ring-32,fio-psync-1,fio-io_uring-32,hits-memcpy";
     let arguments = [&arguments[..], &[only]].concat();
     let output = bench(&arguments);
     if output.status.code() == Some(2) {
@@ -626,7 +626,7 @@ fn misses_are_read_and_found() {
     }
     let rows = rows(&arguments);
 
-    for subject in ["threads-1", "queue-32", "ring-32"] {
+    for subject in ["threads-1", "queue-32", "queue-32-cold", "futures-32", "ring-32"] {
         for metric in ["ios_per_second", "cpu_us", "p50_us", "p99_us", "p999_us"] {
             assert!(value(&rows, subject, metric).is_some_and(|value| value > 0.0), "{subject} {metric}: {rows:?}");
         }

@@ -28,6 +28,10 @@ pub const COPIES_MISSED: &str = "hits_lost";
 
 /// Subject: one thread with a queue of the page cache and [`DEPTH`] reads in flight.
 const QUEUE: &str = "queue-32";
+/// Subject: as [`QUEUE`], beginning with an empty cache.
+const QUEUE_COLD: &str = "queue-32-cold";
+/// Subject: one thread that polls [`DEPTH`] futures, each of which reads one page after the other.
+const FUTURES: &str = "futures-32";
 /// Subject: a bare io_uring with [`DEPTH`] reads in flight.
 const RING: &str = "ring-32";
 const FIO_URING: &str = "fio-io_uring-32";
@@ -43,6 +47,9 @@ const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-8", "fio-psync-8", 8),
     ("threads-32", "fio-psync-32", 32),
 ];
+/// As [`BLOCKING`], beginning with an empty cache.
+const BLOCKING_COLD: [(&str, &str, u64); 2] =
+    [("threads-8-cold", "fio-psync-8", 8), ("threads-32-cold", "fio-psync-32", 32)];
 
 /// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
 const DEPTH: u64 = 32;
@@ -58,8 +65,9 @@ const FILE_TO_CACHE_RATIO: u64 = 6;
 /// How a subject reads the file; with `Hits`, it copies resident pages during misses.
 #[derive(Clone, Copy, Debug)]
 enum Work {
-    Threads(u64),
-    Queue,
+    Threads { count: u64, is_cold: bool },
+    Queue { is_cold: bool },
+    Futures,
     Ring,
     Fio(Engine, u64, u64),
     Hits { is_plain: bool },
@@ -76,7 +84,7 @@ struct Subject {
 impl Subject {
     fn metrics(&self) -> &'static [&'static str] {
         match self.work {
-            Work::Threads(_) | Work::Queue => &[IOS, CPU, P50, P99, P999, READS, HIT_RATIO],
+            Work::Threads { .. } | Work::Queue { .. } | Work::Futures => &[IOS, CPU, P50, P99, P999, READS, HIT_RATIO],
             Work::Ring | Work::Fio(..) => &[IOS, CPU, P50, P99, P999],
             Work::Hits { is_plain: false } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES, COPIES_MISSED],
             Work::Hits { is_plain: true } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES],
@@ -91,11 +99,16 @@ impl Subject {
 fn subjects() -> Vec<Subject> {
     let subject = |name, baseline, work| Subject { name, baseline, work };
     let mut all = Vec::new();
-    for (own, peer, threads) in BLOCKING {
-        all.push(subject(own, Some(peer), Work::Threads(threads)));
-        all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, threads)));
+    for (own, peer, count) in BLOCKING {
+        all.push(subject(own, Some(peer), Work::Threads { count, is_cold: false }));
+        all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, count)));
     }
-    all.push(subject(QUEUE, Some(FIO_URING), Work::Queue));
+    for (own, peer, count) in BLOCKING_COLD {
+        all.push(subject(own, Some(peer), Work::Threads { count, is_cold: true }));
+    }
+    all.push(subject(QUEUE, Some(FIO_URING), Work::Queue { is_cold: false }));
+    all.push(subject(QUEUE_COLD, Some(FIO_URING), Work::Queue { is_cold: true }));
+    all.push(subject(FUTURES, Some(FIO_URING), Work::Futures));
     all.push(subject(FIO_URING, None, Work::Fio(fio::URING_FIXED, DEPTH, 1)));
     all.push(subject(RING, Some(FIO_URING), Work::Ring));
     all.push(subject(FIO_LIBAIO, Some(FIO_URING), Work::Fio(fio::LIBAIO, DEPTH, 1)));
@@ -171,8 +184,11 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
             let job = Job { engine, path, len_bytes, io_bytes, is_random: true, is_write: false, depth, jobs, run_ms };
             return job.run();
         }
-        Work::Threads(threads) => (&["__miss"][..], vec![("--threads", threads), ("--cache-mib", cache_mib)]),
-        Work::Queue => (&["__miss"][..], vec![("--depth", DEPTH), ("--cache-mib", cache_mib)]),
+        Work::Threads { count, is_cold } => {
+            (miss_words(is_cold), vec![("--threads", count), ("--cache-mib", cache_mib)])
+        }
+        Work::Queue { is_cold } => (miss_words(is_cold), vec![("--depth", DEPTH), ("--cache-mib", cache_mib)]),
+        Work::Futures => (miss_words(false), vec![("--futures", DEPTH), ("--cache-mib", cache_mib)]),
         Work::Ring => {
             let words = &["__ring", "--memory", "huge", "--registered", "--random"][..];
             (words, vec![("--depth", DEPTH), ("--batch", BATCH), ("--io-bytes", io_bytes)])
@@ -182,6 +198,11 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
     };
     let line = child::words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
     sample(subject.name, target, line, Duration::from_secs(120))
+}
+
+/// Returns the first words of the workload's command line.
+fn miss_words(is_cold: bool) -> &'static [&'static str] {
+    if is_cold { &["__miss", "--cold"] } else { &["__miss"] }
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject]) {
@@ -218,20 +239,33 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subjec
     }
 }
 
+/// A target: the subject, the fio job whose CPU time is compared, and the bounds of the rate and of the CPU time. The rate
+/// of a subject with [`DEPTH`] reads in flight is compared with the best of all fio jobs.
+const TARGETS: [(&str, &str, f64, f64); 8] = [
+    (QUEUE, FIO_URING, 0.95, 1.05),
+    (FUTURES, FIO_URING, 0.95, 1.15),
+    (QUEUE_COLD, FIO_URING, 0.9, 1.3),
+    ("threads-1", "fio-psync-1", 0.98, 1.1),
+    ("threads-8", "fio-psync-8", 0.98, 1.1),
+    ("threads-32", "fio-psync-32", 0.98, 1.1),
+    ("threads-8-cold", "fio-psync-8", 0.9, 1.3),
+    ("threads-32-cold", "fio-psync-32", 0.9, 1.3),
+];
+
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let get = |subject, metric| samples.get(&(), subject, metric);
     let peers: Vec<&'static str> = subjects().iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
-    let target = format!("read from the device, {QUEUE}, against the best of fio");
-    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.9)), (&(), QUEUE), (&peers, IOS)));
-    let cpu = |report: &mut Report, own: &'static str, peer: &'static str| {
+    for (own, peer, least_rate, most_cpu) in TARGETS {
+        let bound = Bound::AtLeast(least_rate);
+        report.add_verdict(if peer == FIO_URING {
+            let target = format!("read from the device, {own}, against the best of fio");
+            judge_against_best(samples, (target, bound), (&(), own), (&peers, IOS))
+        } else {
+            let target = format!("read from the device, {own}, against {peer}");
+            judge_ratio(target, bound, get(own, IOS), (peer, get(peer, IOS)))
+        });
         let target = format!("processor for each, {own}, of that of {peer}");
-        report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), get(own, CPU), (peer, get(peer, CPU))));
-    };
-    cpu(report, QUEUE, FIO_URING);
-    for (own, peer, _) in BLOCKING.into_iter().filter(|(.., threads)| [8, 32].contains(threads)) {
-        let target = format!("read from the device, {own}, against {peer}");
-        report.add_verdict(judge_ratio(target, Bound::AtLeast(0.95), get(own, IOS), (peer, get(peer, IOS))));
-        cpu(report, own, peer);
+        report.add_verdict(judge_ratio(target, Bound::AtMost(most_cpu), get(own, CPU), (peer, get(peer, CPU))));
     }
     let (target, bound) = ("copies beside misses, of those alone", Bound::AtLeast(0.8));
     report.add_verdict(match get(HITS, KEPT_RATIO) {

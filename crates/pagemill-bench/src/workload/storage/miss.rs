@@ -1,8 +1,11 @@
 //! Random reads of pages of a file that is larger than its cache. They are made by blocking threads, or by one thread
 //! with a queue.
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,6 +44,12 @@ pub struct Miss {
     /// Number of pages that one thread has in flight
     #[arg(long)]
     pub depth: Option<u32>,
+    /// Number of futures that one thread polls
+    #[arg(long, conflicts_with_all = ["threads", "depth"])]
+    pub futures: Option<usize>,
+    /// Begin with an empty cache
+    #[arg(long)]
+    pub cold: bool,
     /// Bytes of a page, which one transfer reads
     #[arg(long, default_value_t = RECORD_BYTES)]
     pub io_bytes: usize,
@@ -185,14 +194,24 @@ fn read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
 
-/// Fills the cache, then reads until the time is over.
+/// Fills the cache unless it shall be cold, then reads until the time is over.
 pub fn run(arguments: &Miss) -> WorkloadResult {
     let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
-    cached.fill(0)?;
-    match (arguments.threads, arguments.depth) {
-        (Some(threads), _) => measure_threads(arguments, &cached, threads),
-        (None, Some(depth)) => measure_queue(arguments, &cached, depth),
-        (None, None) => Err("neither threads nor a depth".to_owned().into()),
+    if !arguments.cold {
+        cached.fill(0)?;
+    }
+    match (arguments.threads, arguments.depth, arguments.futures) {
+        (Some(threads), ..) => measure_threads(arguments, &cached, threads),
+        (None, Some(depth), _) => measure_queue(arguments, &cached, depth),
+        (None, None, Some(futures)) => measure_futures(arguments, &cached, futures),
+        (None, None, None) => Err("neither threads, nor a depth, nor futures".to_owned().into()),
+    }
+}
+
+impl Miss {
+    /// Returns the duration of the reads that are not counted. A cold run has none: they would fill the cache.
+    fn warm_up(&self) -> Duration {
+        if self.cold { Duration::ZERO } else { Duration::from_millis(self.run_ms) / 10 }
     }
 }
 
@@ -217,7 +236,7 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
         Ok(())
     };
     let run = Duration::from_millis(arguments.run_ms);
-    run_for(&mut queue_loop, run / 10)?;
+    run_for(&mut queue_loop, arguments.warm_up())?;
     queue_loop.times.clear();
     queue_loop.present_count = 0;
     let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
@@ -227,6 +246,82 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
     let line = json_line(&span.end(), reads, ios, cached.io_bytes, &queue_loop.times);
     queue_loop.drain()?;
     line
+}
+
+/// The futures of one thread that were woken and must be polled.
+struct Woken {
+    thread: thread::Thread,
+    tasks: Mutex<Vec<usize>>,
+}
+
+/// Wakes one future.
+struct TaskWaker {
+    woken: Arc<Woken>,
+    task: usize,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        let mut tasks = self.woken.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.push(self.task);
+        // The thread takes all tasks at once, so only the first of them has to wake it.
+        if tasks.len() == 1 {
+            self.woken.thread.unpark();
+        }
+    }
+}
+
+/// Polls futures until `is_over` returns true, and returns how many completed. A completed future is replaced by the one
+/// that `next` returns.
+fn poll_until<'a, F: Future<Output = Result<(), Failure>> + 'a>(
+    count: usize,
+    mut next: impl FnMut() -> F,
+    mut is_over: impl FnMut() -> bool,
+) -> Result<u64, Failure> {
+    let woken = Arc::new(Woken { thread: thread::current(), tasks: Mutex::new((0..count).collect()) });
+    let wakers: Vec<Waker> =
+        (0..count).map(|task| Waker::from(Arc::new(TaskWaker { woken: woken.clone(), task }))).collect();
+    let mut futures: Vec<Pin<Box<F>>> = (0..count).map(|_| Box::pin(next())).collect();
+    let (mut due, mut completed) = (Vec::new(), 0);
+    while !is_over() {
+        std::mem::swap(&mut due, &mut woken.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        if due.is_empty() {
+            thread::park_timeout(Duration::from_millis(10));
+        }
+        for task in due.drain(..) {
+            let mut context = Context::from_waker(&wakers[task]);
+            while let Poll::Ready(result) = futures[task].as_mut().poll(&mut context) {
+                result?;
+                completed += 1;
+                futures[task].set(next());
+            }
+        }
+    }
+    Ok(completed)
+}
+
+fn measure_futures(arguments: &Miss, cached: &Cached<'_>, futures: usize) -> WorkloadResult {
+    let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
+    let times = RefCell::new(Histogram::new());
+    let mut run_for = |time: Duration| -> Result<u64, Failure> {
+        let begun = Instant::now();
+        let next = || read_one(cached, offsets.draw(), &times);
+        poll_until(futures, next, || begun.elapsed() >= time)
+    };
+    run_for(arguments.warm_up())?;
+    times.borrow_mut().clear();
+    let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
+    let reads = run_for(Duration::from_millis(arguments.run_ms))?;
+    let ios = read_from_store(cached.io_bytes) - before;
+    json_line(&span.end(), reads, ios, cached.io_bytes, &times.borrow())
+}
+
+/// Reads one page and checks its stamp.
+async fn read_one(cached: &Cached<'_>, offset: u64, times: &RefCell<Histogram>) -> Result<(), Failure> {
+    let (mut record, began) = ([0; RECORD_BYTES], Instant::now());
+    let read = cached.file.read_async(&mut record, offset).await.map_err(failed)?;
+    times.borrow_mut().add(began.elapsed());
+    if read == RECORD_BYTES && cached.source.is_right(&record, offset) { Ok(()) } else { Err(wrong_page(offset)) }
 }
 
 /// Phase of a run with threads: warm-up.
@@ -256,7 +351,7 @@ fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Wor
     thread::scope(|scope| {
         let work = &work;
         let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
-        thread::sleep(run / 10);
+        thread::sleep(arguments.warm_up());
         let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
         phase.store(MEASURED, Relaxed);
         thread::sleep(run);
