@@ -51,7 +51,7 @@ impl Default for Faults {
     }
 }
 
-/// Number of calls so far, by kind and outcome.
+/// Number of calls of a [`FaultyStore`] so far, by kind and by injected fault.
 ///
 /// Example: [`FaultyStore`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub struct Calls {
     pub failed: u64,
     /// Number of reads and writes that were interrupted halfway.
     pub shortened: u64,
-    /// Number of calls that took longer.
+    /// Number of calls that were delayed.
     pub delayed: u64,
 }
 
@@ -111,7 +111,7 @@ struct FaultyState {
     calls_left: Option<u64>,
     /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
-    /// Calls that are inside of [`Shared::pause`].
+    /// Number of calls that are inside of [`Shared::pause`].
     paused_calls: usize,
     calls: Calls,
 }
@@ -270,12 +270,12 @@ impl<S: Store + 'static> FaultyStore<S> {
         state.faults = faults;
     }
 
-    /// Makes calls block until [`FaultyStore::release`]. After a minute they fail with `ETIMEDOUT`.
+    /// Makes calls block until [`FaultyStore::release`]. A call that has blocked for a minute fails with `ETIMEDOUT`.
     pub fn hold(&self) {
         self.0.state().is_held = true;
     }
 
-    /// Ends [`FaultyStore::hold`]: the blocked calls continue.
+    /// Ends the effect of [`FaultyStore::hold`]: the blocked calls continue.
     pub fn release(&self) {
         self.0.state().is_held = false;
         self.0.changed.notify_all();
@@ -304,8 +304,8 @@ impl<S: Store + 'static> FaultyStore<S> {
     }
 }
 
-/// Fails if a failure was drawn for the call.
-fn unless_failed(faults: CallFaults) -> io::Result<()> {
+/// Returns the injected error if the faults of this call include a failure.
+fn fail_if_injected(faults: CallFaults) -> io::Result<()> {
     if faults.fails { Err(errno::error(faults.errno)) } else { Ok(()) }
 }
 
@@ -327,12 +327,13 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let set = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.set_size(size_bytes));
+        let set =
+            |shared: &Shared<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.set_size(size_bytes));
         self.call(|calls| calls.set_sizes += 1, set)
     }
 
     fn sync(&self) -> io::Result<()> {
-        let sync = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.sync());
+        let sync = |shared: &Shared<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.sync());
         self.call(|calls| calls.syncs += 1, sync)
     }
 
@@ -377,7 +378,7 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 }
 
-/// Makes blocked calls check whether they were cancelled.
+/// Wakes the blocked calls, so that each checks whether it was cancelled.
 impl<S: Send + Sync> Wake for Shared<S> {
     fn wake(self: Arc<Self>) {
         // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure
@@ -393,7 +394,7 @@ mod tests {
     use crate::{Aligned, Cancel, MemoryStore};
     use std::sync::mpsc;
 
-    const LONG: Duration = Duration::from_secs(600);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(600);
 
     fn store() -> FaultyStore<MemoryStore> {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
@@ -411,7 +412,8 @@ mod tests {
         assert!(run(1).contains(&true) && run(1).contains(&false));
     }
 
-    /// Every write is interrupted. A write must either transfer all bytes, or report an error after half of them.
+    /// Every write of 24 bytes is interrupted halfway. It must either report success and transfer all bytes, or report
+    /// an error and transfer 12.
     #[test]
     fn short_writes_are_reported_or_repaired() {
         let store = store();
@@ -459,8 +461,8 @@ mod tests {
         assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
     }
 
-    /// `hold` blocks a read and a started transfer. The transfer must end when it is cancelled, the read after
-    /// `release`.
+    /// [`FaultyStore::hold`] blocks a read and a started transfer. The transfer must end when it is cancelled. The read
+    /// must end after [`FaultyStore::release`].
     #[test]
     fn held_calls_block_until_release_or_cancel() {
         let store = store();
@@ -476,7 +478,7 @@ mod tests {
             }
             assert_eq!(gather.missing(), 1);
             cancel.cancel();
-            let results = gather.wait(LONG).unwrap();
+            let results = gather.wait(LONG_TIMEOUT).unwrap();
             assert_eq!(results[0].as_ref().unwrap_err().raw_os_error(), Some(ECANCELED));
             store.release();
             read.join().unwrap().unwrap();
