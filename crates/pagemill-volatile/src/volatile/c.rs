@@ -7,7 +7,7 @@ use pagemill_core::error::Result;
 use pagemill_sys::{mem, process};
 use std::ffi::{c_int, c_void};
 
-/// The mode and behaviour of a call from C; `None` for values that pagemill.h does not define.
+/// Converts the mode and the behaviour of a call from C; `None` for values that pagemill.h does not define.
 fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     let mode = match mode {
         0 => Mode::Nonvolatile,

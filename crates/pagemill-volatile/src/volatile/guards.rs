@@ -23,45 +23,48 @@ use std::sync::atomic::{
     Ordering::SeqCst,
 };
 
-/// Bytes of address space that a leaf of the table covers.
+/// Bytes of address space that a leaf of the table of guarded pages covers.
 const LEAF_SPAN: usize = 1 << 32;
-/// End of the addresses that the table covers. The kernel maps memory at higher addresses only if a program requests
-/// such an address.
+/// End of the addresses that the table of guarded pages covers. The kernel maps memory at higher addresses only if a
+/// program requests such an address.
 const TABLE_END: usize = 1 << 48;
 const LEAVES: usize = TABLE_END / LEAF_SPAN;
 
-/// Maximum number of retries after `ENOMEM`. The kernel may lack memory for page tables until other processes free
-/// some.
+/// Maximum number of retries of a system call after `ENOMEM`. The kernel may lack memory for page tables until other
+/// processes free memory.
 const MAX_RETRIES: usize = 10_000;
 
-/// The leaves of the table, each a bit array for [`LEAF_SPAN`] of addresses; null until [`prepare`] maps the leaf.
+/// The table of guarded pages. A leaf is a bit array for [`LEAF_SPAN`] of addresses; its pointer is null until
+/// [`prepare`] maps the leaf.
 static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
-/// Number of threads that are changing guards and have closed memory.
+/// Number of threads that are changing guards at the moment. Such a thread may have closed memory, that is made it
+/// inaccessible.
 static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
 
-/// Whether this process inherited the table in a fork. Then a set bit does not prove that the page may be discarded.
+/// Whether this process inherited the table of guarded pages in a fork. If so, a set bit does not prove that the page
+/// may be discarded.
 static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
 /// Whether the kernel supports guard pages; tested at the first use.
-static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
-/// Values of [`GUARD_SUPPORT`].
-const UNKNOWN: u32 = 0;
+static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNTESTED);
+/// Value of [`GUARD_SUPPORT`] before the first test. The next two constants are its other values.
+const UNTESTED: u32 = 0;
 const SUPPORTED: u32 = 1;
 const UNSUPPORTED: u32 = 2;
 
-/// Size of a leaf: one bit for each OS page.
+/// Returns the size of a leaf in bytes. A leaf has one bit for each OS page.
 fn leaf_bytes() -> usize {
     LEAF_SPAN / os_page_bytes() / 8
 }
 
-/// The table words of the leaf that contains `addr`, if it exists.
+/// Returns the words of the leaf that covers `addr`; `None` if the leaf is not mapped.
 fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
     let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
     // SAFETY: a leaf that is not null is a zeroed mapping of `leaf_bytes` by `prepare`, which is never unmapped.
     (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
 }
 
-/// The table word with the bit of a page, and the number of the bit.
+/// Returns the table word with the bit of the page at `addr`, and the position of the bit in the word.
 fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u32)> {
     let page = addr % LEAF_SPAN / os_page_bytes();
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
@@ -93,18 +96,18 @@ fn clear_bits(range: &Range<usize>) {
     });
 }
 
-/// Whether the page at `addr` is recorded as guarded.
+/// Returns whether the table records the page at `addr` as guarded.
 fn is_bit_set(addr: usize) -> bool {
     table_bit(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
 }
 
-/// The first run of pages in `range` whose bits all are `wanted`.
+/// Returns the first run of pages in `range` whose bits in the table are all `wanted`.
 fn next_run_with_bits(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
     let first = next_page_with_bit(range, wanted)?;
     Some(first..next_page_with_bit(&(first..range.end), !wanted).unwrap_or(range.end))
 }
 
-/// The first page in `range` whose bit is `wanted`.
+/// Returns the address of the first page in `range` whose bit in the table is `wanted`.
 fn next_page_with_bit(range: &Range<usize>, wanted: bool) -> Option<usize> {
     let page = os_page_bytes();
     let mut at = range.start;
@@ -147,7 +150,7 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
 
 /// Returns an error if the kernel does not support guard pages.
 fn check_support() -> pagemill_core::error::Result<()> {
-    if GUARD_SUPPORT.load(Relaxed) == UNKNOWN {
+    if GUARD_SUPPORT.load(Relaxed) == UNTESTED {
         let page = os_page_bytes();
         let scratch = mem::map_sparse(page, page).map_err(Error::system("testing guard pages"))?;
         // SAFETY: this call mapped the page, and no other thread knows its address.
@@ -169,8 +172,8 @@ fn check_support() -> pagemill_core::error::Result<()> {
     }
 }
 
-/// A critical section in which this thread closes memory. Blocks the program's signals on this thread, because a signal
-/// handler that accesses closed memory would wait for this thread forever.
+/// A critical section in which this thread closes memory (makes it inaccessible). Blocks the program's signals on this
+/// thread, because a signal handler that accesses closed memory would wait for this thread forever.
 struct ClosedSection {
     _blocked: AllSignalsBlocked,
 }
@@ -199,7 +202,7 @@ pub(super) struct GuardsRefused {
 /// the sum of the bytes that `discard` freed.
 ///
 /// If a guard cannot be installed (for example because the program has just locked the memory), the purged pages stay
-/// closed. Accesses to them also raise `SIGBUS`.
+/// inaccessible. Accesses to these pages also raise `SIGBUS`.
 ///
 /// # Errors
 ///
@@ -274,7 +277,7 @@ fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// [`Error::System`] if closed memory cannot be opened again. The rest of the range still has its guards then.
+/// [`Error::System`] if closed memory cannot be made accessible again. The rest of the range then still has its guards.
 ///
 /// # Safety
 ///
@@ -317,7 +320,7 @@ impl MappingKind {
     }
 }
 
-/// As [`remove`], inside one mapping.
+/// As [`remove`], for a part that lies inside one mapping of the kind `mapped`.
 fn remove_from(part: &Range<usize>, mapped: MappingKind) -> io::Result<()> {
     let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
     let may_discard = !HAS_INHERITED.load(Relaxed) && !blocks.is_empty();
@@ -373,7 +376,7 @@ fn resolve_fault(fault: &Fault) -> Verdict {
 ///
 /// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call
 /// `handle_fault` first in the handler, and return from the handler at once if the result is true. The access is then
-/// repeated, or `SIGBUS` is raised at the faulting instruction. Neither allocates nor locks.
+/// repeated, or `SIGBUS` is raised at the faulting instruction. `handle_fault` neither allocates nor locks.
 ///
 /// # Safety
 ///
@@ -398,8 +401,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
-        /// Sets and clears random ranges, also across words and leaves. Bits and runs must agree with an array of
-        /// `bool`.
+        /// Sets and clears the bits of random ranges, also across words and leaves of the table. Bits and runs must
+        /// agree with an array of `bool`.
         #[test]
         fn table_agrees_with_bool_array(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
             static ONE_CASE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());

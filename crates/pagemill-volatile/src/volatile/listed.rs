@@ -82,11 +82,11 @@ impl Listed {
 pub struct ListedPart {
     /// Number of ranges copied.
     pub count: usize,
-    /// The argument `from` for the next part; `None` after the last part.
+    /// The argument `from` of the call that copies the next part; `None` after the last part.
     pub next: Option<usize>,
 }
 
-/// Copies descriptions from `found` until `into` is full. Returns the number copied.
+/// Copies descriptions of ranges from `found` until `into` is full. Returns the number of copied descriptions.
 fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
     into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
         *place = listed;
@@ -105,12 +105,12 @@ impl Ranges {
         ListedPart { count, next: (to < end).then_some(to) }
     }
 
-    /// The description of the range with this entry; `None` if the entry is free.
+    /// Returns the description of the range with this entry; `None` if the entry is free.
     fn listed(&self, number: u32) -> Option<Listed> {
-        const MAX_ATTEMPTS: usize = 4;
+        const MAX_READ_ATTEMPTS: usize = 4;
         let entry = self.entry(number);
         let mut found = None;
-        for _ in 0..MAX_ATTEMPTS {
+        for _ in 0..MAX_READ_ATTEMPTS {
             let seen = entry.word.load();
             let len_bytes = entry.len_bytes.load(Acquire) as usize;
             if !seen.has_owner() || len_bytes == 0 {
@@ -148,8 +148,8 @@ impl Ranges {
 }
 
 impl Vranges {
-    /// Copies descriptions of marked ranges that end after the address `from`, in ascending order, at most 4000 of
-    /// them. Cost: some nanoseconds for each, under the lock of the marks.
+    /// Copies the descriptions of at most 4000 marked ranges that end after the address `from`, in ascending order.
+    /// Cost: some nanoseconds for each range, under the lock of the marks.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
         let room = into.len().min(MAX_INTERVALS_PER_LOCK);
         let count = self.table.with(|table| {
