@@ -14,7 +14,7 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
-/// Metadata of one page: the state word of its folio, and the owner of that folio.
+/// Metadata of one page. In the first page of a folio: the folio's state word, and its owner.
 #[repr(C)]
 pub(crate) struct Frame {
     pub word: Word,
@@ -32,7 +32,7 @@ const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
 /// Bytes of the pool's address range that are opened (counted as committed by the system) in one step.
 const OPEN_STEP_BYTES: usize = 32 * BLOCK_BYTES;
 
-/// Bits of the owner word that hold a page's index in its file. The other bits hold the file's id.
+/// Number of bits of the owner word that hold a page's index in its file. The other bits hold the file's id.
 const INDEX_BITS: u32 = 40;
 
 /// The owner of a folio: the id of a file, and the index of the folio's first page in that file.
@@ -134,18 +134,19 @@ pub(crate) struct Pool {
     chunk_bytes: usize,
     /// NUMA node of the pool's memory.
     node: usize,
-    /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
+    /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
     /// State of a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed only under
     /// `Caches::users`.
     reserve: Option<AtomicU8>,
 }
 
-/// No reserved huge pages are placed in the address range.
+/// State of a pool over reserved huge pages: no pages are placed in its address range.
 const CLOSED: u8 = 0;
-/// Reserved huge pages back all of the address range.
+/// State of a pool over reserved huge pages: the pages back all of its address range.
 const PLACED: u8 = 1;
-/// The kernel failed while it placed or removed the pages, so the addresses may belong to another mapping.
+/// State of a pool over reserved huge pages: the kernel failed while it placed or removed the pages. The pool's
+/// addresses may belong to another mapping.
 const LOST: u8 = 2;
 
 impl Pool {
@@ -299,7 +300,8 @@ impl Pool {
         self.frames.get(number as usize)
     }
 
-    /// Returns the frame of an unverified number, or `None` if there is no such frame.
+    /// Returns the frame of the page with this number, or `None` if the pool has no such page yet. The number need not
+    /// be valid.
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
         // SAFETY: `opened_pages` is raised only after the frames below it are committed, so this frame is in the table.
@@ -359,7 +361,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::allocate`], but only from free pages that have memory.
+    /// As [`Pool::allocate`], but only from free pages that have memory. Returns `None` if there are not enough.
     pub fn allocate_free(&self, order: u8) -> Option<NewFolio> {
         let taken = self.state.with(|state| {
             let taken = state.buddies.allocate(&self.frames, order);
@@ -487,7 +489,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Puts a claimed chunk back into the list of chunks without memory.
+    /// Puts a chunk that this thread has claimed back into the list of chunks without memory.
     fn return_claimed_chunk(&self, chunk: u32) {
         self.state.with(|state| {
             self.push_empty_chunk(state, chunk);
@@ -623,7 +625,7 @@ impl Pool {
         freed
     }
 
-    /// Returns the resident bytes of the pool's metadata.
+    /// Returns the resident bytes of the pool's metadata: frames, scan words and leases.
     pub fn frames_bytes(&self) -> u64 {
         let pages = self.pages();
         let chunks = pages >> self.chunk_order;
@@ -657,7 +659,8 @@ impl Pool {
         }
     }
 
-    /// Copies bytes of a folio out. The caller must check with the folio's word whether the copy is valid.
+    /// Copies bytes from offset `at` of a folio to `to`. The caller must check with the folio's word whether the copy
+    /// is valid.
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.chunk_bytes());
@@ -676,7 +679,7 @@ impl Pool {
         unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
     }
 
-    /// Copies bytes into a folio that the caller has pinned or owns exclusively.
+    /// Copies `from` to offset `at` of a folio that the caller has pinned or owns exclusively.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.chunk_bytes());
@@ -693,14 +696,15 @@ impl Pool {
         unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
     }
 
-    /// Writes zeros into a folio; otherwise as [`Pool::copy_in`].
+    /// As [`Pool::copy_in`], but writes `len_bytes` zeros.
     pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
         assert!(at + len_bytes <= self.chunk_bytes());
         // SAFETY: as in `copy_in`.
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
 
-    /// Copies `pages` pages whose bytes do not change to pages that the caller owns exclusively.
+    /// Copies `pages` pages from page number `from` on to page number `to` and up. The bytes to copy must not change
+    /// meanwhile, and the caller must own the target pages exclusively.
     pub fn copy_pages(&self, to: u32, from: u32, pages: u32) {
         let len_bytes = (pages as usize) << self.page_shift;
         // SAFETY: mapped by invariant 1. The target belongs to the caller. Source and target are separate folios, so
@@ -714,7 +718,7 @@ impl Pool {
         unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
     }
 
-    /// Calls `act` with the bytes of pages that belong to no file yet.
+    /// Calls `act` with the first `len_bytes` bytes of pages that belong to no file yet.
     pub fn with_bytes<R>(&self, taken: &mut NewFolio, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(len_bytes <= self.page.bytes() << taken.order);
         // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which holds them during this
@@ -722,7 +726,7 @@ impl Pool {
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }
 
-    /// Calls `act` with the bytes of a folio that the caller has frozen.
+    /// Calls `act` with the first `len_bytes` bytes of a folio that the caller has frozen.
     pub fn with_frozen_bytes<R>(&self, number: u32, len_bytes: usize, act: impl FnOnce(&[u8]) -> R) -> R {
         debug_assert_eq!(self.word(number).load().kind(), Kind::Frozen);
         // SAFETY: mapped by invariant 1. No thread writes to a frozen folio until the caller thaws it.
@@ -741,7 +745,7 @@ impl Pool {
         unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) }
     }
 
-    /// Returns mutable bytes; otherwise as [`Pool::held_bytes`].
+    /// As [`Pool::held_bytes`], but the caller may also change the bytes.
     ///
     /// # Safety
     ///

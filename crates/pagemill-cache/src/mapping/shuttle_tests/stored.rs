@@ -29,7 +29,7 @@ struct PageWrite {
 /// All writes so far, and a logical clock that advances at each reading.
 #[derive(Default)]
 struct History {
-    /// The logical time.
+    /// The current logical time.
     now: u64,
     writes: Vec<PageWrite>,
 }
@@ -40,7 +40,7 @@ impl History {
         self.now
     }
 
-    /// Returns whether a read or sync that began at time `since` may find `value` in a page.
+    /// Returns whether a read or a sync that began at the time `since` may find `value` in a page.
     fn allows(&self, page: u64, value: u64, since: u64) -> bool {
         let of_page = || self.writes.iter().filter(|written| written.page == page);
         let is_last = |one: &PageWrite| !of_page().any(|other| other.begin > one.end && other.end < since);
@@ -93,13 +93,13 @@ impl Store for PageStore {
     }
 
     fn block_bytes(&self) -> usize {
-        SAMPLE
+        SAMPLE_BYTES
     }
 
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.may_fail()?;
         for (page, at) in Self::pages(offset, to.len()) {
-            to[at..at + SAMPLE].copy_from_slice(&self.value(page).to_le_bytes());
+            to[at..at + SAMPLE_BYTES].copy_from_slice(&self.value(page).to_le_bytes());
             scheduling_point();
         }
         Ok(())
@@ -112,7 +112,7 @@ impl Store for PageStore {
             assert!(is_alone, "two threads write to one page at a time");
             lock(&self.writing).push(page);
             scheduling_point();
-            let value = u64::from_le_bytes(from[at..at + SAMPLE].try_into().unwrap());
+            let value = u64::from_le_bytes(from[at..at + SAMPLE_BYTES].try_into().unwrap());
             let mut state = lock(&self.state);
             state.0[page as usize] = value;
             state.1 = state.1.max(offset + (at + PAGE).min(from.len()) as u64);
@@ -142,8 +142,8 @@ impl Store for PageStore {
     }
 }
 
-/// The file, its store, another file that competes for memory, and the history of writes.
-struct Stored {
+/// A file with its store, another file that competes for memory, and the history of writes to the first file.
+struct StoredFile {
     store: Arc<PageStore>,
     file: Mapping,
     other: Mapping,
@@ -159,7 +159,7 @@ fn is_done<T>(result: Result<T>) -> bool {
     }
 }
 
-impl Stored {
+impl StoredFile {
     fn new(cache: &PageCache) -> Self {
         let store = PageStore::new();
         let first = (0..PAGES).map(|page| PageWrite { page, value: page + 1, begin: 0, end: 0 });
@@ -207,17 +207,17 @@ impl Stored {
     }
 
     fn read(&self, page: u64) {
-        let (since, mut bytes) = (self.now(), [0xEE; SAMPLE]);
+        let (since, mut bytes) = (self.now(), [0xEE; SAMPLE_BYTES]);
         let read = self.file.read_at(&mut bytes, page * PAGE as u64);
         match read {
             // Bytes behind the end of the file are zero.
             Ok(0) => self.check(page, 0, since, "read"),
             Ok(len) => {
-                assert_eq!(len, SAMPLE);
+                assert_eq!(len, SAMPLE_BYTES);
                 self.check(page, u64::from_le_bytes(bytes), since, "read");
             }
             Err(error) => {
-                assert!(bytes == [0xEE; SAMPLE] || bytes == [0; SAMPLE], "{error:?} and {bytes:?}");
+                assert!(bytes == [0xEE; SAMPLE_BYTES] || bytes == [0; SAMPLE_BYTES], "{error:?} and {bytes:?}");
                 is_done::<()>(Err(error));
             }
         }
@@ -236,7 +236,8 @@ impl Stored {
         self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
     }
 
-    /// Syncs the file. Afterwards the store must have all values that were written before.
+    /// Syncs the file, or only the page `range`. After a success the store must have all values that were written
+    /// before.
     fn sync(&self, range: Option<u64>) {
         let since = self.now();
         let result = match range {
@@ -249,7 +250,8 @@ impl Stored {
         }
     }
 
-    /// Fills a page as a queue does. The read completes during this call, or is dropped.
+    /// Fills a page from the store, as a [`Queue`](crate::Queue) does. The read completes during this call, or is
+    /// dropped.
     fn fill(&self, page: u64) {
         match Filling::begin(&self.file.0, page, 0, random_below(2) == 0) {
             Ok(Asked::Begun(mut filling)) => {
@@ -264,9 +266,9 @@ impl Stored {
     }
 
     fn read_other(&self, page: u64) {
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         if is_done(self.other.read_at(&mut bytes, page * PAGE as u64)) {
-            assert_eq!(bytes, [0xEE; SAMPLE]);
+            assert_eq!(bytes, [0xEE; SAMPLE_BYTES]);
         }
     }
 
@@ -279,7 +281,7 @@ impl Stored {
         }
     }
 
-    fn act(&self, act: u8) {
+    fn run_operation(&self, act: u8) {
         let page = random_below(PAGES as usize) as u64;
         match act {
             b'r' => self.read(page),
@@ -297,16 +299,17 @@ impl Stored {
 }
 
 /// Runs threads on one file in a cache of three pages. Each script is a thread, each letter one operation on a random
-/// page (`Stored::act`). At the end the store works again and has all values after a sync, and no memory is lost.
+/// page ([`StoredFile::run_operation`]). At the end the store works again and has all values after a sync, and no
+/// memory is lost.
 fn run_threads(scripts: &'static [&'static str]) {
     run_in_many_schedules(1, move || {
         let cache = cache_of_limit(3 * PAGE as u64);
-        let stored = Arc::new(Stored::new(&cache));
+        let stored = Arc::new(StoredFile::new(&cache));
         let threads: Vec<_> = scripts
             .iter()
             .map(|script| {
                 let stored = stored.clone();
-                shuttle::thread::spawn(move || script.bytes().for_each(|act| stored.act(act)))
+                shuttle::thread::spawn(move || script.bytes().for_each(|act| stored.run_operation(act)))
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -353,7 +356,7 @@ fn splits_and_collapses_during_writebacks_and_evictions() {
     run_threads(&["cpcp", "wsrs", "retr"]);
 }
 
-/// Runs few operations of two kinds, so that more of their interleavings are covered.
+/// Writebacks and truncations only, with few operations, so that the schedules cover more of their interleavings.
 #[test]
 fn writebacks_during_truncations() {
     run_threads(&["wws", "tws"]);
@@ -364,19 +367,19 @@ fn reads_during_evictions() {
     run_threads(&["rrr", "eee"]);
 }
 
-/// A page must be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
+/// All pages of a cache are dirty. A read must get a page, even while another thread scans the list of dirty files.
 #[test]
 fn a_page_is_allocated_during_a_scan_of_dirty_files() {
     run_in_many_schedules(1, || {
         let cache = cache_of_limit(2 * PAGE as u64);
-        let stored = Stored::new(&cache);
+        let stored = StoredFile::new(&cache);
         stored.store.is_failing.store(false, Relaxed);
         (0..2).for_each(|page| stored.write(page));
         let other = {
             let cache = cache.clone();
             shuttle::thread::spawn(move || drop(cache.0.dirty_files()))
         };
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         stored.other.read_at(&mut bytes, 0).unwrap();
         other.join().unwrap();
     });
