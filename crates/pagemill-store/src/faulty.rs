@@ -86,7 +86,7 @@ impl Calls {
 /// assert!(store.sync().is_ok() && store.sync().is_err());
 /// assert_eq!((store.calls().syncs, store.calls().failed), (2, 1));
 /// ```
-pub struct FaultyStore<S>(Arc<Shared<S>>);
+pub struct FaultyStore<S>(Arc<SharedState<S>>);
 
 impl<S> Clone for FaultyStore<S> {
     fn clone(&self) -> Self {
@@ -95,7 +95,7 @@ impl<S> Clone for FaultyStore<S> {
 }
 
 /// The state that all clones of a [`FaultyStore`] share.
-struct Shared<S> {
+struct SharedState<S> {
     inner: S,
     state: Mutex<FaultyState>,
     /// Signalled when blocked calls may continue or check for a cancel.
@@ -111,7 +111,7 @@ struct FaultyState {
     calls_left: Option<u64>,
     /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
-    /// Number of calls that are inside of [`Shared::pause`].
+    /// Number of calls that are inside of [`SharedState::pause`].
     paused_calls: usize,
     calls: Calls,
 }
@@ -157,7 +157,7 @@ impl FaultyState {
     }
 }
 
-impl<S> Shared<S> {
+impl<S> SharedState<S> {
     fn state(&self) -> MutexGuard<'_, FaultyState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -194,7 +194,7 @@ impl<S> Shared<S> {
     }
 }
 
-impl<S: Store> Shared<S> {
+impl<S: Store> SharedState<S> {
     /// Counts an interrupted transfer. Returns how many bytes the transfer completes before the interruption: half of
     /// `len_bytes`, in whole blocks.
     fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
@@ -255,7 +255,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     pub fn new(inner: S) -> Self {
         let (calls, faults) = (Calls::default(), Faults::default());
         let state = FaultyState { faults, random: 0, calls_left: None, is_held: false, paused_calls: 0, calls };
-        Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
+        Self(Arc::new(SharedState { inner, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
     /// Returns the wrapped store.
@@ -296,7 +296,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     fn call<T>(
         &self,
         count: impl FnOnce(&mut Calls),
-        act: impl FnOnce(&Shared<S>, CallFaults) -> io::Result<T>,
+        act: impl FnOnce(&SharedState<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
         let faults = self.0.draw_faults(count);
         self.0.pause(faults, || false)?;
@@ -328,12 +328,12 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let set =
-            |shared: &Shared<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.set_size(size_bytes));
+            |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.set_size(size_bytes));
         self.call(|calls| calls.set_sizes += 1, set)
     }
 
     fn sync(&self) -> io::Result<()> {
-        let sync = |shared: &Shared<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.sync());
+        let sync = |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.sync());
         self.call(|calls| calls.syncs += 1, sync)
     }
 
@@ -379,7 +379,7 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
 }
 
 /// Wakes the blocked calls, so that each checks whether it was cancelled.
-impl<S: Send + Sync> Wake for Shared<S> {
+impl<S: Send + Sync> Wake for SharedState<S> {
     fn wake(self: Arc<Self>) {
         // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure
         // that the call waits before it is notified, so that no wake-up is lost.

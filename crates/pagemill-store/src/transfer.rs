@@ -40,14 +40,14 @@ pub trait Finish: Send + Sync {
 }
 
 /// Completion callback of one transfer that owns its memory.
-type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
+type DoneCallback = Box<dyn FnOnce(io::Result<()>) + Send>;
 
 /// The callback that reports the end of a transfer.
 enum EndCallback {
     /// A callback that transfers share, which is called with this token.
     Shared(Arc<dyn Finish>, u64),
     /// A callback of this transfer only.
-    Once(Done),
+    Once(DoneCallback),
     /// The end was already reported, so there is no callback any more.
     Reported,
 }
@@ -390,13 +390,13 @@ mod tests {
     #[test]
     fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;
-        struct Count(AtomicUsize);
-        impl std::task::Wake for Count {
+        struct CountingWaker(AtomicUsize);
+        impl std::task::Wake for CountingWaker {
             fn wake(self: Arc<Self>) {
                 self.0.fetch_add(1, SeqCst);
             }
         }
-        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let count = Arc::new(CountingWaker(AtomicUsize::new(0)));
         let (waker, cancel) = (Waker::from(count.clone()), Cancel::new());
         cancel.wake_when_cancelled(&waker);
         cancel.wake_when_cancelled(&waker);

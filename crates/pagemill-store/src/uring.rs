@@ -135,7 +135,7 @@ impl Ring {
     /// contains the bytes. The file must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.push(&entry(transfer).user_data(token)) }
+        unsafe { self.push(&queue_entry(transfer).user_data(token)) }
     }
 
     /// Requests that the transfer with this token be cancelled. Its completion arrives in any case, with its result or
@@ -176,7 +176,7 @@ impl Ring {
     ///
     /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken before.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.enter(0, Duration::ZERO)
+        self.submit_and_wait(0, Duration::ZERO)
     }
 
     /// Submits the queued entries and waits for `least` completions, a signal or the timeout.
@@ -185,11 +185,11 @@ impl Ring {
     ///
     /// As [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
-        self.enter(least, timeout)
+        self.submit_and_wait(least, timeout)
     }
 
     /// Submits the queued entries and waits for `least` completions. With `least` 0, does not wait.
-    fn enter(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
+    fn submit_and_wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         self.check_process()?;
         let submitter = self.uring.submitter();
         let time = Timespec::from(timeout);
@@ -289,7 +289,7 @@ impl Ring {
 }
 
 /// Returns the queue entry of a transfer.
-fn entry(transfer: &Transfer) -> squeue::Entry {
+fn queue_entry(transfer: &Transfer) -> squeue::Entry {
     let Transfer { target, is_write, addr, len_bytes: len, offset, registered } = *transfer;
     let (number, flags) = match target {
         Target::Descriptor(number) => (number, squeue::Flags::empty()),

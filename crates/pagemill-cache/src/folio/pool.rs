@@ -136,18 +136,18 @@ pub(crate) struct Pool {
     node: usize,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
-    /// State of a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed only under
-    /// `Caches::users`.
+    /// State of a pool over reserved huge pages: [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or
+    /// [`RESERVE_LOST`]. Changed only under `Caches::users`.
     reserve: Option<AtomicU8>,
 }
 
 /// State of a pool over reserved huge pages: no pages are placed in its address range.
-const CLOSED: u8 = 0;
+const RESERVE_CLOSED: u8 = 0;
 /// State of a pool over reserved huge pages: the pages back all of its address range.
-const PLACED: u8 = 1;
+const RESERVE_PLACED: u8 = 1;
 /// State of a pool over reserved huge pages: the kernel failed while it placed or removed the pages. The pool's
 /// addresses may belong to another mapping.
-const LOST: u8 = 2;
+const RESERVE_LOST: u8 = 2;
 
 impl Pool {
     /// Creates a pool with addresses for `max_bytes`. No memory is resident yet.
@@ -197,7 +197,7 @@ impl Pool {
             chunk_bytes,
             node,
             is_lease_end_requested: AtomicBool::new(false),
-            reserve: is_hugetlb.then(|| AtomicU8::new(CLOSED)),
+            reserve: is_hugetlb.then(|| AtomicU8::new(RESERVE_CLOSED)),
         })
     }
 
@@ -209,7 +209,7 @@ impl Pool {
 
     /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.
     pub fn is_closed(&self) -> bool {
-        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == CLOSED)
+        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == RESERVE_CLOSED)
     }
 
     /// Places reserved huge pages at the whole address range.
@@ -225,17 +225,19 @@ impl Pool {
         assert!(self.is_closed());
         assert_eq!(pages.len_bytes() as u64, self.max_bytes());
         let Some(reserve) = &self.reserve else { return Ok(()) };
-        reserve.store(LOST, Relaxed);
+        reserve.store(RESERVE_LOST, Relaxed);
         // SAFETY: the pool owns the address range, and nothing is mapped there (closed).
         unsafe { self.arena.place_hugetlb(pages, self.base, self.node) }?;
-        reserve.store(PLACED, Relaxed);
+        reserve.store(RESERVE_PLACED, Relaxed);
         Ok(())
     }
 
     /// Returns the reserved huge pages to the system if no page of the pool is in use or leased. Otherwise does
     /// nothing.
     pub fn return_hugetlb(&self) {
-        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
+        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == RESERVE_PLACED) else {
+            return;
+        };
         let is_empty = self.state.with(|state| {
             // Leased chunks are not taken.
             while let Some(number) = state.buddies.take_free_chunk(&self.frames) {
@@ -251,7 +253,7 @@ impl Pool {
             // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
             // bytes, including the kernel's rings.
             let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
-            reserve.store(if ended.is_ok() { CLOSED } else { LOST }, Relaxed);
+            reserve.store(if ended.is_ok() { RESERVE_CLOSED } else { RESERVE_LOST }, Relaxed);
         }
     }
 

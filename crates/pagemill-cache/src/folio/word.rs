@@ -42,7 +42,7 @@ pub(crate) enum Kind {
 }
 
 /// All kinds of pages, in the order of their numbers in a state word.
-const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
+const ALL_KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
 /// Mask of the field with the [`Kind`].
 const KIND_MASK: u64 = 7;
@@ -51,22 +51,22 @@ const ORDER_SHIFT: u32 = 3;
 /// Mask of the order, after the word was shifted by [`ORDER_SHIFT`].
 const ORDER_MASK: u64 = 0xF;
 /// Bit: the folio is never split.
-const UNSPLITTABLE: u64 = 1 << 7;
+const UNSPLITTABLE_BIT: u64 = 1 << 7;
 /// Bit: the folio was changed since it was written to its store.
-const DIRTY: u64 = 1 << 8;
+const DIRTY_BIT: u64 = 1 << 8;
 /// Position of the field with the use count: uses that the eviction scan has not subtracted yet, at most [`MAX_USES`].
 const USE_COUNT_SHIFT: u32 = 9;
 /// Mask of the use count, after the word was shifted by [`USE_COUNT_SHIFT`].
 const USE_COUNT_MASK: u64 = 3;
 /// Maximum of a folio's use count.
 const MAX_USES: u64 = 2;
-/// Bit of live folios, the same bit as [`ZERO`]: the folio was prefetched, and no thread has used it yet. While this
-/// bit is set, the bits of the use count hold [`READAHEAD`] or 0.
-const PREFETCHED: u64 = ZERO;
+/// Bit of live folios, the same bit as [`ZERO_BIT`]: the folio was prefetched, and no thread has used it yet. While
+/// this bit is set, the bits of the use count hold [`READAHEAD_VALUE`] or 0.
+const PREFETCHED_BIT: u64 = ZERO_BIT;
 /// Value in the field of the use count, for prefetched folios: readahead fetched the folio.
-const READAHEAD: u64 = 1 << USE_COUNT_SHIFT;
+const READAHEAD_VALUE: u64 = 1 << USE_COUNT_SHIFT;
 /// Bit of free pages: all bytes of the run are zero.
-const ZERO: u64 = 1 << 11;
+const ZERO_BIT: u64 = 1 << 11;
 /// Position of the field with the pin count.
 const PIN_SHIFT: u32 = 12;
 /// The value that one pin adds to the word.
@@ -105,7 +105,7 @@ impl State {
     #[inline]
     pub fn kind(self) -> Kind {
         // The values 6 and 7 of the three bits are never written.
-        KINDS[(self.0 & KIND_MASK).min(KINDS.len() as u64 - 1) as usize]
+        ALL_KINDS[(self.0 & KIND_MASK).min(ALL_KINDS.len() as u64 - 1) as usize]
     }
 
     /// Returns log2 of the folio's number of pages.
@@ -124,25 +124,25 @@ impl State {
     }
 
     pub fn is_unsplittable(self) -> bool {
-        self.0 & UNSPLITTABLE != 0
+        self.0 & UNSPLITTABLE_BIT != 0
     }
 
     pub fn is_dirty(self) -> bool {
-        self.0 & DIRTY != 0
+        self.0 & DIRTY_BIT != 0
     }
 
     pub fn is_zero(self) -> bool {
-        self.0 & ZERO != 0
+        self.0 & ZERO_BIT != 0
     }
 
     /// Returns whether the folio was prefetched and not used yet. Valid for folios that are or were live.
     pub fn is_prefetched(self) -> bool {
-        self.0 & PREFETCHED != 0
+        self.0 & PREFETCHED_BIT != 0
     }
 
     /// Returns whether readahead fetched the folio and it was not used yet.
     pub fn is_readahead(self) -> bool {
-        self.0 & (PREFETCHED | USE_COUNT_MASK << USE_COUNT_SHIFT) == PREFETCHED | READAHEAD
+        self.0 & (PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT) == PREFETCHED_BIT | READAHEAD_VALUE
     }
 
     /// Returns whether the use count is above 0. Returns false for a prefetched folio that was not used yet.
@@ -256,14 +256,14 @@ impl Word {
     /// Makes a folio dirty that the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
         // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
-        let before = State(self.0.fetch_or(DIRTY, Release));
+        let before = State(self.0.fetch_or(DIRTY_BIT, Release));
         debug_assert!(!matches!(before.kind(), Kind::Free | Kind::Tail), "only a folio in use becomes dirty");
         !before.is_dirty()
     }
 
     /// Clears the folio's dirty bit if the word still equals `seen`. Returns whether the bit was cleared.
     pub fn clear_dirty_if_unchanged(&self, seen: State) -> bool {
-        self.replace_if(seen, State(seen.0 & !DIRTY))
+        self.replace_if(seen, State(seen.0 & !DIRTY_BIT))
     }
 
     /// Adds one to the folio's use count, up to two. A use that races with another change of the word is not counted.
@@ -273,7 +273,7 @@ impl Word {
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
-        if seen.0 & (USE_COUNT_MASK << USE_COUNT_SHIFT | PREFETCHED | KIND_MASK)
+        if seen.0 & (USE_COUNT_MASK << USE_COUNT_SHIFT | PREFETCHED_BIT | KIND_MASK)
             == MAX_USES << USE_COUNT_SHIFT | Kind::Live as u64
         {
             return false;
@@ -281,7 +281,7 @@ impl Word {
         if !seen.is_live() {
             return false;
         }
-        if seen.0 & PREFETCHED != 0 {
+        if seen.0 & PREFETCHED_BIT != 0 {
             return self.clear_prefetched(seen);
         }
         let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USE_COUNT_SHIFT), Relaxed, Relaxed);
@@ -292,13 +292,13 @@ impl Word {
     /// folio.
     #[cold]
     fn clear_prefetched(&self, seen: State) -> bool {
-        let next = seen.0 & !(PREFETCHED | USE_COUNT_MASK << USE_COUNT_SHIFT);
+        let next = seen.0 & !(PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT);
         self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_readahead()
     }
 
     /// Marks a folio that was just made live as prefetched and not used yet.
     pub fn set_prefetched(&self, fetched: Prefetch) {
-        self.0.fetch_or(PREFETCHED | if fetched == Prefetch::Readahead { READAHEAD } else { 0 }, Relaxed);
+        self.0.fetch_or(PREFETCHED_BIT | if fetched == Prefetch::Readahead { READAHEAD_VALUE } else { 0 }, Relaxed);
     }
 
     /// Subtracts one from the folio's use count. Returns whether the count was above 0.
@@ -314,8 +314,8 @@ impl Word {
     pub fn forget_uses(&self) -> bool {
         let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
-            // Another folio prefetched into this page meanwhile may lose its READAHEAD bit. Its first use is then not
-            // reported.
+            // Another folio prefetched into this page meanwhile may lose its READAHEAD_VALUE bit. Its first use is then
+            // not reported.
             self.0.fetch_and(!(USE_COUNT_MASK << USE_COUNT_SHIFT), Relaxed);
         }
         is_used
@@ -357,7 +357,8 @@ impl Word {
     /// Makes a new, held or collapsed folio of 2^`order` pages live. The caller must have exclusive access.
     pub fn publish(&self, order: u8, is_unsplittable: bool, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
-        let (unsplittable, dirty) = (if is_unsplittable { UNSPLITTABLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
+        let (unsplittable, dirty) =
+            (if is_unsplittable { UNSPLITTABLE_BIT } else { 0 }, if is_dirty { DIRTY_BIT } else { 0 });
         self.0.store(State::new(Kind::Live, order, version).0 | unsplittable | dirty, Release);
     }
 
@@ -380,7 +381,7 @@ impl Word {
     /// the caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.make_live(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
@@ -394,13 +395,13 @@ impl Word {
     /// As [`Word::thaw`], for a folio that was written back: clears the dirty bit.
     #[must_use]
     pub fn thaw_clean(&self) -> bool {
-        self.make_live(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
+        self.make_live(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY_BIT))
     }
 
     /// As [`Word::thaw`], for one page of a folio that was split: the page is a folio of its own from here on.
     #[must_use]
     pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.make_live(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
@@ -415,7 +416,7 @@ impl Word {
     /// Sets a page of a folio that is being split to *Frozen*. `is_dirty` says whether that folio is dirty.
     pub fn assign_frozen(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.0.store(State::new(Kind::Frozen, 0, version).0 | dirty, Release);
     }
 
@@ -423,7 +424,7 @@ impl Word {
     pub fn set_free(&self, order: u8, is_zero: bool) {
         debug_assert!(self.load().kind() != Kind::Live, "a live folio is frozen or removed before it is freed");
         let version = State(self.0.load(Relaxed)).next_version();
-        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
+        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO_BIT } else { 0 }, Release);
     }
 
     /// Removes a folio from its file, where it is no longer reachable. Clears the dirty bit, because the bytes need no
@@ -437,7 +438,7 @@ impl Word {
                 kind => (kind, u64::from(REMOVED_PINS) << PIN_SHIFT),
             };
             debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Frozen) && seen.pins() == 0), "{seen:?}");
-            let next = State((seen.with_kind(kind).0 & !DIRTY | left).wrapping_add(1 << VERSION_SHIFT));
+            let next = State((seen.with_kind(kind).0 & !DIRTY_BIT | left).wrapping_add(1 << VERSION_SHIFT));
             if self.replace_if(seen, next) {
                 return Removal { must_be_freed: kind == Kind::Busy && left == 0, was_dirty: seen.is_dirty() };
             }

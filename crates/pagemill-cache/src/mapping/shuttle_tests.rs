@@ -665,7 +665,7 @@ impl TestFile {
         let mut bytes = [0; SAMPLE_BYTES];
         let at = self.random_page() * PAGE as u64;
         match act {
-            TASK => self.poll_and_drop_read(),
+            POLL_AND_DROP_READ => self.poll_and_drop_read(),
             READ => match self.file.read_at(&mut bytes, at) {
                 Ok(len) => self.assert_own_bytes(&bytes[..len]),
                 Err(error) => {
@@ -682,14 +682,17 @@ impl TestFile {
 }
 
 /// Operation of [`TestFile::run_operation_with_late_reads`]: polls an asynchronous read, then drops it.
-const TASK: usize = 7;
+const POLL_AND_DROP_READ: usize = 7;
 
 /// Another thread completes reads, some with errors, concurrently with reads, writes, truncations, splits and
 /// evictions. Waiting threads must continue, the file must have only its own bytes, and no memory may be lost.
 #[test]
 fn late_reads_during_all_other_operations() {
-    const THREADS: [&[usize]; 3] =
-        [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[REMOVE_OR_RESHAPE, TASK, REMOVE_OR_RESHAPE, READ]];
+    const THREADS: [&[usize]; 3] = [
+        &[READ, POLL_AND_DROP_READ, READ],
+        &[POLL_AND_DROP_READ, WRITE, HOLD, POLL_AND_DROP_READ],
+        &[REMOVE_OR_RESHAPE, POLL_AND_DROP_READ, REMOVE_OR_RESHAPE, READ],
+    ];
     const HOUR: Duration = Duration::from_secs(3600);
     run_in_many_schedules(1, || {
         let cache = cache_with(3 * PAGE as u64, Writeback::default(), Some(HOUR));

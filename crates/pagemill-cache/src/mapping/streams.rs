@@ -363,7 +363,7 @@ mod tests {
     }
 
     /// Simulates the reads of a file: its streams, and its pages in memory.
-    struct Reader {
+    struct SimulatedReader {
         streams: Streams,
         rules: Rules,
         /// Pages in memory.
@@ -374,7 +374,7 @@ mod tests {
         proposals: Vec<Proposal>,
     }
 
-    impl Reader {
+    impl SimulatedReader {
         fn new(rules: Rules) -> Self {
             let (present, ahead) = Default::default();
             Self { streams: Streams::default(), rules, present, ahead, misses: 0, proposals: Vec::new() }
@@ -414,7 +414,7 @@ mod tests {
     #[test]
     fn forward_streams_are_read_ahead() {
         for len in [100, PAGE, 5000, 64 << 10] {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             (0..(16 << 20) / len).for_each(|step| reader.read((1 << 20) + step * len, len));
             assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
             let lens: Vec<_> = reader.proposals.iter().map(|p| (p.range.end - p.range.start) / PAGE).collect();
@@ -426,7 +426,7 @@ mod tests {
     #[test]
     fn backward_streams_are_read_ahead_to_the_beginning() {
         for len in [100, PAGE, 64 << 10] {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             (0..(16 << 20) / len).rev().for_each(|step| reader.read(step * len, len));
             assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
             assert_eq!(reader.ahead.len(), 0);
@@ -438,7 +438,7 @@ mod tests {
     #[test]
     fn strided_streams_are_read_ahead() {
         for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             let begin = if step > 0 { 77 } else { FILE_BYTES - 5000 };
             (0..200).for_each(|nth| reader.read(begin.wrapping_add_signed(nth * step), len));
             assert!(reader.misses <= 4 * (len.div_ceil(PAGE) + 1), "{step}: {} misses", reader.misses);
@@ -450,7 +450,7 @@ mod tests {
     /// Streams of all kinds alternate, with random accesses between them. Each stream must still be detected.
     #[test]
     fn alternating_streams_are_distinguished() {
-        let mut reader = Reader::new(rules());
+        let mut reader = SimulatedReader::new(rules());
         let mut random = random_offsets(1, 1 << 20);
         for nth in 0..400 {
             (0..3).for_each(|stream| reader.read((stream << 25) + nth * PAGE, PAGE));
@@ -473,11 +473,11 @@ mod tests {
     #[test]
     fn random_accesses_cause_no_proposals() {
         for seed in 0..10 {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             random_offsets(seed, FILE_BYTES).take(10_000).for_each(|offset| reader.read(offset, 4096 - offset % PAGE));
             assert_eq!(reader.proposals, [], "seed {seed}");
         }
-        let mut reader = Reader::new(rules());
+        let mut reader = SimulatedReader::new(rules());
         (0..100).for_each(|page| reader.read(page * PAGE, PAGE));
         let before = reader.proposals.len();
         random_offsets(3, FILE_BYTES).take(10_000).for_each(|offset| reader.read(offset, 1));
@@ -488,7 +488,7 @@ mod tests {
     /// cover whole folios.
     #[test]
     fn eager_and_huge_rules_are_followed() {
-        let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
+        let mut reader = SimulatedReader::new(Rules { is_eager: true, ..rules() });
         reader.read(5 * PAGE, 10);
         assert_eq!(reader.proposals, [Proposal { range: 6 * PAGE..518 * PAGE, step: 0, count: 1 }]);
         let mut streams = Streams::default();
@@ -510,7 +510,7 @@ mod tests {
         fn proposals_lie_inside_the_file(
             steps in prop::collection::vec((0..6u64, 0..FILE_BYTES, 1..100_000u64), 1..300)
         ) {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             let mut at = 0;
             for (kind, offset, len) in steps {
                 at = match kind {

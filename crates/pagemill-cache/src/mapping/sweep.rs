@@ -84,7 +84,7 @@ pub(super) struct SweepStep {
 
 /// Result of the scan's visit to one chunk.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Visit {
+enum ChunkVisit {
     /// The chunk needs no check.
     Skipped,
     /// The scan state was set; the next round may check the folio.
@@ -197,9 +197,9 @@ pub(super) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
         while checks < most_checks && visits < most_visits && clock_hand.chunk < cache.sweepable_chunks() {
             let visit = cache.visit_chunk(clock_hand.chunk);
             visits += 1;
-            checks += usize::from(matches!(visit, Visit::Checked(_)));
-            clock_hand.has_new_folio |= matches!(visit, Visit::Noted | Visit::Checked(SparseCheck::Refused));
-            if let Visit::Checked(SparseCheck::Split(bytes)) = visit {
+            checks += usize::from(matches!(visit, ChunkVisit::Checked(_)));
+            clock_hand.has_new_folio |= matches!(visit, ChunkVisit::Noted | ChunkVisit::Checked(SparseCheck::Refused));
+            if let ChunkVisit::Checked(SparseCheck::Split(bytes)) = visit {
                 result.freed_bytes += bytes;
             }
             clock_hand.chunk += 1;
@@ -230,36 +230,36 @@ impl Inner {
     }
 
     /// Visits a chunk: checks whether its huge folio is sparse, if the folio was not written since the previous round.
-    fn visit_chunk(&self, chunk: u32) -> Visit {
+    fn visit_chunk(&self, chunk: u32) -> ChunkVisit {
         let (pool, order) = (self.pool, self.pool.chunk_order());
         let number = chunk << order;
         let (word, note) = (pool.word(number), pool.scan_word(number));
         let seen = word.load();
         if seen.kind() != Kind::Live || seen.order() != order || seen.pins() > 0 {
-            return Visit::Skipped;
+            return ChunkVisit::Skipped;
         }
         let (version, known) = (u64::from(seen.version()), note.load(Relaxed));
         if !seen.is_dirty() && known == DENSE_STATE | version {
-            return Visit::Skipped;
+            return ChunkVisit::Skipped;
         }
         // The owner is valid as long as the folio's version is unchanged.
         let owner = pool.owner(number);
-        let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return Visit::Skipped };
+        let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return ChunkVisit::Skipped };
         if seen.is_dirty() {
             // Fails if the word has changed: the page could be a dirty folio of a file with a store by now.
             if word.clear_dirty_if_unchanged(seen) {
                 note.store(SEEN_STATE | version, Relaxed);
             }
-            return Visit::Noted;
+            return ChunkVisit::Noted;
         }
         if known != SEEN_STATE | version {
             note.store(SEEN_STATE | version, Relaxed);
-            return Visit::Noted;
+            return ChunkVisit::Noted;
         }
         let check = file.split_sparse_behind(owner.index, number);
         if check == SparseCheck::Dense {
             note.store(DENSE_STATE | version, Relaxed);
         }
-        Visit::Checked(check)
+        ChunkVisit::Checked(check)
     }
 }

@@ -24,7 +24,7 @@ fn new_slabs() -> &'static Slabs {
     slabs
 }
 
-fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
+fn run_in_many_schedules(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
@@ -43,7 +43,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
 /// there are few runs.
 #[test]
 fn node_cache_is_complete_when_published() {
-    run_in_orders(30, || {
+    run_in_many_schedules(30, || {
         let slabs = new_slabs();
         let seer = shuttle::thread::spawn(move || {
             while slabs.count() == 0 {

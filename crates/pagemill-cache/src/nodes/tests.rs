@@ -73,7 +73,7 @@ fn store(array: &Array, index: u64, order: u32, value: u64) {
     writer.store(index, order, value, &mut stock);
 }
 
-fn all(array: &Array) -> Vec<Found> {
+fn all_entries(array: &Array) -> Vec<Found> {
     let next = |from: u64| array.next(from, MAX_INDEX, &pin());
     std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
 }
@@ -89,7 +89,7 @@ fn array_with_one_of_six(nodes: &'static NodeCache) -> Box<Array> {
 
 fn assert_one_of_six(array: &Array) {
     let kept: Vec<_> = (0..10_000).step_by(6).map(|at| Found { value: at, first: at * NODE_SPAN, order: 0 }).collect();
-    assert_eq!(all(array), kept);
+    assert_eq!(all_entries(array), kept);
 }
 
 /// Shrinks the cache until the memory of all moved nodes is freed. Readers in concurrent tests may delay that.
@@ -167,7 +167,7 @@ fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     let info = nodes.info().unwrap();
     assert_eq!(info.moved, 0);
     assert!(info.refused > 0 && info.total.partial > 1);
-    assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
+    assert_eq!(all_entries(&staying).len(), 1000_usize.div_ceil(6));
 }
 
 /// After steps of defragmentation the cache's ratio (`set_defrag_used_ratio`) must bound the resident memory of nodes,
@@ -301,7 +301,7 @@ fn threads_read_and_write_while_nodes_move() {
                             let erased = array.lock().erase(first).expect("this thread's own");
                             assert_eq!((erased.value, erased.order), (value_of(first, round), order(at)));
                         }
-                        assert_eq!(all(&brief).len(), 50);
+                        assert_eq!(all_entries(&brief).len(), 50);
                         array.lock().erase_range(base + FILES * (1 << MAX_ORDER), base + (1 << 29), drop);
                     }
                 })
@@ -311,7 +311,7 @@ fn threads_read_and_write_while_nodes_move() {
         writers.into_iter().for_each(|writer| writer.join().unwrap());
     });
     shrink(nodes);
-    assert_eq!(all(&array).len() as u64, FILES);
+    assert_eq!(all_entries(&array).len() as u64, FILES);
     assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
 }
 

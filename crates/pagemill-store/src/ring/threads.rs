@@ -87,7 +87,7 @@ struct PoolQueue {
 static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Returns the pool of this process, and creates it if necessary.
-fn pool() -> &'static ThreadPool {
+fn pool_of_process() -> &'static ThreadPool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
     // SAFETY: a pool is never freed once its address is stored in `POOL`.
@@ -214,14 +214,14 @@ impl ThreadBackend {
 
     pub fn submit(&mut self) {
         if !self.queued.is_empty() {
-            pool().add_jobs(&mut self.queued);
+            pool_of_process().add_jobs(&mut self.queued);
         }
     }
 
     /// Cancels the job with this token if no thread has begun it.
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
-        if let Some(job) = queued.or_else(|| pool().remove_job(token, &self.completions)) {
+        if let Some(job) = queued.or_else(|| pool_of_process().remove_job(token, &self.completions)) {
             job.complete(-ECANCELED);
         }
     }

@@ -24,19 +24,19 @@ use std::sync::atomic::{
 };
 
 /// Bytes of address space that a leaf of the table of guarded pages covers.
-const LEAF_SPAN: usize = 1 << 32;
+const LEAF_SPAN_BYTES: usize = 1 << 32;
 /// End of the addresses that the table of guarded pages covers. The kernel maps memory at higher addresses only if a
 /// program requests such an address.
 const TABLE_END: usize = 1 << 48;
-const LEAVES: usize = TABLE_END / LEAF_SPAN;
+const LEAF_COUNT: usize = TABLE_END / LEAF_SPAN_BYTES;
 
 /// Maximum number of retries of a system call after `ENOMEM`. The kernel may lack memory for page tables until other
 /// processes free memory.
 const MAX_RETRIES: usize = 10_000;
 
-/// The table of guarded pages. A leaf is a bit array for [`LEAF_SPAN`] of addresses; its pointer is null until
+/// The table of guarded pages. A leaf is a bit array for [`LEAF_SPAN_BYTES`] of addresses; its pointer is null until
 /// [`prepare`] maps the leaf.
-static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
+static GUARD_TABLE: [AtomicPtr<AtomicU64>; LEAF_COUNT] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAF_COUNT];
 /// Number of threads that are changing guards at the moment. Such a thread may have closed memory, that is made it
 /// inaccessible.
 static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
@@ -54,19 +54,19 @@ const UNSUPPORTED: u32 = 2;
 
 /// Returns the size of a leaf in bytes. A leaf has one bit for each OS page.
 fn leaf_bytes() -> usize {
-    LEAF_SPAN / os_page_bytes() / 8
+    LEAF_SPAN_BYTES / os_page_bytes() / 8
 }
 
 /// Returns the words of the leaf that covers `addr`; `None` if the leaf is not mapped.
 fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
-    let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
+    let words = GUARD_TABLE.get(addr / LEAF_SPAN_BYTES)?.load(Acquire);
     // SAFETY: a leaf that is not null is a zeroed mapping of `leaf_bytes` by `prepare`, which is never unmapped.
     (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
 }
 
 /// Returns the table word with the bit of the page at `addr`, and the position of the bit in the word.
 fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u32)> {
-    let page = addr % LEAF_SPAN / os_page_bytes();
+    let page = addr % LEAF_SPAN_BYTES / os_page_bytes();
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
 }
 
@@ -134,7 +134,7 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
     if range.end > TABLE_END {
         return Err(Error::BadRange { addr: range.start, len_bytes: range.len() });
     }
-    for slot in &TABLE[range.start / LEAF_SPAN..=(range.end - 1) / LEAF_SPAN] {
+    for slot in &GUARD_TABLE[range.start / LEAF_SPAN_BYTES..=(range.end - 1) / LEAF_SPAN_BYTES] {
         if !slot.load(Acquire).is_null() {
             continue;
         }
@@ -409,7 +409,7 @@ mod tests {
             let _guard = ONE_CASE_AT_A_TIME.lock();
             let page = os_page_bytes();
             // Addresses without any mapping: the test uses their bits in the table only.
-            let start = 5 * LEAF_SPAN - 300 * page;
+            let start = 5 * LEAF_SPAN_BYTES - 300 * page;
             let all = start..start + 900 * page;
             if prepare(&all).is_err() {
                 println!("skipped: no guard pages here");

@@ -225,7 +225,7 @@ impl<T: Copy> Intervals<T> {
         let entries = self.entries.items_mut();
         entries.copy_within(places.clone(), places.start + 1);
         entries[places.start].write(entry);
-        self.set_first(index);
+        self.update_first(index);
         self.count += 1;
         self.bytes += (entry.end - entry.start) as u64;
         debug_assert!(self.leaf(index).len() <= Self::PER_LEAF, "a full leaf was split");
@@ -254,11 +254,11 @@ impl<T: Copy> Intervals<T> {
         directory[to].count += moved.len() as u32;
         debug_assert!(directory[to].count as usize <= Self::PER_LEAF, "the entries fit");
         self.entries.items_mut().copy_within(moved, target);
-        self.set_first(to);
+        self.update_first(to);
     }
 
     /// Updates [`Leaf::first`] of a leaf in the directory, after the leaf's first entry may have changed.
-    fn set_first(&mut self, index: usize) {
+    fn update_first(&mut self, index: usize) {
         if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
             self.directory.items_mut()[index].first = start;
         }
@@ -285,7 +285,7 @@ impl<T: Copy> Intervals<T> {
         }
         entries.copy_within(gone.end.., gone.start);
         self.directory.items_mut()[index].count -= gone.len() as u32;
-        self.set_first(index);
+        self.update_first(index);
         self.count -= gone.len();
         self.bytes -= removed;
     }
@@ -362,18 +362,18 @@ impl<U> SparseArray<U> {
     }
 
     /// Returns the accessible items; an empty slice at an arbitrary address if no items are accessible.
-    fn slice(&self) -> *mut [U] {
+    fn accessible_items(&self) -> *mut [U] {
         ptr::slice_from_raw_parts_mut(self.base.max(align_of::<U>()) as *mut U, self.open_bytes / size_of::<U>())
     }
 
     fn items(&self) -> &[U] {
         // SAFETY: the items are readable, valid, and used by this array only (type invariant).
-        unsafe { &*self.slice() }
+        unsafe { &*self.accessible_items() }
     }
 
     fn items_mut(&mut self) -> &mut [U] {
         // SAFETY: as above; the items are writable, and `&mut self` excludes other references.
-        unsafe { &mut *self.slice() }
+        unsafe { &mut *self.accessible_items() }
     }
 }
 
@@ -415,9 +415,9 @@ mod tests {
     }
 
     /// The tested map, and a `BTreeMap` with the same contents.
-    struct Pair(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
+    struct MapAndModel(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
 
-    impl Pair {
+    impl MapAndModel {
         fn expected(&self, range: &Range<usize>) -> Items {
             let is_in = |whole: &Range<usize>| range.start.max(whole.start) < range.end.min(whole.end);
             let all = self.1.iter().map(|(start, (end, value))| (*start..*end, *value));
@@ -467,7 +467,7 @@ mod tests {
             filled in 0usize..1000,
             steps in prop::collection::vec((0..8, 0usize..4000, 0usize..8, 0..40, any::<u32>()), 0..300),
         ) {
-            let mut pair = Pair(Intervals::new(), BTreeMap::new());
+            let mut pair = MapAndModel(Intervals::new(), BTreeMap::new());
             (0..filled).for_each(|index| pair.replace(index * 4..index * 4 + 3, Some(index as u32)));
             for (what, start, len, rare, value) in steps {
                 let range = start..start + if rare == 0 { len * 500 } else { len };
@@ -486,7 +486,7 @@ mod tests {
     #[test]
     fn leaves_are_split_merged_and_reused() {
         let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let (mut pair, mut order) = (Pair(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
+        let (mut pair, mut order) = (MapAndModel(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
         let mut most_leaves = 0;
         for seed in [3, 7] {
             order.sort_by_key(|number| mix(mix(number + seed)));

@@ -114,7 +114,7 @@ struct RangeEntry {
     /// Address of the bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
-    /// Number of bytes at the start of the range that were not purged. Valid while the word has the bit `LOST`.
+    /// Number of bytes at the start of the range that were not purged. Valid while the word has the bit `LOST_BIT`.
     kept_bytes: AtomicU64,
     /// Number of bytes that are purged at a time: the length of the range, or of a chunk if the range is purged in
     /// chunks.

@@ -155,7 +155,7 @@ impl Ranges {
             }
         }
         self.set_giveable(giveable);
-        self.purger.queue.set(&mut oldest)
+        self.purger.queue.refill(&mut oldest)
     }
 
     /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the
@@ -173,7 +173,7 @@ impl Ranges {
             entry.word.finish(true, epoch);
             return freed;
         }
-        let (kept, chunk) = (entry.kept(seen), entry.chunk_bytes.load(Relaxed) as usize);
+        let (kept, chunk) = (entry.kept_len(seen), entry.chunk_bytes.load(Relaxed) as usize);
         let (left, freed) = self.purge_down_to(entry, kept, (kept - 1) / chunk * chunk);
         entry.kept_bytes.store(left as u64, Relaxed);
         // The range counts as marked now, so that other ranges are purged before its next chunk, or before another
@@ -221,7 +221,7 @@ impl Ranges {
         match seen.phase() {
             _ if !seen.is_claimable(now) || self.arena.block_state(block()).is_inherited => 0,
             RangePhase::Free => entry.address_bytes() as u64,
-            _ => entry.kept(seen) as u64,
+            _ => entry.kept_len(seen) as u64,
         }
     }
 
@@ -265,7 +265,7 @@ impl RangeEntry {
     }
 
     /// Returns the number of bytes at the start of a volatile range that were not purged.
-    fn kept(&self, seen: SeenWord) -> usize {
+    fn kept_len(&self, seen: SeenWord) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize
     }

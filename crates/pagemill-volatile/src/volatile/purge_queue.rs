@@ -73,7 +73,7 @@ impl PurgeQueue {
     }
 
     /// Replaces the contents of the queue by the ranges that a walk has selected. Returns the new length of the queue.
-    pub fn set(&self, oldest: &mut OldestRanges) -> usize {
+    pub fn refill(&self, oldest: &mut OldestRanges) -> usize {
         let sorted = oldest.sorted();
         for (place, found) in self.entries.iter().zip(sorted) {
             place.0.store(found.key, Relaxed);

@@ -172,7 +172,7 @@ impl Vranges {
                 None => break,
             }
         }
-        self.queue.set(&mut oldest)
+        self.queue.refill(&mut oldest)
     }
 
     /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked

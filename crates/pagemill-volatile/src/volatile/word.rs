@@ -33,14 +33,14 @@ pub(crate) enum RangePhase {
 /// Mask of the field with the [`RangePhase`].
 const PHASE_MASK: u64 = 3;
 /// Bit, used in the phases *Volatile* and *Purging*: bytes were discarded since the range was marked.
-const LOST: u64 = 1 << 2;
+const LOST_BIT: u64 = 1 << 2;
 /// Bit. In the phase *Purging*: a thread waits for the end of the purge. In the phase *Volatile*: the thread that
 /// waited for the last purge has not accessed the range yet.
-const AWAITED: u64 = 1 << 3;
+const AWAITED_BIT: u64 = 1 << 3;
 /// Bit, used in the phase *Purging*: the range was free before the purge claimed it.
-const FROM_FREE: u64 = 1 << 4;
+const FROM_FREE_BIT: u64 = 1 << 4;
 /// Bit, used in the phase *Free*: the range may still have memory of its last owner.
-const BACKED: u64 = 1 << 5;
+const BACKED_BIT: u64 = 1 << 5;
 /// The value that one pin adds to the word.
 const ONE_PIN: u64 = 1 << 8;
 /// Mask of the field with the number of pins.
@@ -90,14 +90,14 @@ impl SeenWord {
 
     /// Returns whether bytes were discarded since the range was marked.
     pub fn is_lost(self) -> bool {
-        self.0 & LOST != 0
+        self.0 & LOST_BIT != 0
     }
 
     /// Returns whether the range has an owner. A range in the phase *Purging* has no owner if it was free before the
     /// purge claimed it.
     pub fn has_owner(self) -> bool {
         let is_free =
-            self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
+            self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE_BIT != 0);
         !is_free
     }
 
@@ -112,9 +112,9 @@ impl SeenWord {
     /// Returns whether a purge may claim the range at the epoch `now`. False for some milliseconds after a purge that a
     /// thread waited for, so that this thread can access the range first.
     pub fn is_claimable(self, now: u32) -> bool {
-        let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
+        let is_wanted = || self.0 & AWAITED_BIT != 0 && age(now, self.epoch()) < GRACE_TICKS;
         match self.phase() {
-            RangePhase::Free => self.0 & BACKED != 0,
+            RangePhase::Free => self.0 & BACKED_BIT != 0,
             RangePhase::Volatile => self.pins() == 0 && !is_wanted(),
             RangePhase::Held | RangePhase::Purging => false,
         }
@@ -165,9 +165,9 @@ impl RangeWord {
             }
             let (new, result) = change(SeenWord(word))?;
             debug_assert!(SeenWord(new).phase() != RangePhase::Purging, "only a claim begins a purge");
-            // AWAITED is cleared, because the range was accessed. The ordering makes bytes that were written before a
-            // mark visible to a later unmark or pin.
-            match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
+            // AWAITED_BIT is cleared, because the range was accessed. The ordering makes bytes that were written before
+            // a mark visible to a later unmark or pin.
+            match self.0.compare_exchange_weak(word, new & !AWAITED_BIT, std::sync::atomic::Ordering::AcqRel, Relaxed) {
                 Ok(_) => return Ok(result),
                 Err(now) => word = now,
             }
@@ -177,7 +177,7 @@ impl RangeWord {
     /// Changes *Free* to *Held*, for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED, ())),
+            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED_BIT, ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
@@ -190,7 +190,7 @@ impl RangeWord {
             _ => {
                 let generation = (seen.0 & GENERATION_MASK).wrapping_add(1 << GENERATION_SHIFT) & GENERATION_MASK;
                 let epoch = SeenWord::with_epoch(0, seen.epoch());
-                Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
+                Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED_BIT } else { 0 }, ()))
             }
         })
     }
@@ -199,7 +199,9 @@ impl RangeWord {
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Held => Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
+            RangePhase::Held => {
+                Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST_BIT, epoch), ()))
+            }
             other => Err(Refused::RangePhase(other)),
         })
     }
@@ -211,7 +213,9 @@ impl RangeWord {
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
-            RangePhase::Volatile if seen.is_lost() => Ok(((seen.with_phase(RangePhase::Held) & !LOST) + ONE_PIN, true)),
+            RangePhase::Volatile if seen.is_lost() => {
+                Ok(((seen.with_phase(RangePhase::Held) & !LOST_BIT) + ONE_PIN, true))
+            }
             RangePhase::Volatile => Ok((seen.with_phase(RangePhase::Held), false)),
             other => Err(Refused::RangePhase(other)),
         })
@@ -247,23 +251,23 @@ impl RangeWord {
     /// Claims the range for a purge, if the word is still `seen` and `seen` is claimable. Returns whether the claim
     /// succeeded.
     pub fn claim(&self, seen: SeenWord, now: u32) -> bool {
-        let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
-        let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
+        let from_free = if seen.phase() == RangePhase::Free { FROM_FREE_BIT } else { 0 };
+        let new = seen.with_phase(RangePhase::Purging) & !AWAITED_BIT | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
     }
 
     /// Returns whether a thread waits for the end of the purge that has claimed the range.
     pub fn is_awaited(&self) -> bool {
-        self.0.load(Relaxed) & AWAITED != 0
+        self.0.load(Relaxed) & AWAITED_BIT != 0
     }
 
     /// Requests the purge that has claimed the range to stop early. Returns false if no purge has claimed the range.
     pub fn request_stop(&self) -> bool {
         let word = self.0.load(Relaxed);
         let is_purging = SeenWord(word).phase() == RangePhase::Purging;
-        if is_purging && word & AWAITED == 0 {
+        if is_purging && word & AWAITED_BIT == 0 {
             // This fails if the word has changed, for example because the purge has ended. The caller tries again.
-            let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
+            let _ = self.0.compare_exchange(word, word | AWAITED_BIT, Relaxed, Relaxed);
         }
         is_purging
     }
@@ -275,10 +279,10 @@ impl RangeWord {
         loop {
             debug_assert!(SeenWord(word).phase() == RangePhase::Purging, "a claim ends once");
             debug_assert!(SeenWord(word).pins() == 0, "a claimed range has no pins");
-            // AWAITED stays set for a range with an owner, so that the waiting thread can access it first.
-            let new = match word & FROM_FREE {
-                0 => word & !PHASE_MASK | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
-                _ => word & !(PHASE_MASK | AWAITED | FROM_FREE | BACKED) | RangePhase::Free as u64,
+            // AWAITED_BIT stays set for a range with an owner, so that the waiting thread can access it first.
+            let new = match word & FROM_FREE_BIT {
+                0 => word & !PHASE_MASK | RangePhase::Volatile as u64 | if has_lost { LOST_BIT } else { 0 },
+                _ => word & !(PHASE_MASK | AWAITED_BIT | FROM_FREE_BIT | BACKED_BIT) | RangePhase::Free as u64,
             };
             match self.0.compare_exchange_weak(word, SeenWord::with_epoch(new, epoch), Release, Relaxed) {
                 Ok(_) => return,

@@ -269,7 +269,7 @@ impl Order {
     pub fn begin(&self, pages: u64) {
         self.ghosts.open(pages);
         self.state.with(|state| {
-            for queue in queues::QUEUES {
+            for queue in queues::ALL_QUEUES {
                 while state.queues.pop(&self.links, queue).is_some() {}
             }
             debug_assert!(state.queues.total() == 0, "all folios were popped");

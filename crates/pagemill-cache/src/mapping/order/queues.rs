@@ -41,7 +41,7 @@ pub(super) enum Queue {
 }
 
 /// All queues of an eviction order.
-pub(super) const QUEUES: [Queue; 6] =
+pub(super) const ALL_QUEUES: [Queue; 6] =
     [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
 
 /// A page's link: 32 bits next page, 4 bits order, 3 bits queue, and 3 bits target queue of a new folio in the page (0:
@@ -83,19 +83,19 @@ impl Link {
 
 /// Converts the value of a link's 3-bit field to a queue; `None` for 0.
 fn queue_of(bits: u64) -> Option<Queue> {
-    QUEUES.get((bits as usize).wrapping_sub(1)).copied()
+    ALL_QUEUES.get((bits as usize).wrapping_sub(1)).copied()
 }
 
 /// The oldest and the newest folio of a queue, and the queue's number of pages.
 #[derive(Clone, Copy)]
-struct Ends {
+struct QueueEnds {
     oldest: u32,
     newest: u32,
     pages: u64,
 }
 
 /// A folio that was taken off a queue.
-pub(super) struct Popped {
+pub(super) struct PoppedFolio {
     pub number: u32,
     pub order: u8,
     /// Target queue of the page's new folio. `None` if the page still has the folio that was linked.
@@ -145,11 +145,11 @@ impl Links {
 }
 
 /// All queues of an eviction order, which are changed under the order's lock.
-pub(super) struct Queues([Ends; QUEUES.len()]);
+pub(super) struct Queues([QueueEnds; ALL_QUEUES.len()]);
 
 impl Queues {
     pub const fn new() -> Self {
-        Self([Ends { oldest: END_OF_QUEUE, newest: END_OF_QUEUE, pages: 0 }; QUEUES.len()])
+        Self([QueueEnds { oldest: END_OF_QUEUE, newest: END_OF_QUEUE, pages: 0 }; ALL_QUEUES.len()])
     }
 
     pub fn pages(&self, queue: Queue) -> u64 {
@@ -194,7 +194,7 @@ impl Queues {
     }
 
     /// Removes the oldest folio from a queue.
-    pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<Popped> {
+    pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<PoppedFolio> {
         let ends = &mut self.0[queue as usize];
         let number = ends.oldest;
         if number == END_OF_QUEUE {
@@ -209,7 +209,7 @@ impl Queues {
         ends.pages -= 1 << link.order();
         debug_assert!(ends.oldest != END_OF_QUEUE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link(0));
-        Some(Popped { number, order: link.order(), target: link.target() })
+        Some(PoppedFolio { number, order: link.order(), target: link.target() })
     }
 
     /// Replaces a linked huge folio by its first page, at the same position. Returns the queue of the folio; `None` if
@@ -237,14 +237,14 @@ mod tests {
         const PAGES: u32 = 50;
         let links = Links::new(PAGES as usize).unwrap();
         links.open(0, PAGES as usize).unwrap();
-        let (mut queues, mut model) = (Queues::new(), QUEUES.map(|_| VecDeque::<(u32, u8, Option<Queue>)>::new()));
+        let (mut queues, mut model) = (Queues::new(), ALL_QUEUES.map(|_| VecDeque::<(u32, u8, Option<Queue>)>::new()));
         let mut seed = 1_u64;
         let mut below = |bound: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (seed >> 33) % bound
         };
         for _ in 0..100_000 {
-            let queue = QUEUES[below(QUEUES.len() as u64) as usize];
+            let queue = ALL_QUEUES[below(ALL_QUEUES.len() as u64) as usize];
             if below(2) == 0 {
                 let (number, order) = (below(u64::from(PAGES)) as u32, below(3) as u8 * 3);
                 queues.push(&links, number, order, queue);
@@ -256,7 +256,7 @@ mod tests {
                 let popped = queues.pop(&links, queue).map(|popped| (popped.number, popped.order, popped.target));
                 assert_eq!(popped, model[queue as usize].pop_front());
             }
-            for queue in QUEUES {
+            for queue in ALL_QUEUES {
                 let pages = model[queue as usize].iter().map(|(_, order, _)| 1 << order).sum::<u64>();
                 assert_eq!((queues.pages(queue), queues.is_empty(queue)), (pages, pages == 0));
             }

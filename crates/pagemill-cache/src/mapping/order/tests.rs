@@ -13,7 +13,7 @@ const HUGE_ORDER: u8 = 3;
 
 /// A simulated folio.
 #[derive(Clone, Copy, Debug)]
-struct Folio {
+struct SimulatedFolio {
     order: u8,
     uses: u8,
     is_kept: bool,
@@ -23,7 +23,7 @@ struct Folio {
 
 /// The simulated folios, by the number of their first page.
 #[derive(Default)]
-struct Model(RefCell<BTreeMap<u32, Folio>>);
+struct Model(RefCell<BTreeMap<u32, SimulatedFolio>>);
 
 impl Folios for Model {
     fn look(&self, number: u32) -> FolioState {
@@ -102,13 +102,13 @@ impl Simulation {
         Self { model: Model::default(), order }
     }
 
-    fn find(&self, at: u32) -> Option<(u32, Folio)> {
+    fn find(&self, at: u32) -> Option<(u32, SimulatedFolio)> {
         let folios = self.model.0.borrow();
         let (number, folio) = folios.range(..=at).next_back()?;
         (at < number + (1 << folio.order)).then_some((*number, *folio))
     }
 
-    fn change(&self, at: u32, change: impl FnOnce(&mut Folio)) {
+    fn change(&self, at: u32, change: impl FnOnce(&mut SimulatedFolio)) {
         let Some((number, _)) = self.find(at) else { return };
         if let Some(folio) = self.model.0.borrow_mut().get_mut(&number) {
             change(folio);
@@ -116,7 +116,7 @@ impl Simulation {
     }
 
     fn enter(&self, number: u32, order: u8, is_without_store: bool) {
-        let folio = Folio { order, uses: 0, is_kept: false, is_without_store };
+        let folio = SimulatedFolio { order, uses: 0, is_kept: false, is_without_store };
         self.model.0.borrow_mut().insert(number, folio);
         if !is_without_store {
             let recall = self.order.recall(GhostKey::of(0, number.into(), order));
@@ -156,7 +156,7 @@ impl Simulation {
         else {
             return;
         };
-        let page = Folio { order: 0, uses: 0, ..folio };
+        let page = SimulatedFolio { order: 0, uses: 0, ..folio };
         self.model.0.borrow_mut().extend((number..number + (1 << HUGE_ORDER)).map(|number| (number, page)));
         self.order.split(number, HUGE_ORDER);
     }
@@ -171,7 +171,7 @@ impl Simulation {
         self.model
             .0
             .borrow_mut()
-            .insert(to, Folio { order: HUGE_ORDER, uses: 0, is_kept: false, is_without_store: false });
+            .insert(to, SimulatedFolio { order: HUGE_ORDER, uses: 0, is_kept: false, is_without_store: false });
         self.order.join(parts.clone(), to, HUGE_ORDER);
         self.model.0.borrow_mut().retain(|number, _| !parts.contains(number));
     }

@@ -151,7 +151,7 @@ struct StoredFile {
 }
 
 /// Returns whether a call succeeded. Panics on errors other than those of a store or of a cache without room.
-fn is_done<T>(result: Result<T>) -> bool {
+fn has_succeeded<T>(result: Result<T>) -> bool {
     match result {
         Ok(_) => true,
         Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. } | Error::PastEnd { .. }) => false,
@@ -188,10 +188,10 @@ impl StoredFile {
             history.writes.extend(written);
             (begin, values)
         };
-        let is_done = act(&values);
+        let has_succeeded = act(&values);
         let mut history = lock(&self.history);
         let end = history.tick();
-        if is_done {
+        if has_succeeded {
             let own = history.writes.iter_mut().filter(|written| written.begin == begin);
             own.for_each(|written| written.end = end);
         } else {
@@ -218,7 +218,7 @@ impl StoredFile {
             }
             Err(error) => {
                 assert!(bytes == [0xEE; SAMPLE_BYTES] || bytes == [0; SAMPLE_BYTES], "{error:?} and {bytes:?}");
-                is_done::<()>(Err(error));
+                has_succeeded::<()>(Err(error));
             }
         }
     }
@@ -228,12 +228,12 @@ impl StoredFile {
         self.change(
             page..page + 1,
             |begin| begin << 8 | 0xFF,
-            |values| is_done(self.file.write_at(&values[0].to_le_bytes(), page * PAGE as u64)),
+            |values| has_succeeded(self.file.write_at(&values[0].to_le_bytes(), page * PAGE as u64)),
         );
     }
 
     fn truncate(&self, page: u64) {
-        self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
+        self.change(page..PAGES, |_| 0, |_| has_succeeded(self.file.truncate(page * PAGE as u64)));
     }
 
     /// Syncs the file, or only the page `range`. After a success the store must have all values that were written
@@ -244,7 +244,7 @@ impl StoredFile {
             None => self.file.sync(),
             Some(page) => self.file.sync_range(page * PAGE as u64, 1),
         };
-        if is_done(result) {
+        if has_succeeded(result) {
             let pages = range.map_or(0..PAGES, |page| page..page + 1);
             pages.for_each(|page| self.check(page, self.store.value(page), since, "stored"));
         }
@@ -261,13 +261,13 @@ impl StoredFile {
                     filling.finish().unwrap();
                 }
             }
-            other => _ = is_done(other.map(drop)),
+            other => _ = has_succeeded(other.map(drop)),
         }
     }
 
     fn read_other(&self, page: u64) {
         let mut bytes = [0; SAMPLE_BYTES];
-        if is_done(self.other.read_at(&mut bytes, page * PAGE as u64)) {
+        if has_succeeded(self.other.read_at(&mut bytes, page * PAGE as u64)) {
             assert_eq!(bytes, [0xEE; SAMPLE_BYTES]);
         }
     }
@@ -277,7 +277,7 @@ impl StoredFile {
     fn refresh(&self) {
         let result = self.file.refresh();
         if !matches!(result, Err(Error::WrongState { .. })) {
-            is_done(result);
+            has_succeeded(result);
         }
     }
 
@@ -291,8 +291,8 @@ impl StoredFile {
             b'e' => self.read_other(page),
             b'f' => self.fill(page),
             b'n' => self.refresh(),
-            b'c' => _ = is_done(self.file.collapse(page * PAGE as u64)),
-            b'p' => _ = is_done(self.file.split(page * PAGE as u64)),
+            b'c' => _ = has_succeeded(self.file.collapse(page * PAGE as u64)),
+            b'p' => _ = has_succeeded(self.file.split(page * PAGE as u64)),
             _ => unreachable!("{act}"),
         }
     }
@@ -315,7 +315,7 @@ fn run_threads(scripts: &'static [&'static str]) {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         stored.store.is_failing.store(false, Relaxed);
         // One sync may still report an earlier failure, although all is written now.
-        is_done(stored.file.sync());
+        has_succeeded(stored.file.sync());
         stored.file.sync().unwrap();
         let now = stored.now();
         (0..PAGES).for_each(|page| stored.check(page, stored.store.value(page), now, "left"));

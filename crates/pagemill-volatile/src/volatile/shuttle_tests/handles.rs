@@ -127,7 +127,7 @@ fn assert_all_free(ranges: &Ranges) {
 /// `unmark` must match the bytes.
 #[test]
 fn users_race_purges() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let user = |byte: u8| {
             Box::new(move || {
                 let mut owned: Vec<UserRange> =
@@ -145,13 +145,13 @@ fn users_race_purges() {
 }
 
 /// A range that several threads use, with the smallest result of its `unmark` so far.
-struct Shared {
+struct SharedRange {
     range: VolatileBuf,
     /// The smallest `kept_bytes` that `unmark` has reported to any thread.
     least_kept: AtomicUsize,
 }
 
-impl Shared {
+impl SharedRange {
     fn pieces(pin: &Pin<'_>) -> Vec<u8> {
         pin.iter().step_by(PIECE_BYTES).copied().collect()
     }
@@ -183,12 +183,12 @@ impl Shared {
 /// pinned, and no byte below the smallest reported `kept_bytes` may be lost.
 #[test]
 fn threads_that_share_a_range_race_purges() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let mut range =
             fixture.ranges.allocate(RANGE_LENS[random_below(RANGE_LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
-        let shared = Arc::new(Shared { range, least_kept });
+        let shared = Arc::new(SharedRange { range, least_kept });
         // With only the first two kinds, threads mark and unmark most of the time.
         let kinds = [2, 5][random_below(2)];
         let user = || {
@@ -210,7 +210,7 @@ fn threads_that_share_a_range_race_purges() {
 /// new range. The mark of the dropped range must not cause a purge of the new owners' bytes.
 #[test]
 fn purges_spare_next_owner() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let new = move || {
             let mut range = fixture.ranges.allocate(RANGE_LENS[2], Behaviour::Full).unwrap();
             fill(&mut range, 7);
@@ -250,7 +250,7 @@ fn purges_spare_next_owner() {
 #[test]
 fn awaited_purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let mut range = fixture.ranges.allocate(RANGE_LENS[2], Behaviour::Full).unwrap();
         fill(&mut range, 7);
         range.mark().unwrap();
@@ -271,7 +271,7 @@ fn awaited_purges_end_early() {
 /// ranges, although the purge queue was filled before.
 #[test]
 fn recently_used_range_is_purged_last() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let ranges: Vec<VolatileBuf> = (0..4)
             .map(|_| {
                 let mut range = fixture.ranges.allocate(RANGE_LENS[0], Behaviour::Full).unwrap();

@@ -1,7 +1,7 @@
 //! Shuttle tests of whole ranges: threads use, purge and allocate ranges in random interleavings.
 //!
-//! Loom tests explore every interleaving of a state word's operations. The tests here run whole operations on real
-//! memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
+//! Loom tests run_in_many_schedules every interleaving of a state word's operations. The tests here run whole
+//! operations on real memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
 //! `SHUTTLE_RANDOM_SEED` repeats a sequence of executions. A failure may end in an abort, so run these tests with
 //! `--nocapture`.
 #![allow(unsafe_code)] // drops the objects of an execution, reads bytes
@@ -168,7 +168,7 @@ fn yield_randomly() {
 }
 
 /// Executes a test with many schedules: random schedules, and schedules with few preemptions (PCT).
-fn explore(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
+fn run_in_many_schedules(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();

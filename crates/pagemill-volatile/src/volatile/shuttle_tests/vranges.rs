@@ -13,7 +13,7 @@ const PIECES: usize = 6;
 
 std::thread_local! {
     /// Address of memory outside the arena, which all executions of a test use.
-    static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE_BYTES, PIECE_BYTES).unwrap();
+    static MAPPED_ADDR: usize = mem::map_sparse(2 * PIECES * PIECE_BYTES, PIECE_BYTES).unwrap();
 }
 
 /// A part of memory in which threads mark ranges.
@@ -29,7 +29,7 @@ impl Area {
         let len = 2 * PIECES * PIECE_BYTES;
         let addr = match random_below(2) {
             0 => fixture.heap.allocate(len, PIECE_BYTES).unwrap().addr.as_ptr() as usize,
-            _ => MAPPED.with(|addr| *addr),
+            _ => MAPPED_ADDR.with(|addr| *addr),
         };
         [addr, addr + PIECES * PIECE_BYTES].map(|addr| Self { vranges: fixture.vranges, addr })
     }
@@ -171,7 +171,7 @@ fn purge_all(vranges: &Vranges) {
 /// Bytes that are not marked must not change, and every purge must be reported to the thread that unmarks the memory.
 #[test]
 fn marks_race_purges() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let areas = Area::two_adjacent(&fixture);
         let left = Arc::new(Mutex::new(Vec::new()));
         let user = |area: Area, byte: u8| {
@@ -213,7 +213,7 @@ fn marks_race_purges() {
 /// threads.
 #[test]
 fn purge_of_shared_memory_is_reported() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
         let reported = Arc::new(Mutex::new([false; PIECES]));
@@ -244,7 +244,7 @@ fn purge_of_shared_memory_is_reported() {
 /// purge queue was filled before.
 #[test]
 fn recently_marked_piece_is_purged_last() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
         // The marked pieces are not adjacent, because a purge joins adjacent pieces into one interval.

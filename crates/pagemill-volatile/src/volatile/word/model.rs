@@ -97,7 +97,7 @@ impl Model {
 }
 
 /// The tested word, the model with the same state, and a random number generator.
-struct Pair {
+struct WordAndModel {
     word: RangeWord,
     model: Model,
     /// A copy of the tested word that was read earlier.
@@ -105,7 +105,7 @@ struct Pair {
     seed: u64,
 }
 
-impl Pair {
+impl WordAndModel {
     fn random_below(&mut self, bound: u64) -> u64 {
         self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.seed >> 33) % bound
@@ -212,7 +212,7 @@ fn random_operations_match_model() {
             generation,
             epoch: 0,
         };
-        let mut pair = Pair { seen: word.load(), word, model, seed: 7 };
+        let mut pair = WordAndModel { seen: word.load(), word, model, seed: 7 };
         for _ in 0..50_000 {
             pair.step();
             pair.check();
@@ -225,7 +225,7 @@ fn random_operations_match_model() {
 #[test]
 fn lost_range_with_all_pins_is_not_unmarked() {
     let of = |bits: u64| RangeWord(AtomicU64::new(bits | u64::from(u16::MAX) << 8));
-    assert_eq!(of(RangePhase::Volatile as u64 | LOST).unmark(), Err(Refused::Pins));
+    assert_eq!(of(RangePhase::Volatile as u64 | LOST_BIT).unmark(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Volatile as u64).unmark(), Ok(false));
     assert_eq!(of(RangePhase::Volatile as u64).pin(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Held as u64).pin(), Err(Refused::Pins));
