@@ -120,9 +120,9 @@ struct FaultyState {
 #[derive(Clone, Copy)]
 struct CallFaults {
     fails: bool,
-    /// The call is interrupted halfway.
+    /// Whether the call is interrupted halfway.
     is_short: bool,
-    /// After the interruption the call transfers the remaining bytes and succeeds.
+    /// Whether the call transfers the remaining bytes after the interruption, and succeeds.
     is_repaired: bool,
     delay: Option<Duration>,
     errno: i32,

@@ -101,7 +101,7 @@ impl Buddies {
         Some((number, is_zero))
     }
 
-    /// Frees a run and merges it with its free buddies.
+    /// Frees a run, and merges the run with its buddies as far as they are free.
     pub fn free(&mut self, frames: &Table<Frame>, mut number: u32, mut order: u8, mut is_zero: bool) {
         debug_assert!(order <= self.max_order && number.is_multiple_of(1 << order), "allocated runs are aligned");
         debug_assert!(

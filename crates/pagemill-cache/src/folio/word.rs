@@ -140,7 +140,7 @@ impl State {
         self.0 & PREFETCHED_BIT != 0
     }
 
-    /// Returns whether readahead fetched the folio and it was not used yet.
+    /// Returns whether readahead fetched the folio and the folio was not used yet.
     pub fn is_readahead(self) -> bool {
         self.0 & (PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT) == PREFETCHED_BIT | READAHEAD_VALUE
     }
@@ -182,8 +182,8 @@ impl std::fmt::Debug for State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the caller may have to free it"]
 pub(crate) struct Removal {
-    /// The caller must free the folio, which is *Busy* from here on: the folio was not pinned, held or frozen. If
-    /// false, the thread that has pinned, held or frozen the folio frees it.
+    /// Whether the caller must free the folio, which is *Busy* from here on, because it was not pinned, held or frozen.
+    /// If false, the thread that has pinned, held or frozen the folio frees it.
     pub must_be_freed: bool,
     pub was_dirty: bool,
 }
@@ -493,7 +493,8 @@ mod tests {
         assert!(!word.remove_from_file().must_be_freed && !word.thaw(), "the thread that froze the folio frees it");
     }
 
-    /// The dirty bit must be cleared only if no pin, hold or other change happened since the caller loaded the word.
+    /// [`Word::clear_dirty_if_unchanged`] must clear the dirty bit only if no pin, hold or other change of the word
+    /// happened since the caller loaded it.
     #[test]
     fn dirty_is_cleared_only_if_the_word_is_unchanged() {
         let word = Word::new();
@@ -558,7 +559,8 @@ mod loom_tests {
         Arc::new(page)
     }
 
-    /// A valid copy must have the bytes of the folio that the reader looked up, never those of the page's next owner.
+    /// A thread copies the byte of a folio while another thread frees the folio and uses its page for a new one. A copy
+    /// that counts as valid must have the byte of the folio that the reader looked up.
     #[test]
     fn a_valid_copy_never_has_the_next_owners_bytes() {
         loom::model(|| {
@@ -584,8 +586,8 @@ mod loom_tests {
         });
     }
 
-    /// While a folio is pinned its bytes must not change. Either the thread that removes the folio or the last unpin
-    /// must free the folio, never both.
+    /// One thread pins a folio while another thread removes it from its file. The folio's byte must not change while
+    /// the folio is pinned. Exactly one of the two threads must free the folio.
     #[test]
     fn exactly_one_thread_frees_a_pinned_folio() {
         loom::model(|| {
@@ -601,8 +603,8 @@ mod loom_tests {
         });
     }
 
-    /// One thread holds a folio while another pins it. They must exclude each other. A thread that pins the folio after
-    /// the hold must see the holder's writes.
+    /// One thread holds a folio while another thread pins it. Hold and pin must exclude each other. A thread that pins
+    /// the folio after the hold must see the holder's writes.
     #[test]
     fn hold_and_pin_exclude_each_other() {
         loom::model(|| {
@@ -625,7 +627,8 @@ mod loom_tests {
         });
     }
 
-    /// One thread freezes a folio while another removes it from the file. Exactly one of them must free it.
+    /// One thread freezes a folio while another thread removes it from its file. Exactly one of the two threads must
+    /// free the folio.
     #[test]
     fn a_frozen_folio_that_is_removed_is_freed_once() {
         loom::model(|| {

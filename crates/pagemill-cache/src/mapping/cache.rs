@@ -222,7 +222,8 @@ impl Caches {
         drop(own);
     }
 
-    /// Requests that queues release the free memory of a pool that they have registered, and wakes these queues.
+    /// Requests that queues release the free memory of the pool, as far as they have registered it with their rings.
+    /// Wakes these queues.
     fn request_lease_end(&self, pool: &'static Pool) {
         if pool.request_lease_end() {
             self.wakers.with(|wakers| {
@@ -393,8 +394,8 @@ impl Inner {
         }
     }
 
-    /// Allocates a folio that replaces smaller ones of `present_bytes`. Charges only the difference, so that the limit
-    /// need not have room for both.
+    /// Allocates a folio that replaces smaller folios of `present_bytes` in total. Charges only the difference, so that
+    /// the limit need not have room for the old folios and the new one.
     ///
     /// # Errors
     ///
@@ -497,7 +498,7 @@ impl Inner {
         })
     }
 
-    /// Returns the file with this id, if it exists.
+    /// Returns the file with this id; `None` if there is no such file.
     pub(super) fn file(&self, id: u32) -> Option<Arc<File>> {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }

@@ -76,9 +76,9 @@ impl Dirty {
 }
 
 impl Clone for Mapping {
-    /// Returns another handle of the same file, which exists until its last handle is dropped. Each handle reports each
-    /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has not
-    /// reported yet.
+    /// Returns another handle of the same file. The file exists until its last handle is dropped. Each handle reports
+    /// each writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has
+    /// not reported yet.
     fn clone(&self) -> Self {
         self.0.handles.fetch_add(1, Relaxed);
         Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed)))

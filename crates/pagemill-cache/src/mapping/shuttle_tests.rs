@@ -347,7 +347,8 @@ fn two_threads_truncate_split_and_collapse() {
     ]);
 }
 
-/// The table in docs/states-and-locks.md has one entry for pins and writes, because a write begins with a pin.
+/// One thread pins folios while another splits and collapses the same folios. This test is that of pins and of writes
+/// in the table of docs/states-and-locks.md, because a write begins with a pin.
 #[test]
 fn pins_during_splits() {
     run_two_threads(PIN, RESHAPE);

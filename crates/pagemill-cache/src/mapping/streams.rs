@@ -117,7 +117,7 @@ struct Stream {
 /// How an access relates to a stream.
 enum AccessMatch {
     Continues(Direction),
-    /// The access lies within the stream's last access, so it says nothing about the direction.
+    /// The access lies within the stream's last access, so its position says nothing about the direction of the stream.
     Inside,
 }
 

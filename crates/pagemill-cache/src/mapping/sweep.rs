@@ -102,7 +102,7 @@ impl File {
         }
     }
 
-    /// As [`File::note_sparse`], for a pinned folio of any size; does nothing for a small one.
+    /// As [`File::note_sparse`], for a pinned folio of any size that was zeroed partly. Does nothing for a small folio.
     pub(super) fn note_zeroed(&self, place: &Place) {
         if place.order > 0 {
             self.note_sparse(place.number);

@@ -153,8 +153,8 @@ impl File {
         Ok(walked)
     }
 
-    /// Called when the last handle is dropped: writes dirty pages to the store, if the store accepts them in time.
-    /// Errors are counted, not returned.
+    /// Called when the last handle of the file is dropped: writes dirty pages to the store, if the store accepts them
+    /// in time. Errors are counted, not returned.
     pub(super) fn write_back_at_last(self: &Arc<Self>) {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
         let has_wrong_length = self.is_store_too_long() || self.size_bytes() > self.stored_bytes.load(Relaxed);

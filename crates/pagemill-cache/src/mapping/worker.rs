@@ -34,7 +34,7 @@ struct QueuedRange {
     tries: u8,
 }
 
-/// The queue of ranges to collapse, and the thread that works on them.
+/// The queue of ranges to collapse, and the background thread that collapses them.
 #[derive(Default)]
 pub(crate) struct Worker {
     queue: Guarded<VecDeque<QueuedRange>>,

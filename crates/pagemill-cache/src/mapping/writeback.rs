@@ -244,7 +244,8 @@ impl WriteRun {
         })
     }
 
-    /// Adds a folio if it follows the last one in the file and the run is not too long. Returns whether it was added.
+    /// Adds a folio to the run if the folio directly follows the run in the file and the run is not too long. Returns
+    /// whether the folio was added.
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MAX_RUN_BYTES;
         if fits {
@@ -257,7 +258,7 @@ impl WriteRun {
         fits
     }
 
-    /// Copies the folios into one buffer, unless they are contiguous in memory.
+    /// Copies the folios of the run into one buffer, unless the folios are contiguous in memory.
     fn gather(&mut self) {
         if self.is_contiguous {
             return;

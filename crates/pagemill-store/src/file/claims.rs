@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 /// Identity of a file: device and inode.
 pub(crate) type FileKey = (u64, u64);
 
-/// The files to which stores of this process may write. Each file has one such store.
+/// The files that a store of this process has claimed for writing. A file has at most one such store.
 pub(crate) static CLAIMED_FILES: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
 
 /// The right of one store to write to a file; dropping the claim releases the file.

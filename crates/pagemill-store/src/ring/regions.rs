@@ -56,8 +56,8 @@ impl Regions {
         self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
 
-    /// Adds a region. `register` is called with a free index of the kernel's table, an address and a length. It
-    /// registers that memory at that index.
+    /// Adds a region. `register` is called with a free index of the kernel's table, an address and a length. It must
+    /// register the memory at this address with the kernel, at this index.
     pub fn add(
         &mut self,
         memory: Box<dyn Buffer>,
@@ -74,8 +74,8 @@ impl Regions {
         }
     }
 
-    /// Registers memory if it overlaps no region. Returns the new region's position in `regions`, guard, and table
-    /// index.
+    /// Registers memory with the kernel if the memory overlaps no region. Returns of the new region its position in
+    /// `regions`, its guard, and its table index.
     fn try_add(
         &mut self,
         memory: &dyn Buffer,
@@ -131,8 +131,8 @@ fn range(memory: &dyn Buffer) -> (usize, usize) {
     (memory.addr().as_ptr() as usize, memory.len_bytes())
 }
 
-/// Ranges that fork children do not inherit. Key: start address. Value: length in bytes, and number of regions that are
-/// this range.
+/// Ranges that fork children do not inherit. Key: start address. Value: length in bytes, and number of rings' regions
+/// that have exactly this range.
 pub(crate) static NOT_INHERITED: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
 /// Keeps fork children from inheriting a range of memory until the guard is dropped.

@@ -180,8 +180,8 @@ fn a_file_is_detached_after_its_store_is_dropped() {
     }
 }
 
-/// A search for registered memory must find it for a transfer that lies inside it, and for no other. While such a
-/// transfer is in flight, unregistering the memory must fail.
+/// A region of memory is registered. [`Regions::find`] must find the region for each range inside it, and for no other
+/// range. While a transfer inside the region is in flight, unregistering the region must fail.
 #[test]
 fn registered_memory_is_used() {
     /// A range of memory that the test owns.

@@ -209,7 +209,7 @@ impl<K, V> fmt::Debug for VolatileCache<K, V> {
     }
 }
 
-/// Locks a mutex, also after a panic of a thread that had it locked.
+/// Locks a mutex, even if a thread has panicked while it held the lock.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The lock is held for table lookups only, so the table is consistent after a panic under it.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

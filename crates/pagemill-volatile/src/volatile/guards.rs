@@ -260,7 +260,7 @@ unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usi
     Some(freed)
 }
 
-/// Calls `act`. Repeats the call after a pause while it fails for lack of memory, at most [`MAX_RETRIES`] times.
+/// Calls `act`. While `act` fails for lack of memory, repeats the call after a pause, at most [`MAX_RETRIES`] times.
 fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
     for _ in 0..MAX_RETRIES {
@@ -303,7 +303,8 @@ pub(super) unsafe fn remove(range: &Range<usize>) -> pagemill_core::error::Resul
 enum MappingKind {
     /// Private memory that can be read and written.
     Open,
-    /// Private memory without access: a purge left it closed, or it was closed when this process was forked.
+    /// Private memory without access: a purge has left the memory closed, or the memory was closed when this process
+    /// was forked.
     Closed,
     /// Another kind of memory, or a protection that the program has set.
     Other,

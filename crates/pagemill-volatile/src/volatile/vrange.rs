@@ -23,7 +23,8 @@ use pagemill_core::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
 
-/// Maximum number of marked intervals that a walk visits while it holds the lock: that takes some 20 us.
+/// Maximum number of marked intervals that a walk visits while it holds the lock of the marks. Visiting that many takes
+/// some 20 us.
 pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
 /// The account publishes its statistics whenever the giveable bytes cross a multiple of this number.

@@ -256,7 +256,7 @@ mod tests {
         }
     }
 
-    /// Ages must be correct when the clock wraps around, after 65,535 ticks.
+    /// The ages of ghosts must be correct when the clock of evictions wraps around, after 65,535 ticks.
     #[test]
     fn ages_are_correct_when_the_clock_wraps() {
         for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {

@@ -11,7 +11,7 @@ const PAGES: u32 = 256;
 /// Order of a simulated huge folio, which begins at a multiple of its length.
 const HUGE_ORDER: u8 = 3;
 
-/// A simulated folio.
+/// A simulated folio, with the state that a scan can see or change.
 #[derive(Clone, Copy, Debug)]
 struct SimulatedFolio {
     order: u8,

@@ -124,8 +124,9 @@ fn a_returning_folio_changes_the_share() {
     assert_eq!(fixture.state.target(), 25);
 }
 
-/// A returning folio must enter main only if it was evicted from the new part, at most as many pages ago as the cache
-/// has. In addition, the clock hand in main must not have passed too many used pages.
+/// A folio that is read again after its eviction may enter the main queue only if it was evicted from the new part, and
+/// if no more pages than the cache has were evicted from that part since. In addition, the clock hand must not have
+/// passed too many used pages in the main queue.
 #[test]
 fn a_returning_folio_enters_main_only_from_the_new_part() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
