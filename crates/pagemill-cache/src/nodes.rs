@@ -25,7 +25,7 @@ mod tests;
 pub struct IndexNodes(&'static Slabs);
 
 impl IndexNodes {
-    /// Allocates nothing; the first array requests memory.
+    /// Creates a source of index nodes. Allocates nothing: the first array allocates memory.
     pub fn new(slabs: &'static Slabs) -> Self {
         Self(slabs)
     }
@@ -62,7 +62,7 @@ impl Forests for IndexNodes {
 /// Example: [`XArray`](pagemill_xarray::XArray).
 pub struct NodeCache {
     forest: Forest,
-    /// Set by [`IndexNodes::cache`].
+    /// The slab cache of the nodes, set by [`IndexNodes::cache`].
     cache: OnceLock<&'static pagemill_slab::NodeCache>,
 }
 
@@ -130,7 +130,7 @@ unsafe impl NodeIndex for NodeCache {
     }
 }
 
-/// The memory of a cache of nodes, as the source of a forest.
+/// The memory of a slab cache of index nodes, from which a [`Forest`] gets its nodes.
 struct NodeSource(&'static NodeMemory);
 
 // SAFETY:

@@ -5,12 +5,12 @@ use std::alloc::{self, Layout};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Memory of a transfer: a type that owns it or keeps it alive.
+/// Memory of a transfer. A type that implements this trait owns the memory or keeps it alive.
 ///
 /// # Safety
 ///
-/// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or
-///    forgotten.
+/// 1. The `len_bytes` bytes from `addr` on can be read and written until the value is dropped, even if the value was
+///    moved or forgotten.
 /// 2. While a ring owns the value for a transfer, no other code reads the memory of a read or changes the memory of a
 ///    write.
 ///
@@ -122,7 +122,7 @@ unsafe impl Buffer for Aligned {
     }
 }
 
-/// Zeroes the buffer of a read from index `from` on. The caller owns the buffer.
+/// Zeroes the bytes of a buffer from index `from` to its end. The caller must own the buffer.
 pub(super) fn zero_from(buffer: &impl Buffer, from: usize) {
     debug_assert!(from <= buffer.len_bytes(), "no more was read than fits");
     let len = buffer.len_bytes().saturating_sub(from);

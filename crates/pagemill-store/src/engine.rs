@@ -4,7 +4,7 @@
 //! for a few instructions; completion callbacks run outside of it.
 
 use super::errno::{self, ECANCELED};
-use super::file::Handle;
+use super::file::FileHandle;
 use super::ring::{Event, Ring, RingWaker, Settings};
 use super::transfer::{Direction, Transfer};
 use crate::uring::generation;
@@ -21,25 +21,25 @@ use std::time::Duration;
 /// itself, with blocking calls.
 const MAX_WAITING_JOBS: usize = 16 << 10;
 
-/// Number of transfers that the ring can have in flight.
-const DEPTH: u32 = 128;
+/// Maximum number of in-flight transfers of the engine's ring.
+const RING_DEPTH: u32 = 128;
 
-/// The thread exits after this time without work.
+/// The engine's thread exits after this time without transfers.
 const IDLE_TIMEOUT: Duration =
     if cfg!(any(test, feature = "test-util")) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
 /// A transfer, and the file that it reads or writes.
 struct EngineJob {
-    handle: Arc<Handle>,
+    handle: Arc<FileHandle>,
     transfer: Transfer,
 }
 
-/// The engine of one process.
+/// The transfer engine of one process: a queue of transfers, and at most one thread that does them.
 struct TransferEngine {
     generation: u32,
     submissions: Mutex<SubmissionQueue>,
-    /// The waker of the engine's thread, also of each thread that is spawned later. A [`Cancel`](super::Cancel) may
-    /// store the waker for as long as the process runs.
+    /// Wakes the engine's thread, if there is one. All threads that the engine ever spawns share this waker, because a
+    /// [`Cancel`](super::Cancel) may store the waker for as long as the process runs.
     waker: OnceLock<Waker>,
 }
 
@@ -49,11 +49,11 @@ struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
     /// Whether the engine has a thread.
     is_running: bool,
-    /// Wakes the thread from a wait of its ring.
+    /// Ends a wait of the engine's thread for its ring; `None` if the engine has no ring.
     ring_waker: Option<RingWaker>,
 }
 
-/// Wakes the thread of the engine, if one runs.
+/// Wakes the thread of the engine, if there is one.
 struct EngineWaker(&'static TransferEngine);
 
 impl Wake for EngineWaker {
@@ -63,8 +63,9 @@ impl Wake for EngineWaker {
     }
 }
 
-/// Starts transfers on the engine. Without an engine, does them on the calling thread with blocking calls.
-pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
+/// Starts transfers on the engine of this process. If the process has no engine, does the transfers on the calling
+/// thread, with blocking calls.
+pub(super) fn start(handle: &Arc<FileHandle>, batch: Vec<Transfer>) {
     let Some(engine) = TransferEngine::of_process() else {
         return batch.into_iter().for_each(|transfer| run_blocking(handle, transfer));
     };
@@ -72,7 +73,7 @@ pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
 }
 
 /// Does one transfer with blocking calls on the calling thread.
-fn run_blocking(handle: &Handle, mut transfer: Transfer) {
+fn run_blocking(handle: &FileHandle, mut transfer: Transfer) {
     let offset = transfer.offset();
     let result = match transfer.direction() {
         _ if transfer.is_cancelled() => Err(errno::error(ECANCELED)),
@@ -82,7 +83,7 @@ fn run_blocking(handle: &Handle, mut transfer: Transfer) {
     transfer.finish(result);
 }
 
-/// Reports the end of a transfer, and catches panics of its callback.
+/// Reports the end of a transfer to its callback, and catches a panic of the callback.
 fn report_end(transfer: Transfer, result: io::Result<()>) {
     callback::catch_panic(|| transfer.finish(result));
 }
@@ -100,9 +101,9 @@ impl TransferEngine {
         Self { generation, submissions: Mutex::default(), waker: OnceLock::new() }
     }
 
-    /// Queues transfers, and spawns the thread if it does not run. Does the transfers beyond [`MAX_WAITING_JOBS`]
-    /// itself.
-    fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
+    /// Queues transfers, and spawns the engine's thread if there is none. Does transfers beyond [`MAX_WAITING_JOBS`] on
+    /// the calling thread.
+    fn start(&'static self, handle: &Arc<FileHandle>, batch: Vec<Transfer>) {
         let mut submissions = self.submissions();
         let room = MAX_WAITING_JOBS.saturating_sub(submissions.jobs.len());
         let mut batch = batch.into_iter();
@@ -141,9 +142,9 @@ impl TransferEngine {
         }
     }
 
-    /// The thread's main loop. Returns after an idle time.
+    /// The main loop of the engine's thread. Returns after [`IDLE_TIMEOUT`] without transfers.
     fn run_ring(&'static self) -> io::Result<()> {
-        let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
+        let mut ring = Ring::new(&Settings { depth: RING_DEPTH, ..Settings::default() })?;
         let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineWaker(self))));
         let ring_waker = ring.waker()?;
         self.submissions().ring_waker = Some(ring_waker);
@@ -227,7 +228,8 @@ mod tests {
     use crate::{Aligned, FileStore};
     use pagemill_core::arena::place;
 
-    /// A cancel object must store one waker for all threads of the engine.
+    /// Three transfers share a [`Cancel`]. Each of them runs on a new thread of the engine. The [`Cancel`] must store
+    /// only one waker for these threads.
     #[test]
     fn a_cancel_stores_one_waker_for_all_engine_threads() {
         let engine = place(TransferEngine::new(generation().unwrap())).unwrap();

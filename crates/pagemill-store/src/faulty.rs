@@ -51,7 +51,7 @@ impl Default for Faults {
     }
 }
 
-/// Number of calls so far, by kind and outcome.
+/// Number of calls of a [`FaultyStore`] so far, by kind and by injected fault.
 ///
 /// Example: [`FaultyStore`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub struct Calls {
     pub failed: u64,
     /// Number of reads and writes that were interrupted halfway.
     pub shortened: u64,
-    /// Number of calls that took longer.
+    /// Number of calls that were delayed.
     pub delayed: u64,
 }
 
@@ -86,7 +86,7 @@ impl Calls {
 /// assert!(store.sync().is_ok() && store.sync().is_err());
 /// assert_eq!((store.calls().syncs, store.calls().failed), (2, 1));
 /// ```
-pub struct FaultyStore<S>(Arc<Shared<S>>);
+pub struct FaultyStore<S>(Arc<SharedState<S>>);
 
 impl<S> Clone for FaultyStore<S> {
     fn clone(&self) -> Self {
@@ -95,7 +95,7 @@ impl<S> Clone for FaultyStore<S> {
 }
 
 /// The state that all clones of a [`FaultyStore`] share.
-struct Shared<S> {
+struct SharedState<S> {
     inner: S,
     state: Mutex<FaultyState>,
     /// Signalled when blocked calls may continue or check for a cancel.
@@ -111,7 +111,7 @@ struct FaultyState {
     calls_left: Option<u64>,
     /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
-    /// Calls that are inside of [`Shared::pause`].
+    /// Number of calls that are inside of [`SharedState::pause`].
     paused_calls: usize,
     calls: Calls,
 }
@@ -120,9 +120,9 @@ struct FaultyState {
 #[derive(Clone, Copy)]
 struct CallFaults {
     fails: bool,
-    /// The call is interrupted halfway.
+    /// Whether the call is interrupted halfway.
     is_short: bool,
-    /// After the interruption the call transfers the remaining bytes and succeeds.
+    /// Whether the call transfers the remaining bytes after the interruption, and succeeds.
     is_repaired: bool,
     delay: Option<Duration>,
     errno: i32,
@@ -157,7 +157,7 @@ impl FaultyState {
     }
 }
 
-impl<S> Shared<S> {
+impl<S> SharedState<S> {
     fn state(&self) -> MutexGuard<'_, FaultyState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -194,7 +194,7 @@ impl<S> Shared<S> {
     }
 }
 
-impl<S: Store> Shared<S> {
+impl<S: Store> SharedState<S> {
     /// Counts an interrupted transfer. Returns how many bytes the transfer completes before the interruption: half of
     /// `len_bytes`, in whole blocks.
     fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
@@ -255,7 +255,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     pub fn new(inner: S) -> Self {
         let (calls, faults) = (Calls::default(), Faults::default());
         let state = FaultyState { faults, random: 0, calls_left: None, is_held: false, paused_calls: 0, calls };
-        Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
+        Self(Arc::new(SharedState { inner, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
     /// Returns the wrapped store.
@@ -270,12 +270,12 @@ impl<S: Store + 'static> FaultyStore<S> {
         state.faults = faults;
     }
 
-    /// Makes calls block until [`FaultyStore::release`]. After a minute they fail with `ETIMEDOUT`.
+    /// Makes calls block until [`FaultyStore::release`]. A call that has blocked for a minute fails with `ETIMEDOUT`.
     pub fn hold(&self) {
         self.0.state().is_held = true;
     }
 
-    /// Ends [`FaultyStore::hold`]: the blocked calls continue.
+    /// Ends the effect of [`FaultyStore::hold`]: the blocked calls continue.
     pub fn release(&self) {
         self.0.state().is_held = false;
         self.0.changed.notify_all();
@@ -296,7 +296,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     fn call<T>(
         &self,
         count: impl FnOnce(&mut Calls),
-        act: impl FnOnce(&Shared<S>, CallFaults) -> io::Result<T>,
+        act: impl FnOnce(&SharedState<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
         let faults = self.0.draw_faults(count);
         self.0.pause(faults, || false)?;
@@ -304,8 +304,8 @@ impl<S: Store + 'static> FaultyStore<S> {
     }
 }
 
-/// Fails if a failure was drawn for the call.
-fn unless_failed(faults: CallFaults) -> io::Result<()> {
+/// Returns the injected error if the faults of this call include a failure.
+fn fail_if_injected(faults: CallFaults) -> io::Result<()> {
     if faults.fails { Err(errno::error(faults.errno)) } else { Ok(()) }
 }
 
@@ -327,12 +327,13 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let set = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.set_size(size_bytes));
+        let set =
+            |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.set_size(size_bytes));
         self.call(|calls| calls.set_sizes += 1, set)
     }
 
     fn sync(&self) -> io::Result<()> {
-        let sync = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.sync());
+        let sync = |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.sync());
         self.call(|calls| calls.syncs += 1, sync)
     }
 
@@ -377,8 +378,8 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 }
 
-/// Makes blocked calls check whether they were cancelled.
-impl<S: Send + Sync> Wake for Shared<S> {
+/// Wakes the blocked calls, so that each checks whether it was cancelled.
+impl<S: Send + Sync> Wake for SharedState<S> {
     fn wake(self: Arc<Self>) {
         // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure
         // that the call waits before it is notified, so that no wake-up is lost.
@@ -393,7 +394,7 @@ mod tests {
     use crate::{Aligned, Cancel, MemoryStore};
     use std::sync::mpsc;
 
-    const LONG: Duration = Duration::from_secs(600);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(600);
 
     fn store() -> FaultyStore<MemoryStore> {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
@@ -411,7 +412,8 @@ mod tests {
         assert!(run(1).contains(&true) && run(1).contains(&false));
     }
 
-    /// Every write is interrupted. A write must either transfer all bytes, or report an error after half of them.
+    /// Every write of 24 bytes is interrupted halfway. It must either report success and transfer all bytes, or report
+    /// an error and transfer 12.
     #[test]
     fn short_writes_are_reported_or_repaired() {
         let store = store();
@@ -459,8 +461,8 @@ mod tests {
         assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
     }
 
-    /// `hold` blocks a read and a started transfer. The transfer must end when it is cancelled, the read after
-    /// `release`.
+    /// [`FaultyStore::hold`] blocks a read and a started transfer. The transfer must end when it is cancelled. The read
+    /// must end after [`FaultyStore::release`].
     #[test]
     fn held_calls_block_until_release_or_cancel() {
         let store = store();
@@ -476,7 +478,7 @@ mod tests {
             }
             assert_eq!(gather.missing(), 1);
             cancel.cancel();
-            let results = gather.wait(LONG).unwrap();
+            let results = gather.wait(LONG_TIMEOUT).unwrap();
             assert_eq!(results[0].as_ref().unwrap_err().raw_os_error(), Some(ECANCELED));
             store.release();
             read.join().unwrap().unwrap();

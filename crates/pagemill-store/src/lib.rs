@@ -52,7 +52,7 @@ use std::io;
 /// only if the caller ignores what the read returns.
 ///
 /// A panic of a store unwinds through the call that needed the store. A thread of this crate catches and counts the
-/// panic (`behind_panics`); the file then has no background writeback until a sync succeeds.
+/// panic (`behind_panics`); after that, the file has no background writeback until a sync succeeds.
 ///
 /// ```
 /// use pagemill_store::{MemoryStore, Store};
@@ -101,7 +101,7 @@ pub trait Store: Any + Send + Sync {
     /// Errors of the store.
     fn size_bytes(&self) -> io::Result<u64>;
 
-    /// Returns the unit of transfers: a power of two, at most the software page.
+    /// Returns the unit of transfers in bytes: a power of two, at most the size of a software page.
     fn block_bytes(&self) -> usize;
 
     /// Fills `to` with the file's bytes from `offset` on. Bytes beyond the end of the file read zero.
@@ -154,14 +154,16 @@ pub trait Store: Any + Send + Sync {
         false
     }
 
-    /// Returns the store as a file of the operating system, if it is one. A [`Ring`] can then do its transfers.
+    /// Returns this store as a [`FileStore`]; `None` if the store is of another type. A [`Ring`] can do transfers only
+    /// with a [`FileStore`].
     fn as_file(&self) -> Option<&FileStore> {
         None
     }
 }
 
-/// Returns whether a store either fills the whole buffer of a read or reports an error. True for [`FileStore`] only: a
-/// short read of another type would expose stale memory, whatever its [`Store::as_file`] returns.
+/// Returns whether a store either fills the whole buffer of a read or reports an error. True only if the store itself
+/// is a [`FileStore`], whatever [`Store::as_file`] returns. Another type may report success after a short read, and the
+/// rest of the buffer would then expose stale memory.
 pub fn fills_all(store: &dyn Store) -> bool {
     (store as &dyn Any).is::<FileStore>()
 }
@@ -171,12 +173,12 @@ pub mod errno {
     pub use libc::{EAGAIN, EBADF, EBUSY, ECANCELED, EFBIG, EINTR, EINVAL, EIO, EISDIR, ENOSPC, EOPNOTSUPP, ETIMEDOUT};
     use std::io;
 
-    /// Returns the system's error with that number.
+    /// Returns the operating system's error with this error number.
     pub fn error(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)
     }
 
-    /// Returns whether `error` is the system's error with that number.
+    /// Returns whether `error` is the operating system's error with this error number.
     pub fn is(error: &io::Error, number: i32) -> bool {
         error.raw_os_error() == Some(number)
     }

@@ -36,7 +36,7 @@ impl MemoryStore {
         Self { bytes: RwLock::new(bytes), block_bytes }
     }
 
-    /// Returns a copy of all bytes.
+    /// Returns a copy of all bytes of the store.
     pub fn bytes(&self) -> Vec<u8> {
         self.bytes.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -46,7 +46,7 @@ impl MemoryStore {
     }
 }
 
-/// Converts a file offset to an index into the bytes.
+/// Converts a file offset to an index into the store's bytes. Returns an error for an offset above `isize::MAX`.
 fn index_of(offset: u64) -> io::Result<usize> {
     usize::try_from(offset).ok().filter(|at| *at <= isize::MAX as usize).ok_or(io::ErrorKind::FileTooLarge.into())
 }

@@ -30,8 +30,8 @@ pub enum Direction {
 ///
 /// Example: [`Gather`].
 pub trait Finish: Send + Sync {
-    /// Reports the end of the transfer with that token. The transfer's creator owns the memory again. Called once for
-    /// each transfer, on any thread.
+    /// Reports that the transfer with this token has ended. From now on the transfer's creator owns its memory again.
+    /// Called once for each transfer, on any thread.
     fn finish(&self, token: u64, result: io::Result<()>);
 
     /// Reports that the transfer exceeds its time limit and is being cancelled. Its memory stays in use until
@@ -40,15 +40,15 @@ pub trait Finish: Send + Sync {
 }
 
 /// Completion callback of one transfer that owns its memory.
-type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
+type DoneCallback = Box<dyn FnOnce(io::Result<()>) + Send>;
 
-/// How the end of a transfer is reported.
-enum End {
-    /// By a call of the shared callback with this token.
+/// The callback that reports the end of a transfer.
+enum EndCallback {
+    /// A callback that transfers share, which is called with this token.
     Shared(Arc<dyn Finish>, u64),
-    /// By a call of the transfer's own callback.
-    Once(Done),
-    /// The end was already reported.
+    /// A callback of this transfer only.
+    Once(DoneCallback),
+    /// The end was already reported, so there is no callback any more.
     Reported,
 }
 
@@ -78,7 +78,7 @@ pub struct Transfer {
     addr: NonNull<u8>,
     len_bytes: usize,
     cancel: Option<Cancel>,
-    end: End,
+    end: EndCallback,
 }
 
 // SAFETY: the owner of the value may use the memory on any thread (invariants); the other fields are Send.
@@ -98,16 +98,17 @@ impl Transfer {
         to: Arc<dyn Finish>,
         token: u64,
     ) -> Self {
-        Self { direction, offset, addr, len_bytes, cancel: None, end: End::Shared(to, token) }
+        Self { direction, offset, addr, len_bytes, cancel: None, end: EndCallback::Shared(to, token) }
     }
 
-    /// Creates a read into memory that the transfer owns and passes to `done`. If `done` panics on a thread of this
-    /// crate, the panic is caught and counted (`behind_panics`).
+    /// Creates a read into memory that the transfer owns. The end of the transfer calls `done` with the result and the
+    /// memory. If `done` panics on a thread of this crate, the panic is caught and counted (`behind_panics`).
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
         Self::with_owned_memory(Direction::Read, offset, into, done)
     }
 
-    /// Creates a write of memory that the transfer owns and passes back to `done`.
+    /// Creates a write of memory that the transfer owns. The end of the transfer calls `done` with the result and the
+    /// memory.
     pub fn write<B: Buffer + Send>(
         offset: u64,
         from: B,
@@ -126,7 +127,7 @@ impl Transfer {
         // The closure owns the memory until the end is reported, and moving the closure does not move the bytes (the
         // trait's promise). Both invariants follow.
         let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
-        let end = End::Once(Box::new(move |result| done(result, memory)));
+        let end = EndCallback::Once(Box::new(move |result| done(result, memory)));
         Self { direction, offset, addr, len_bytes, cancel: None, end }
     }
 
@@ -175,7 +176,7 @@ impl Transfer {
     /// Ends the transfer and reports `result` to its creator. If `result` is an error, some bytes may have been
     /// transferred.
     pub fn finish(mut self, result: io::Result<()>) {
-        debug_assert!(!matches!(self.end, End::Reported), "the end is reported once");
+        debug_assert!(!matches!(self.end, EndCallback::Reported), "the end is reported once");
         self.report_end(result);
     }
 
@@ -196,17 +197,17 @@ impl Transfer {
 
     /// Reports that the transfer exceeds its time limit.
     pub fn tell_late(&self) {
-        if let End::Shared(to, token) = &self.end {
+        if let EndCallback::Shared(to, token) = &self.end {
             to.late(*token);
         }
     }
 
-    /// Reports the end, unless it was reported before.
+    /// Reports the end of the transfer with `result`, unless the end was reported before.
     fn report_end(&mut self, result: io::Result<()>) {
-        match std::mem::replace(&mut self.end, End::Reported) {
-            End::Shared(to, token) => to.finish(token, result),
-            End::Once(done) => done(result),
-            End::Reported => {}
+        match std::mem::replace(&mut self.end, EndCallback::Reported) {
+            EndCallback::Shared(to, token) => to.finish(token, result),
+            EndCallback::Once(done) => done(result),
+            EndCallback::Reported => {}
         }
     }
 }
@@ -263,7 +264,8 @@ impl Cancel {
         Self::default()
     }
 
-    /// Cancels all transfers that have not ended, and all later ones. Does not wait for their end.
+    /// Cancels all transfers with this object ([`Transfer::with_cancel`]): those in flight, and those that are started
+    /// later. Does not wait until they end.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
@@ -300,7 +302,7 @@ impl std::fmt::Debug for Cancel {
     }
 }
 
-/// Waits for a number of transfers, whose tokens count from 0.
+/// Waits until several transfers have ended. Their tokens must be the numbers from 0 to the number of transfers - 1.
 ///
 /// ```
 /// use pagemill_store::{Finish, Gather};
@@ -330,7 +332,8 @@ impl Gather {
         lock(&self.results).iter().filter(|result| result.is_none()).count()
     }
 
-    /// Waits until all transfers have ended, and returns their results by token; `None` on timeout.
+    /// Waits until all transfers have ended. Returns their results in the order of the tokens, or `None` after the
+    /// timeout.
     pub fn wait(&self, timeout: Duration) -> Option<Vec<io::Result<()>>> {
         let end = Instant::now() + timeout;
         let mut results = lock(&self.results);
@@ -358,7 +361,8 @@ mod tests {
     use crate::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// A read, a write, a dropped and a cancelled transfer must each report their end once and return their memory.
+    /// A read, a write, a dropped transfer and a cancelled transfer must each report the end once and return the
+    /// memory.
     #[test]
     fn every_transfer_reports_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
@@ -381,17 +385,18 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// A cancel must wake each registered waker once, also those registered later.
+    /// A waker is registered twice. [`Cancel::cancel`] must wake it once. When the waker is registered again after the
+    /// cancel, it must be woken at once.
     #[test]
     fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;
-        struct Count(AtomicUsize);
-        impl std::task::Wake for Count {
+        struct CountingWaker(AtomicUsize);
+        impl std::task::Wake for CountingWaker {
             fn wake(self: Arc<Self>) {
                 self.0.fetch_add(1, SeqCst);
             }
         }
-        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let count = Arc::new(CountingWaker(AtomicUsize::new(0)));
         let (waker, cancel) = (Waker::from(count.clone()), Cancel::new());
         cancel.wake_when_cancelled(&waker);
         cancel.wake_when_cancelled(&waker);
@@ -402,8 +407,8 @@ mod tests {
         assert_eq!(count.0.load(SeqCst), 2);
     }
 
-    /// Two transfers end in any order. Their results must be stored by token. A wait must time out while one is
-    /// missing.
+    /// The second of two transfers ends first. A wait must time out until the first transfer ends, too. The results
+    /// must be in the order of the tokens.
     #[test]
     fn a_wait_ends_when_all_transfers_have_ended() {
         let gather = Gather::new(2);

@@ -20,16 +20,16 @@ use std::time::Duration;
 /// Token of requests that the ring itself makes, such as cancels. Callers must not use it.
 const OWN_TOKEN: u64 = u64::MAX;
 
-/// Number of forks since the process that first called [`generation`].
-static FORKS: AtomicU32 = AtomicU32::new(0);
+/// Number of forks between this process and its ancestor that first called [`generation`].
+static FORK_COUNT: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn do_nothing() {}
 
 extern "C" fn count_fork() {
-    FORKS.fetch_add(1, Relaxed);
+    FORK_COUNT.fetch_add(1, Relaxed);
 }
 
-/// Returns a number that differs between a fork child and its parent: the count of forks.
+/// Returns the fork generation: a number that is larger by one in a fork child than in its parent.
 ///
 /// # Errors
 ///
@@ -37,7 +37,7 @@ extern "C" fn count_fork() {
 pub fn generation() -> io::Result<u32> {
     static REGISTERED: OnceLock<bool> = OnceLock::new();
     if *REGISTERED.get_or_init(|| process::at_fork(do_nothing, do_nothing, count_fork).is_ok()) {
-        Ok(FORKS.load(Relaxed))
+        Ok(FORK_COUNT.load(Relaxed))
     } else {
         Err(io::ErrorKind::OutOfMemory.into())
     }
@@ -49,7 +49,7 @@ pub fn generation() -> io::Result<u32> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     Descriptor(i32),
-    /// Index in the ring's table of registered files.
+    /// An index into the ring's table of registered files.
     Registered(u32),
 }
 
@@ -111,15 +111,15 @@ impl Ring {
         Ok(Self { uring: ManuallyDrop::new(uring), generation, not_send: PhantomData })
     }
 
-    /// Fails in a fork child of the process that created the ring.
-    fn check(&self) -> io::Result<()> {
-        let is_ours = self.generation == FORKS.load(Relaxed);
+    /// Returns the error `EBADF` in a fork child of the process that created the ring.
+    fn check_process(&self) -> io::Result<()> {
+        let is_ours = self.generation == FORK_COUNT.load(Relaxed);
         if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
     }
 
-    /// Returns whether this process created the ring. False in a fork child that inherited it.
+    /// Returns whether this process created the ring. False in a fork child that inherited the ring.
     pub fn is_ours(&self) -> bool {
-        self.check().is_ok()
+        self.check_process().is_ok()
     }
 
     /// Queues a transfer. [`Ring::submit`] or [`Ring::wait`] starts it.
@@ -135,10 +135,11 @@ impl Ring {
     /// contains the bytes. The file must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.push(&entry(transfer).user_data(token)) }
+        unsafe { self.push(&queue_entry(transfer).user_data(token)) }
     }
 
-    /// Requests that a transfer be cancelled. Its completion arrives in any case, with its result or with `ECANCELED`.
+    /// Requests that the transfer with this token be cancelled. Its completion arrives in any case, with its result or
+    /// with `ECANCELED`.
     ///
     /// # Errors
     ///
@@ -148,13 +149,13 @@ impl Ring {
         unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN_TOKEN)) }
     }
 
-    /// Queues an entry. If the queue is full, submits it first.
+    /// Queues an entry. If the queue is full, submits the queued entries first.
     ///
     /// # Safety
     ///
     /// As [`Ring::queue`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         loop {
             // SAFETY: guaranteed by the caller.
             if unsafe { self.uring.submission().push(entry) }.is_ok() {
@@ -175,7 +176,7 @@ impl Ring {
     ///
     /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken before.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.enter(0, Duration::ZERO)
+        self.submit_and_wait(0, Duration::ZERO)
     }
 
     /// Submits the queued entries and waits for `least` completions, a signal or the timeout.
@@ -184,12 +185,12 @@ impl Ring {
     ///
     /// As [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
-        self.enter(least, timeout)
+        self.submit_and_wait(least, timeout)
     }
 
-    /// Submits the queued entries and waits for `least` completions; 0: does not wait.
-    fn enter(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
-        self.check()?;
+    /// Submits the queued entries and waits for `least` completions. With `least` 0, does not wait.
+    fn submit_and_wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
+        self.check_process()?;
         let submitter = self.uring.submitter();
         let time = Timespec::from(timeout);
         let result = if least == 0 {
@@ -220,12 +221,12 @@ impl Ring {
     ///
     /// `EINVAL` on older kernels; `ENOMEM`.
     pub fn make_memory_table(&mut self, len: u16) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.uring.submitter().register_buffers_sparse(len.into())
     }
 
-    /// Pins memory and enters it in the table at index `place`, in place of the previous entry. Transfers to it skip
-    /// the page lookup.
+    /// Pins memory and enters it in the table at index `place`, in place of the previous entry. Transfers that use the
+    /// entry need no page lookup.
     ///
     /// # Errors
     ///
@@ -236,7 +237,7 @@ impl Ring {
     ///
     /// The memory must stay mapped until it is unregistered or the ring is dropped.
     pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
         // SAFETY: guaranteed by the caller.
         unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
@@ -258,7 +259,7 @@ impl Ring {
     ///
     /// As [`Ring::make_memory_table`].
     pub fn make_file_table(&mut self, len: u32) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.uring.submitter().register_files_sparse(len)
     }
 
@@ -269,7 +270,7 @@ impl Ring {
     ///
     /// `EBADF`; `EINVAL` for an index outside the table.
     pub fn register_file(&mut self, place: u32, descriptor: i32) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.uring.submitter().register_files_update(place, &[descriptor]).map(drop)
     }
 
@@ -282,13 +283,13 @@ impl Ring {
     ///
     /// `EBUSY` if a waker is already registered.
     pub fn wake_on_completion(&mut self, waker: &Waker) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.uring.submitter().register_eventfd(waker.number())
     }
 }
 
 /// Returns the queue entry of a transfer.
-fn entry(transfer: &Transfer) -> squeue::Entry {
+fn queue_entry(transfer: &Transfer) -> squeue::Entry {
     let Transfer { target, is_write, addr, len_bytes: len, offset, registered } = *transfer;
     let (number, flags) = match target {
         Target::Descriptor(number) => (number, squeue::Flags::empty()),
@@ -377,7 +378,8 @@ mod tests {
         assert!(wait_for(&mut ring, 3) < 0, "the tables are empty");
     }
 
-    /// A wait for a read of an empty pipe must time out. The cancelled read must complete.
+    /// A read of an empty pipe is in flight. A wait must time out. After a cancel, the read must complete with
+    /// `ECANCELED`.
     #[test]
     fn waits_end_and_transfers_can_be_cancelled() {
         let Some(mut ring) = ring() else { return };
@@ -391,7 +393,8 @@ mod tests {
         assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
     }
 
-    /// A full queue must be submitted before more is queued. A failed transfer must report its error.
+    /// Seven reads are queued in a ring for four. The full queue must be submitted before the fifth read is queued. A
+    /// transfer that fails must report its error.
     #[test]
     fn a_full_queue_is_submitted() {
         let Some(mut ring) = ring() else { return };

@@ -8,8 +8,8 @@ use pagemill_core::error::Result;
 use pagemill_core::instance::{Instance, Part, PartOfProcess, Product};
 use pagemill_heap::Heap;
 
-/// The heap and the volatile ranges of an instance. The preload library has one, and so has every program with volatile
-/// ranges of its own.
+/// The heap and the volatile ranges of an instance. The preload library creates one `Base`, and so does every program
+/// with volatile ranges of its own.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;
@@ -82,7 +82,7 @@ impl Part for Base {
         self.vranges.measure_now();
     }
 
-    /// Waits until no purge and no carving runs.
+    /// Acquires the locks of the heap and of the ranges. This waits until no purge runs and no slots are carved.
     fn acquire_for_fork(&self) {
         self.vranges.acquire_for_fork();
         self.ranges.acquire_for_fork();

@@ -12,20 +12,20 @@ use pagemill_core::arena::Table;
 use pagemill_core::sync::Relaxed;
 use std::ops::Range;
 
-/// Number of orders of a run: 1 to 512 pages of 4 KiB, which is a block.
-pub(super) const ORDERS: usize = 10;
+/// Number of possible orders of a run. A run has from 1 page to 512 pages of 4 KiB, which is a block.
+pub(super) const ORDER_COUNT: usize = 10;
 
 /// Marks the end of a list, in place of a frame number.
-const NONE: u32 = u32::MAX;
+const END_OF_LIST: u32 = u32::MAX;
 
 /// Index of the list of free chunks that are leased to rings. These chunks are allocated first, and are not returned to
 /// the system while they are leased.
-const LEASED: usize = ORDERS;
+const LEASED_LIST: usize = ORDER_COUNT;
 
 /// The free lists of a pool.
 pub(super) struct Buddies {
-    /// First run of each free list; [`NONE`] if the list is empty.
-    first: [u32; ORDERS + 1],
+    /// First run of each free list; [`END_OF_LIST`] if the list is empty.
+    first: [u32; ORDER_COUNT + 1],
     /// Number of completely free chunks, leased or not.
     pub free_chunk_count: u32,
     /// Log2 of the pages of a chunk.
@@ -35,16 +35,16 @@ pub(super) struct Buddies {
 
 impl Buddies {
     pub const fn new(max_order: u8, leases: Leases) -> Self {
-        Self { first: [NONE; ORDERS + 1], free_chunk_count: 0, max_order, leases }
+        Self { first: [END_OF_LIST; ORDER_COUNT + 1], free_chunk_count: 0, max_order, leases }
     }
 
-    /// Returns the index of the free list for a run.
+    /// Returns the index of the free list for the run of 2^`order` pages from page `number` on.
     fn list_of(&self, number: u32, order: u8) -> usize {
         let is_leased = order == self.max_order && self.leases.is_leased(number >> self.max_order);
-        if is_leased { LEASED } else { usize::from(order) }
+        if is_leased { LEASED_LIST } else { usize::from(order) }
     }
 
-    /// Makes a run free, and adds it to its free list.
+    /// Makes a run of 2^`order` pages free, and adds the run to its free list.
     fn push(&mut self, frames: &Table<Frame>, number: u32, order: u8, is_zero: bool) {
         let list = self.list_of(number, order);
         let next = self.first[list];
@@ -52,8 +52,8 @@ impl Buddies {
         debug_assert!(next != number, "the run is in no list");
         let frame = frames.get(number as usize);
         frame.word.set_free(order, is_zero);
-        frame.set_links(NONE, next);
-        if next != NONE {
+        frame.set_links(END_OF_LIST, next);
+        if next != END_OF_LIST {
             let after = frames.get(next as usize);
             after.set_links(number, after.links().1);
         }
@@ -71,7 +71,7 @@ impl Buddies {
         let (before, after) = frames.get(number as usize).links();
         let state = frames.get(number as usize).word.load();
         debug_assert!(state.kind() == Kind::Free && state.order() == order, "only free runs are in a list");
-        if before == NONE {
+        if before == END_OF_LIST {
             debug_assert!(self.first[list] == number, "the run is in this list");
             self.first[list] = after;
         } else {
@@ -79,7 +79,7 @@ impl Buddies {
             debug_assert!(frame.links().1 == number, "neighbours in a list refer to each other");
             frame.set_links(frame.links().0, after);
         }
-        if after != NONE {
+        if after != END_OF_LIST {
             let frame = frames.get(after as usize);
             debug_assert!(frame.links().0 == number, "neighbours in a list refer to each other");
             frame.set_links(before, frame.links().1);
@@ -90,7 +90,7 @@ impl Buddies {
     /// Allocates a run of 2^`order` pages, splitting the smallest larger run if necessary. Returns its first page, and
     /// whether all its bytes are zero.
     pub fn allocate(&mut self, frames: &Table<Frame>, order: u8) -> Option<(u32, bool)> {
-        let found = (order..=self.max_order).find(|order| self.first_of(*order) != NONE)?;
+        let found = (order..=self.max_order).find(|order| self.first_of(*order) != END_OF_LIST)?;
         let number = self.first_of(found);
         let is_zero = frames.get(number as usize).word.load().is_zero();
         self.unlink(frames, number, found);
@@ -101,7 +101,7 @@ impl Buddies {
         Some((number, is_zero))
     }
 
-    /// Frees a run and merges it with its free buddies.
+    /// Frees a run, and merges the run with its buddies as far as they are free.
     pub fn free(&mut self, frames: &Table<Frame>, mut number: u32, mut order: u8, mut is_zero: bool) {
         debug_assert!(order <= self.max_order && number.is_multiple_of(1 << order), "allocated runs are aligned");
         debug_assert!(
@@ -124,15 +124,15 @@ impl Buddies {
         self.push(frames, number, order, is_zero);
     }
 
-    /// Returns the first free run of an order. Prefers leased chunks.
+    /// Returns the first page of a free run of 2^`order` pages. Prefers leased chunks.
     fn first_of(&self, order: u8) -> u32 {
-        let leased = self.first[LEASED];
-        if order == self.max_order && leased != NONE { leased } else { self.first[usize::from(order)] }
+        let leased = self.first[LEASED_LIST];
+        if order == self.max_order && leased != END_OF_LIST { leased } else { self.first[usize::from(order)] }
     }
 
     /// Returns whether a completely free chunk is leased.
     pub fn has_leased(&self) -> bool {
-        self.first[LEASED] != NONE
+        self.first[LEASED_LIST] != END_OF_LIST
     }
 
     /// Leases the chunk, and adjacent chunks that have memory, to one more ring. These chunks are not returned to the
@@ -148,7 +148,7 @@ impl Buddies {
     /// Ends one ring's lease of the chunks that begin with `first`.
     pub fn end_lease(&mut self, frames: &Table<Frame>, first: u32) {
         if let Some(run) = self.leases.end(first) {
-            self.move_free_chunks(frames, run, LEASED);
+            self.move_free_chunks(frames, run, LEASED_LIST);
         }
     }
 
@@ -165,10 +165,10 @@ impl Buddies {
         }
     }
 
-    /// Removes one completely free chunk that is not leased from its list.
+    /// Takes a completely free chunk that is not leased out of its free list. Returns the number of its first page.
     pub fn take_free_chunk(&mut self, frames: &Table<Frame>) -> Option<u32> {
         let number = self.first[usize::from(self.max_order)];
-        (number != NONE).then(|| {
+        (number != END_OF_LIST).then(|| {
             debug_assert!(!self.leases.is_leased(number >> self.max_order), "a leased chunk keeps its memory");
             self.unlink(frames, number, self.max_order);
             frames.get(number as usize).word.assign(Kind::Tail, 0);
@@ -178,12 +178,12 @@ impl Buddies {
 }
 
 impl Frame {
-    /// Stores the previous and the next run of the free list.
+    /// Stores the previous and the next run in the free list of the run that begins at this frame.
     fn set_links(&self, before: u32, after: u32) {
         self.owner.store(u64::from(before) << u32::BITS | u64::from(after), Relaxed);
     }
 
-    /// Returns the previous and the next run of the free list.
+    /// Returns the previous and the next run in the free list of the run that begins at this frame.
     fn links(&self) -> (u32, u32) {
         let links = self.owner.load(Relaxed);
         ((links >> u32::BITS) as u32, links as u32)

@@ -124,7 +124,7 @@ pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
     })
 }
 
-/// Copies as [`copy`], word by word.
+/// As [`copy`], but copies word by word.
 ///
 /// # Safety
 ///

@@ -12,18 +12,18 @@ use pagemill_core::sync::{AtomicU64, Relaxed};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Bytes of a slot, the unit of registration. A larger slot would keep memory leased longer than needed; a smaller one
-/// would cost system calls more often.
+/// Bytes of a slot of the pool's address range. A ring registers at most one range of memory in each slot. A larger
+/// slot would keep memory leased longer than needed; a smaller slot would cost system calls more often.
 const SLOT_BYTES: usize = 32 * BLOCK_BYTES;
 
-/// Shift of `first` in a packed slot.
+/// Position of the field `first` in a packed [`LeaseSlot`].
 const FIRST_SHIFT: u32 = 32;
-/// Shift of `count` in a packed slot.
+/// Position of the field `count` in a packed [`LeaseSlot`].
 const COUNT_SHIFT: u32 = 40;
-/// Shift of `rings` in a packed slot.
+/// Position of the field `rings` in a packed [`LeaseSlot`].
 const RINGS_SHIFT: u32 = 48;
 
-/// The state of a slot, packed into one word.
+/// The leases in one slot of 64 MiB, which are packed into one word.
 #[derive(Clone, Copy)]
 struct LeaseSlot {
     /// One bit for each chunk of the slot: whether it has memory.
@@ -87,18 +87,19 @@ impl Leases {
         self.chunks
     }
 
-    /// Commits the state of the slot that begins with `chunk`. Does nothing if `chunk` is not the first of its slot.
+    /// Commits the memory for the state of the slot that begins with `chunk`. Does nothing if `chunk` is not the first
+    /// chunk of its slot.
     pub fn open(&self, chunk: u32) -> Result<()> {
         let slot = (chunk / self.chunks) as usize;
         if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
     }
 
-    /// Returns the resident bytes of the states of the slots of `chunks` chunks.
+    /// Returns the resident bytes of the slot states for the first `chunks` chunks.
     pub fn resident_bytes(&self, chunks: u32) -> u64 {
         self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
     }
 
-    /// Changes the slot of a chunk. Passes the slot and the chunk's position in it to `change`.
+    /// Changes the state of a chunk's slot. `change` gets the slot state, and the position of the chunk in the slot.
     fn change<R>(&self, chunk: u32, change: impl FnOnce(&mut LeaseSlot, u32) -> R) -> R {
         let word = self.slots.get((chunk / self.chunks) as usize);
         let mut slot = LeaseSlot::unpack(word.load(Relaxed));
@@ -122,8 +123,8 @@ impl Leases {
         slot.is_leased(chunk % self.chunks)
     }
 
-    /// Leases the run of chunks with memory around a chunk to one more ring. Returns the run, and whether it was not
-    /// leased before. Returns `None` if the chunk has no memory, or if a different run of its slot is leased.
+    /// Leases the run of chunks with memory around a chunk to one more ring. Returns the run, and whether the run was
+    /// not leased before. Returns `None` if the chunk has no memory, or if a different run of its slot is leased.
     pub fn lease(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
         let begin = chunk - chunk % self.chunks;
         self.change(chunk, |slot, at| {
@@ -163,8 +164,8 @@ mod tests {
         leases
     }
 
-    /// A lease must cover the longest run of chunks with memory, within one slot. Chunks that get memory next to a
-    /// leased run must not be leased until all leases of the slot end.
+    /// A lease must cover the longest run of chunks with memory, within one slot. A chunk that gets memory next to a
+    /// leased run must not be leased until all leases of the slot have ended.
     #[test]
     fn a_leased_run_ends_where_memory_ends() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();

@@ -14,7 +14,7 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
-/// Metadata of one page: the state word of its folio, and the owner of that folio.
+/// Metadata of one page. In the first page of a folio: the folio's state word, and its owner.
 #[repr(C)]
 pub(crate) struct Frame {
     pub word: Word,
@@ -32,7 +32,7 @@ const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
 /// Bytes of the pool's address range that are opened (counted as committed by the system) in one step.
 const OPEN_STEP_BYTES: usize = 32 * BLOCK_BYTES;
 
-/// Bits of the owner word that hold a page's index in its file. The other bits hold the file's id.
+/// Number of bits of the owner word that hold a page's index in its file. The other bits hold the file's id.
 const INDEX_BITS: u32 = 40;
 
 /// The owner of a folio: the id of a file, and the index of the folio's first page in that file.
@@ -134,19 +134,20 @@ pub(crate) struct Pool {
     chunk_bytes: usize,
     /// NUMA node of the pool's memory.
     node: usize,
-    /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
+    /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
-    /// State of a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed only under
-    /// `Caches::users`.
+    /// State of a pool over reserved huge pages: [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or
+    /// [`RESERVE_LOST`]. Changed only under `Caches::users`.
     reserve: Option<AtomicU8>,
 }
 
-/// No reserved huge pages are placed in the address range.
-const CLOSED: u8 = 0;
-/// Reserved huge pages back all of the address range.
-const PLACED: u8 = 1;
-/// The kernel failed while it placed or removed the pages, so the addresses may belong to another mapping.
-const LOST: u8 = 2;
+/// State of a pool over reserved huge pages: no pages are placed in its address range.
+const RESERVE_CLOSED: u8 = 0;
+/// State of a pool over reserved huge pages: the pages back all of its address range.
+const RESERVE_PLACED: u8 = 1;
+/// State of a pool over reserved huge pages: the kernel failed while it placed or removed the pages. The pool's
+/// addresses may belong to another mapping.
+const RESERVE_LOST: u8 = 2;
 
 impl Pool {
     /// Creates a pool with addresses for `max_bytes`. No memory is resident yet.
@@ -196,7 +197,7 @@ impl Pool {
             chunk_bytes,
             node,
             is_lease_end_requested: AtomicBool::new(false),
-            reserve: is_hugetlb.then(|| AtomicU8::new(CLOSED)),
+            reserve: is_hugetlb.then(|| AtomicU8::new(RESERVE_CLOSED)),
         })
     }
 
@@ -208,7 +209,7 @@ impl Pool {
 
     /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.
     pub fn is_closed(&self) -> bool {
-        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == CLOSED)
+        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == RESERVE_CLOSED)
     }
 
     /// Places reserved huge pages at the whole address range.
@@ -224,17 +225,19 @@ impl Pool {
         assert!(self.is_closed());
         assert_eq!(pages.len_bytes() as u64, self.max_bytes());
         let Some(reserve) = &self.reserve else { return Ok(()) };
-        reserve.store(LOST, Relaxed);
+        reserve.store(RESERVE_LOST, Relaxed);
         // SAFETY: the pool owns the address range, and nothing is mapped there (closed).
         unsafe { self.arena.place_hugetlb(pages, self.base, self.node) }?;
-        reserve.store(PLACED, Relaxed);
+        reserve.store(RESERVE_PLACED, Relaxed);
         Ok(())
     }
 
     /// Returns the reserved huge pages to the system if no page of the pool is in use or leased. Otherwise does
     /// nothing.
     pub fn return_hugetlb(&self) {
-        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
+        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == RESERVE_PLACED) else {
+            return;
+        };
         let is_empty = self.state.with(|state| {
             // Leased chunks are not taken.
             while let Some(number) = state.buddies.take_free_chunk(&self.frames) {
@@ -250,7 +253,7 @@ impl Pool {
             // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
             // bytes, including the kernel's rings.
             let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
-            reserve.store(if ended.is_ok() { CLOSED } else { LOST }, Relaxed);
+            reserve.store(if ended.is_ok() { RESERVE_CLOSED } else { RESERVE_LOST }, Relaxed);
         }
     }
 
@@ -299,7 +302,8 @@ impl Pool {
         self.frames.get(number as usize)
     }
 
-    /// Returns the frame of an unverified number, or `None` if there is no such frame.
+    /// Returns the frame of the page with this number, or `None` if the pool has no such page yet. The number need not
+    /// be valid.
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
         // SAFETY: `opened_pages` is raised only after the frames below it are committed, so this frame is in the table.
@@ -359,7 +363,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::allocate`], but only from free pages that have memory.
+    /// As [`Pool::allocate`], but only from free pages that have memory. Returns `None` if there are not enough.
     pub fn allocate_free(&self, order: u8) -> Option<NewFolio> {
         let taken = self.state.with(|state| {
             let taken = state.buddies.allocate(&self.frames, order);
@@ -487,7 +491,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Puts a claimed chunk back into the list of chunks without memory.
+    /// Puts a chunk that this thread has claimed back into the list of chunks without memory.
     fn return_claimed_chunk(&self, chunk: u32) {
         self.state.with(|state| {
             self.push_empty_chunk(state, chunk);
@@ -623,7 +627,7 @@ impl Pool {
         freed
     }
 
-    /// Returns the resident bytes of the pool's metadata.
+    /// Returns the resident bytes of the pool's metadata: frames, scan words and leases.
     pub fn frames_bytes(&self) -> u64 {
         let pages = self.pages();
         let chunks = pages >> self.chunk_order;
@@ -657,7 +661,8 @@ impl Pool {
         }
     }
 
-    /// Copies bytes of a folio out. The caller must check with the folio's word whether the copy is valid.
+    /// Copies bytes from offset `at` of a folio to `to`. The caller must check with the folio's word whether the copy
+    /// is valid.
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.chunk_bytes());
@@ -676,7 +681,7 @@ impl Pool {
         unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
     }
 
-    /// Copies bytes into a folio that the caller has pinned or owns exclusively.
+    /// Copies `from` to offset `at` of a folio that the caller has pinned or owns exclusively.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.chunk_bytes());
@@ -693,14 +698,15 @@ impl Pool {
         unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
     }
 
-    /// Writes zeros into a folio; otherwise as [`Pool::copy_in`].
+    /// As [`Pool::copy_in`], but writes `len_bytes` zeros.
     pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
         assert!(at + len_bytes <= self.chunk_bytes());
         // SAFETY: as in `copy_in`.
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
 
-    /// Copies `pages` pages whose bytes do not change to pages that the caller owns exclusively.
+    /// Copies `pages` pages from page number `from` on to page number `to` and up. The bytes to copy must not change
+    /// meanwhile, and the caller must own the target pages exclusively.
     pub fn copy_pages(&self, to: u32, from: u32, pages: u32) {
         let len_bytes = (pages as usize) << self.page_shift;
         // SAFETY: mapped by invariant 1. The target belongs to the caller. Source and target are separate folios, so
@@ -714,7 +720,7 @@ impl Pool {
         unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
     }
 
-    /// Calls `act` with the bytes of pages that belong to no file yet.
+    /// Calls `act` with the first `len_bytes` bytes of pages that belong to no file yet.
     pub fn with_bytes<R>(&self, taken: &mut NewFolio, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(len_bytes <= self.page.bytes() << taken.order);
         // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which holds them during this
@@ -722,7 +728,7 @@ impl Pool {
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }
 
-    /// Calls `act` with the bytes of a folio that the caller has frozen.
+    /// Calls `act` with the first `len_bytes` bytes of a folio that the caller has frozen.
     pub fn with_frozen_bytes<R>(&self, number: u32, len_bytes: usize, act: impl FnOnce(&[u8]) -> R) -> R {
         debug_assert_eq!(self.word(number).load().kind(), Kind::Frozen);
         // SAFETY: mapped by invariant 1. No thread writes to a frozen folio until the caller thaws it.
@@ -741,7 +747,7 @@ impl Pool {
         unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) }
     }
 
-    /// Returns mutable bytes; otherwise as [`Pool::held_bytes`].
+    /// As [`Pool::held_bytes`], but the caller may also change the bytes.
     ///
     /// # Safety
     ///

@@ -41,44 +41,44 @@ pub(crate) enum Kind {
     Gone = 5,
 }
 
-/// The kinds by their number in a word.
-const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
+/// All kinds of pages, in the order of their numbers in a state word.
+const ALL_KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
-/// Mask of the kind.
+/// Mask of the field with the [`Kind`].
 const KIND_MASK: u64 = 7;
-/// Shift of the order.
+/// Position of the field with the folio's order, which is log2 of its pages.
 const ORDER_SHIFT: u32 = 3;
-/// Mask of the order, after the shift.
+/// Mask of the order, after the word was shifted by [`ORDER_SHIFT`].
 const ORDER_MASK: u64 = 0xF;
-/// The folio is never split.
-const UNSPLITTABLE: u64 = 1 << 7;
-/// The folio was changed since it was written to its store.
-const DIRTY: u64 = 1 << 8;
-/// Shift of the use count: uses that the eviction scan has not subtracted yet, at most [`MOST_USES`].
-const USED_SHIFT: u32 = 9;
-/// Mask of the use count, after the shift.
-const USED_MASK: u64 = 3;
-/// Maximum of the use count.
-const MOST_USES: u64 = 2;
-/// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs the folio has not used it
-/// yet. While this bit is set, the bits of the use count hold [`READAHEAD`] or 0.
-const PREFETCHED: u64 = ZERO;
-/// For prefetched folios, in the bits of the use count: readahead fetched the folio.
-const READAHEAD: u64 = 1 << USED_SHIFT;
-/// For free pages: all bytes are zero.
-const ZERO: u64 = 1 << 11;
-/// Shift of the pin count.
+/// Bit: the folio is never split.
+const UNSPLITTABLE_BIT: u64 = 1 << 7;
+/// Bit: the folio was changed since it was written to its store.
+const DIRTY_BIT: u64 = 1 << 8;
+/// Position of the field with the use count: uses that the eviction scan has not subtracted yet, at most [`MAX_USES`].
+const USE_COUNT_SHIFT: u32 = 9;
+/// Mask of the use count, after the word was shifted by [`USE_COUNT_SHIFT`].
+const USE_COUNT_MASK: u64 = 3;
+/// Maximum of a folio's use count.
+const MAX_USES: u64 = 2;
+/// Bit of live folios, the same bit as [`ZERO_BIT`]: the folio was prefetched, and no thread has used it yet. While
+/// this bit is set, the bits of the use count hold [`READAHEAD_VALUE`] or 0.
+const PREFETCHED_BIT: u64 = ZERO_BIT;
+/// Value in the field of the use count, for prefetched folios: readahead fetched the folio.
+const READAHEAD_VALUE: u64 = 1 << USE_COUNT_SHIFT;
+/// Bit of free pages: all bytes of the run are zero.
+const ZERO_BIT: u64 = 1 << 11;
+/// Position of the field with the pin count.
 const PIN_SHIFT: u32 = 12;
-/// One pin in the word.
-const PIN: u64 = 1 << PIN_SHIFT;
-/// Mask of the pin count, after the shift.
+/// The value that one pin adds to the word.
+const ONE_PIN: u64 = 1 << PIN_SHIFT;
+/// Mask of the pin count, after the word was shifted by [`PIN_SHIFT`].
 const PIN_MASK: u64 = 0xF_FFFF;
-/// Shift of the version.
+/// Position of the field with the version.
 const VERSION_SHIFT: u32 = 32;
 
 /// Value of the pin count of a busy or frozen folio that was removed from its file. The thread that ends the hold or
 /// freeze then frees the folio.
-const REMOVED: u32 = 1;
+const REMOVED_PINS: u32 = 1;
 
 /// Maximum number of pins of a folio.
 pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
@@ -92,7 +92,7 @@ pub(crate) enum Prefetch {
     Readahead,
 }
 
-/// A snapshot of a state word.
+/// A copy of a state word, as it was when it was loaded.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u64);
 
@@ -105,10 +105,10 @@ impl State {
     #[inline]
     pub fn kind(self) -> Kind {
         // The values 6 and 7 of the three bits are never written.
-        KINDS[(self.0 & KIND_MASK).min(KINDS.len() as u64 - 1) as usize]
+        ALL_KINDS[(self.0 & KIND_MASK).min(ALL_KINDS.len() as u64 - 1) as usize]
     }
 
-    /// Log2 of the folio's pages.
+    /// Returns log2 of the folio's number of pages.
     #[inline]
     pub fn order(self) -> u8 {
         (self.0 >> ORDER_SHIFT & ORDER_MASK) as u8
@@ -124,30 +124,30 @@ impl State {
     }
 
     pub fn is_unsplittable(self) -> bool {
-        self.0 & UNSPLITTABLE != 0
+        self.0 & UNSPLITTABLE_BIT != 0
     }
 
     pub fn is_dirty(self) -> bool {
-        self.0 & DIRTY != 0
+        self.0 & DIRTY_BIT != 0
     }
 
     pub fn is_zero(self) -> bool {
-        self.0 & ZERO != 0
+        self.0 & ZERO_BIT != 0
     }
 
     /// Returns whether the folio was prefetched and not used yet. Valid for folios that are or were live.
     pub fn is_prefetched(self) -> bool {
-        self.0 & PREFETCHED != 0
+        self.0 & PREFETCHED_BIT != 0
     }
 
-    /// Returns whether readahead fetched the folio and it was not used yet.
+    /// Returns whether readahead fetched the folio and the folio was not used yet.
     pub fn is_readahead(self) -> bool {
-        self.0 & (PREFETCHED | USED_MASK << USED_SHIFT) == PREFETCHED | READAHEAD
+        self.0 & (PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT) == PREFETCHED_BIT | READAHEAD_VALUE
     }
 
-    /// Returns whether any use is counted.
+    /// Returns whether the use count is above 0. Returns false for a prefetched folio that was not used yet.
     fn has_uses(self) -> bool {
-        !self.is_prefetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
+        !self.is_prefetched() && self.0 & (USE_COUNT_MASK << USE_COUNT_SHIFT) > 0
     }
 
     /// Returns whether the folio's bytes may be copied now. The copy is valid if [`Word::is_unchanged`] holds
@@ -182,8 +182,8 @@ impl std::fmt::Debug for State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the caller may have to free it"]
 pub(crate) struct Removal {
-    /// The caller must free the folio, which is *Busy* from here on: the folio was not pinned, held or frozen. If
-    /// false, the thread that has pinned, held or frozen the folio frees it.
+    /// Whether the caller must free the folio, which is *Busy* from here on, because it was not pinned, held or frozen.
+    /// If false, the thread that has pinned, held or frozen the folio frees it.
     pub must_be_freed: bool,
     pub was_dirty: bool,
 }
@@ -230,8 +230,8 @@ impl Word {
             if !seen.is_live() || seen.pins() == MAX_PINS {
                 return Err(seen);
             }
-            match self.0.compare_exchange_weak(seen.0, seen.0 + PIN, Acquire, Relaxed) {
-                Ok(_) => return Ok(State(seen.0 + PIN)),
+            match self.0.compare_exchange_weak(seen.0, seen.0 + ONE_PIN, Acquire, Relaxed) {
+                Ok(_) => return Ok(State(seen.0 + ONE_PIN)),
                 Err(now) => seen = State(now),
             }
         }
@@ -242,10 +242,10 @@ impl Word {
     #[inline]
     #[must_use]
     pub fn unpin(&self) -> bool {
-        let before = State(self.0.fetch_sub(PIN, Release));
+        let before = State(self.0.fetch_sub(ONE_PIN, Release));
         debug_assert!(before.pins() > 0, "{before:?}");
         debug_assert!(matches!(before.kind(), Kind::Live | Kind::Gone), "{before:?}");
-        let is_last = before.0 & (KIND_MASK | PIN_MASK << PIN_SHIFT) == Kind::Gone as u64 | PIN;
+        let is_last = before.0 & (KIND_MASK | PIN_MASK << PIN_SHIFT) == Kind::Gone as u64 | ONE_PIN;
         if is_last {
             // Orders the accesses of other threads before the reuse of the bytes.
             fence(Acquire);
@@ -256,64 +256,67 @@ impl Word {
     /// Makes a folio dirty that the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
         // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
-        let before = State(self.0.fetch_or(DIRTY, Release));
+        let before = State(self.0.fetch_or(DIRTY_BIT, Release));
         debug_assert!(!matches!(before.kind(), Kind::Free | Kind::Tail), "only a folio in use becomes dirty");
         !before.is_dirty()
     }
 
-    /// Clears the dirty bit if the word still equals `seen`. Returns whether the bit was cleared.
+    /// Clears the folio's dirty bit if the word still equals `seen`. Returns whether the bit was cleared.
     pub fn clear_dirty_if_unchanged(&self, seen: State) -> bool {
-        self.replace_if(seen, State(seen.0 & !DIRTY))
+        self.replace_if(seen, State(seen.0 & !DIRTY_BIT))
     }
 
-    /// Counts a use, up to two. A use that races with another change of the word is not counted. At two uses the call
-    /// only loads the word, so that hot cache lines are not written. The first use of a prefetched folio is not
-    /// counted, because the prefetch was made for it. Returns true if this is the first use of a folio that readahead
-    /// fetched.
+    /// Adds one to the folio's use count, up to two. A use that races with another change of the word is not counted.
+    /// At two uses the call only loads the word, so that hot cache lines are not written. The first use of a prefetched
+    /// folio is not counted, because the prefetch was made for it. Returns true if this is the first use of a folio
+    /// that readahead fetched.
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
-        if seen.0 & (USED_MASK << USED_SHIFT | PREFETCHED | KIND_MASK) == MOST_USES << USED_SHIFT | Kind::Live as u64 {
+        if seen.0 & (USE_COUNT_MASK << USE_COUNT_SHIFT | PREFETCHED_BIT | KIND_MASK)
+            == MAX_USES << USE_COUNT_SHIFT | Kind::Live as u64
+        {
             return false;
         }
         if !seen.is_live() {
             return false;
         }
-        if seen.0 & PREFETCHED != 0 {
+        if seen.0 & PREFETCHED_BIT != 0 {
             return self.clear_prefetched(seen);
         }
-        let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
+        let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USE_COUNT_SHIFT), Relaxed, Relaxed);
         false
     }
 
-    /// Makes a prefetched folio an ordinary one. Returns whether this call did so and readahead had fetched the folio.
+    /// Clears the mark of a folio as prefetched. Returns true if this call has cleared it and readahead had fetched the
+    /// folio.
     #[cold]
     fn clear_prefetched(&self, seen: State) -> bool {
-        let next = seen.0 & !(PREFETCHED | USED_MASK << USED_SHIFT);
+        let next = seen.0 & !(PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT);
         self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_readahead()
     }
 
     /// Marks a folio that was just made live as prefetched and not used yet.
     pub fn set_prefetched(&self, fetched: Prefetch) {
-        self.0.fetch_or(PREFETCHED | if fetched == Prefetch::Readahead { READAHEAD } else { 0 }, Relaxed);
+        self.0.fetch_or(PREFETCHED_BIT | if fetched == Prefetch::Readahead { READAHEAD_VALUE } else { 0 }, Relaxed);
     }
 
-    /// Subtracts one counted use. Returns whether any use was counted.
+    /// Subtracts one from the folio's use count. Returns whether the count was above 0.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
         if seen.has_uses() {
-            let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USED_SHIFT), Relaxed, Relaxed);
+            let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USE_COUNT_SHIFT), Relaxed, Relaxed);
         }
         seen.has_uses()
     }
 
-    /// Clears the counted uses. Returns whether any use was counted.
+    /// Sets the folio's use count to 0. Returns whether the count was above 0.
     pub fn forget_uses(&self) -> bool {
         let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
-            // Another folio prefetched into this page meanwhile may lose its READAHEAD bit. Its first use is then not
-            // reported.
-            self.0.fetch_and(!(USED_MASK << USED_SHIFT), Relaxed);
+            // Another folio prefetched into this page meanwhile may lose its READAHEAD_VALUE bit. Its first use is then
+            // not reported.
+            self.0.fetch_and(!(USE_COUNT_MASK << USE_COUNT_SHIFT), Relaxed);
         }
         is_used
     }
@@ -354,7 +357,8 @@ impl Word {
     /// Makes a new, held or collapsed folio of 2^`order` pages live. The caller must have exclusive access.
     pub fn publish(&self, order: u8, is_unsplittable: bool, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
-        let (unsplittable, dirty) = (if is_unsplittable { UNSPLITTABLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
+        let (unsplittable, dirty) =
+            (if is_unsplittable { UNSPLITTABLE_BIT } else { 0 }, if is_dirty { DIRTY_BIT } else { 0 });
         self.0.store(State::new(Kind::Live, order, version).0 | unsplittable | dirty, Release);
     }
 
@@ -364,7 +368,7 @@ impl Word {
         loop {
             let seen = self.load();
             debug_assert!(matches!(seen.kind(), Kind::Busy | Kind::Frozen), "{seen:?}");
-            if seen.pins() == REMOVED {
+            if seen.pins() == REMOVED_PINS {
                 return false;
             }
             if self.replace_if(seen, next(seen)) {
@@ -377,11 +381,12 @@ impl Word {
     /// the caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.make_live(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
-    /// Ends [`Word::freeze`] without a change. The result is that of [`Word::end_hold`].
+    /// Ends [`Word::freeze`] without a change of the folio's bytes. Returns as [`Word::end_hold`] whether the folio is
+    /// live again.
     #[must_use]
     pub fn thaw(&self) -> bool {
         self.make_live(|seen| seen.with_kind(Kind::Live))
@@ -390,13 +395,13 @@ impl Word {
     /// As [`Word::thaw`], for a folio that was written back: clears the dirty bit.
     #[must_use]
     pub fn thaw_clean(&self) -> bool {
-        self.make_live(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
+        self.make_live(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY_BIT))
     }
 
     /// As [`Word::thaw`], for one page of a folio that was split: the page is a folio of its own from here on.
     #[must_use]
     pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.make_live(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
@@ -411,7 +416,7 @@ impl Word {
     /// Sets a page of a folio that is being split to *Frozen*. `is_dirty` says whether that folio is dirty.
     pub fn assign_frozen(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
-        let dirty = if is_dirty { DIRTY } else { 0 };
+        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
         self.0.store(State::new(Kind::Frozen, 0, version).0 | dirty, Release);
     }
 
@@ -419,7 +424,7 @@ impl Word {
     pub fn set_free(&self, order: u8, is_zero: bool) {
         debug_assert!(self.load().kind() != Kind::Live, "a live folio is frozen or removed before it is freed");
         let version = State(self.0.load(Relaxed)).next_version();
-        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
+        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO_BIT } else { 0 }, Release);
     }
 
     /// Removes a folio from its file, where it is no longer reachable. Clears the dirty bit, because the bytes need no
@@ -430,10 +435,10 @@ impl Word {
             let (kind, left) = match seen.kind() {
                 Kind::Live if seen.pins() == 0 => (Kind::Busy, 0),
                 Kind::Live => (Kind::Gone, 0),
-                kind => (kind, u64::from(REMOVED) << PIN_SHIFT),
+                kind => (kind, u64::from(REMOVED_PINS) << PIN_SHIFT),
             };
             debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Frozen) && seen.pins() == 0), "{seen:?}");
-            let next = State((seen.with_kind(kind).0 & !DIRTY | left).wrapping_add(1 << VERSION_SHIFT));
+            let next = State((seen.with_kind(kind).0 & !DIRTY_BIT | left).wrapping_add(1 << VERSION_SHIFT));
             if self.replace_if(seen, next) {
                 return Removal { must_be_freed: kind == Kind::Busy && left == 0, was_dirty: seen.is_dirty() };
             }
@@ -488,7 +493,8 @@ mod tests {
         assert!(!word.remove_from_file().must_be_freed && !word.thaw(), "the thread that froze the folio frees it");
     }
 
-    /// The dirty bit must be cleared only if no pin, hold or other change happened since the caller loaded the word.
+    /// [`Word::clear_dirty_if_unchanged`] must clear the dirty bit only if no pin, hold or other change of the word
+    /// happened since the caller loaded it.
     #[test]
     fn dirty_is_cleared_only_if_the_word_is_unchanged() {
         let word = Word::new();
@@ -511,7 +517,7 @@ mod tests {
         word.publish(0, true, false);
         assert!(!(0..10).any(|_| word.note_use()));
         let uses = std::iter::from_fn(|| word.forget_use().then_some(())).count();
-        assert_eq!(uses as u64, MOST_USES);
+        assert_eq!(uses as u64, MAX_USES);
         assert!(!(0..10).any(|_| word.note_use()));
         assert!(word.forget_uses() && !word.forget_uses() && !word.forget_use());
         word.set_prefetched(Prefetch::Requested);
@@ -541,7 +547,7 @@ mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;
 
-    /// A page with one byte of contents.
+    /// A page with one byte of contents, for loom tests.
     struct Page {
         word: Word,
         byte: AtomicU64,
@@ -553,7 +559,8 @@ mod loom_tests {
         Arc::new(page)
     }
 
-    /// A valid copy must have the bytes of the folio that the reader looked up, never those of the page's next owner.
+    /// A thread copies the byte of a folio while another thread frees the folio and uses its page for a new one. A copy
+    /// that counts as valid must have the byte of the folio that the reader looked up.
     #[test]
     fn a_valid_copy_never_has_the_next_owners_bytes() {
         loom::model(|| {
@@ -579,8 +586,8 @@ mod loom_tests {
         });
     }
 
-    /// While a folio is pinned its bytes must not change. Either the thread that removes the folio or the last unpin
-    /// must free the folio, never both.
+    /// One thread pins a folio while another thread removes it from its file. The folio's byte must not change while
+    /// the folio is pinned. Exactly one of the two threads must free the folio.
     #[test]
     fn exactly_one_thread_frees_a_pinned_folio() {
         loom::model(|| {
@@ -596,7 +603,8 @@ mod loom_tests {
         });
     }
 
-    /// Hold and pin must exclude each other. A thread that pins after a hold must see the holder's writes.
+    /// One thread holds a folio while another thread pins it. Hold and pin must exclude each other. A thread that pins
+    /// the folio after the hold must see the holder's writes.
     #[test]
     fn hold_and_pin_exclude_each_other() {
         loom::model(|| {
@@ -619,7 +627,8 @@ mod loom_tests {
         });
     }
 
-    /// One thread freezes a folio while another removes it from the file. Exactly one of them must free it.
+    /// One thread freezes a folio while another thread removes it from its file. Exactly one of the two threads must
+    /// free the folio.
     #[test]
     fn a_frozen_folio_that_is_removed_is_freed_once() {
         loom::model(|| {
@@ -634,7 +643,8 @@ mod loom_tests {
         });
     }
 
-    /// A copy from a frozen folio must be valid, and a copy from a held folio invalid.
+    /// A thread copies a folio's byte while another thread freezes the folio and then holds it. A copy from the frozen
+    /// folio must be valid, and a copy from the held folio must be invalid.
     #[test]
     fn copies_from_a_frozen_folio_are_valid() {
         loom::model(|| {

@@ -62,18 +62,18 @@ impl Builder {
         Self { page, ..self }
     }
 
-    /// Whether huge folios are allocated. [`PageCache::set_huge`] changes the setting.
+    /// Sets whether huge folios are allocated. [`PageCache::set_huge`] can change the setting later.
     pub fn huge(self, use_huge: bool) -> Self {
         Self { use_huge, ..self }
     }
 
-    /// Whether huge folios may be split, so that parts of them can be freed. The default is true. Folios in reserved
-    /// huge pages are never split.
+    /// Sets whether huge folios may be split, so that parts of them can be freed. The default is true. Folios in
+    /// reserved huge pages are never split.
     pub fn split(self, may_split: bool) -> Self {
         Self { may_split, ..self }
     }
 
-    /// Sets what chooses between huge and small folios. The default is [`Auto`].
+    /// Sets the policy, which chooses between huge and small folios. The default is [`Auto`].
     pub fn policy(self, policy: impl Policy + 'static) -> Self {
         Self { policy: Box::new(policy), ..self }
     }
@@ -107,12 +107,12 @@ impl Builder {
         Self { timeout: timeout.into(), ..self }
     }
 
-    /// The limit that was set, or the default.
+    /// Returns the limit of the cache in bytes: the one that was set, or the default.
     pub(super) fn limit_bytes(&self) -> u64 {
         self.limit_bytes.unwrap_or_else(|| (pagemill_sys::process::machine_bytes() / 4).max(self.page.bytes() as u64))
     }
 
-    /// Creates the cache among the page caches of the process.
+    /// Creates the cache as one of the page caches of the process ([`Caches::of_process`]).
     ///
     /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
     ///
@@ -123,7 +123,7 @@ impl Builder {
         self.build_in(Caches::of_process()?)
     }
 
-    /// Creates the cache among these caches.
+    /// Creates the cache as one of `caches`.
     ///
     /// # Errors
     ///

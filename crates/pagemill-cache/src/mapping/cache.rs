@@ -159,7 +159,7 @@ impl Shrinker for Caches {
     }
 
     /// Returns free chunks to the system. With [`Urgency::Limit`], first evicts or splits folios if there are too few
-    /// free chunks. Requests leased chunks back if too little was freed.
+    /// free chunks. If too little was freed, requests that queues end their leases of free chunks.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let mut freed = self.shrink_free(want_bytes);
         if urgency == Urgency::Limit && freed < want_bytes {
@@ -222,7 +222,8 @@ impl Caches {
         drop(own);
     }
 
-    /// Requests that queues release the free memory that they have registered, and wakes them.
+    /// Requests that queues release the free memory of the pool, as far as they have registered it with their rings.
+    /// Wakes these queues.
     fn request_lease_end(&self, pool: &'static Pool) {
         if pool.request_lease_end() {
             self.wakers.with(|wakers| {
@@ -249,7 +250,7 @@ impl Caches {
 /// The files of a cache by id, and the free ids.
 #[derive(Default)]
 pub(super) struct Files {
-    /// The file of each id. Dead if the id is free.
+    /// The file of each id. If the id is free, the reference is dead.
     pub by_id: Vec<Weak<File>>,
     /// Ids without a file, for the next files.
     pub free: Vec<u32>,
@@ -273,7 +274,7 @@ pub(crate) struct Inner {
     pub(super) huge_bytes: AtomicU64,
     /// Total bytes of dirty folios of files with a store.
     pub(super) dirty_bytes: AtomicU64,
-    /// Limits of the dirty bytes, and the state of background writeback.
+    /// Limits of the cache's dirty bytes, and the state of its background writeback.
     pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
@@ -299,8 +300,8 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Fails in a fork child of the process that created the cache. The child has copies of the parent's locks and
-    /// pins, but not the threads that would release them.
+    /// Returns an error in a fork child of the process that created the cache. The child has copies of the parent's
+    /// locks and pins, but not the threads that would release them.
     #[inline]
     pub fn check(&self) -> Result<()> {
         if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::parent_cache_error()) }
@@ -360,7 +361,7 @@ impl Inner {
         row
     }
 
-    /// Charges bytes to the cache. Fails if the charge would exceed the limit.
+    /// Charges bytes to the cache. Returns an error if the charge would exceed the cache's limit.
     fn charge(&self, bytes: u64) -> Result<()> {
         let mut seen = self.charged_bytes.load(Relaxed);
         loop {
@@ -393,8 +394,8 @@ impl Inner {
         }
     }
 
-    /// Allocates a folio that replaces smaller ones of `present_bytes`. Charges only the difference, so that the limit
-    /// need not have room for both.
+    /// Allocates a folio that replaces smaller folios of `present_bytes` in total. Charges only the difference, so that
+    /// the limit need not have room for the old folios and the new one.
     ///
     /// # Errors
     ///
@@ -430,7 +431,7 @@ impl Inner {
         self.pool.free(number, order);
     }
 
-    /// Adds a folio to the statistics and to `huge_bytes`.
+    /// Adds a folio of 2^`order` pages to the statistics, and to `huge_bytes` if the folio is huge.
     fn count_allocated(&self, order: u8) {
         let bytes = self.folio_bytes(order);
         self.update_counters(order, bytes, stats::add);
@@ -439,7 +440,7 @@ impl Inner {
         }
     }
 
-    /// Subtracts a folio from the statistics and from `huge_bytes`.
+    /// Subtracts a folio of 2^`order` pages from the statistics, and from `huge_bytes` if the folio is huge.
     fn count_freed(&self, order: u8) {
         let bytes = self.folio_bytes(order);
         self.update_counters(order, bytes, stats::sub);
@@ -474,12 +475,12 @@ impl Inner {
         }
     }
 
-    /// Returns whether a huge folio would fit within the limit.
+    /// Returns whether one more huge folio would fit within the cache's limit.
     pub fn fits_huge_folio(&self) -> bool {
         self.fits_limit(self.folio_bytes(self.pool.chunk_order()))
     }
 
-    /// Returns whether `bytes` more would fit within the limit.
+    /// Returns whether `bytes` more bytes would fit within the cache's limit.
     pub fn fits_limit(&self, bytes: u64) -> bool {
         self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
@@ -497,7 +498,7 @@ impl Inner {
         })
     }
 
-    /// Returns the file with this id, if it exists.
+    /// Returns the file with this id; `None` if there is no such file.
     pub(super) fn file(&self, id: u32) -> Option<Arc<File>> {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }
@@ -542,8 +543,8 @@ impl Inner {
         });
     }
 
-    /// Evicts folios until `want_bytes` are freed; if eviction frees too little, splits sparse folios until
-    /// `want_bytes` are freed. Returns whether either succeeded.
+    /// Evicts folios until `want_bytes` are freed. If that frees too little, splits sparse huge folios until
+    /// `want_bytes` are freed. Returns whether one of the two attempts freed that much.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.split_sparse_some(want_bytes)
     }
@@ -579,7 +580,7 @@ impl Drop for Inner {
 pub struct PageCache(pub(super) Arc<Inner>);
 
 impl PageCache {
-    /// Starts to build a cache. Reports show it under `name`.
+    /// Returns a builder for a cache. Reports show the cache under `name`.
     pub fn builder(name: &str) -> Builder {
         Builder::new(name)
     }
@@ -628,7 +629,7 @@ impl PageCache {
         Ok(file)
     }
 
-    /// Allows or forbids new huge folios. Existing ones stay.
+    /// Allows or forbids new huge folios. Existing huge folios stay.
     pub fn set_huge(&self, is_allowed: bool) {
         self.0.use_huge.store(is_allowed, Relaxed);
         self.0.pool.allow_huge(is_allowed);

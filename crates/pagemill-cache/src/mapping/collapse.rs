@@ -10,18 +10,18 @@ use pagemill_core::sync::{Acquire, Relaxed};
 use pagemill_core::trace::Event;
 
 /// Maximum number of pages of a huge folio.
-const MOST_PAGES: usize = 512;
+const MAX_FOLIO_PAGES: usize = 512;
 
-/// Marks a page without a folio, in place of a page number.
-const NONE: u32 = u32::MAX;
+/// Value in place of a page number for a page of the range that has no folio.
+const NO_FOLIO: u32 = u32::MAX;
 
-/// The small folios of a range, which are frozen during the copy.
+/// The small folios of a range that is about to be collapsed. They are frozen during the copy.
 struct SmallFolios<'file> {
     file: &'file File,
     /// Index of the range's first page in the file.
     first: u64,
-    /// The page number of each folio, by its place in the range; [`NONE`] if the file has no folio there.
-    numbers: [u32; MOST_PAGES],
+    /// The page number of the folio at each page of the range; [`NO_FOLIO`] if the file has no folio there.
+    numbers: [u32; MAX_FOLIO_PAGES],
     /// Number of pages of the range.
     pages: usize,
     /// Number of leading pages of the range whose folios are frozen.
@@ -107,7 +107,7 @@ impl File {
         let is_same = self.store.is_none() || self.removals.load(Relaxed) == folios.removals;
         let is_same = is_same
             && (first..).zip(&folios.numbers[..folios.pages]).all(|(index, number)| {
-                writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
+                writer.get(index).map(|found| found.value) == (*number != NO_FOLIO).then_some(u64::from(*number))
             });
         if is_same {
             // Dirty bytes are counted first: once the folio is in the index, other threads may use it.
@@ -127,11 +127,13 @@ impl File {
 }
 
 impl<'file> SmallFolios<'file> {
-    /// Finds the small folios from page `first` on. Returns `None` if there are none, or if there is a huge folio.
+    /// Finds the small folios in the range of `pages` pages from page `first` on. Returns `None` if the range has no
+    /// folio, or has a huge folio.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
-        debug_assert!(pages <= MOST_PAGES);
+        debug_assert!(pages <= MAX_FOLIO_PAGES);
         let removals = file.removals.load(Acquire);
-        let mut folios = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, removals };
+        let mut folios =
+            Self { file, first, numbers: [NO_FOLIO; MAX_FOLIO_PAGES], pages, frozen: 0, dirty_bytes: 0, removals };
         let guard = epoch::pin();
         let mut at = first;
         let last = first + pages as u64 - 1;
@@ -147,9 +149,9 @@ impl<'file> SmallFolios<'file> {
         (at > first).then_some(folios)
     }
 
-    /// Returns the index of the first page without a folio.
+    /// Returns the index of the first page of the range that has no folio.
     fn first_missing(&self) -> Option<u64> {
-        let missing = self.numbers[..self.pages].iter().position(|number| *number == NONE);
+        let missing = self.numbers[..self.pages].iter().position(|number| *number == NO_FOLIO);
         missing.map(|at| self.first + at as u64)
     }
 
@@ -161,15 +163,15 @@ impl<'file> SmallFolios<'file> {
     /// Returns the place in the range and the page number of each small folio.
     fn present(&self) -> impl Iterator<Item = (usize, u32)> {
         let numbers = self.numbers[..self.pages].iter().copied().enumerate();
-        numbers.filter(|(_, number)| *number != NONE)
+        numbers.filter(|(_, number)| *number != NO_FOLIO)
     }
 
-    /// Freezes all folios. Returns false if one of them is in use.
+    /// Freezes all small folios of the range. Returns false if one of them is in use.
     fn freeze(&mut self) -> bool {
         debug_assert!(self.frozen == 0 && self.dirty_bytes == 0, "the folios are frozen once");
         for at in 0..self.pages {
             let number = self.numbers[at];
-            if number != NONE {
+            if number != NO_FOLIO {
                 match self.file.pool().word(number).freeze() {
                     // The page may belong to another file by now. The check of the index in `replace_in_index` detects
                     // that.
@@ -188,12 +190,12 @@ impl<'file> SmallFolios<'file> {
         true
     }
 
-    /// Copies the small folios into the huge one, and zeroes its other pages.
+    /// Copies the small folios into the huge folio `taken`, and zeroes the other pages of the huge folio.
     fn copy_to(&self, taken: &NewFolio) {
         let pool = self.file.pool();
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {
             let to = taken.number + at as u32;
-            if *number != NONE {
+            if *number != NO_FOLIO {
                 pool.copy_pages(to, *number, 1);
             } else if !taken.is_zero {
                 pool.zero(to, 0, pool.page().bytes());
@@ -213,7 +215,7 @@ impl<'file> SmallFolios<'file> {
 
 impl Drop for SmallFolios<'_> {
     fn drop(&mut self) {
-        for number in self.numbers[..self.frozen].iter().filter(|number| **number != NONE) {
+        for number in self.numbers[..self.frozen].iter().filter(|number| **number != NO_FOLIO) {
             self.file.thaw(*number);
         }
     }

@@ -33,7 +33,7 @@ impl Mapping {
 }
 
 impl Cursor<'_> {
-    /// Moves the position behind the bytes that a call has transferred.
+    /// Moves the position by the number of bytes that a call has transferred, and returns that number.
     fn advance(&mut self, done: pagemill_core::Result<usize>) -> io::Result<usize> {
         let len_bytes = done?;
         self.offset += len_bytes as u64;

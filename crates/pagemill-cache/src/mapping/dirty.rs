@@ -23,7 +23,7 @@ pub(super) const DIRTY: Mark = Mark::A;
 
 /// State of the dirty folios of one file.
 pub(super) struct Dirty {
-    /// Total bytes of dirty folios.
+    /// Total bytes of the file's dirty folios.
     bytes: AtomicU64,
     /// Time when the oldest dirty folio became dirty, or earlier.
     pub since_ns: AtomicU64,
@@ -46,7 +46,7 @@ impl Dirty {
         }
     }
 
-    /// Returns the total bytes of dirty folios.
+    /// Returns the total bytes of the file's dirty folios.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
@@ -76,9 +76,9 @@ impl Dirty {
 }
 
 impl Clone for Mapping {
-    /// Returns another handle of the same file, which exists until its last handle is dropped. Each handle reports each
-    /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has not
-    /// reported yet.
+    /// Returns another handle of the same file. The file exists until its last handle is dropped. Each handle reports
+    /// each writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this handle has
+    /// not reported yet.
     fn clone(&self) -> Self {
         self.0.handles.fetch_add(1, Relaxed);
         Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed)))
@@ -91,7 +91,8 @@ impl Mapping {
         self.0.dirty.as_ref().map_or(0, |dirty| dirty.bytes())
     }
 
-    /// Returns the result of a sync: the sync's own failure, or else a failure since the last sync by this handle.
+    /// Returns the result of a sync by this handle. `done` is the result of the sync itself. If that has succeeded,
+    /// returns a writeback failure since the last sync by this handle.
     pub(super) fn report_failures(&self, done: Result<()>) -> Result<()> {
         let Some(dirty) = &self.0.dirty else { return done };
         let (count, errno) = dirty.errors();
@@ -124,7 +125,8 @@ impl File {
         }
     }
 
-    /// Adds to the number of dirty bytes. Must not be called under the lock of the index, since it may allocate.
+    /// Adds bytes to the number of dirty bytes of the file and of its cache. Wakes background writeback if needed. Must
+    /// not be called under the lock of the index, because the function may allocate.
     pub(super) fn add_dirty(&self, bytes: u64) {
         let Some(dirty) = &self.dirty else { return };
         let was_clean = self.count_dirty(bytes);
@@ -134,7 +136,8 @@ impl File {
         self.cache.note_much_dirty();
     }
 
-    /// Adds to the number of dirty bytes. Returns whether the file had no dirty bytes before.
+    /// Adds bytes to the number of dirty bytes of the file and of its cache. Returns whether the file had no dirty
+    /// bytes before.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
@@ -143,7 +146,7 @@ impl File {
         was_clean
     }
 
-    /// Subtracts bytes of folios that are clean now, or were removed from the file.
+    /// Subtracts the bytes of folios that are clean now, or were removed from the file, from the number of dirty bytes.
     pub(super) fn sub_dirty(&self, bytes: u64) {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
         dirty.bytes.fetch_sub(bytes, SeqCst);

@@ -10,11 +10,12 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Delay before the next scan after a scan that found nothing. A writeback ends the delay.
-const RETRY_NS: u64 = 100_000_000;
+/// Delay before the next eviction scan after a scan that found nothing to evict. A writeback ends the delay.
+const EVICT_RETRY_NS: u64 = 100_000_000;
 
-/// Maximum number of scans of one eviction, if other threads evict or readahead is in flight.
-const MOST_SCANS: usize = 64;
+/// Maximum number of scans in one call of [`Inner::evict_some`]. A scan that found nothing is repeated while other
+/// threads evict or readahead is in flight.
+const MAX_SCANS: usize = 64;
 
 impl Folios for Pool {
     fn look(&self, number: u32) -> FolioState {
@@ -47,7 +48,7 @@ impl Inner {
         }
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
         let (mut backoff, mut was_quiet) = (None, false);
-        for _ in 0..MOST_SCANS {
+        for _ in 0..MAX_SCANS {
             let freed = self.evict_scan(want_bytes);
             if freed > 0 {
                 return freed >= want_bytes;
@@ -62,7 +63,7 @@ impl Inner {
             backoff.get_or_insert_with(Backoff::new).pause();
         }
         if self.ahead_bytes.load(SeqCst) == 0 {
-            self.evict_after_ns.store(coarse_ns() + RETRY_NS, SeqCst);
+            self.evict_after_ns.store(coarse_ns() + EVICT_RETRY_NS, SeqCst);
             // Folios that became clean during the scan must not wait. Their writeback may have reset the delay before
             // the delay was set above.
             if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
@@ -94,7 +95,7 @@ impl Inner {
         freed
     }
 
-    /// Evicts one folio if it is clean. Returns the bytes freed.
+    /// Evicts the candidate of a scan if its folio is clean and not in use. Returns the bytes freed.
     fn evict(&self, candidate: &Candidate) -> u64 {
         let owner = self.pool.owner(candidate.number);
         // The page may belong to a file without a store by now, whose folios are not in the order.
@@ -130,8 +131,8 @@ impl File {
         self.cache.order.reach(number as usize + (1 << order))
     }
 
-    /// Enters a folio into the eviction order. Called under the lock of the index, so that no thread can remove the
-    /// folio before it is entered. Does nothing for files without a store.
+    /// Adds a folio to the eviction order of the cache. Called under the lock of the index, so that no thread can
+    /// remove the folio before it is entered. Does nothing for files without a store.
     pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
         if self.store.is_none() {
             return;
@@ -147,7 +148,8 @@ impl File {
         }
     }
 
-    /// Evicts a folio if it is clean and not in use. Returns its order if it was evicted.
+    /// Evicts the folio at page `index` if it begins at page number `number`, is clean and not in use. Returns the
+    /// order of the evicted folio.
     pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.pool().word(number).freeze().ok()?;
         // While frozen, the folio cannot become dirty or be freed, even if it belongs to another file by now.

@@ -4,7 +4,7 @@
 use super::behind::Behind;
 use super::dirty::Dirty;
 use super::gate::Gate;
-use super::{File, SERIALS, cache};
+use super::{File, NEXT_SERIAL, cache};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
 use pagemill_store::Store;
 use pagemill_xarray::XArray;
@@ -36,7 +36,7 @@ impl File {
             syncing: Lock::new(),
             gate: Gate::default(),
             id,
-            serial: SERIALS.fetch_add(1, Relaxed),
+            serial: NEXT_SERIAL.fetch_add(1, Relaxed),
             is_closed: AtomicBool::new(false),
             sequential_end: AtomicU64::new(0),
             sequential_begin: AtomicU64::new(0),

@@ -5,17 +5,18 @@
 
 use pagemill_core::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 
-/// Bit that is set while a thread holds the gate exclusively, or waits to hold it.
+/// Bit of a [`Gate`]: a thread holds the gate exclusively, or waits until the shared holders have released it.
 const EXCLUSIVE: u32 = 1 << 31;
 
-/// The gate: the number of shared holders, and [`EXCLUSIVE`].
+/// The gate of a file: a lock that writers hold shared, and removals of pages exclusively. The word has the number of
+/// shared holders, and the bit [`EXCLUSIVE`].
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
-/// While the value exists, the gate is held shared.
+/// A guard: while it exists, this thread holds the gate of a file shared.
 pub(super) struct SharedGate<'gate>(&'gate Gate);
 
-/// While the value exists, the gate is held exclusively.
+/// A guard: while it exists, this thread holds the gate of a file exclusively.
 pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {

@@ -143,15 +143,15 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 /// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// Maximum time that the drop of the last handle waits for other threads to drop their temporary references to the
-/// file.
-const MOST_LINGER_NS: u64 = 20_000_000;
+/// Maximum time for which the drop of a file's last handle waits until other threads have dropped their temporary
+/// references to the file.
+const MAX_DROP_WAIT_NS: u64 = 20_000_000;
 
-/// Drops of the last handle that take at least this long are traced.
+/// A drop of a file's last handle is traced if it takes at least this long.
 const SLOW_DROP_US: u64 = 1000;
 
-/// Serial number of the next file.
-static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+/// Serial number of the next file that is created in this process.
+static NEXT_SERIAL: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
 /// A file of a cache. It is created in an [`Arc`] (`file.rs`) and never moves out of it.
 pub(crate) struct File {
@@ -164,7 +164,7 @@ pub(crate) struct File {
     /// Index of the file's folios by page index.
     tree: XArray<Forest>,
     size_bytes: AtomicU64,
-    /// Number of bytes of the store that belong to the file, from its begin on. Changed under the lock of the index.
+    /// Number of bytes, from the begin of the store on, that belong to the file. Changed under the lock of the index.
     stored_bytes: AtomicU64,
     /// Version of the store's length: odd while the store may be longer than `stored_bytes`. Increases each time the
     /// store may have become longer, and each time the store was truncated. Changed under the lock of the index.
@@ -176,7 +176,7 @@ pub(crate) struct File {
     revoked: AtomicU32,
     /// State of asynchronous reads and readahead. Only for files with a store.
     behind: Option<Arc<Behind>>,
-    /// Serializes writeback and sync of the file.
+    /// Lock that serializes writeback and sync of the file.
     syncing: Lock,
     /// State of dirty folios and writeback. Only for files with a store.
     dirty: Option<Box<Dirty>>,
@@ -259,7 +259,7 @@ impl Drop for Mapping {
             // A thread with a temporary reference (the background, or a store's thread after a completion) also keeps
             // the store alive. The caller may reopen the store's file at once, so wait until these references are gone.
             let mut backoff = Backoff::new();
-            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MOST_LINGER_NS {
+            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MAX_DROP_WAIT_NS {
                 backoff.pause();
             }
             let waited_us = (clock::fine_ns() - began_ns) / 1000;
@@ -309,7 +309,7 @@ impl File {
         index << self.pool().page_shift()
     }
 
-    /// Returns the page indices of the huge folio that would contain `index`.
+    /// Returns the page indices that a huge folio with page `index` would cover.
     fn span_of(&self, index: u64) -> Range<u64> {
         let pages = 1 << self.pool().chunk_order();
         let first = index & !(pages - 1);
@@ -322,7 +322,8 @@ impl File {
         (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
     }
 
-    /// Fails if the range exceeds the largest file offset, or in a fork child.
+    /// Returns an error if the range exceeds the largest file offset, or if this process is a fork child of the process
+    /// that created the file.
     #[inline]
     fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
         if self.pool.generation() != self.generation {
@@ -332,7 +333,7 @@ impl File {
         if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
     }
 
-    /// Fails if the store is read-only.
+    /// Returns an error if the file's store is read-only.
     #[inline]
     fn check_writable(&self) -> Result<()> {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
@@ -344,19 +345,20 @@ impl File {
         self.check(offset, len_bytes).map(|()| len_bytes)
     }
 
-    /// Fails if `size_bytes` exceeds the largest possible length of a file.
+    /// Returns an error if `size_bytes` exceeds the largest possible length of a file.
     fn check_size(&self, size_bytes: u64) -> Result<()> {
         let most_bytes = self.max_bytes();
         if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
     }
 
-    /// Records that pages were removed, or that a part of the store is not valid any more. Under the lock of the index.
+    /// Records that pages were removed, or that a part of the store is not valid any more. The caller holds the lock of
+    /// the index.
     fn note_revoked(&self) {
         self.revoked.store(self.revoked.load(Relaxed).wrapping_add(1), Release);
         self.note_removal();
     }
 
-    /// Records that pages were removed or evicted. Under the lock of the index.
+    /// Records that pages were removed or evicted. The caller holds the lock of the index.
     fn note_removal(&self) {
         self.removals.store(self.removals.load(Relaxed).wrapping_add(1), Release);
     }
@@ -373,8 +375,9 @@ impl File {
     }
 }
 
-/// Calls `act` with the number of bytes done so far, until `len` bytes are done. If `act` fails after the first call,
-/// returns the bytes done instead of the error.
+/// Calls `act`, which transfers some bytes, until `len` bytes are transferred. `act` gets the number of bytes
+/// transferred so far. If a later call than the first fails, returns the number of bytes transferred instead of the
+/// error.
 #[inline]
 fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
     let mut done = 0;
@@ -388,8 +391,9 @@ fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<
     Ok(done)
 }
 
-/// Calls `act` for each buffer in order, until one is not used completely. If `act` fails after the first call, returns
-/// the bytes done instead of the error.
+/// Calls `act` for each buffer in order, until a call does not transfer all bytes of its buffer. `act` also gets the
+/// number of bytes transferred so far. If a later call fails, returns the number of bytes transferred instead of the
+/// error.
 fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
     buffers: impl Iterator<Item = B>,
     mut act: impl FnMut(B, u64) -> Result<usize>,
@@ -411,7 +415,7 @@ fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
     Ok(done)
 }
 
-/// A wait with a time limit for a folio that another thread holds or has frozen.
+/// A wait, with a time limit of a second, for a folio that another thread holds or has frozen.
 struct TimedWait(Option<Backoff>);
 
 impl TimedWait {
@@ -419,11 +423,11 @@ impl TimedWait {
         Self(None)
     }
 
-    /// Pauses, longer each time.
+    /// Pauses the thread. Each pause is longer than the previous one.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] after a second of waits.
+    /// [`Error::Busy`] if the waits took a second together.
     #[cold]
     fn wait(&mut self) -> Result<()> {
         let backoff = self.0.get_or_insert_with(|| {

@@ -13,7 +13,7 @@ use pagemill_slab::Slabs;
 
 impl Caches {
     /// Creates an empty list of caches as a part of `instance`: reclaim, reports and commands of other processes reach
-    /// them. The nodes of their indices are objects of `slabs`.
+    /// these caches. The nodes of the files' indices are objects of `slabs`.
     ///
     /// # Errors
     ///
@@ -47,7 +47,7 @@ impl Part for Caches {
         Product::Cache
     }
 
-    /// The resident bytes of frames, eviction orders and index nodes.
+    /// Returns the resident bytes of frames, eviction orders and index nodes of all caches.
     fn metadata_bytes(&self) -> u64 {
         self.frames_bytes() + self.forests.node_bytes()
     }

@@ -79,12 +79,13 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
     }
 }
 
-/// A file of at least this many huge folios gets huge folios for sequential writes. The unused part of the last huge
-/// folio is then smaller than the file's length.
-const LARGE_SPANS: u64 = 2;
+/// A file gets huge folios for sequential writes if it is at least as long as this many huge folios. The unused part of
+/// the last huge folio is then smaller than the file's length.
+const LARGE_FILE_SPANS: u64 = 2;
 
-/// A range is collapsed if at least this fraction of it is in memory, as numerator and denominator.
-const DENSE: (u64, u64) = (7, 8);
+/// The small folios of a range are collapsed if at least this fraction (numerator, denominator) of the range is in
+/// memory.
+const DENSE_FRACTION: (u64, u64) = (7, 8);
 
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
 /// half of the range, or if a large file is written sequentially. A small file, or one with scattered writes, gets
@@ -98,11 +99,13 @@ impl Policy for Auto {
     fn choose(&self, ask: &Ask) -> Choice {
         match ask.cause {
             Cause::Read => Choice::Nothing,
-            Cause::Collapse if ask.present_bytes * DENSE.1 >= ask.span_bytes * DENSE.0 => Choice::Huge,
+            Cause::Collapse if ask.present_bytes * DENSE_FRACTION.1 >= ask.span_bytes * DENSE_FRACTION.0 => {
+                Choice::Huge
+            }
             Cause::Collapse => Choice::Nothing,
             Cause::Write => {
                 let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
-                let is_large = ask.size_bytes >= LARGE_SPANS * ask.span_bytes;
+                let is_large = ask.size_bytes >= LARGE_FILE_SPANS * ask.span_bytes;
                 if ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large) {
                     Choice::Huge
                 } else {

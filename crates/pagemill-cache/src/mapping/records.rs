@@ -25,7 +25,7 @@ const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
-/// Returns the record of one holder's memory.
+/// Returns the record with the memory use of a cache, an idle pool or the spare index nodes.
 fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = (0..=NAME_LEN.min(usage.name.len())).rev().find(|len| usage.name.is_char_boundary(*len)).unwrap_or(0);
@@ -49,7 +49,7 @@ fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes
 }
 
-/// Requests the usage of its caches from a process, as [`ask_for`] does.
+/// Requests from a process the memory use of its page caches. Waits for the answer as [`ask_for`] does.
 ///
 /// # Errors
 ///
@@ -60,7 +60,7 @@ pub fn ask_for_caches(
     should_stop: impl Fn() -> bool,
 ) -> Result<Vec<(Holder, Usage)>, Unanswered> {
     ask_for(figures, identity, should_stop)
-        .map(|(rows, _)| rows.into_iter().map(|Row(holder, usage)| (holder, usage)).collect())
+        .map(|(rows, _)| rows.into_iter().map(|CacheRecord(holder, usage)| (holder, usage)).collect())
 }
 
 impl ListWriter for Caches {
@@ -73,11 +73,11 @@ impl ListWriter for Caches {
     }
 }
 
-/// The memory use of one holder.
+/// A record that was read: an owner of memory, and its memory use.
 #[derive(Debug, PartialEq, Eq)]
-struct Row(Holder, Usage);
+struct CacheRecord(Holder, Usage);
 
-impl Record for Row {
+impl Record for CacheRecord {
     const SUBJECT: Subject = Subject::Caches;
     const LEN: usize = RECORD_LEN;
 
@@ -138,27 +138,27 @@ mod tests {
     fn records_are_read_as_written() {
         for holder in HOLDERS {
             let read = Record::from_bytes(&to_record(holder, &usage("tiles")));
-            assert_eq!(read, Some(Row(holder, usage("tiles"))));
+            assert_eq!(read, Some(CacheRecord(holder, usage("tiles"))));
         }
         let long = "ä".repeat(100);
-        let Row(_, read) = Record::from_bytes(&to_record(Holder::Cache, &usage(&long))).unwrap();
-        let Row(_, odd) = Record::from_bytes(&to_record(Holder::Cache, &usage(&format!("x{long}")))).unwrap();
+        let CacheRecord(_, read) = Record::from_bytes(&to_record(Holder::Cache, &usage(&long))).unwrap();
+        let CacheRecord(_, odd) = Record::from_bytes(&to_record(Holder::Cache, &usage(&format!("x{long}")))).unwrap();
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
-    /// Records with an invalid field must be rejected. Control characters in names must be replaced.
+    /// A record with an invalid field must be rejected. Control characters in names must be replaced.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
-        let Row(_, read) = Record::from_bytes(&good).unwrap();
+        let CacheRecord(_, read) = Record::from_bytes(&good).unwrap();
         assert_eq!(&*read.name, "a?[31m");
         for (at, byte) in [(56, 3), (57, 2), (58, 2)] {
             let mut bytes = good;
             bytes[at] = byte;
-            assert_eq!(Row::from_bytes(&bytes), None, "byte {at}");
+            assert_eq!(CacheRecord::from_bytes(&bytes), None, "byte {at}");
         }
         let mut bytes = good;
         bytes[..NAME_LEN].fill(0xFF);
-        assert_eq!(&*Row::from_bytes(&bytes).unwrap().1.name, "?".repeat(NAME_LEN));
+        assert_eq!(&*CacheRecord::from_bytes(&bytes).unwrap().1.name, "?".repeat(NAME_LEN));
     }
 }

@@ -50,20 +50,20 @@ impl Mapping {
     }
 }
 
-/// Error if the file has changes that the store lacks.
-const CHANGED: Error = Error::WrongState { what: "the file has changes that are not synced" };
+/// The error of a refresh if the file has changes that the store lacks.
+const UNSYNCED_CHANGES: Error = Error::WrongState { what: "the file has changes that are not synced" };
 
 impl File {
-    /// Fails if the file has changes that the store lacks.
+    /// Returns an error if the file has changes that the store lacks.
     fn check_synced(&self) -> Result<()> {
         let is_longer = self.size_bytes() > self.stored_bytes.load(Relaxed);
         if is_longer || self.is_store_too_long() {
-            return Err(CHANGED);
+            return Err(UNSYNCED_CHANGES);
         }
         let mut at = 0;
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if self.pool().word(found.value as u32).load().is_dirty() {
-                return Err(CHANGED);
+                return Err(UNSYNCED_CHANGES);
             }
             at = found.last() + 1;
         }
@@ -77,7 +77,7 @@ impl File {
         self.note_revoked();
     }
 
-    /// Evicts all folios of the file. Only pins can make a folio dirty meanwhile.
+    /// Evicts all folios of the file. The caller holds the gate, so only pins can make a folio dirty meanwhile.
     fn evict_all(&self) -> Result<()> {
         let (mut at, mut timed_wait) = (0, TimedWait::new());
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {

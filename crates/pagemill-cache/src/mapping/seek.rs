@@ -37,7 +37,7 @@ impl Mapping {
         Ok(hole.map_or(size, |index| file.offset_of(index).max(offset)))
     }
 
-    /// Fails at or past the end of the file. Returns the length of the file.
+    /// Returns the length of the file, or an error if `offset` is at or past the end of the file.
     fn check_seek(&self, offset: u64) -> Result<u64> {
         self.0.check(offset, 0)?;
         let size_bytes = self.size_bytes();

@@ -24,11 +24,11 @@ use std::sync::{Mutex, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `DEPTH - 1` random steps, the running
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `PCT_DEPTH - 1` random steps, the running
 /// thread gets the lowest priority.
-const DEPTH: usize = 4;
+const PCT_DEPTH: usize = 4;
 
-/// Maximum number of steps of a run. A longer run waits for an event that never comes.
+/// Maximum number of steps of one run of a test. A longer run waits for an event that never comes.
 const MAX_STEPS: usize = 300_000;
 
 /// Factor for the number of runs of tests whose race happens at few points only.
@@ -39,8 +39,8 @@ const PAGE: usize = BLOCK_BYTES / 2;
 /// Number of pages of a test file.
 const PAGES: u64 = 4;
 
-/// Number of bytes of a page that are written and checked.
-const SAMPLE: usize = 8;
+/// Number of bytes at the begin or end of a page that a test writes and checks.
+const SAMPLE_BYTES: usize = 8;
 
 fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
@@ -81,8 +81,8 @@ struct TestFile {
     file: Mapping,
     byte: u8,
     pages: u64,
-    /// Incremented when a pin or hold begins and when it ends, so an odd count means that one exists. Valid only if one
-    /// thread pins or holds.
+    /// Incremented when a pin or a hold begins, and when it ends. So a pin or hold exists while the count is odd. Valid
+    /// only if a single thread pins and holds.
     guard_count: std::sync::atomic::AtomicU32,
 }
 
@@ -98,7 +98,7 @@ impl TestFile {
     fn write(&self) {
         let page = self.random_page();
         // A whole page, or its first bytes, or its last bytes.
-        let (at, len) = [(0, PAGE), (0, SAMPLE), (PAGE - SAMPLE, SAMPLE)][random_below(3)];
+        let (at, len) = [(0, PAGE), (0, SAMPLE_BYTES), (PAGE - SAMPLE_BYTES, SAMPLE_BYTES)][random_below(3)];
         let written = self.file.write_at(&vec![self.byte; len], page * PAGE as u64 + at as u64);
         assert!(written.is_ok_and(|bytes| bytes == len));
     }
@@ -110,8 +110,8 @@ impl TestFile {
 
     fn read(&self) {
         let page = self.random_page();
-        let at = page * PAGE as u64 + [0, PAGE - SAMPLE][random_below(2)] as u64;
-        let mut bytes = [0; SAMPLE];
+        let at = page * PAGE as u64 + [0, PAGE - SAMPLE_BYTES][random_below(2)] as u64;
+        let mut bytes = [0; SAMPLE_BYTES];
         let len = self.file.read_at(&mut bytes, at).unwrap();
         self.assert_own_bytes(&bytes[..len]);
     }
@@ -120,7 +120,7 @@ impl TestFile {
     fn pin(&self) {
         if let Ok(Some(pin)) = self.file.pin_present(self.random_page() * PAGE as u64) {
             self.guard_count.fetch_add(1, Relaxed);
-            let mut bytes = [0; SAMPLE];
+            let mut bytes = [0; SAMPLE_BYTES];
             for _ in 0..2 {
                 pin.read_at(&mut bytes, 0);
                 self.assert_own_bytes(&bytes);
@@ -133,16 +133,16 @@ impl TestFile {
     fn hold(&self) {
         if let Ok(mut held) = self.file.hold(self.random_page() * PAGE as u64) {
             self.guard_count.fetch_add(1, Relaxed);
-            self.assert_own_bytes(&held[..SAMPLE]);
-            held[..SAMPLE].fill(0);
+            self.assert_own_bytes(&held[..SAMPLE_BYTES]);
+            held[..SAMPLE_BYTES].fill(0);
             shuttle::thread::yield_now();
-            assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "no other thread writes");
-            held[..SAMPLE].fill(self.byte);
+            assert!(held[..SAMPLE_BYTES].iter().all(|byte| *byte == 0), "no other thread writes");
+            held[..SAMPLE_BYTES].fill(self.byte);
             self.guard_count.fetch_add(1, Relaxed);
         }
     }
 
-    /// Splits or collapses folios. Returns whether any folio was split or made.
+    /// Splits a huge folio, or collapses small folios. Returns whether a huge folio was split or created.
     fn reshape(&self) -> bool {
         let offset = self.random_page() * PAGE as u64;
         let done = match random_below(4) {
@@ -154,10 +154,10 @@ impl TestFile {
         done.unwrap_or(false)
     }
 
-    /// Removes pages, or zeroes them.
+    /// Removes pages of the file, or zeroes them.
     fn remove(&self) {
-        let offset = self.random_page() * PAGE as u64 + random_below(2) as u64 * SAMPLE as u64;
-        let len = [SAMPLE, PAGE, 2 * PAGE][random_below(3)] as u64;
+        let offset = self.random_page() * PAGE as u64 + random_below(2) as u64 * SAMPLE_BYTES as u64;
+        let len = [SAMPLE_BYTES, PAGE, 2 * PAGE][random_below(3)] as u64;
         let done = match random_below(3) {
             0 => self.file.truncate(offset),
             1 => self.file.punch_hole(offset, len).map(drop),
@@ -227,7 +227,7 @@ fn run_two_threads(first: usize, then: usize) {
         let cache = cache_with_ample_room();
         let test_file = Arc::new(TestFile::new(&cache, 1, 2));
         (0..test_file.pages).for_each(|page| {
-            assert_eq!(test_file.file.write_at(&[1; SAMPLE], page * PAGE as u64).unwrap(), SAMPLE);
+            assert_eq!(test_file.file.write_at(&[1; SAMPLE_BYTES], page * PAGE as u64).unwrap(), SAMPLE_BYTES);
         });
         let other = test_file.clone();
         let other = shuttle::thread::spawn(move || {
@@ -271,14 +271,14 @@ fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 's
         run();
     };
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, times * runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PCT_DEPTH, times * runs), config()).run(begin);
     runs
 }
 
-/// A page moves from one file to another while a thread reads or pins it in the first file. That thread must find the
-/// first file's bytes, or none. Free pages are allocated last in, first out, so the second file gets the same page. The
-/// race happens only if the other thread does all of its work at one of a few points, so there are many runs of few
-/// steps.
+/// A page moves from one file to another while a thread reads or pins the page in the first file. That thread must find
+/// bytes of the first file, or zeros, or no page. Free pages are allocated last in, first out, so the second file gets
+/// the same page. The race happens only if the other thread does all of its work at one of a few points, so there are
+/// many runs of few steps.
 #[test]
 fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
     run_in_many_schedules(RARE_RACE_FACTOR, || {
@@ -292,7 +292,7 @@ fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
             taker[0].file.truncate(0).unwrap();
             write(&taker[1]);
         });
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         if random_below(2) == 0 {
             let len = files[0].file.read_at(&mut bytes, 0).unwrap();
             files[0].assert_own_bytes(&bytes[..len]);
@@ -304,7 +304,7 @@ fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
     });
 }
 
-/// Operations of [`TestFile::run_operation`].
+/// Operation of [`TestFile::run_operation`]: a write. The next constants are the other operations.
 const WRITE: usize = 0;
 const READ: usize = 1;
 const PIN: usize = 2;
@@ -312,7 +312,7 @@ const HOLD: usize = 3;
 const RESHAPE: usize = 4;
 const REMOVE: usize = 5;
 const REMOVE_OR_RESHAPE: usize = 6;
-/// Operation of the flusher thread: writes back what is due.
+/// Operation of [`TestFile::run_operation_at_limit`]: writes back the pages that are due, as the flusher thread does.
 const FLUSH: usize = 7;
 
 #[test]
@@ -347,7 +347,8 @@ fn two_threads_truncate_split_and_collapse() {
     ]);
 }
 
-/// The table in docs/states-and-locks.md has one entry for pins and writes, because a write begins with a pin.
+/// One thread pins folios while another splits and collapses the same folios. This test is that of pins and of writes
+/// in the table of docs/states-and-locks.md, because a write begins with a pin.
 #[test]
 fn pins_during_splits() {
     run_two_threads(PIN, RESHAPE);
@@ -446,16 +447,16 @@ fn reads_during_appends() {
         let file = Arc::new(cache.create().unwrap());
         let other = file.clone();
         let writer = shuttle::thread::spawn(move || {
-            assert_eq!(other.write_at(&[1; SAMPLE], 0).unwrap(), SAMPLE);
+            assert_eq!(other.write_at(&[1; SAMPLE_BYTES], 0).unwrap(), SAMPLE_BYTES);
         });
-        let mut bytes = [9; SAMPLE];
+        let mut bytes = [9; SAMPLE_BYTES];
         let len = file.read_at(&mut bytes, 0).unwrap();
         assert!(bytes[..len].iter().all(|byte| *byte == 1), "{len} bytes: {bytes:?}");
         writer.join().unwrap();
     });
 }
 
-/// A store that has the same byte everywhere. Writes must contain only that byte and zeros.
+/// A store in which all bytes are equal. Writes must contain only that byte and zeros.
 struct ConstantStore(u8);
 
 impl Store for ConstantStore {
@@ -464,7 +465,7 @@ impl Store for ConstantStore {
     }
 
     fn block_bytes(&self) -> usize {
-        SAMPLE
+        SAMPLE_BYTES
     }
 
     fn read(&self, _offset: u64, to: &mut [u8]) -> std::io::Result<()> {
@@ -473,7 +474,7 @@ impl Store for ConstantStore {
     }
 
     fn write(&self, _offset: u64, from: &[u8]) -> std::io::Result<()> {
-        assert!(from[..SAMPLE].iter().all(|byte| *byte == 0 || *byte == self.0));
+        assert!(from[..SAMPLE_BYTES].iter().all(|byte| *byte == 0 || *byte == self.0));
         Ok(())
     }
 
@@ -487,13 +488,13 @@ impl Store for ConstantStore {
 }
 
 impl TestFile {
-    /// Runs an operation in a cache that may have no room for it. `HOLD` means a sync here.
+    /// Runs an operation in a cache that may have no memory for it. The operation `HOLD` means a sync here.
     fn run_operation_at_limit(&self, act: usize) {
         let at = random_below(PAGES as usize) as u64 * PAGE as u64;
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         let done = match act {
             READ => self.file.read_at(&mut bytes, at),
-            WRITE => self.file.write_at(&[self.byte; SAMPLE], at),
+            WRITE => self.file.write_at(&[self.byte; SAMPLE_BYTES], at),
             PIN => self.file.pin_present(at).map(|_| 0),
             HOLD => self.file.sync().map(|()| 0),
             FLUSH => Ok(self.file.0.cache.flush().0 as usize),
@@ -582,11 +583,11 @@ fn writeback_during_writes_truncations_and_evictions() {
     });
 }
 
-/// As [`ConstantStore`], but another thread completes its reads later, in any order, and some fail.
+/// As [`ConstantStore`], but another thread completes the reads later, in any order, and fails some of them.
 struct LateStore(ConstantStore, Mutex<Vec<Transfer>>);
 
 impl LateStore {
-    /// Completes one read. Returns whether there was one.
+    /// Completes one read that was started. Returns whether there was such a read.
     fn complete_one_read(&self) -> bool {
         let mut reads = self.1.lock().unwrap();
         let count = reads.len();
@@ -643,7 +644,7 @@ impl Store for LateStore {
 impl TestFile {
     /// Starts an asynchronous read, polls it a few times, and drops it.
     fn poll_and_drop_read(&self) {
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         let at = self.random_page() * PAGE as u64;
         let mut reading = Box::pin(self.file.read_async(&mut bytes, at));
         for _ in 0..random_below(4) {
@@ -660,20 +661,20 @@ impl TestFile {
         self.assert_own_bytes(&bytes);
     }
 
-    /// Runs an operation on a store whose reads another thread completes.
+    /// Runs an operation on a file whose store lets another thread complete its reads ([`LateStore`]).
     fn run_operation_with_late_reads(&self, act: usize) {
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         let at = self.random_page() * PAGE as u64;
         match act {
-            TASK => self.poll_and_drop_read(),
+            POLL_AND_DROP_READ => self.poll_and_drop_read(),
             READ => match self.file.read_at(&mut bytes, at) {
                 Ok(len) => self.assert_own_bytes(&bytes[..len]),
                 Err(error) => {
                     assert!(matches!(error, Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. }))
                 }
             },
-            WRITE => match self.file.write_at(&[self.byte; SAMPLE], at) {
-                Ok(len) => assert_eq!(len, SAMPLE),
+            WRITE => match self.file.write_at(&[self.byte; SAMPLE_BYTES], at) {
+                Ok(len) => assert_eq!(len, SAMPLE_BYTES),
                 Err(error) => assert!(matches!(error, Error::NoMemory { .. } | Error::Store { .. })),
             },
             other => self.run_operation_at_limit(other),
@@ -682,14 +683,17 @@ impl TestFile {
 }
 
 /// Operation of [`TestFile::run_operation_with_late_reads`]: polls an asynchronous read, then drops it.
-const TASK: usize = 7;
+const POLL_AND_DROP_READ: usize = 7;
 
 /// Another thread completes reads, some with errors, concurrently with reads, writes, truncations, splits and
 /// evictions. Waiting threads must continue, the file must have only its own bytes, and no memory may be lost.
 #[test]
 fn late_reads_during_all_other_operations() {
-    const THREADS: [&[usize]; 3] =
-        [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[REMOVE_OR_RESHAPE, TASK, REMOVE_OR_RESHAPE, READ]];
+    const THREADS: [&[usize]; 3] = [
+        &[READ, POLL_AND_DROP_READ, READ],
+        &[POLL_AND_DROP_READ, WRITE, HOLD, POLL_AND_DROP_READ],
+        &[REMOVE_OR_RESHAPE, POLL_AND_DROP_READ, REMOVE_OR_RESHAPE, READ],
+    ];
     const HOUR: Duration = Duration::from_secs(3600);
     run_in_many_schedules(1, || {
         let cache = cache_with(3 * PAGE as u64, Writeback::default(), Some(HOUR));

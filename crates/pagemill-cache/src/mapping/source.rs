@@ -33,7 +33,7 @@ pub enum Source {
 type Pools = Vec<(&'static Pool, Weak<Inner>)>;
 
 impl Source {
-    /// Takes the reserved huge pages for a new cache, if its settings ask for them.
+    /// Takes reserved huge pages for a new cache. Returns `None` if the cache uses ordinary memory.
     fn take_reserve(self, settings: &Builder) -> Result<Option<Reserve>> {
         if self == Self::Ordinary {
             return Ok(None);
@@ -57,7 +57,7 @@ impl Source {
 }
 
 impl Caches {
-    /// Returns the index of a pool for a new cache: an unused one that fits, or a new one.
+    /// Returns the index of a pool for a new cache: an unused pool that fits the settings, or a new pool.
     pub(super) fn pool_index_for(&self, users: &mut Pools, settings: &Builder) -> Result<usize> {
         if settings.source != Source::Ordinary {
             // Returns reserved pages of ended caches that could not be returned earlier. The new cache may need them.

@@ -10,8 +10,8 @@ use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Relaxed, coarse_ns};
 
-/// Delay before the next attempt after one that freed nothing.
-const RETRY_NS: u64 = 100_000_000;
+/// Delay before the next attempt to split sparse huge folios after an attempt that freed nothing.
+const SPLIT_SPARSE_RETRY_NS: u64 = 100_000_000;
 
 /// A huge folio is split only if at least `1 / LEAST_FREED_DIVISOR` of it can be freed.
 const LEAST_FREED_DIVISOR: u64 = 4;
@@ -19,7 +19,7 @@ const LEAST_FREED_DIVISOR: u64 = 4;
 /// Result of checking whether a huge folio is sparse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SparseCheck {
-    /// The folio is not sparse enough.
+    /// The folio is not sparse enough to be split.
     Dense,
     /// The folio is in use, so it was not split.
     Refused,
@@ -43,7 +43,7 @@ impl Mapping {
 }
 
 impl File {
-    /// As [`Mapping::split_sparse`]. Returns 0 for a file with a store.
+    /// As [`Mapping::split_sparse`], without the check for a fork child.
     pub(super) fn split_sparse_all(&self) -> u64 {
         if self.store.is_some() {
             return 0;
@@ -65,13 +65,14 @@ impl File {
         freed
     }
 
-    /// As [`File::split_sparse_at`], for the background scan. If all pages are zero and the policy would allocate a
-    /// huge folio at the next read, keeps one page, so that the next read finds a folio.
+    /// As [`File::split_sparse_at`], for the background scan. If all pages are zero, and a read would then allocate a
+    /// folio by the cache's policy, keeps one page. So the next read finds a folio.
     pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
-    /// Splits a huge folio and frees its unused pages, if at least a quarter of the pages are unused.
+    /// Splits a huge folio and frees its unused pages (zero, or past the end of the file), if at least a quarter of the
+    /// pages are unused.
     fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
@@ -92,7 +93,7 @@ impl File {
         SparseCheck::Split(bytes)
     }
 
-    /// Frees a small folio if all its bytes are zero. Returns whether it was freed.
+    /// Frees the small folio at page `index` if all of its bytes are zero. Returns whether the folio was freed.
     fn free_zero_page(&self, index: u64) -> bool {
         let number = {
             let guard = epoch::pin();
@@ -124,7 +125,8 @@ impl File {
 }
 
 impl Inner {
-    /// Splits sparse huge folios until `want_bytes` are freed. Returns whether that many were freed.
+    /// Splits sparse huge folios of the cache's files until `want_bytes` are freed. Returns whether that many bytes
+    /// were freed.
     ///
     /// After an attempt that freed nothing, the next attempt is delayed. Without the delay, each write at the limit
     /// would check all bytes of all huge folios.
@@ -139,7 +141,7 @@ impl Inner {
             freed += file.split_sparse_all();
         }
         if freed == 0 {
-            self.split_sparse_after_ns.store(coarse_ns() + RETRY_NS, Relaxed);
+            self.split_sparse_after_ns.store(coarse_ns() + SPLIT_SPARSE_RETRY_NS, Relaxed);
         }
         freed >= want_bytes
     }

@@ -18,12 +18,12 @@
 
 use std::ops::Range;
 
-/// Maximum number of detected streams.
+/// Maximum number of detected streams of a file.
 const MOST_STREAMS: usize = 8;
-/// Number of table entries. The entries include accesses that may become streams.
+/// Number of entries of a file's table of streams. Some entries are single accesses that may become streams.
 const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
 
-/// Number of accesses that must continue a stream before its first proposal.
+/// Number of accesses that must continue a stream before the stream makes its first proposal (a range to read ahead).
 const CONFIRMING_ACCESSES: u32 = 2;
 
 /// Maximum number of pages between two accesses of a sequential stream. Reads of pages that are in memory already are
@@ -33,9 +33,9 @@ const MOST_SKIPPED_PAGES: u64 = 16;
 /// A stream has ended after this many accesses that belong to other streams.
 const MOST_IDLE_ACCESSES: u64 = 512;
 
-/// Number of ranges in the first strided proposal.
+/// Number of ranges in the first proposal of a strided stream.
 const FIRST_RANGES: u64 = 4;
-/// Maximum number of ranges in a strided proposal.
+/// Maximum number of ranges in a proposal of a strided stream.
 const MOST_RANGES: u64 = 32;
 
 /// Ranges to read ahead for one stream.
@@ -58,7 +58,7 @@ impl Proposal {
     }
 }
 
-/// Parameters of the cache and of the caller's hints.
+/// Parameters of readahead, which follow from the cache's settings and the caller's hints.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
     /// Unit of reads in bytes: a page, or a huge folio.
@@ -67,7 +67,7 @@ pub(super) struct Rules {
     pub first_bytes: u64,
     /// Size of the largest proposal, at least a page.
     pub most_bytes: u64,
-    /// The caller declared sequential reads, so the first access is enough for a proposal.
+    /// Whether the caller declared sequential reads. If so, the first access is enough for a proposal.
     pub is_eager: bool,
 }
 
@@ -97,7 +97,7 @@ enum Direction {
 /// A stream, or an access that may become one.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
-    /// Range of the last access.
+    /// Start of the byte range of the last access. The end is `end`.
     begin: u64,
     end: u64,
     direction: Direction,
@@ -115,9 +115,9 @@ struct Stream {
 }
 
 /// How an access relates to a stream.
-enum Match {
+enum AccessMatch {
     Continues(Direction),
-    /// The access lies within the stream's last access, so it says nothing about the direction.
+    /// The access lies within the stream's last access, so its position says nothing about the direction of the stream.
     Inside,
 }
 
@@ -131,13 +131,13 @@ impl Stream {
         self.at > 0
     }
 
-    /// Returns whether enough accesses continued the stream to make proposals.
+    /// Returns whether so many accesses have continued the stream that it makes proposals.
     fn is_confirmed(&self) -> bool {
         self.continuations >= CONFIRMING_ACCESSES
     }
 
-    /// Returns how an access relates to the stream, or `None` if the access does not belong to it.
-    fn match_access(&self, access: &Range<u64>, rules: &Rules) -> Option<Match> {
+    /// Returns how an access relates to the stream, or `None` if the access does not belong to the stream.
+    fn match_access(&self, access: &Range<u64>, rules: &Rules) -> Option<AccessMatch> {
         let (first, last) = (rules.page_start(access.start), rules.page_end(access.end));
         let (own_first, own_last) = (rules.page_start(self.begin), rules.page_end(self.end));
         let is_inside = first >= own_first && last <= own_last;
@@ -148,27 +148,27 @@ impl Stream {
                 let steps = if distance % step == 0 { distance / step } else { 0 };
                 let most = if self.is_confirmed() { self.steps_ahead(step) } else { 1 };
                 if (1..=most).contains(&steps) {
-                    return Some(Match::Continues(self.direction));
+                    return Some(AccessMatch::Continues(self.direction));
                 }
             }
             Direction::Forward if self.is_confirmed() => {
                 let end = own_last.max(self.ahead).min(own_last + skip);
-                return (own_first..=end).contains(&first).then_some(Match::Continues(Direction::Forward));
+                return (own_first..=end).contains(&first).then_some(AccessMatch::Continues(Direction::Forward));
             }
             Direction::Backward if self.is_confirmed() => {
                 let begin = own_first.min(self.ahead).max(own_first.saturating_sub(skip));
-                return (begin..=own_last).contains(&last).then_some(Match::Continues(Direction::Backward));
+                return (begin..=own_last).contains(&last).then_some(AccessMatch::Continues(Direction::Backward));
             }
             _ => {}
         }
         if is_inside {
-            Some(Match::Inside)
+            Some(AccessMatch::Inside)
         } else if self.is_confirmed() {
             None
         } else if (own_first..=own_last).contains(&first) {
-            Some(Match::Continues(Direction::Forward))
+            Some(AccessMatch::Continues(Direction::Forward))
         } else if (own_first..=own_last).contains(&last) {
-            Some(Match::Continues(Direction::Backward))
+            Some(AccessMatch::Continues(Direction::Backward))
         } else {
             None
         }
@@ -195,7 +195,7 @@ impl Stream {
         (self.direction, self.at) = (direction, at);
     }
 
-    /// Returns what to read ahead now, if accesses have reached the latest proposal.
+    /// Returns the ranges to read ahead now, if the accesses of the stream have reached its latest proposal.
     fn propose(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         match self.direction {
             Direction::Forward => self.propose_forward(size_bytes, rules),
@@ -205,7 +205,7 @@ impl Stream {
         }
     }
 
-    /// Returns the size of the next proposal in bytes, and doubles the size for the proposal after that.
+    /// Returns the size of the stream's next proposal in bytes, and doubles the size for the proposal after that.
     fn next_size_bytes(&mut self, rules: &Rules) -> u64 {
         if self.next == 0 {
             let wanted = if rules.is_eager { rules.most_bytes } else { 2 * (self.end - self.begin) };
@@ -280,15 +280,15 @@ impl Default for Streams {
 }
 
 impl Streams {
-    /// Records a read of bytes that were not in memory, or the first use of bytes that were read ahead. Returns what to
-    /// read ahead now.
+    /// Records an access: a read of bytes that were not in memory, or the first use of bytes that were read ahead.
+    /// Returns the ranges to read ahead now.
     pub fn note(&mut self, access: Range<u64>, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         self.clock += 1;
         let clock = self.clock;
         let has_ended = |stream: &&mut Stream| clock - stream.at > MOST_IDLE_ACCESSES;
         self.entries.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
         let fits = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_present());
-        let mut found: Option<(usize, Match)> = None;
+        let mut found: Option<(usize, AccessMatch)> = None;
         for (at, stream) in fits {
             match stream.match_access(&access, rules) {
                 Some(fit) if stream.is_confirmed() => {
@@ -297,17 +297,17 @@ impl Streams {
                 }
                 // An access that continues a stream is stronger evidence than an access that lies within a stream's
                 // last access.
-                Some(fit @ Match::Continues(_)) => found = Some((at, fit)),
+                Some(fit @ AccessMatch::Continues(_)) => found = Some((at, fit)),
                 Some(fit) if found.is_none() => found = Some((at, fit)),
                 _ => {}
             }
         }
         let at = match found {
-            Some((at, Match::Inside)) => {
+            Some((at, AccessMatch::Inside)) => {
                 self.entries[at].at = self.clock;
                 return None;
             }
-            Some((at, Match::Continues(direction))) => {
+            Some((at, AccessMatch::Continues(direction))) => {
                 self.entries[at].continue_with(direction, access, self.clock);
                 at
             }
@@ -336,8 +336,8 @@ impl Streams {
         at
     }
 
-    /// Called when a stream was detected. If there are too many streams, drops the one that was not accessed for the
-    /// longest time.
+    /// Called when a stream was detected. If the file has too many streams now, drops the stream that was not accessed
+    /// for the longest time.
     fn drop_excess_stream(&mut self, newest: usize) {
         let known = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
         if known.clone().count() > MOST_STREAMS {
@@ -356,14 +356,14 @@ mod tests {
     use std::collections::BTreeSet;
 
     const PAGE: u64 = 4096;
-    const SIZE: u64 = 256 << 20;
+    const FILE_BYTES: u64 = 256 << 20;
 
     fn rules() -> Rules {
         Rules { page_bytes: PAGE, first_bytes: 32 * PAGE, most_bytes: 512 * PAGE, is_eager: false }
     }
 
-    /// Simulates a file: its streams, and the pages in memory.
-    struct Reader {
+    /// Simulates the reads of a file: its streams, and its pages in memory.
+    struct SimulatedReader {
         streams: Streams,
         rules: Rules,
         /// Pages in memory.
@@ -374,7 +374,7 @@ mod tests {
         proposals: Vec<Proposal>,
     }
 
-    impl Reader {
+    impl SimulatedReader {
         fn new(rules: Rules) -> Self {
             let (present, ahead) = Default::default();
             Self { streams: Streams::default(), rules, present, ahead, misses: 0, proposals: Vec::new() }
@@ -388,9 +388,9 @@ mod tests {
                     continue;
                 }
                 let begin = offset.max(page * PAGE);
-                let Some(proposal) = self.streams.note(begin..offset + len, SIZE, &self.rules) else { continue };
+                let Some(proposal) = self.streams.note(begin..offset + len, FILE_BYTES, &self.rules) else { continue };
                 for range in proposal.ranges() {
-                    assert!(range.start < range.end && range.start < SIZE, "{proposal:?}");
+                    assert!(range.start < range.end && range.start < FILE_BYTES, "{proposal:?}");
                     for page in range.start / PAGE..range.end.div_ceil(PAGE) {
                         if self.present.insert(page) {
                             self.ahead.insert(page);
@@ -414,7 +414,7 @@ mod tests {
     #[test]
     fn forward_streams_are_read_ahead() {
         for len in [100, PAGE, 5000, 64 << 10] {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             (0..(16 << 20) / len).for_each(|step| reader.read((1 << 20) + step * len, len));
             assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
             let lens: Vec<_> = reader.proposals.iter().map(|p| (p.range.end - p.range.start) / PAGE).collect();
@@ -426,20 +426,20 @@ mod tests {
     #[test]
     fn backward_streams_are_read_ahead_to_the_beginning() {
         for len in [100, PAGE, 64 << 10] {
-            let mut reader = Reader::new(rules());
+            let mut reader = SimulatedReader::new(rules());
             (0..(16 << 20) / len).rev().for_each(|step| reader.read(step * len, len));
             assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
             assert_eq!(reader.ahead.len(), 0);
         }
     }
 
-    /// For reads at a fixed distance, forward or backward, all but the first four must be read ahead, and no bytes
-    /// between them.
+    /// Reads follow each other at a fixed distance, forward or backward. All but the first four must find their pages
+    /// in memory. Few other pages may be read ahead.
     #[test]
     fn strided_streams_are_read_ahead() {
         for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
-            let mut reader = Reader::new(rules());
-            let begin = if step > 0 { 77 } else { SIZE - 5000 };
+            let mut reader = SimulatedReader::new(rules());
+            let begin = if step > 0 { 77 } else { FILE_BYTES - 5000 };
             (0..200).for_each(|nth| reader.read(begin.wrapping_add_signed(nth * step), len));
             assert!(reader.misses <= 4 * (len.div_ceil(PAGE) + 1), "{step}: {} misses", reader.misses);
             let most_pages = (200 + 2 * MOST_RANGES) * (len.div_ceil(PAGE) + 1);
@@ -450,7 +450,7 @@ mod tests {
     /// Streams of all kinds alternate, with random accesses between them. Each stream must still be detected.
     #[test]
     fn alternating_streams_are_distinguished() {
-        let mut reader = Reader::new(rules());
+        let mut reader = SimulatedReader::new(rules());
         let mut random = random_offsets(1, 1 << 20);
         for nth in 0..400 {
             (0..3).for_each(|stream| reader.read((stream << 25) + nth * PAGE, PAGE));
@@ -468,18 +468,19 @@ mod tests {
             .map(move |bits| (bits >> 20) % below)
     }
 
-    /// Random accesses must cause no proposals. After the end of a stream they may cause at most one more.
+    /// Random accesses must cause no proposals. After the end of a stream, random accesses may cause at most one more
+    /// proposal.
     #[test]
     fn random_accesses_cause_no_proposals() {
         for seed in 0..10 {
-            let mut reader = Reader::new(rules());
-            random_offsets(seed, SIZE).take(10_000).for_each(|offset| reader.read(offset, 4096 - offset % PAGE));
+            let mut reader = SimulatedReader::new(rules());
+            random_offsets(seed, FILE_BYTES).take(10_000).for_each(|offset| reader.read(offset, 4096 - offset % PAGE));
             assert_eq!(reader.proposals, [], "seed {seed}");
         }
-        let mut reader = Reader::new(rules());
+        let mut reader = SimulatedReader::new(rules());
         (0..100).for_each(|page| reader.read(page * PAGE, PAGE));
         let before = reader.proposals.len();
-        random_offsets(3, SIZE).take(10_000).for_each(|offset| reader.read(offset, 1));
+        random_offsets(3, FILE_BYTES).take(10_000).for_each(|offset| reader.read(offset, 1));
         assert!(reader.proposals.len() <= before + 1, "{} more", reader.proposals.len() - before);
     }
 
@@ -487,14 +488,14 @@ mod tests {
     /// cover whole folios.
     #[test]
     fn eager_and_huge_rules_are_followed() {
-        let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
+        let mut reader = SimulatedReader::new(Rules { is_eager: true, ..rules() });
         reader.read(5 * PAGE, 10);
         assert_eq!(reader.proposals, [Proposal { range: 6 * PAGE..518 * PAGE, step: 0, count: 1 }]);
         let mut streams = Streams::default();
         let page_bytes = 512 * PAGE;
         let huge = Rules { page_bytes, first_bytes: page_bytes, most_bytes: page_bytes, is_eager: false };
         // Only the first use of each folio is recorded.
-        let mut proposals = (0..6).map(|nth| streams.note(nth * page_bytes..nth * page_bytes + 10, SIZE, &huge));
+        let mut proposals = (0..6).map(|nth| streams.note(nth * page_bytes..nth * page_bytes + 10, FILE_BYTES, &huge));
         assert!(proposals.next().unwrap().is_none() && proposals.next().unwrap().is_none());
         for nth in 2..6 {
             let range = (nth + 1) * page_bytes..(nth + 2) * page_bytes;
@@ -506,8 +507,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(200))]
         /// For any sequence of accesses, proposals must lie inside the file.
         #[test]
-        fn proposals_lie_inside_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
-            let mut reader = Reader::new(rules());
+        fn proposals_lie_inside_the_file(
+            steps in prop::collection::vec((0..6u64, 0..FILE_BYTES, 1..100_000u64), 1..300)
+        ) {
+            let mut reader = SimulatedReader::new(rules());
             let mut at = 0;
             for (kind, offset, len) in steps {
                 at = match kind {
@@ -515,8 +518,8 @@ mod tests {
                     1 | 2 => at + len,
                     3 => at.saturating_sub(len),
                     _ => at + 20_000,
-                }.min(SIZE - 1);
-                reader.read(at, len.min(SIZE - at));
+                }.min(FILE_BYTES - 1);
+                reader.read(at, len.min(FILE_BYTES - at));
             }
         }
     }

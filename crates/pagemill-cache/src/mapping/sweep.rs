@@ -26,24 +26,28 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-/// Number of folios that a background step checks: 8 MiB. With a step each 125 ms, 64 MiB a second.
+/// Maximum number of folios that a background step of the scan checks: 8 MiB. With a step each 125 ms, that is 64 MiB a
+/// second.
 const STEP_CHECKS: usize = 4;
 
-/// Number of chunks that a background step visits. A visit that checks no bytes reads one cache line.
+/// Maximum number of chunks that a background step of the scan visits. A visit that checks no bytes reads one cache
+/// line.
 const STEP_VISITS: usize = 1 << 12;
 
-/// Time between two background steps.
+/// Time between two background steps of the scan for sparse huge folios.
 const STEP_NS: u64 = 125_000_000;
 
-/// Shortest duration of a round. A folio that was not written for this long will hardly be written soon.
+/// Minimum duration of a round of the clock hand over all chunks. A folio that was not written for this long will
+/// hardly be written soon.
 const ROUND_NS: u64 = 2_000_000_000;
 
-/// Scan state, above the folio's version: the folio was seen in a round, and the next round may check it.
-const NOTED: u64 = 1 << 32;
-/// Scan state, above the folio's version: a check found the folio dense.
-const DENSE: u64 = 2 << 32;
+/// Scan state of a huge folio, in the upper half of its scan word: the folio was seen in a round of the scan, and the
+/// next round may check it.
+const SEEN_STATE: u64 = 1 << 32;
+/// Scan state of a huge folio, in the upper half of its scan word: a check found that the folio is not sparse.
+const DENSE_STATE: u64 = 2 << 32;
 
-/// Position of the clock hand.
+/// Position of the scan's clock hand, which passes over the chunks of all caches.
 #[derive(Clone, Copy, Default)]
 struct ClockHand {
     /// Index of the cache to visit next.
@@ -60,27 +64,27 @@ struct ClockHand {
     due_ns: u64,
 }
 
-/// The clock hand, and the events that start it.
+/// State of the scan for sparse huge folios: the clock hand, and the count of events that start it.
 #[derive(Default)]
 pub(super) struct Sweep {
     clock_hand: Guarded<ClockHand>,
-    /// Number of events that may have made a folio sparse.
+    /// Number of events so far that may have made a huge folio sparse.
     changes: AtomicU32,
-    /// False while the hand is stopped until the next change.
+    /// Whether the clock hand moves. If not, the next event in `changes` starts it.
     is_running: AtomicBool,
 }
 
-/// Result of a step of the scan.
+/// Result of one step of the scan for sparse huge folios.
 #[derive(Default)]
-pub(super) struct Step {
+pub(super) struct SweepStep {
     pub freed_bytes: u64,
     /// Whether the hand has completed a round.
     is_round_complete: bool,
 }
 
-/// Result of a visit to one chunk.
+/// Result of the scan's visit to one chunk.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Visit {
+enum ChunkVisit {
     /// The chunk needs no check.
     Skipped,
     /// The scan state was set; the next round may check the folio.
@@ -98,7 +102,7 @@ impl File {
         }
     }
 
-    /// As [`File::note_sparse`], for a pinned folio of any size; does nothing for a small one.
+    /// As [`File::note_sparse`], for a pinned folio of any size that was zeroed partly. Does nothing for a small folio.
     pub(super) fn note_zeroed(&self, place: &Place) {
         if place.order > 0 {
             self.note_sparse(place.number);
@@ -107,7 +111,7 @@ impl File {
 }
 
 impl Sweep {
-    /// Counts an event that may have made a folio sparse, and starts the hand if it is stopped.
+    /// Counts an event that may have made a huge folio sparse, and starts the clock hand if it is stopped.
     fn note_change(&self, worker: &Worker, caches: &'static Caches) {
         self.changes.fetch_add(1, SeqCst);
         if !self.is_running.load(SeqCst) && !worker.is_thread_disabled() && !self.is_running.swap(true, SeqCst) {
@@ -115,7 +119,8 @@ impl Sweep {
         }
     }
 
-    /// Stops the hand, unless something changed since the round began. Returns whether it stopped.
+    /// Stops the clock hand, unless an event was counted in `changes` since the round began. Returns whether the hand
+    /// was stopped.
     fn stop_if_unchanged(&self, clock_hand: &ClockHand) -> bool {
         self.is_running.store(false, SeqCst);
         let is_same = self.changes.load(SeqCst) == clock_hand.changes;
@@ -139,7 +144,8 @@ impl Sweep {
     }
 }
 
-/// Runs a background step if one is due. Returns the time until the next step; `None` if the hand is stopped.
+/// Runs a background step of the scan if a step is due. Returns the time until the next step; `None` if the clock hand
+/// is stopped.
 pub(super) fn run_due_step(caches: &'static Caches) -> Option<Duration> {
     let (worker, now) = (&caches.worker, coarse_ns());
     let sweep = &worker.sweep;
@@ -170,10 +176,11 @@ pub(super) fn run_due_step(caches: &'static Caches) -> Option<Duration> {
     Some(Duration::from_nanos(rest_ns))
 }
 
-/// Moves the hand until it has checked `most_checks` folios, visited `most_visits` chunks, or completed the round.
-pub(super) fn step(caches: &'static Caches, most_checks: usize, most_visits: usize) -> Step {
+/// Moves the clock hand until it has checked `most_checks` folios, visited `most_visits` chunks, or completed its
+/// round.
+pub(super) fn step(caches: &'static Caches, most_checks: usize, most_visits: usize) -> SweepStep {
     let sweep = &caches.worker.sweep;
-    let (mut result, mut checks, mut visits) = (Step::default(), 0, 0);
+    let (mut result, mut checks, mut visits) = (SweepStep::default(), 0, 0);
     let mut clock_hand = sweep.clock_hand.with(|clock_hand| *clock_hand);
     if (clock_hand.cache, clock_hand.chunk) == (0, 0) {
         clock_hand.changes = sweep.changes.load(SeqCst);
@@ -190,9 +197,9 @@ pub(super) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
         while checks < most_checks && visits < most_visits && clock_hand.chunk < cache.sweepable_chunks() {
             let visit = cache.visit_chunk(clock_hand.chunk);
             visits += 1;
-            checks += usize::from(matches!(visit, Visit::Checked(_)));
-            clock_hand.has_new_folio |= matches!(visit, Visit::Noted | Visit::Checked(SparseCheck::Refused));
-            if let Visit::Checked(SparseCheck::Split(bytes)) = visit {
+            checks += usize::from(matches!(visit, ChunkVisit::Checked(_)));
+            clock_hand.has_new_folio |= matches!(visit, ChunkVisit::Noted | ChunkVisit::Checked(SparseCheck::Refused));
+            if let ChunkVisit::Checked(SparseCheck::Split(bytes)) = visit {
                 result.freed_bytes += bytes;
             }
             clock_hand.chunk += 1;
@@ -215,43 +222,44 @@ impl Caches {
 }
 
 impl Inner {
-    /// Returns the number of chunks to scan: 0 if a chunk is one page, or is never split.
+    /// Returns the number of the cache's chunks that the scan visits: 0 if a chunk is one page, or if the cache never
+    /// splits huge folios.
     fn sweepable_chunks(&self) -> u32 {
         let order = self.pool.chunk_order();
         if order > 0 && self.may_split { self.pool.pages() >> order } else { 0 }
     }
 
-    /// Visits a chunk: checks its huge folio if the folio was not written since the previous round.
-    fn visit_chunk(&self, chunk: u32) -> Visit {
+    /// Visits a chunk: checks whether its huge folio is sparse, if the folio was not written since the previous round.
+    fn visit_chunk(&self, chunk: u32) -> ChunkVisit {
         let (pool, order) = (self.pool, self.pool.chunk_order());
         let number = chunk << order;
         let (word, note) = (pool.word(number), pool.scan_word(number));
         let seen = word.load();
         if seen.kind() != Kind::Live || seen.order() != order || seen.pins() > 0 {
-            return Visit::Skipped;
+            return ChunkVisit::Skipped;
         }
         let (version, known) = (u64::from(seen.version()), note.load(Relaxed));
-        if !seen.is_dirty() && known == DENSE | version {
-            return Visit::Skipped;
+        if !seen.is_dirty() && known == DENSE_STATE | version {
+            return ChunkVisit::Skipped;
         }
         // The owner is valid as long as the folio's version is unchanged.
         let owner = pool.owner(number);
-        let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return Visit::Skipped };
+        let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return ChunkVisit::Skipped };
         if seen.is_dirty() {
             // Fails if the word has changed: the page could be a dirty folio of a file with a store by now.
             if word.clear_dirty_if_unchanged(seen) {
-                note.store(NOTED | version, Relaxed);
+                note.store(SEEN_STATE | version, Relaxed);
             }
-            return Visit::Noted;
+            return ChunkVisit::Noted;
         }
-        if known != NOTED | version {
-            note.store(NOTED | version, Relaxed);
-            return Visit::Noted;
+        if known != SEEN_STATE | version {
+            note.store(SEEN_STATE | version, Relaxed);
+            return ChunkVisit::Noted;
         }
         let check = file.split_sparse_behind(owner.index, number);
         if check == SparseCheck::Dense {
-            note.store(DENSE | version, Relaxed);
+            note.store(DENSE_STATE | version, Relaxed);
         }
-        Visit::Checked(check)
+        ChunkVisit::Checked(check)
     }
 }

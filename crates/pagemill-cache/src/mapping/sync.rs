@@ -19,8 +19,8 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Number of attempts of a sync. An attempt is repeated if the file was truncated at the same time.
-const MOST_ATTEMPTS: usize = 16;
+/// Maximum number of attempts of a sync. The sync is attempted again if the file was truncated meanwhile.
+const MAX_SYNC_ATTEMPTS: usize = 16;
 
 impl Mapping {
     /// Writes all dirty pages to the store in the order of the file, and returns when they are durable. Does nothing
@@ -81,13 +81,14 @@ impl Mapping {
     }
 }
 
-/// The page index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
-type Frozen = (u64, Option<(u64, u32, State)>);
+/// The result of freezing a dirty folio: the index of the page behind the folio. If the folio was dirty and is frozen
+/// now, also its page index, its page number and its state.
+type FreezeOutcome = (u64, Option<(u64, u32, State)>);
 
-/// Error if a store completes no write within the timeout.
+/// The error of a call if the store completes no write within the timeout.
 const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };
 
-/// Returns a function for `map_err` that adds the operation during which the store failed.
+/// Returns a function for `map_err`, which adds the name of the operation during which the store failed.
 pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |cause| Error::Store { doing, cause }
 }
@@ -101,7 +102,7 @@ impl File {
         Ok(Some(self.index_of(offset)..end.min(Owner::MAX_INDEX)))
     }
 
-    /// Writes the pages back, then makes them and the file's length durable.
+    /// Writes dirty pages in the range back, then makes these pages and the file's length durable.
     fn sync_pages(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         let _exclusive = self.syncing.lock();
@@ -114,7 +115,8 @@ impl File {
         done.inspect_err(|error| self.note_error(error))
     }
 
-    /// Writes until each page that was dirty has been clean once. The caller holds the file's sync lock.
+    /// Writes dirty pages in the range back, until each page that was dirty at the call has been clean once. The caller
+    /// holds the file's sync lock.
     fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
         // Limited to the current length, so that concurrent appends cannot prolong the sync.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
@@ -128,7 +130,7 @@ impl File {
         };
         self.await_in_flight()?;
         self.clean_behind_end(end, pages.end);
-        for _ in 0..MOST_ATTEMPTS {
+        for _ in 0..MAX_SYNC_ATTEMPTS {
             let walked = self.walk_once(store, &walk)?;
             if let Some(error) = walked.failure {
                 return Err(error);
@@ -151,8 +153,8 @@ impl File {
         Ok(walked)
     }
 
-    /// Called when the last handle is dropped: writes dirty pages to the store, if the store accepts them in time.
-    /// Errors are counted, not returned.
+    /// Called when the last handle of the file is dropped: writes dirty pages to the store, if the store accepts them
+    /// in time. Errors are counted, not returned.
     pub(super) fn write_back_at_last(self: &Arc<Self>) {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
         let has_wrong_length = self.is_store_too_long() || self.size_bytes() > self.stored_bytes.load(Relaxed);
@@ -208,7 +210,7 @@ impl File {
         self.dirty.as_ref().is_some_and(|dirty| dirty.in_flight.load(SeqCst) > 0)
     }
 
-    /// Waits until no other thread's write of the file is in flight, within the cache's timeout.
+    /// Waits until the file has no write in flight, for as long as the cache's timeout at most.
     ///
     /// # Errors
     ///
@@ -224,18 +226,19 @@ impl File {
         Ok(())
     }
 
-    /// Records that the store may be longer than its valid part. Under the lock of the index.
+    /// Records that the store may be longer than `stored_bytes`, its valid part. The caller holds the lock of the
+    /// index.
     pub(super) fn note_store_too_long(&self) {
         let seen = self.length_version.load(Relaxed);
         self.length_version.store((seen | 1).wrapping_add(2 * (seen & 1)), Relaxed);
     }
 
-    /// Returns whether the store may be longer than its valid part.
+    /// Returns whether the store may be longer than `stored_bytes`, its valid part.
     pub(super) fn is_store_too_long(&self) -> bool {
         self.length_version.load(Acquire) & 1 == 1
     }
 
-    /// Truncates the store to its valid part, if it may be longer.
+    /// Truncates the store to `stored_bytes`, its valid part, if the store may be longer.
     fn truncate_store(&self, store: &dyn Store) -> Result<()> {
         let (before, stored) = {
             let _writer = self.tree.lock();
@@ -265,8 +268,8 @@ impl File {
         Ok(())
     }
 
-    /// As [`File::try_freeze_dirty`], but waits for other threads that use the folio, at most a second.
-    pub(super) fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
+    /// As [`File::try_freeze_dirty`], but waits, a second at most, while another thread uses the folio.
+    pub(super) fn freeze_dirty(&self, index: u64) -> Result<FreezeOutcome> {
         let mut timed_wait = TimedWait::new();
         loop {
             if let Some(frozen) = self.try_freeze_dirty(index) {
@@ -276,9 +279,9 @@ impl File {
         }
     }
 
-    /// Freezes the folio at `index` if it is dirty: threads can read it but not write to it. Returns the index behind
-    /// the folio, too. Returns `None` if another thread uses the folio.
-    pub(super) fn try_freeze_dirty(&self, index: u64) -> Option<Frozen> {
+    /// Freezes the folio that covers page `index` if the folio is dirty. Threads can read a frozen folio but not write
+    /// to it. Returns `None` if another thread uses the folio.
+    pub(super) fn try_freeze_dirty(&self, index: u64) -> Option<FreezeOutcome> {
         loop {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return Some((index + 1, None)) };
@@ -296,8 +299,8 @@ impl File {
         }
     }
 
-    /// Makes folios behind the end of the file clean, from page `first` to before `end`. Stops at a folio that lies
-    /// inside the file by now.
+    /// Makes dirty folios behind the end of the file clean, from page `first` to the page before `end`. Stops at a
+    /// folio that lies inside the file by now, because the file has grown.
     fn clean_behind_end(&self, first: u64, end: u64) {
         let mut at = first;
         while at < end

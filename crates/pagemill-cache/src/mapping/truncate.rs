@@ -47,7 +47,7 @@ impl File {
         }
     }
 
-    /// Sets the new length; bytes of the store behind it are not valid any more.
+    /// Sets a shorter length of the file. The bytes of the store behind the new length are not valid any more.
     fn set_shorter_size(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
         debug_assert!(size_bytes <= self.size_bytes(), "the file gets shorter");
@@ -70,7 +70,7 @@ impl File {
         self.zero_behind_end(size_bytes);
     }
 
-    /// Fails if the folio of the last byte before `size_bytes` is held.
+    /// Returns an error if the folio with the last byte before `size_bytes` is held for a second.
     pub(super) fn check_last_folio_free(&self, size_bytes: u64) -> Result<()> {
         let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
         if let Some(place) = self.pin_page(self.index_of(last))? {
@@ -79,8 +79,8 @@ impl File {
         Ok(())
     }
 
-    /// Zeroes the part behind the end in the folio of the last byte. Waits while another thread has the folio frozen,
-    /// which takes at most a write to the store.
+    /// Zeroes the part of the last folio that lies behind the end of the file. Waits while another thread has the folio
+    /// frozen, which takes at most a write to the store.
     fn zero_behind_end(&self, size_bytes: u64) {
         let Some(last) = size_bytes.checked_sub(1) else { return };
         let place = loop {
@@ -98,7 +98,8 @@ impl File {
         self.cache.unpin(place.number);
     }
 
-    /// Zeroes the bytes from offset `from` to `to` in all folios in memory.
+    /// Zeroes the bytes of the file from offset `from` to offset `to`. Pages that have neither a folio nor a store read
+    /// zero anyway.
     ///
     /// # Errors
     ///

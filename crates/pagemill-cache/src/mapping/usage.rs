@@ -12,7 +12,7 @@ use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::sync::{Arc, Weak};
 
-/// The owner of the memory that a [`Usage`] describes.
+/// The kind of owner of the memory that a [`Usage`] describes.
 ///
 /// Example: [`Usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub struct Usage {
     /// Whether the cache uses reserved huge pages. If so, its bytes are not resident memory of the process, and in no
     /// published sum except `cache_hugetlb`.
     pub is_hugetlb: bool,
-    /// Whether the walk reached its time limit. If so, `locked` and `index` may be too low.
+    /// Whether a walk over the pages or the files reached its time limit. If so, `locked` and `index` may be too low.
     pub is_partial: bool,
 }
 
@@ -84,7 +84,7 @@ impl Usage {
     }
 }
 
-/// A time limit that reads the clock at some of its checks only.
+/// A time limit of a walk. Reads the clock only at some of its checks.
 struct Deadline {
     /// Time on the fine clock at which the limit is reached. `None`: no limit.
     ns: Option<u64>,
@@ -94,15 +94,15 @@ struct Deadline {
 }
 
 impl Deadline {
-    /// Number of checks between two readings of the clock: some microseconds.
+    /// Number of checks between two readings of the clock. These checks take some microseconds.
     const CHECKS_PER_READING: u32 = 1 << 8;
 
-    /// Creates a limit that is reached after `ns` nanoseconds; `None`: never.
+    /// Creates a limit that is reached `ns` nanoseconds from now. With `None`, the limit is never reached.
     fn after(ns: Option<u64>) -> Self {
         Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
     }
 
-    /// Returns whether a check has found that the limit is reached.
+    /// Checks the limit. Returns whether this check or an earlier one has found that the time is over.
     fn is_over(&mut self) -> bool {
         self.checks += 1;
         if let Some(ns) = self.ns
@@ -115,7 +115,8 @@ impl Deadline {
 }
 
 impl Inner {
-    /// Walks all pages and all files, each for at most `most_ns`.
+    /// Returns the memory use of the cache. Walks over all pages and over all files; each of the two walks takes at
+    /// most `most_ns`.
     fn usage(&self, most_ns: Option<u64>) -> Usage {
         let pool = self.pool;
         let mut usage = Usage {
@@ -177,7 +178,7 @@ impl Inner {
 }
 
 impl PageCache {
-    /// Returns the current memory use. Walks over all pages.
+    /// Returns the current memory use of the cache. Walks over all of its pages.
     pub fn usage(&self) -> Usage {
         self.0.usage(None)
     }
@@ -231,8 +232,8 @@ mod tests {
     use crate::mapping::PageCache;
     use crate::test_process;
 
-    /// Without time only some of the pages may be walked, and the result must be marked as partial. With enough time,
-    /// the result must equal that of `PageCache::usage`.
+    /// With a time limit of 0, a walk must visit only some of the pages, and its result must be marked as partial. With
+    /// enough time, the result must equal that of `PageCache::usage`.
     #[test]
     fn a_usage_walk_ends_at_its_time_limit() {
         let caches = test_process::caches();

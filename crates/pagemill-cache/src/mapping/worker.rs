@@ -18,37 +18,39 @@ use std::sync::atomic::Ordering::AcqRel;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Weak};
 
-/// Maximum number of ranges in the queue. Further proposals are dropped; later writes propose the ranges again.
-const MOST_QUEUED: usize = 10_000;
+/// Maximum number of ranges in the queue of ranges to collapse. Further ranges are dropped; later writes propose them
+/// again.
+const MAX_QUEUED_RANGES: usize = 10_000;
 
-/// Maximum number of further attempts for a range with folios in use.
-const MOST_RETRIES: u8 = 3;
+/// Maximum number of further attempts to collapse a range, if folios of the range are in use.
+const MAX_COLLAPSE_RETRIES: u8 = 3;
 
 /// A range whose small folios may be collapsed.
 struct QueuedRange {
     file: Weak<File>,
     /// Index of a page in the range.
     index: u64,
-    /// Number of failed attempts.
+    /// Number of failed attempts to collapse the range.
     tries: u8,
 }
 
-/// The queue of ranges to collapse, and the thread that works on them.
+/// The queue of ranges to collapse, and the background thread that collapses them.
 #[derive(Default)]
 pub(crate) struct Worker {
     queue: Guarded<VecDeque<QueuedRange>>,
     /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
-    /// Whether the thread was started.
+    /// Whether the background thread was started.
     is_started: AtomicBool,
-    /// Whether the thread is never started. The program then does its work with calls of
+    /// Whether the background thread must never be started. The program then does its work with calls of
     /// [`PageCache::collapse_waiting`](super::PageCache::collapse_waiting) and similar methods.
     is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }
 
 impl File {
-    /// Queues a range for a collapse if the page created at `index` is its last one.
+    /// Queues the range of a huge folio for a collapse, if the page that was created at `index` is the last page of the
+    /// range.
     pub(super) fn propose_collapse(&self, index: u64) {
         let order = self.pool().chunk_order();
         if order > 0 && index + 1 == self.span_of(index).end && self.cache.is_huge_allowed() {
@@ -88,12 +90,12 @@ impl File {
 }
 
 impl Worker {
-    /// Adds a range to the queue, and wakes the thread.
+    /// Adds the range with page `index` of a file to the queue, and wakes the background thread.
     fn propose(&self, caches: &'static Caches, file: &File, index: u64) {
         let Some(file) = file.cache.file(file.id) else { return };
         let range = QueuedRange { file: Arc::downgrade(&file), index, tries: 0 };
         self.queue.with(|queue| {
-            if queue.len() < MOST_QUEUED {
+            if queue.len() < MAX_QUEUED_RANGES {
                 queue.push_back(range);
             }
         });
@@ -107,11 +109,11 @@ impl Worker {
         self.is_thread_disabled.load(Relaxed)
     }
 
-    /// Does nothing, because shuttle runs without the thread.
+    /// Does nothing, because shuttle tests run without the background thread.
     #[cfg(shuttle)]
     pub fn wake(&self, _caches: &'static Caches) {}
 
-    /// Wakes the thread, or starts it.
+    /// Wakes the background thread, or starts it.
     #[cfg(not(shuttle))]
     pub fn wake(&self, caches: &'static Caches) {
         self.wakeups.fetch_add(1, Relaxed);
@@ -133,7 +135,7 @@ impl Worker {
             let Some(file) = range.file.upgrade() else { continue };
             match file.collapse_if_chosen(range.index) {
                 Some(is_huge) => made += usize::from(is_huge),
-                None if range.tries < MOST_RETRIES => {
+                None if range.tries < MAX_COLLAPSE_RETRIES => {
                     self.queue.with(|queue| queue.push_back(QueuedRange { tries: range.tries + 1, ..range }));
                 }
                 None => {}
@@ -142,7 +144,7 @@ impl Worker {
         made
     }
 
-    /// Prevents the start of the thread from now on.
+    /// Prevents the start of the background thread from now on.
     pub fn disable_threads(&self) {
         self.is_thread_disabled.store(true, Relaxed);
     }
@@ -157,7 +159,7 @@ impl Worker {
         self.queue.release();
     }
 
-    /// In a fork child: marks the thread as not running.
+    /// Called in a fork child: marks the background thread as not running.
     pub(super) fn begin_child(&self) {
         self.is_started.store(false, Relaxed);
         self.sweep.begin_child();
@@ -165,7 +167,8 @@ impl Worker {
 }
 
 impl thread::Work for Caches {
-    /// Sleeps until a range is proposed or a step of the scan is due. Runs at the lowest scheduling priority.
+    /// Main loop of the background thread. Sleeps until a range is proposed for a collapse, or until a step of the scan
+    /// for sparse huge folios is due. Runs at the lowest scheduling priority.
     fn work(&'static self) {
         thread::defer();
         loop {

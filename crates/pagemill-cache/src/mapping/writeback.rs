@@ -27,25 +27,25 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of runs in flight, enough to keep a device busy.
-const MOST_RUNS: usize = 128;
-/// Maximum number of bytes in flight. A single folio that is larger is also written.
-const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
+/// Maximum number of runs (transfers of adjacent folios) in flight, enough to keep a device busy.
+const MAX_RUNS_IN_FLIGHT: usize = 128;
+/// Maximum number of bytes that one walk has in flight. A single folio that is larger is also written.
+const MAX_BYTES_IN_FLIGHT: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Number of runs that are passed to the store at a time. One call for each run would cost too much, and one call for
 /// all runs would leave the device idle until then.
 const BATCH_RUNS: usize = 8;
 /// Number of bytes that are passed to the store at a time.
-const BATCH_BYTES: u64 = MOST_BYTES / 4;
+const BATCH_BYTES: u64 = MAX_BYTES_IN_FLIGHT / 4;
 
 /// Maximum length of a run of small folios. A device writes a few large transfers faster than many small ones.
-const MOST_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
+const MAX_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
 /// Interval of wakeups in a wait without a time limit.
 const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The operation that errors of the store name.
-const DOING: &str = "writing a file back";
+/// The name of the operation in errors of the store.
+const WRITEBACK_OPERATION: &str = "writing a file back";
 
 /// Why a file is written back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ impl WritebackReason {
     }
 }
 
-/// Range and limits of a walk.
+/// Range and limits of a walk over the dirty folios of a file.
 #[derive(Clone)]
 pub(super) struct WalkPlan {
     pub reason: WritebackReason,
@@ -82,11 +82,12 @@ pub(super) struct WalkPlan {
     pub most_bytes: u64,
     /// Time limit for a store that completes nothing. `None`: no limit.
     pub timeout: Option<Duration>,
-    /// Whether the walk waits for the users of a folio, a second at most. If not, the walk skips the folio.
+    /// What the walk does with a folio that another thread uses. True: waits for that thread, a second at most. False:
+    /// skips the folio.
     pub waits_for_others: bool,
 }
 
-/// Result of a walk.
+/// Result of a walk over the dirty folios of a file.
 #[derive(Debug, Default)]
 pub(super) struct WalkResult {
     /// Number of bytes that were written without an error.
@@ -95,7 +96,7 @@ pub(super) struct WalkResult {
     pub is_clean: bool,
     /// Page at which the next walk continues; `None` if this walk reached the end of its range.
     pub next: Option<u64>,
-    /// The store's first error. Folios that failed stay dirty; the others were written.
+    /// The store's first error. Folios whose write failed stay dirty; the other folios were written.
     pub failure: Option<Error>,
 }
 
@@ -125,7 +126,7 @@ struct WalkProgress {
     /// Number of runs that have ended.
     ended: u64,
     written_bytes: u64,
-    /// Whether a folio was written and is dirty nevertheless.
+    /// Whether a folio was written but is dirty nevertheless.
     has_dirty_folio: bool,
     /// The store's first error.
     failure: Option<io::Error>,
@@ -144,7 +145,7 @@ impl WalkState {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that a run of `bytes` begins.
+    /// Records that a run of `bytes` bytes is in flight.
     fn begin(&self, bytes: u64) {
         self.file.note_in_flight();
         stats::add(Counter::CacheWriteback, bytes);
@@ -153,7 +154,8 @@ impl WalkState {
         state.bytes += bytes;
     }
 
-    /// Records the end of a run. `result` says whether its folios are clean.
+    /// Records the end of a run of `bytes` bytes. `result` is the store's error, or says whether the folios are clean
+    /// now.
     fn end(&self, bytes: u64, result: io::Result<bool>) {
         stats::sub(Counter::CacheWriteback, bytes);
         if result.is_ok() {
@@ -218,7 +220,7 @@ struct WriteRun {
     copy: Option<Aligned>,
     /// Value of `File::length_version` when the run was created.
     length_version: u32,
-    /// Whether the folios were thawed.
+    /// Whether the folios of the run were thawed.
     is_complete: AtomicBool,
 }
 
@@ -232,7 +234,7 @@ impl WriteRun {
         std::iter::once(&self.first).chain(&self.others)
     }
 
-    /// Returns index, number and order of each folio.
+    /// Returns for each folio of the run its page index, page number and order.
     fn folios(&self) -> impl Iterator<Item = (u64, u32, u8)> + Clone {
         let first = self.walk_state.file.index_of(self.bytes.start);
         self.run_folios().scan(first, |index, folio| {
@@ -242,9 +244,10 @@ impl WriteRun {
         })
     }
 
-    /// Adds a folio if it follows the last one in the file and the run is not too long. Returns whether it was added.
+    /// Adds a folio to the run if the folio directly follows the run in the file and the run is not too long. Returns
+    /// whether the folio was added.
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
-        let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MOST_RUN_BYTES;
+        let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MAX_RUN_BYTES;
         if fits {
             let pool = self.walk_state.file.pool();
             let end = pool.addr(self.first.number) + self.len_bytes() as usize;
@@ -255,7 +258,7 @@ impl WriteRun {
         fits
     }
 
-    /// Copies the folios into one buffer, unless they are contiguous in memory.
+    /// Copies the folios of the run into one buffer, unless the folios are contiguous in memory.
     fn gather(&mut self) {
         if self.is_contiguous {
             return;
@@ -273,7 +276,7 @@ impl WriteRun {
         self.copy = Some(copy);
     }
 
-    /// Makes the run a transfer, which owns the run from then on.
+    /// Converts the run to a transfer, which owns the run from then on.
     fn into_transfer(mut self) -> Transfer {
         self.gather();
         let (offset, len) = (self.bytes.start, self.len_bytes() as usize);
@@ -291,7 +294,8 @@ impl WriteRun {
         unsafe { Transfer::new(Direction::Write, offset, addr, len, Arc::new(self), 0) }
     }
 
-    /// Thaws the folios. Returns whether they are clean.
+    /// Thaws the folios of the run. `is_written` says whether the store has written them. Returns whether they are
+    /// clean now.
     fn complete(&self, is_written: bool) -> bool {
         let file = &self.walk_state.file;
         if is_written {
@@ -328,7 +332,8 @@ struct PendingRuns<'store> {
 }
 
 impl PendingRuns<'_> {
-    /// Adds a frozen folio that lies behind the folios added before. Returns the number of bytes to write.
+    /// Adds a frozen folio that lies behind all folios added before. Returns the number of its bytes that must be
+    /// written.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.walk_state.file;
         debug_assert!(file.pool().word(number).load().kind() == Kind::Frozen, "only frozen folios are written");
@@ -368,7 +373,7 @@ impl PendingRuns<'_> {
         self.runs.len() > most || self.bytes >= BATCH_BYTES
     }
 
-    /// Passes the runs to the store.
+    /// Passes all pending runs to the store.
     fn start(&mut self) {
         self.bytes = 0;
         if !self.runs.is_empty() {
@@ -396,7 +401,7 @@ impl File {
         if !is_over {
             return Err(Error::Busy { what: "the store makes no progress with its writes" });
         }
-        let failure = state.failure.take().map(failed(DOING));
+        let failure = state.failure.take().map(failed(WRITEBACK_OPERATION));
         let (next, is_clean) = match found {
             Err(error) if failure.is_none() => return Err(error),
             found => found.unwrap_or((None, false)),
@@ -445,7 +450,7 @@ impl File {
             if pending.is_full() {
                 pending.start();
                 let walk_state = &pending.walk_state;
-                let most = (MOST_RUNS - BATCH_RUNS, MOST_BYTES - BATCH_BYTES);
+                let most = (MAX_RUNS_IN_FLIGHT - BATCH_RUNS, MAX_BYTES_IN_FLIGHT - BATCH_BYTES);
                 if !walk_state.wait(most, walk.timeout) {
                     return Ok((Some(at), false));
                 }
@@ -458,12 +463,12 @@ impl File {
         busy.map_or(Ok((None, is_clean)), Err)
     }
 
-    /// Counts one more run of the file in flight.
+    /// Increments the number of the file's runs in flight.
     fn note_in_flight(&self) {
         self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
     }
 
-    /// Counts one run of the file less in flight.
+    /// Decrements the number of the file's runs in flight.
     fn note_run_ended(&self) {
         if let Some(dirty) = &self.dirty {
             let runs = dirty.in_flight.fetch_sub(1, SeqCst);

@@ -9,8 +9,9 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::time::Duration;
 
-/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
-const DEPTH: usize = 4;
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `PCT_DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
+const PCT_DEPTH: usize = 4;
 
 /// Maximum number of steps of a run. A longer run waits for an event that never comes.
 const MAX_STEPS: usize = 300_000;
@@ -23,7 +24,7 @@ fn new_slabs() -> &'static Slabs {
     slabs
 }
 
-fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
+fn run_in_many_schedules(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
@@ -34,15 +35,15 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
         run();
     };
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PCT_DEPTH, runs), config()).run(begin);
 }
 
-/// A thread visits all caches while two others use index nodes for the first time. The thread must find the cache of
-/// nodes complete or not at all, and only one such cache may be created. Reserved addresses are never freed, so there
-/// are few runs.
+/// A thread visits all caches while two others use index nodes for the first time. The visiting thread must find either
+/// no cache of nodes or a complete one. Only one such cache may be created. Reserved addresses are never freed, so
+/// there are few runs.
 #[test]
 fn node_cache_is_complete_when_published() {
-    run_in_orders(30, || {
+    run_in_many_schedules(30, || {
         let slabs = new_slabs();
         let seer = shuttle::thread::spawn(move || {
             while slabs.count() == 0 {

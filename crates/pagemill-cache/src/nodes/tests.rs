@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 type Array = XArray<pagemill_xarray::Forest>;
 
 /// Time limit of every wait: far longer than a wait takes, even on an overloaded machine.
-const STUCK_AFTER: Duration = Duration::from_secs(600);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Returns slab caches with background defragmentation.
-fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
+fn slabs_with_background_defrag(layout: arena::Layout) -> &'static Slabs {
     let account = Account::make(UNLIMITED).unwrap();
     let arena = place(arena::Arena::new(layout, account).unwrap()).unwrap();
     let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
@@ -27,31 +27,31 @@ fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
 }
 
 /// Returns slab caches without background defragmentation.
-fn slabs_with(layout: arena::Layout) -> &'static Slabs {
-    let slabs = slabs_behind(layout);
+fn slabs_without_background_defrag(layout: arena::Layout) -> &'static Slabs {
+    let slabs = slabs_with_background_defrag(layout);
     slabs.defrag_by_hand();
     slabs
 }
 
 /// Returns slab caches that use whole blocks from the start.
 fn slabs() -> &'static Slabs {
-    slabs_with(arena::Layout::for_test())
+    slabs_without_background_defrag(arena::Layout::for_test())
 }
 
 /// Returns slab caches with sparse blocks, whose memory is committed and returned slab by slab.
 fn sparse_slabs() -> &'static Slabs {
-    slabs_with(arena::Layout { use_huge: false, ..arena::Layout::for_test() })
+    slabs_without_background_defrag(arena::Layout { use_huge: false, ..arena::Layout::for_test() })
 }
 
 fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
-    slabs_with(arena::Layout { nodes: Nodes::logical(nodes), ..arena::Layout::for_test() })
+    slabs_without_background_defrag(arena::Layout { nodes: Nodes::logical(nodes), ..arena::Layout::for_test() })
 }
 
-/// Waits until `is_so` returns true, at most for [`STUCK_AFTER`].
+/// Waits until `is_so` returns true. Panics after [`WAIT_TIMEOUT`].
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
-        assert!(began.elapsed() < STUCK_AFTER, "{what} does not come");
+        assert!(began.elapsed() < WAIT_TIMEOUT, "{what} does not come");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -61,7 +61,7 @@ fn wait_for_sleep(slabs: &Slabs) {
 }
 
 /// Number of indices that a lowest-level node covers.
-const SPAN: u64 = 64;
+const NODE_SPAN: u64 = 64;
 
 fn array(nodes: &'static NodeCache) -> Box<Array> {
     // SAFETY: the array is not used before it lies in its box, where it stays until its drop.
@@ -73,23 +73,23 @@ fn store(array: &Array, index: u64, order: u32, value: u64) {
     writer.store(index, order, value, &mut stock);
 }
 
-fn all(array: &Array) -> Vec<Found> {
+fn all_entries(array: &Array) -> Vec<Found> {
     let next = |from: u64| array.next(from, MAX_INDEX, &pin());
     std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
 }
 
-/// Creates an index of ten thousand entries, each in its own node, and erases all but one in six.
+/// Creates an index of ten thousand entries, each in its own node, and erases all but every sixth entry.
 fn array_with_one_of_six(nodes: &'static NodeCache) -> Box<Array> {
     let array = array(nodes);
-    (0..10_000).for_each(|at| store(&array, at * SPAN, 0, at));
+    (0..10_000).for_each(|at| store(&array, at * NODE_SPAN, 0, at));
     let erased = (0..10_000).filter(|at| at % 6 != 0);
-    erased.for_each(|at| assert!(array.lock().erase(at * SPAN).is_some()));
+    erased.for_each(|at| assert!(array.lock().erase(at * NODE_SPAN).is_some()));
     array
 }
 
 fn assert_one_of_six(array: &Array) {
-    let kept: Vec<_> = (0..10_000).step_by(6).map(|at| Found { value: at, first: at * SPAN, order: 0 }).collect();
-    assert_eq!(all(array), kept);
+    let kept: Vec<_> = (0..10_000).step_by(6).map(|at| Found { value: at, first: at * NODE_SPAN, order: 0 }).collect();
+    assert_eq!(all_entries(array), kept);
 }
 
 /// Shrinks the cache until the memory of all moved nodes is freed. Readers in concurrent tests may delay that.
@@ -102,8 +102,8 @@ fn shrink(nodes: &NodeCache) {
     nodes.check_state();
 }
 
-/// Memory that held nodes is read without a guard. After a shrink it must read as zero, and AddressSanitizer must
-/// report no error.
+/// Memory that held nodes is read without a guard. After a shrink the memory must read as zero, and AddressSanitizer
+/// must report no error.
 #[test]
 fn memory_of_former_nodes_reads_zero() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -123,8 +123,8 @@ fn memory_of_former_nodes_reads_zero() {
     }
 }
 
-/// Sets up an index with five of six entries erased, and shrinks the cache. The remaining entries must be found in
-/// order, and at most one slab per memory node may be partial.
+/// Erases five of six entries of an index, and shrinks the cache of its nodes. The remaining entries must be found in
+/// order, and at most one slab per NUMA node may be partial.
 #[test]
 fn an_index_that_became_sparse_is_packed() {
     for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
@@ -149,7 +149,8 @@ fn an_index_that_became_sparse_is_packed() {
     }
 }
 
-/// Nodes must not be moved at a ratio of 0, nor in arrays whose own address may change.
+/// Nodes must not be moved if the cache's ratio is set to 0 (`set_defrag_used_ratio`), nor in arrays whose own address
+/// may change.
 #[test]
 fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     let nodes = IndexNodes::new(slabs()).cache().unwrap();
@@ -160,17 +161,17 @@ fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     assert!(matches!(nodes.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
     drop(array);
     let staying = XArray::new(nodes.forest());
-    (0..1000).for_each(|at| store(&staying, at * SPAN, 0, at));
-    (0..1000).filter(|at| at % 6 != 0).for_each(|at| _ = staying.lock().erase(at * SPAN));
+    (0..1000).for_each(|at| store(&staying, at * NODE_SPAN, 0, at));
+    (0..1000).filter(|at| at % 6 != 0).for_each(|at| _ = staying.lock().erase(at * NODE_SPAN));
     shrink(nodes);
     let info = nodes.info().unwrap();
     assert_eq!(info.moved, 0);
     assert!(info.refused > 0 && info.total.partial > 1);
-    assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
+    assert_eq!(all_entries(&staying).len(), 1000_usize.div_ceil(6));
 }
 
-/// After steps of defragmentation the ratio must bound the resident memory, even if another thread sometimes holds the
-/// lock of the array.
+/// After steps of defragmentation the cache's ratio (`set_defrag_used_ratio`) must bound the resident memory of nodes,
+/// even if another thread sometimes holds the lock of the array.
 #[test]
 fn ratio_bounds_resident_nodes() {
     let slabs = sparse_slabs();
@@ -195,17 +196,18 @@ fn ratio_bounds_resident_nodes() {
         }
         // A suspended cache is searched again only after its number of objects has changed.
         store(&array, MAX_INDEX, 0, 1);
-        (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
+        (0..40).for_each(|at| store(&array, (20_000 + at) * NODE_SPAN, 0, at));
         while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
         nodes.finish_all_retired();
-        array.lock().erase_range(20_000 * SPAN, MAX_INDEX, drop);
+        array.lock().erase_range(20_000 * NODE_SPAN, MAX_INDEX, drop);
     }
     assert_one_of_six(&array);
     let info = nodes.info().unwrap();
     assert!(is_bounded(&info), "{info:?}");
 }
 
-/// At a memory limit the shrinker must pack the nodes. It must report no freed bytes, because nodes are not charged.
+/// At a memory limit the shrinker must pack the nodes into fewer slabs. The shrinker must report no freed bytes,
+/// because nodes are not charged.
 #[test]
 fn limit_packs_nodes() {
     let slabs = sparse_slabs();
@@ -227,10 +229,10 @@ fn value_of(index: u64, round: u64) -> u64 {
     index << 8 | round & 0xFF
 }
 
-/// Ends the other threads when it is dropped, also after a panic.
-struct Done<'a>(&'a AtomicBool);
+/// Sets the flag that ends the other threads of a test when the value is dropped, also after a panic.
+struct EndOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Done<'_> {
+impl Drop for EndOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -245,8 +247,8 @@ fn threads_read_and_write_while_nodes_move() {
     let nodes = IndexNodes::new(sparse_slabs()).cache().unwrap();
     let (array, is_done) = (array(nodes), AtomicBool::new(false));
     for at in 0..FILES {
-        store(&array, at * SPAN, 0, value_of(at * SPAN, 0));
-        array.lock().set_mark(at * SPAN, Mark::B);
+        store(&array, at * NODE_SPAN, 0, value_of(at * NODE_SPAN, 0));
+        array.lock().set_mark(at * NODE_SPAN, Mark::B);
     }
     let order = |at: u64| (at % u64::from(MAX_ORDER + 1)) as u32;
     std::thread::scope(|scope| {
@@ -257,12 +259,12 @@ fn threads_read_and_write_while_nodes_move() {
                 while !is_done.load(Relaxed) {
                     at = (at * 7 + 1) % FILES;
                     let guard = &pin();
-                    let found = array.load(at * SPAN, guard).expect("always there");
-                    assert_eq!((found.value >> 8, found.order), (at * SPAN, 0));
-                    assert!(array.get_mark(at * SPAN, Mark::B, guard));
-                    let next = array.next(at * SPAN + 1, MAX_INDEX, guard);
+                    let found = array.load(at * NODE_SPAN, guard).expect("always there");
+                    assert_eq!((found.value >> 8, found.order), (at * NODE_SPAN, 0));
+                    assert!(array.get_mark(at * NODE_SPAN, Mark::B, guard));
+                    let next = array.next(at * NODE_SPAN + 1, MAX_INDEX, guard);
                     assert!(next.is_none_or(|next| next.value >> 8 == next.first), "another's: {next:?}");
-                    assert!(array.hint(at * SPAN).is_none_or(|found| found.value >> 8 == found.first));
+                    assert!(array.hint(at * NODE_SPAN).is_none_or(|found| found.value >> 8 == found.first));
                 }
             });
         }
@@ -278,7 +280,7 @@ fn threads_read_and_write_while_nodes_move() {
         let writers: Vec<_> = [0, 1 << 30]
             .map(|base| {
                 scope.spawn(move || {
-                    let _done = Done(is_done);
+                    let _done = EndOnDrop(is_done);
                     // At least `ROUNDS` rounds, and more until nodes were moved.
                     let nothing_moved = || nodes.info().unwrap().moved == 0 && !is_done.load(Relaxed);
                     for round in (1..).take_while(|round| *round <= ROUNDS || nothing_moved()) {
@@ -286,18 +288,20 @@ fn threads_read_and_write_while_nodes_move() {
                             let first = (base + (at + FILES) * (1 << MAX_ORDER)) & MAX_INDEX;
                             store(array, first, order(at), value_of(first, round));
                             if base == 0 {
-                                assert!(array.lock().replace(at * SPAN, value_of(at * SPAN, round)).is_some());
+                                assert!(
+                                    array.lock().replace(at * NODE_SPAN, value_of(at * NODE_SPAN, round)).is_some()
+                                );
                             }
                         }
                         // An array of this thread alone, which is dropped while its nodes may be moved.
                         let brief = self::array(nodes);
-                        (0..50).for_each(|at| store(&brief, at * SPAN, 0, value_of(at * SPAN, round)));
+                        (0..50).for_each(|at| store(&brief, at * NODE_SPAN, 0, value_of(at * NODE_SPAN, round)));
                         for at in (0..FILES).filter(|at| at % 6 != round % 6) {
                             let first = base + (at + FILES) * (1 << MAX_ORDER);
                             let erased = array.lock().erase(first).expect("this thread's own");
                             assert_eq!((erased.value, erased.order), (value_of(first, round), order(at)));
                         }
-                        assert_eq!(all(&brief).len(), 50);
+                        assert_eq!(all_entries(&brief).len(), 50);
                         array.lock().erase_range(base + FILES * (1 << MAX_ORDER), base + (1 << 29), drop);
                     }
                 })
@@ -307,15 +311,16 @@ fn threads_read_and_write_while_nodes_move() {
         writers.into_iter().for_each(|writer| writer.join().unwrap());
     });
     shrink(nodes);
-    assert_eq!(all(&array).len() as u64, FILES);
+    assert_eq!(all_entries(&array).len() as u64, FILES);
     assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
 }
 
-/// An index is emptied. Its few nodes must be freed without a call. After `defrag_by_hand` they must wait for a call.
+/// All entries of an index are erased. The background thread must free the index's nodes. After a call of
+/// `defrag_by_hand`, the nodes must stay until a call of `shrink`.
 #[test]
 fn background_frees_retired_nodes() {
     for is_stopped in [false, true] {
-        let slabs = slabs_behind(arena::Layout { use_huge: false, ..arena::Layout::for_test() });
+        let slabs = slabs_with_background_defrag(arena::Layout { use_huge: false, ..arena::Layout::for_test() });
         if is_stopped {
             slabs.defrag_by_hand();
         }

@@ -294,14 +294,14 @@ impl Account {
         let untouched = self.untouched.load(Relaxed);
         stats::set(Counter::Resident, resident);
         stats::set(Counter::Untouched, untouched);
-        let giveable = self.giveable();
+        let amounts = self.owners.amounts();
         if let Some(helper) = self.helper.get().filter(|helper| helper.is_parked())
-            && (giveable >= governor::WORTHWHILE_BYTES || self.may_have_more())
+            && (amounts.giveable >= governor::WORTHWHILE_BYTES || amounts.may_have_more)
         {
             helper.unpark(self);
         }
         stats::raise(Counter::ResidentPeak, resident);
-        let giveable = self.charged_giveable(giveable);
+        let giveable = amounts.charged();
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
@@ -314,15 +314,14 @@ impl Account {
         self.owners.giveable(Context::Outside)
     }
 
-    /// The bytes of `giveable` that this account is charged for. Returning other bytes lowers neither this charge nor
-    /// the tree's.
-    fn charged_giveable(&self, giveable: u64) -> u64 {
-        giveable.saturating_sub(self.owners.foreign())
+    /// The part of [`Account::giveable`] that this account is charged for.
+    fn charged_giveable(&self) -> u64 {
+        self.owners.amounts().charged()
     }
 
     /// Whether a measurement may find more giveable memory than the shrinkers report.
     pub(super) fn may_have_more(&self) -> bool {
-        self.owners.may_have_more()
+        self.owners.amounts().may_have_more
     }
 
     /// Wakes the helper if it is parked. Called when there may be memory to give back from now on.
@@ -436,7 +435,7 @@ impl Account {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.charged_giveable(self.giveable()), |part| {
+        let given = place.answer(self.charged_giveable(), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });

@@ -4,6 +4,9 @@
 //! return blocks only the thread that made it, and threads whose charge would be refused otherwise. All other threads
 //! skip that owner. The amounts that owners report are added with saturation. The limit is checked again after a
 //! reclaim, so a wrong report admits no charge.
+//!
+//! Each charge needs the amounts, so Pagemill's own owners report them by a direct call: these only load counters. Only
+//! an owner of the program may panic there, and is called through `catch_unwind`.
 
 use super::aging::LeastOver;
 use super::governor::WORTHWHILE_BYTES;
@@ -72,6 +75,13 @@ impl RegisteredOwner {
         result.ok()
     }
 
+    /// As [`RegisteredOwner::query`], but without `catch_unwind`: for an owner of Pagemill that reports an amount.
+    #[inline]
+    fn query_own<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
+        let shrinker = *self.shrinker.get()?;
+        (!self.has_failed.load(Relaxed)).then(|| act(shrinker))
+    }
+
     /// Makes a call that may take long. Returns `None` if threads inside such a call made no progress for
     /// [`BLOCKED_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
@@ -132,11 +142,50 @@ impl RegisteredOwner {
     }
 }
 
+/// The amounts that all owners report together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Amounts {
+    /// Bytes that the owners could give back at once.
+    pub giveable: u64,
+    /// The part of `giveable` that no account is charged for.
+    pub foreign: u64,
+    /// Whether any owner may have more giveable memory than it reports ([`Shrinker::may_have_more`]).
+    pub may_have_more: bool,
+}
+
+impl Amounts {
+    fn of(shrinker: &dyn Shrinker) -> Self {
+        Self {
+            giveable: shrinker.giveable_bytes(),
+            foreign: shrinker.foreign_bytes(),
+            may_have_more: shrinker.may_have_more(),
+        }
+    }
+
+    /// Returns the bytes of `giveable` that the account is charged for. Returning the others lowers neither its charge
+    /// nor that of its tree.
+    pub fn charged(self) -> u64 {
+        self.giveable.saturating_sub(self.foreign)
+    }
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            giveable: self.giveable.saturating_add(other.giveable),
+            foreign: self.foreign.saturating_add(other.foreign),
+            may_have_more: self.may_have_more | other.may_have_more,
+        }
+    }
+}
+
 /// All registered owners, cheapest first.
 ///
 /// Example: [`Shrinker`].
 #[derive(Default)]
-pub struct Owners([RegisteredOwner; MAX_OWNERS]);
+pub struct Owners {
+    slots: [RegisteredOwner; MAX_OWNERS],
+    /// Whether the program has registered an owner.
+    has_programs: AtomicBool,
+}
 
 impl Owners {
     /// Registers an owner of Pagemill itself, after its others of the same cost.
@@ -152,34 +201,43 @@ impl Owners {
     /// Registers an owner of the program, after all others of the same cost. Returns whether there was a free slot: the
     /// program has [`SLOTS`] for each cost.
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> bool {
+        self.has_programs.store(true, Relaxed);
         self.fill((shrinker.cost() as usize * 2 + 1) * SLOTS, shrinker)
     }
 
     /// Stores the owner in the first free one of [`SLOTS`] slots from `first` on.
     fn fill(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
         assert!(first.is_multiple_of(SLOTS) && first < MAX_OWNERS, "slots of one cost");
-        self.0[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
+        self.slots[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
     }
 
     fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
-        self.0.iter().filter(move |owner| owner.may_be_called(context))
+        self.slots.iter().filter(move |owner| owner.may_be_called(context))
+    }
+
+    /// Returns the slots of Pagemill's owners, or those of the program's.
+    fn slots_of(&self, is_programs: bool) -> impl Iterator<Item = &RegisteredOwner> {
+        self.slots.chunks_exact(SLOTS).skip(usize::from(is_programs)).step_by(2).flatten()
+    }
+
+    /// Returns the amounts of all owners. Cost: some loads of counters for each owner of Pagemill; each owner of the
+    /// program also costs a `catch_unwind`.
+    pub fn amounts(&self) -> Amounts {
+        let own = self.slots_of(false).filter_map(|owner| owner.query_own(Amounts::of));
+        let sum = own.fold(Amounts::default(), Amounts::add);
+        if !self.has_programs.load(Relaxed) {
+            return sum;
+        }
+        self.slots_of(true).filter_map(|owner| owner.query(Amounts::of)).fold(sum, Amounts::add)
     }
 
     /// Bytes that all owners callable in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
+        if context == Context::Outside {
+            return self.amounts().giveable;
+        }
         let each = self.callable(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
-    }
-
-    /// The bytes of [`Owners::giveable`] that no account is charged for.
-    pub fn foreign(&self) -> u64 {
-        let each = self.callable(Context::Outside).filter_map(|owner| owner.query(|shrinker| shrinker.foreign_bytes()));
-        each.fold(0, u64::saturating_add)
-    }
-
-    /// Whether any owner may have more giveable memory than it reports ([`Shrinker::may_have_more`]).
-    pub fn may_have_more(&self) -> bool {
-        self.0.iter().any(|owner| owner.query(|shrinker| shrinker.may_have_more()).unwrap_or(false))
     }
 
     /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
@@ -208,22 +266,22 @@ impl Owners {
 
     /// Makes the owners count how much of the offered memory the kernel took.
     pub fn reap(&self) {
-        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
+        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
     }
 
     /// Makes the owners measure how much of their overcommitted memory is resident.
     pub fn reconcile(&self) {
-        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
+        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
     }
 
     /// Makes the owners measure the bytes that they could give back.
     pub fn measure(&self) {
-        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
+        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
     /// Forgets the threads inside calls, which do not exist in a fork child. Called in the child.
     pub fn forked(&self) {
-        self.0.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
+        self.slots.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
 }
 
@@ -326,7 +384,7 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.0[2 * SLOTS].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.slots[2 * SLOTS].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
@@ -350,5 +408,40 @@ mod tests {
         assert_eq!(owners.give(SLOTS as u64 * MIB, Context::Outside, Urgency::Request), SLOTS as u64 * MIB);
         let calls = |shrinkers: &[&ScriptedShrinker; SLOTS]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
         assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS], [0; SLOTS]));
+    }
+
+    /// A shrinker of the program that panics when it reports an amount.
+    struct PanickingReport;
+
+    impl Shrinker for PanickingReport {
+        fn name(&self) -> &'static str {
+            "panicking report"
+        }
+
+        fn may_nest(&self) -> bool {
+            false
+        }
+
+        fn giveable_bytes(&self) -> u64 {
+            panic!("panics on purpose")
+        }
+
+        fn shrink(&self, _want_bytes: u64, _urgency: Urgency) -> u64 {
+            0
+        }
+    }
+
+    /// An owner of the program that panics in its report must be counted once and skipped. The amounts of all other
+    /// owners must be summed, whether they belong to Pagemill or to the program.
+    #[test]
+    fn a_report_of_the_program_may_panic() {
+        let owners = owners_of(&[scripted_shrinker(2 * MIB, 0, false)]);
+        assert!(owners.register_for_program(Box::leak(Box::new(PanickingReport))));
+        assert!(owners.register_for_program(scripted_shrinker(MIB, 0, false)));
+        let before = stats::get(Counter::OwnersFailed);
+        for _ in 0..2 {
+            assert_eq!(owners.amounts().giveable, 3 * MIB);
+        }
+        assert!(stats::get(Counter::OwnersFailed) > before);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   FileStore   implements `Store`                         (here)
-//!     Handle      two descriptors of the file: direct (O_DIRECT), and buffered (the kernel's page cache)
+//!     FileHandle      two descriptors of the file: direct (O_DIRECT), and buffered (the kernel's page cache)
 //!     progress    cuts a transfer into pieces: one system call each, direct or buffered
 //!     open        opening: kind of file, alignment, locks
 //!     claims      one writing store per file in a process
@@ -22,7 +22,7 @@ mod open;
 mod progress;
 
 pub use open::FileOptions;
-pub(super) use progress::{Piece, TransferProgress, TransferStep, TransferWay};
+pub(super) use progress::{IoMode, Piece, TransferProgress, TransferStep};
 
 use super::errno::{self, EBADF, EFBIG, EINVAL};
 use super::transfer::{Direction, Transfer};
@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 /// An open file, shared by its store and the rings that use it.
-pub(crate) struct Handle {
+pub(crate) struct FileHandle {
     /// Descriptor through the kernel's page cache.
     pub(super) buffered: Disk,
     /// Descriptor for direct I/O (`O_DIRECT`), where the file system supports it.
@@ -49,20 +49,20 @@ pub(crate) struct Handle {
     /// Whether `RLIMIT_FSIZE` was set when the file was opened. If so, writes check the limit first, because exceeding
     /// it raises a fatal signal.
     pub(super) is_limited: bool,
-    /// Whether the length was set since the last sync.
+    /// Whether the length of the file was changed since the last sync.
     pub(super) is_resized: AtomicBool,
 }
 
-impl Handle {
-    /// Returns the number of the file descriptor for a transfer.
-    pub fn descriptor(&self, way: TransferWay) -> i32 {
-        self.disk_for(way).number()
+impl FileHandle {
+    /// Returns the number of the descriptor that transfers use in this I/O mode.
+    pub fn descriptor(&self, mode: IoMode) -> i32 {
+        self.disk_for(mode).number()
     }
 
-    /// Returns the descriptor for a piece. Without a direct descriptor, returns the buffered one.
-    fn disk_for(&self, way: TransferWay) -> &Disk {
-        match (way, &self.direct) {
-            (TransferWay::Direct, Some(direct)) => direct,
+    /// Returns the descriptor for this I/O mode. If the file has no direct descriptor, returns the buffered one.
+    fn disk_for(&self, mode: IoMode) -> &Disk {
+        match (mode, &self.direct) {
+            (IoMode::Direct, Some(direct)) => direct,
             _ => &self.buffered,
         }
     }
@@ -71,7 +71,7 @@ impl Handle {
         self.direct.is_some()
     }
 
-    /// Rejects writes that cannot succeed, before any byte is written.
+    /// Returns an error if a write of these bytes cannot succeed. Called before any byte is written.
     pub fn check_write(&self, offset: u64, len_bytes: usize) -> io::Result<()> {
         if !self.is_writable {
             return Err(errno::error(EBADF));
@@ -79,7 +79,7 @@ impl Handle {
         self.check_size(offset.saturating_add(len_bytes as u64))
     }
 
-    /// Rejects lengths beyond the process's limit or the largest file offset.
+    /// Returns an error for a file length above the process's limit (`RLIMIT_FSIZE`) or the largest file offset.
     fn check_size(&self, size_bytes: u64) -> io::Result<()> {
         let is_over = self.is_limited && size_bytes > process::file_size_limit();
         if is_over || size_bytes > i64::MAX as u64 { Err(errno::error(EFBIG)) } else { Ok(()) }
@@ -109,8 +109,8 @@ impl Handle {
     }
 
     /// Transfers `len_bytes` from `addr` on, piece by piece: each piece is one system call. `act` transfers one piece
-    /// and returns its number of bytes. Returns the total, which is less than `len_bytes` if a read reaches the end of
-    /// the file.
+    /// and returns the number of bytes that it transferred. Returns the sum of these numbers, which is less than
+    /// `len_bytes` if a read reaches the end of the file.
     fn transfer_in_pieces(
         &self,
         direction: Direction,
@@ -122,7 +122,7 @@ impl Handle {
         let mut progress = TransferProgress::default();
         while progress.done_bytes < len_bytes {
             let piece = progress.next_piece(self, addr, offset, len_bytes);
-            let result = act(self.disk_for(piece.way), progress.done_bytes, piece);
+            let result = act(self.disk_for(piece.mode), progress.done_bytes, piece);
             if progress.record(self, direction, piece, result)? == TransferStep::End {
                 break;
             }
@@ -139,8 +139,8 @@ impl Handle {
 /// among processes that respect advisory locks (`flock`). Any number of stores may read a file; a read concurrent with
 /// a write returns old or new blocks.
 ///
-/// The memory of a transfer may lie anywhere. If memory, offset and length are multiples of [`FileStore::alignment`],
-/// the kernel copies nothing.
+/// The memory of a transfer may lie anywhere. If the address, the offset and the length are multiples of
+/// [`FileStore::alignment`], the kernel copies no bytes.
 ///
 /// ```
 /// use pagemill_store::{FileStore, Store};
@@ -156,9 +156,9 @@ impl Handle {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct FileStore {
-    handle: Arc<Handle>,
-    /// The right to write; `None` for a read-only store. Must be the last field: fields are dropped in order, so
-    /// another store can claim the file only after this store has dropped its handle.
+    handle: Arc<FileHandle>,
+    /// The right to write to the file; `None` for a read-only store. Must be the last field: fields are dropped in
+    /// order, so another store can claim the file only after this store has dropped its handle.
     claim: Option<claims::FileClaim>,
 }
 
@@ -200,13 +200,14 @@ impl FileStore {
         self.handle.kind == FileKind::Device
     }
 
-    /// Returns the multiples of addresses, offsets and lengths at which the kernel copies nothing. Both fields are 1
-    /// for a buffered file, which always copies.
+    /// Returns the alignment of direct transfers: that of memory addresses, and that of offsets and lengths. Of a
+    /// transfer that is not aligned, the kernel copies bytes. Both fields are 1 for a buffered file, because the kernel
+    /// then copies the bytes of every transfer.
     pub fn alignment(&self) -> Alignment {
         if self.is_direct() { self.handle.alignment } else { Alignment { memory: 1, offset: 1 } }
     }
 
-    pub(crate) fn handle(&self) -> &Arc<Handle> {
+    pub(crate) fn handle(&self) -> &Arc<FileHandle> {
         &self.handle
     }
 }
@@ -230,7 +231,8 @@ impl Store for FileStore {
 
     /// # Errors
     ///
-    /// `EINVAL` for a device, unless it already has that length; else as [`Store::set_size`].
+    /// `EINVAL` for a device whose length is not `size_bytes`, because a device has a fixed length. Otherwise the
+    /// errors of [`Store::set_size`].
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let handle = &*self.handle;
         if handle.kind == FileKind::Device {
@@ -287,7 +289,7 @@ impl Drop for FileStore {
 
 impl std::fmt::Debug for FileStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Handle { block_bytes, is_writable, kind, .. } = &*self.handle;
+        let FileHandle { block_bytes, is_writable, kind, .. } = &*self.handle;
         f.debug_struct("FileStore")
             .field("kind", kind)
             .field("is_direct", &self.is_direct())

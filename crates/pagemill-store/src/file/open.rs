@@ -1,7 +1,7 @@
 //! Opens files as stores: checks the kind of file, locks it for writing, and finds the alignment of direct transfers.
 
 use super::claims::FileClaim;
-use super::{FileStore, Handle};
+use super::{FileHandle, FileStore};
 use crate::Aligned;
 use crate::errno::{self, EINVAL, EISDIR, EOPNOTSUPP};
 use pagemill_core::error::{Error, Result};
@@ -17,15 +17,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Maximum number of attempts to open a file, if another file replaces it at the path each time.
-const MAX_ATTEMPTS: usize = 8;
+/// Maximum number of attempts to open a file. An attempt is repeated if another file replaced the file at that path
+/// meanwhile.
+const MAX_OPEN_ATTEMPTS: usize = 8;
 
-/// What to do if the file is missing or exists.
+/// Whether opening a file creates the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Creation {
     Never,
     IfMissing,
-    /// The file is created; an existing file is an error.
+    /// The file is created. If the file exists, opening fails.
     Always,
 }
 
@@ -60,31 +61,32 @@ impl FileOptions {
         Self::default()
     }
 
-    /// Opens for reading only. Any number of stores may read a file.
+    /// Opens the file for reading only. Any number of stores may read a file.
     #[must_use]
     pub fn read_only(self) -> Self {
         Self { is_writable: false, ..self }
     }
 
-    /// Creates the file if it is missing.
+    /// Makes [`FileOptions::open`] create the file if it is missing.
     #[must_use]
     pub fn create(self) -> Self {
         Self { creation: Creation::IfMissing, ..self }
     }
 
-    /// Creates the file. Opening fails if it exists.
+    /// Makes [`FileOptions::open`] create the file, and fail if the file exists.
     #[must_use]
     pub fn create_new(self) -> Self {
         Self { creation: Creation::Always, ..self }
     }
 
-    /// Sets the unit of transfers in bytes: a power of two, which is raised to what direct transfers need.
+    /// Sets the unit of transfers in bytes, a power of two. [`FileOptions::open`] uses the unit that direct transfers
+    /// need, if that is larger.
     #[must_use]
     pub fn block_bytes(self, block_bytes: usize) -> Self {
         Self { block_bytes, ..self }
     }
 
-    /// Uses the kernel's page cache (no `O_DIRECT`).
+    /// Makes transfers use the kernel's page cache (no `O_DIRECT`).
     #[must_use]
     pub fn buffered(self) -> Self {
         Self { use_direct: false, ..self }
@@ -104,7 +106,7 @@ impl FileOptions {
             return Err(Error::BadAlignment { align_bytes: self.block_bytes });
         }
         let path = CString::new(path.as_ref().as_os_str().as_bytes()).map_err(|_| open_error(errno::error(EINVAL)))?;
-        for _ in 0..MAX_ATTEMPTS {
+        for _ in 0..MAX_OPEN_ATTEMPTS {
             if let Some(store) = self.try_open(&path)? {
                 return Ok(store);
             }
@@ -112,21 +114,21 @@ impl FileOptions {
         Err(Error::Busy { what: "the file is replaced all the time" })
     }
 
-    /// Opens the file once. Returns `None` if another file replaced the one at the path during the call.
+    /// Tries once to open the file. Returns `None` if another file replaced the file at that path during the call.
     fn try_open(&self, path: &CStr) -> Result<Option<FileStore>> {
         let Some((buffered, is_new)) = self.open_buffered(path).map_err(open_error)? else { return Ok(None) };
         let facts = buffered.facts().map_err(open_error)?;
         check_kind(facts.kind)?;
         let mut claim = None;
         if self.is_writable {
-            let claimed = FileClaim::take((facts.device, facts.inode));
+            let claimed = FileClaim::try_acquire((facts.device, facts.inode));
             claim = Some(claimed.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
             lock_for_writing(&buffered)?;
         }
         let direct = match self.open_direct(path, &buffered, facts).map_err(open_error)? {
-            DirectOpen::Open(direct, alignment) => Some((direct, alignment)),
-            DirectOpen::Refused => None,
-            DirectOpen::Replaced => return Ok(None),
+            DirectOpenOutcome::Open(direct, alignment) => Some((direct, alignment)),
+            DirectOpenOutcome::Refused => None,
+            DirectOpenOutcome::Replaced => return Ok(None),
         };
         if is_new {
             // A failure is ignored: some file systems cannot sync folders, and some folders cannot be opened.
@@ -137,7 +139,7 @@ impl FileOptions {
             stats::add(Counter::StoresBuffered, 1);
         }
         let alignment = alignment.unwrap_or(Alignment { memory: 1, offset: 1 });
-        let handle = Handle {
+        let handle = FileHandle {
             buffered,
             direct,
             alignment,
@@ -150,8 +152,8 @@ impl FileOptions {
         Ok(Some(FileStore { handle: Arc::new(handle), claim }))
     }
 
-    /// Opens the file through the kernel's page cache, and returns whether it was created. Returns `None` if the file
-    /// was created by another process meanwhile.
+    /// Opens the file through the kernel's page cache, and returns whether it was created. Returns `None` if another
+    /// process created or replaced the file meanwhile.
     fn open_buffered(&self, path: &CStr) -> io::Result<Option<(Disk, bool)>> {
         let plain = Options { is_writable: self.is_writable, ..Options::default() };
         if self.creation != Creation::Always {
@@ -171,8 +173,9 @@ impl FileOptions {
         }
     }
 
-    /// Reopens a writable device with `O_EXCL`, which fails while the system uses the device. Returns other files
-    /// unchanged, because `O_EXCL` has another meaning for them.
+    /// Reopens a writable device with `O_EXCL`, which fails while the system uses the device. Returns a file that is no
+    /// device unchanged, because `O_EXCL` has another meaning for such files. Returns `None` if another file replaced
+    /// the device at that path.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
         if facts.kind != FileKind::Device || !self.is_writable {
@@ -183,31 +186,31 @@ impl FileOptions {
         Ok((exclusive.facts()? == facts).then_some(exclusive))
     }
 
-    /// Opens the file again, for direct I/O.
-    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<DirectOpen> {
+    /// Opens the file a second time, for direct I/O.
+    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<DirectOpenOutcome> {
         let reported = match buffered.direct_alignment() {
             _ if !self.use_direct => None,
             Ok(None) => None,
             Ok(Some(alignment)) => Some(alignment),
             Err(_) => Some(guess_alignment(buffered, facts)),
         };
-        let Some(alignment) = reported.filter(is_usable) else { return Ok(DirectOpen::Refused) };
+        let Some(alignment) = reported.filter(is_usable) else { return Ok(DirectOpenOutcome::Refused) };
         let options = Options { is_direct: true, is_writable: self.is_writable, ..Options::default() };
         let direct = match Disk::open(path, options) {
             Ok(direct) => direct,
-            Err(error) if is_refusal(&error) => return Ok(DirectOpen::Refused),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(DirectOpen::Replaced),
+            Err(error) if is_refusal(&error) => return Ok(DirectOpenOutcome::Refused),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(DirectOpenOutcome::Replaced),
             Err(error) => return Err(error),
         };
         let found = direct.facts()?;
         if (found.kind, found.device, found.inode) != (facts.kind, facts.device, facts.inode) {
-            return Ok(DirectOpen::Replaced);
+            return Ok(DirectOpenOutcome::Replaced);
         }
         // Some file systems accept `O_DIRECT` in `open`, but refuse the transfers.
         let mut block = Aligned::new(alignment.offset, alignment.memory);
         match direct.read_at(&mut block, 0) {
-            Err(error) if is_refusal(&error) => Ok(DirectOpen::Refused),
-            _ => Ok(DirectOpen::Open(direct, alignment)),
+            Err(error) if is_refusal(&error) => Ok(DirectOpenOutcome::Refused),
+            _ => Ok(DirectOpenOutcome::Open(direct, alignment)),
         }
     }
 }
@@ -217,24 +220,24 @@ impl FileOptions {
 /// The lock is retried for a second: after a process was killed, its files stay open and locked while the
 /// kernel tears down its ring.
 fn lock_for_writing(file: &Disk) -> Result<()> {
-    const STEP: Duration = Duration::from_millis(5);
+    const RETRY_INTERVAL: Duration = Duration::from_millis(5);
     const MAX_LOCK_ATTEMPTS: usize = 200;
     for _ in 0..MAX_LOCK_ATTEMPTS {
         // A file system without locks is treated as unlocked.
         if file.try_lock().unwrap_or(true) {
             return Ok(());
         }
-        std::thread::sleep(STEP);
+        std::thread::sleep(RETRY_INTERVAL);
     }
     Err(Error::Busy { what: "another process writes to the file" })
 }
 
 /// Outcome of opening a file again for direct I/O.
-enum DirectOpen {
+enum DirectOpenOutcome {
     Open(Disk, Alignment),
     /// The file system refuses direct I/O.
     Refused,
-    /// Another file has replaced the one at the path.
+    /// Another file has replaced the file at that path.
     Replaced,
 }
 
@@ -257,8 +260,8 @@ fn is_refusal(error: &io::Error) -> bool {
     errno::is(error, EINVAL) || errno::is(error, EOPNOTSUPP)
 }
 
-/// Returns an alignment that all file systems accept: a sector, or 4 KiB. Needed before Linux 6.1, and for file systems
-/// that report no alignment.
+/// Returns an alignment that the file system accepts: the sector size of a device, or 4 KiB for a file. Used if the
+/// kernel (before Linux 6.1) or the file system does not report an alignment.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
         FileKind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
@@ -267,7 +270,7 @@ fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     Alignment { memory: unit, offset: unit }
 }
 
-/// Returns whether both multiples of an alignment are powers of two and at most the size of a block.
+/// Returns whether both fields of an alignment are powers of two and at most [`BLOCK_BYTES`].
 fn is_usable(alignment: &Alignment) -> bool {
     [alignment.memory, alignment.offset].iter().all(|unit| unit.is_power_of_two() && *unit <= BLOCK_BYTES)
 }

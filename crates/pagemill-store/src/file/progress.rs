@@ -1,6 +1,6 @@
 //! Splits a transfer into pieces of one system call each, for blocking calls, threads and rings.
 
-use super::Handle;
+use super::FileHandle;
 use crate::errno::{self, EAGAIN, EINTR, EINVAL};
 use crate::transfer::Direction;
 use pagemill_core::stats::{self, Counter};
@@ -12,23 +12,23 @@ const MAX_PIECE_BYTES: usize = 1 << 30;
 /// Maximum number of retries of a transfer after `EAGAIN` or `EINTR`.
 const MAX_RETRIES: u32 = 64;
 
-/// The descriptor that a piece uses.
+/// How a piece of a transfer accesses the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TransferWay {
-    /// The descriptor for direct I/O (`O_DIRECT`).
+pub(crate) enum IoMode {
+    /// Direct I/O, by the descriptor with `O_DIRECT`.
     Direct,
-    /// The descriptor through the kernel's page cache.
+    /// I/O through the kernel's page cache, by the other descriptor.
     Buffered,
 }
 
-/// A piece: the bytes that one system call transfers, from the transfer's current position on.
+/// A piece: the next bytes of a transfer, which one system call transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    pub way: TransferWay,
+    pub mode: IoMode,
     pub len_bytes: usize,
 }
 
-/// Whether the transfer needs another piece.
+/// Whether a transfer needs another piece, that is another system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferStep {
     More,
@@ -44,17 +44,18 @@ pub(crate) struct TransferProgress {
     /// Whether the file system refused a direct piece of this transfer. If so, further pieces use the kernel's page
     /// cache.
     is_refused: bool,
-    /// Number of retries so far.
+    /// Number of retries of this transfer after `EAGAIN` or `EINTR`.
     retries: u32,
 }
 
 impl TransferProgress {
-    /// Returns the next piece of a transfer. It is direct if memory and position are aligned.
-    pub fn next_piece(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
+    /// Returns the next piece of a transfer. The piece uses direct I/O if its memory address and its file offset are
+    /// aligned.
+    pub fn next_piece(&self, handle: &FileHandle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
         debug_assert!(self.done_bytes < len_bytes, "bytes are left to transfer");
         let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(MAX_PIECE_BYTES));
         if !handle.is_direct() {
-            return Piece { way: TransferWay::Buffered, len_bytes: left };
+            return Piece { mode: IoMode::Buffered, len_bytes: left };
         }
         let unit = handle.alignment.offset;
         debug_assert!(unit.is_power_of_two() && handle.alignment.memory.is_power_of_two());
@@ -62,20 +63,21 @@ impl TransferProgress {
         let is_aligned =
             (addr + at).is_multiple_of(handle.alignment.memory) && (offset + at as u64).is_multiple_of(unit as u64);
         if is_aligned && whole > 0 && !self.is_refused {
-            return Piece { way: TransferWay::Direct, len_bytes: whole };
+            return Piece { mode: IoMode::Direct, len_bytes: whole };
         }
         stats::add(Counter::TransfersBuffered, 1);
-        Piece { way: TransferWay::Buffered, len_bytes: left }
+        Piece { mode: IoMode::Buffered, len_bytes: left }
     }
 
     /// Records the result of a piece. Returns whether the transfer needs another piece.
     ///
     /// # Errors
     ///
-    /// The error of the piece, unless a retry or the page cache can avoid it.
+    /// The error of the piece, unless the piece may succeed when it is repeated or goes through the kernel's page
+    /// cache.
     pub fn record(
         &mut self,
-        handle: &Handle,
+        handle: &FileHandle,
         direction: Direction,
         piece: Piece,
         result: io::Result<usize>,
@@ -91,13 +93,13 @@ impl TransferProgress {
                 }
                 // A direct read ends inside a sector only at the end of the file.
                 let unit = handle.alignment.offset;
-                if direction == Direction::Read && piece.way == TransferWay::Direct && !bytes.is_multiple_of(unit) {
+                if direction == Direction::Read && piece.mode == IoMode::Direct && !bytes.is_multiple_of(unit) {
                     return Ok(TransferStep::End);
                 }
                 stats::add(Counter::TransfersResumed, 1);
                 Ok(TransferStep::More)
             }
-            Err(error) if errno::is(&error, EINVAL) && piece.way == TransferWay::Direct => {
+            Err(error) if errno::is(&error, EINVAL) && piece.mode == IoMode::Direct => {
                 self.is_refused = true;
                 Ok(TransferStep::More)
             }

@@ -13,16 +13,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Token of the read of the waker's eventfd. No transfer has this token.
-const WAKER_READ: u64 = u64::MAX - 1;
+const WAKER_READ_TOKEN: u64 = u64::MAX - 1;
 
-/// Longest single wait; used in place of an infinite one.
+/// Maximum duration of one wait. Used in place of longer timeouts.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
-/// Ends a wait of the ring's thread, from any thread.
+/// The object with which any thread can end a wait of the ring's thread.
 pub(super) struct WakeHandle {
     /// Whether [`WakeHandle::wake`] was called since the last [`Backend::take_wake`].
     is_woken: AtomicBool,
-    /// The eventfd that ends the wait.
+    /// The eventfd that ends a wait of the ring's thread.
     pub waker: Waker,
     /// The eventfd that event loops poll, if one was requested. A wake-up writes to it directly: the kernel (Linux
     /// 6.18) does not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
@@ -35,7 +35,7 @@ impl WakeHandle {
         Ok(Arc::new(Self { is_woken: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
     }
 
-    /// Ends the current wait of the ring, or the next one.
+    /// Ends the current wait of the ring's thread, or else its next wait.
     pub fn wake(&self) {
         self.is_woken.store(true, SeqCst);
         self.waker.wake();
@@ -50,7 +50,7 @@ pub(super) struct WakerRead {
     handle: Arc<WakeHandle>,
     /// Buffer of the queued read. The kernel may write to the buffer until the ring is closed.
     count: Aligned,
-    /// Whether the kernel has a read of the eventfd.
+    /// Whether a read of the eventfd is queued.
     is_queued: bool,
 }
 
@@ -100,7 +100,7 @@ impl Backend {
         }
     }
 
-    /// Requests that a piece be cancelled. Its completion arrives in any case.
+    /// Requests that the piece with this token be cancelled. The piece's completion arrives in any case.
     pub fn cancel(&mut self, token: u64) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => ring.queue_cancel(token),
@@ -124,7 +124,7 @@ impl Backend {
         match self {
             Self::Kernel { ring, .. } => {
                 if ring.has_queued() {
-                    return unless_busy(ring.submit());
+                    return ignore_busy(ring.submit());
                 }
                 Ok(())
             }
@@ -147,7 +147,7 @@ impl Backend {
                 if let Some(watch) = watch {
                     watch.wait(Duration::ZERO);
                 }
-                unless_busy(ring.wait(least, timeout.min(LONGEST_WAIT)))
+                ignore_busy(ring.wait(least, timeout.min(LONGEST_WAIT)))
             }
             Self::Threads(threads) => {
                 threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(LONGEST_WAIT) });
@@ -162,7 +162,7 @@ impl Backend {
             Self::Kernel { ring, waker_read, .. } => loop {
                 let done = ring.pop()?;
                 match waker_read {
-                    Some(waker_read) if done.token == WAKER_READ => waker_read.is_queued = false,
+                    Some(waker_read) if done.token == WAKER_READ_TOKEN => waker_read.is_queued = false,
                     _ => return Some(done),
                 }
             },
@@ -205,7 +205,7 @@ impl Backend {
         }
     }
 
-    /// Returns whether the waker was woken since the last call.
+    /// Returns whether the waker was woken since the last call of this function.
     pub fn take_wake(&self) -> bool {
         let handle = match self {
             Self::Kernel { waker_read, .. } => waker_read.as_ref().map(|waker_read| &waker_read.handle),
@@ -224,14 +224,14 @@ impl Backend {
             tries += 1;
             let _ = ring.wait(1, timeout / 8);
             while let Some(done) = ring.pop() {
-                waker_read.is_queued &= done.token != WAKER_READ;
+                waker_read.is_queued &= done.token != WAKER_READ_TOKEN;
             }
         }
         !waker_read.is_queued
     }
 
-    /// Returns the kernel's ring, which has tables of files and memory.
-    pub fn tables(&mut self) -> io::Result<&mut uring::Ring> {
+    /// Returns the kernel's ring, which has tables of files and memory. Returns an error if threads do the transfers.
+    pub fn kernel_ring(&mut self) -> io::Result<&mut uring::Ring> {
         match self {
             Self::Kernel { ring, .. } => Ok(ring),
             Self::Threads(_) => Err(errno::error(EOPNOTSUPP)),
@@ -239,8 +239,9 @@ impl Backend {
     }
 }
 
-/// Ignores `EAGAIN` and `EBUSY`: the caller collects completions, which frees entries, and tries again.
-fn unless_busy(result: io::Result<()>) -> io::Result<()> {
+/// Turns the errors `EAGAIN` and `EBUSY` into success after a short pause. The caller then collects completions, which
+/// frees entries of the ring, and tries again.
+fn ignore_busy(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if errno::is(&error, EAGAIN) || errno::is(&error, EBUSY) => {
             pagemill_sys::thread::pause();
@@ -251,7 +252,7 @@ fn unless_busy(result: io::Result<()>) -> io::Result<()> {
 }
 
 impl WakerRead {
-    /// Queues a read of the waker's eventfd, unless the kernel has one.
+    /// Queues a read of the waker's eventfd, unless such a read is queued already.
     fn queue(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
         if self.is_queued {
             return Ok(());
@@ -266,7 +267,7 @@ impl WakerRead {
         };
         // SAFETY: `self` lives as long as its ring, which is closed after this read has ended, or never. No other code
         // reads `count`.
-        unsafe { ring.queue(&read, WAKER_READ) }?;
+        unsafe { ring.queue(&read, WAKER_READ_TOKEN) }?;
         self.is_queued = true;
         Ok(())
     }

@@ -32,7 +32,7 @@ pub use tables::FileId;
 
 use super::buffer::{self, Buffer};
 use super::errno::{self, EBADF, ECANCELED, ETIMEDOUT};
-use super::file::{Handle, Piece, TransferProgress, TransferStep, TransferWay};
+use super::file::{FileHandle, IoMode, Piece, TransferProgress, TransferStep};
 use super::transfer::Direction;
 use crate::uring::{Completion, Target, Transfer, generation};
 use backend::{Backend, WakeHandle};
@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tables::MEMORY_TABLE_LEN;
 
-/// Maximum of [`Settings::depth`].
+/// Maximum of [`Settings::depth`]; a ring uses this value in place of larger ones.
 const MAX_DEPTH: u32 = 4096;
 
 /// The kind of backend that does the transfers.
@@ -70,7 +70,7 @@ pub enum Engine {
 pub struct Settings {
     /// Maximum number of transfers for which the caller has not taken [`Event::Done`], in flight or ended: 1 to 4096.
     pub depth: u32,
-    /// Time limit of a transfer. A transfer that takes longer is reported and cancelled.
+    /// Time limit of a transfer. A transfer that takes longer is reported ([`Event::Late`]) and cancelled.
     pub timeout: Duration,
     pub engine: Engine,
 }
@@ -116,9 +116,9 @@ struct InFlight<B> {
     is_cancelled: bool,
 }
 
-/// One of the ring's slots. A slot holds at most one in-flight transfer.
+/// A slot of the ring, which holds at most one in-flight transfer.
 struct RequestSlot<B> {
-    /// Incremented with each transfer in this slot.
+    /// Number of transfers that this slot has held so far, modulo 2^31.
     use_count: u32,
     request: Option<InFlight<B>>,
 }
@@ -152,12 +152,12 @@ struct RequestSlot<B> {
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<RequestSlot<B>>>,
-    /// Slots without a transfer.
+    /// Indexes of the slots without a transfer.
     free: Vec<u32>,
     /// Events that the caller has not taken.
     events: VecDeque<Event<B>>,
-    /// The attached files, by [`FileId`].
-    files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
+    /// The attached files. A [`FileId`] is an index into this vector.
+    files: ManuallyDrop<Vec<Option<Arc<FileHandle>>>>,
     /// Whether transfers may use the kernel's table of files.
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
@@ -169,15 +169,15 @@ pub struct Ring<B: Buffer> {
     in_flight: usize,
     /// Fork generation of the process that created the ring.
     generation: u32,
-    /// Whether a waker was created. If so, a ring without transfers waits, too.
+    /// Whether [`Ring::waker`] was called. If so, [`Ring::wait`] also waits while no transfer is in flight.
     has_waker: bool,
     counts: TransferCounts,
     /// Makes the ring `!Send`: only one thread may use it.
     not_send: PhantomData<*mut ()>,
 }
 
-/// Counts of transfers, added to the statistics in batches, because all threads share the cache lines of the
-/// statistics.
+/// Counts of transfers since the ring last added them to the statistics. The ring does so in batches, because all
+/// threads share the cache lines of the statistics.
 #[derive(Default)]
 struct TransferCounts {
     read_bytes: u64,
@@ -232,7 +232,7 @@ impl<B: Buffer> Ring<B> {
         generation().is_ok_and(|generation| generation == self.generation)
     }
 
-    /// Fails with `EBADF` in a fork child of the process that created the ring.
+    /// Returns the error `EBADF` in a fork child of the process that created the ring.
     fn check_process(&self) -> io::Result<()> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
@@ -301,7 +301,7 @@ impl<B: Buffer> Ring<B> {
             direction,
             offset,
             progress: TransferProgress::default(),
-            piece: Piece { way: TransferWay::Buffered, len_bytes: 0 },
+            piece: Piece { mode: IoMode::Buffered, len_bytes: 0 },
             began_ns: coarse_ns(),
             is_late: false,
             is_cancelled: false,
@@ -317,7 +317,7 @@ impl<B: Buffer> Ring<B> {
         Ok(id)
     }
 
-    /// Queues the next piece of a transfer. The backend must have no other piece of that transfer.
+    /// Queues the next piece of the transfer in slot `at`. The backend must have no other piece of that transfer.
     fn queue_next_piece(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
         let Some(request) = &mut slot.request else { return };
@@ -327,9 +327,9 @@ impl<B: Buffer> Ring<B> {
         debug_assert!(done < len_bytes, "bytes are left to transfer");
         request.piece = request.progress.next_piece(handle, addr, request.offset, len_bytes);
         debug_assert!(request.piece.len_bytes > 0 && done + request.piece.len_bytes <= len_bytes);
-        let table_index = request.file.table_index(request.piece.way).filter(|_| self.has_file_table);
+        let table_index = request.file.table_index(request.piece.mode).filter(|_| self.has_file_table);
         let target =
-            table_index.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.way)), Target::Registered);
+            table_index.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.mode)), Target::Registered);
         let transfer = Transfer {
             target,
             is_write: request.direction == Direction::Write,
@@ -347,7 +347,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Ends a transfer and queues its event. The backend must have no piece of that transfer.
+    /// Ends the transfer in slot `at` and queues its [`Event::Done`]. The backend must have no piece of that transfer.
     fn end_transfer(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
         let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
@@ -381,7 +381,7 @@ impl<B: Buffer> Ring<B> {
         self.events.push_back(Event::Done { id, buffer: request.buffer, result });
     }
 
-    /// Cancels a transfer that has not ended. It still ends with an [`Event::Done`].
+    /// Cancels a transfer that has not ended. The transfer still ends with an [`Event::Done`].
     pub fn cancel(&mut self, id: RequestId) {
         let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
         request.is_cancelled = true;
@@ -389,7 +389,7 @@ impl<B: Buffer> Ring<B> {
         let _ = self.backend.cancel(id.0);
     }
 
-    /// Cancels all in-flight transfers whose buffers match.
+    /// Cancels all in-flight transfers for whose buffer `matches` returns true.
     pub(crate) fn cancel_where(&mut self, matches: impl Fn(&B) -> bool) {
         let matching =
             self.in_flight_requests().filter(|(_, request)| !request.is_cancelled && matches(&request.buffer));
@@ -397,7 +397,7 @@ impl<B: Buffer> Ring<B> {
         ids.into_iter().for_each(|id| self.cancel(id));
     }
 
-    /// Returns whether the buffer of any in-flight transfer matches.
+    /// Returns whether `matches` returns true for the buffer of any in-flight transfer.
     ///
     /// # Safety
     ///
@@ -406,7 +406,8 @@ impl<B: Buffer> Ring<B> {
         self.in_flight_requests().any(|(_, request)| matches(&request.buffer))
     }
 
-    /// Returns the buffer of an in-flight transfer. The device may change its bytes.
+    /// Returns the buffer of an in-flight transfer; `None` if the transfer has ended. The device may change the
+    /// buffer's bytes at any time.
     pub(crate) fn buffer(&self, id: RequestId) -> Option<&B> {
         let slot = self.slots.get(id.0 as u32 as usize)?;
         let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
@@ -458,7 +459,7 @@ impl<B: Buffer> Ring<B> {
         let mut end_ns = None;
         loop {
             self.collect_completions();
-            self.cancel_late();
+            self.cancel_late_transfers();
             let missing = least.saturating_sub(self.events.len());
             let can_come = self.in_flight > 0 || (self.has_waker && self.events.is_empty());
             let rest = end_ns.map_or(timeout, |end_ns: u64| Duration::from_nanos(end_ns.saturating_sub(fine_ns())));
@@ -476,7 +477,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Takes the next event; `None` if there is none now.
+    /// Removes and returns the next event; `None` if no event has arrived.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the ring
     pub fn next(&mut self) -> Option<Event<B>> {
         self.events.pop_front()
@@ -509,7 +510,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Reports and cancels transfers that exceed the time limit.
-    fn cancel_late(&mut self) {
+    fn cancel_late_transfers(&mut self) {
         let (now_ns, timeout_ns) = (coarse_ns(), self.timeout.as_nanos() as u64);
         if self.in_flight == 0 || now_ns.saturating_sub(self.last_late_search_ns) < timeout_ns / 8 {
             return;
@@ -529,7 +530,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Adds the counts to the statistics, and resets them.
+    /// Adds the ring's counts of transfers to the statistics of the process, and sets the counts to zero.
     fn flush_counts(&mut self) {
         let TransferCounts { read_bytes, written_bytes, writes } = std::mem::take(&mut self.counts);
         if read_bytes > 0 {
@@ -554,7 +555,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Returns a descriptor that becomes readable when there are events. An event loop can poll the descriptor and then
-    /// call [`Ring::wait`] with 0. After this call each completion costs a little more.
+    /// call [`Ring::wait`] with `least` 0. After this call each completion costs a little more.
     ///
     /// # Errors
     ///
@@ -564,7 +565,8 @@ impl<B: Buffer> Ring<B> {
         self.backend.watch()
     }
 
-    /// Cancels all transfers and waits for them. Returns whether all of them have ended.
+    /// Cancels all transfers, and waits until they end or the time limit has passed. Returns whether all of them have
+    /// ended.
     fn cancel_and_wait(&mut self) -> bool {
         self.cancel_where(|_| true);
         let end_ns = coarse_ns().saturating_add(self.timeout.as_nanos() as u64);
@@ -581,15 +583,15 @@ impl<B: Buffer> Ring<B> {
     }
 }
 
-/// A waker of a ring: it ends a wait of the ring, from any thread.
+/// A waker of a ring. Any thread can use it to end a call of [`Ring::wait`].
 ///
 /// Example: [`Ring`].
 #[derive(Clone)]
 pub struct RingWaker(Arc<WakeHandle>);
 
 impl RingWaker {
-    /// Makes the ring's thread return from [`Ring::wait`], now or the next time. The descriptor of [`Ring::watch`]
-    /// becomes readable.
+    /// Makes the ring's thread return from its current call of [`Ring::wait`], or else from its next one. The
+    /// descriptor of [`Ring::watch`] becomes readable.
     pub fn wake(&self) {
         self.0.wake();
     }
@@ -624,7 +626,7 @@ impl<B: Buffer> Drop for Ring<B> {
             let _ = self.detach(FileId(at as u32));
         }
         while let Some(id) = self.regions.last() {
-            if self.backend.tables().and_then(|tables| tables.unregister_memory(id.0)).is_err() {
+            if self.backend.kernel_ring().and_then(|tables| tables.unregister_memory(id.0)).is_err() {
                 break;
             }
             stats::sub(Counter::RegionsRegistered, 1);

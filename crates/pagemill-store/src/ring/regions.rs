@@ -19,7 +19,7 @@ use std::io;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 
-/// A range of memory that is registered with the ring.
+/// A range of memory that is registered with a ring.
 pub(super) struct Region {
     pub table_index: u16,
     /// Whether new transfers must not use the registration.
@@ -51,12 +51,13 @@ impl Regions {
         (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.table_index)
     }
 
-    /// Excludes a region from new transfers.
+    /// Excludes a region from new transfers: [`Regions::find`] no longer returns it.
     pub fn retire(&mut self, id: RegionId) {
         self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
 
-    /// Adds a region. `register` gets a free index of the kernel's table and registers the memory there.
+    /// Adds a region. `register` is called with a free index of the kernel's table, an address and a length. It must
+    /// register the memory at this address with the kernel, at this index.
     pub fn add(
         &mut self,
         memory: Box<dyn Buffer>,
@@ -73,8 +74,8 @@ impl Regions {
         }
     }
 
-    /// Registers memory if it overlaps no region. Returns the new region's position in `regions`, guard, and table
-    /// index.
+    /// Registers memory with the kernel if the memory overlaps no region. Returns of the new region its position in
+    /// `regions`, its guard, and its table index.
     fn try_add(
         &mut self,
         memory: &dyn Buffer,
@@ -130,21 +131,23 @@ fn range(memory: &dyn Buffer) -> (usize, usize) {
     (memory.addr().as_ptr() as usize, memory.len_bytes())
 }
 
-/// Ranges that fork children do not inherit. Key: address. Value: length, and number of regions for the range.
+/// Ranges that fork children do not inherit. Key: start address. Value: length in bytes, and number of rings' regions
+/// that have exactly this range.
 pub(crate) static NOT_INHERITED: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
-/// Excludes a range from fork children until the value is dropped.
+/// Keeps fork children from inheriting a range of memory until the guard is dropped.
 struct InheritanceGuard {
     addr: usize,
     len_bytes: usize,
 }
 
 impl InheritanceGuard {
-    /// Excludes the range, or counts one more region for it.
+    /// Excludes a range from fork children. If another ring has registered the same range, only counts one more region
+    /// for the range.
     ///
     /// # Errors
     ///
-    /// `EBUSY` if the range overlaps another one without being equal to it; errors of `madvise`.
+    /// `EBUSY` if the range overlaps another registered range but is not equal to that range; errors of `madvise`.
     fn new(addr: usize, len_bytes: usize) -> io::Result<Self> {
         forked::register();
         NOT_INHERITED.with(|kept| {

@@ -5,27 +5,29 @@ use super::Ring;
 use super::regions::RegionId;
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, EOPNOTSUPP};
-use crate::file::{FileStore, Handle, TransferWay};
+use crate::file::{FileHandle, FileStore, IoMode};
 use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
 
-/// Number of entries of the memory table. With regions of 64 MiB, they cover 64 GiB.
+/// Number of entries of a ring's table of registered memory. With regions of 64 MiB, the entries cover 64 GiB.
 pub(super) const MEMORY_TABLE_LEN: u16 = 1024;
 
-/// Number of entries of the file table. Each file uses two entries.
+/// Number of entries of a ring's table of registered files. Each file uses two entries, one for each of its
+/// descriptors.
 const FILE_TABLE_LEN: u32 = 256;
 
-/// A file attached to a ring ([`Ring::attach`]).
+/// Id of a file that is attached to a ring ([`Ring::attach`]).
 ///
 /// Example: [`Ring`](super::Ring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId(pub(super) u32);
 
 impl FileId {
-    /// Returns the file's index in the kernel's table; `None` if the table is too small.
-    pub(super) fn table_index(self, way: TransferWay) -> Option<u32> {
-        let table_index = 2 * self.0 + u32::from(way == TransferWay::Buffered);
+    /// Returns the index of the file's descriptor for this I/O mode in the kernel's table; `None` if the table is too
+    /// short for that index.
+    pub(super) fn table_index(self, mode: IoMode) -> Option<u32> {
+        let table_index = 2 * self.0 + u32::from(mode == IoMode::Buffered);
         (table_index < FILE_TABLE_LEN).then_some(table_index)
     }
 }
@@ -41,10 +43,10 @@ impl<B: Buffer> Ring<B> {
         self.attach_handle(store.handle())
     }
 
-    /// As [`Ring::attach`], for the handle of a file.
-    pub(crate) fn attach_handle(&mut self, handle: &Arc<Handle>) -> io::Result<FileId> {
+    /// As [`Ring::attach`], but takes the handle of an open file instead of a store.
+    pub(crate) fn attach_handle(&mut self, handle: &Arc<FileHandle>) -> io::Result<FileId> {
         self.check_process()?;
-        let is_same = |file: &Option<Arc<Handle>>| file.as_ref().is_some_and(|file| Arc::ptr_eq(file, handle));
+        let is_same = |file: &Option<Arc<FileHandle>>| file.as_ref().is_some_and(|file| Arc::ptr_eq(file, handle));
         if let Some(at) = self.files.iter().position(is_same) {
             return Ok(FileId(at as u32));
         }
@@ -56,16 +58,15 @@ impl<B: Buffer> Ring<B> {
         debug_assert!(self.files[at].is_none(), "a free entry has no file");
         debug_assert!(self.in_flight_requests().all(|(_, request)| request.file != id), "no request uses a free entry");
         self.files[at] = Some(handle.clone());
-        self.register_file(id, [handle.descriptor(TransferWay::Direct), handle.descriptor(TransferWay::Buffered)]);
+        self.register_file(id, [handle.descriptor(IoMode::Direct), handle.descriptor(IoMode::Buffered)]);
         Ok(id)
     }
 
-    /// Enters a file in the kernel's table. After a failure, transfers use the file's descriptors instead.
+    /// Stores the two descriptors of a file in the kernel's table; -1 clears an entry. After a failure, transfers use
+    /// the file's descriptors instead of the table.
     fn register_file(&mut self, id: FileId, descriptors: [i32; 2]) {
-        let Ok(tables) = self.backend.tables() else { return };
-        let (Some(direct), Some(buffered)) =
-            (id.table_index(TransferWay::Direct), id.table_index(TransferWay::Buffered))
-        else {
+        let Ok(tables) = self.backend.kernel_ring() else { return };
+        let (Some(direct), Some(buffered)) = (id.table_index(IoMode::Direct), id.table_index(IoMode::Buffered)) else {
             return;
         };
         self.has_file_table = self.has_file_table || tables.make_file_table(FILE_TABLE_LEN).is_ok();
@@ -115,7 +116,7 @@ impl<B: Buffer> Ring<B> {
         if let Err(error) = self.check_process() {
             return Err((error, memory));
         }
-        let tables = match self.backend.tables() {
+        let tables = match self.backend.kernel_ring() {
             Ok(tables) => tables,
             Err(error) => return Err((error, memory)),
         };
@@ -149,7 +150,7 @@ impl<B: Buffer> Ring<B> {
         if self.in_flight_requests().any(|(_, request)| is_inside(request.buffer.addr().as_ptr() as usize)) {
             return Err(errno::error(EBUSY));
         }
-        self.backend.tables()?.unregister_memory(id.0)?;
+        self.backend.kernel_ring()?.unregister_memory(id.0)?;
         stats::sub(Counter::RegionsRegistered, 1);
         self.regions.remove(id).ok_or_else(|| errno::error(EINVAL))
     }

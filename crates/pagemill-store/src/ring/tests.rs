@@ -12,13 +12,13 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
 
 const KIB: usize = 1 << 10;
-const LONG: Duration = Duration::from_secs(600);
+const LONG_TIMEOUT: Duration = Duration::from_secs(600);
 
 fn settings(engine: Engine) -> Settings {
-    Settings { depth: 8, timeout: LONG, engine }
+    Settings { depth: 8, timeout: LONG_TIMEOUT, engine }
 }
 
-/// Returns a ring of each backend, if the kernel permits io_uring.
+/// Returns two rings: one by io_uring (by threads if the kernel refuses it), and one by threads.
 fn rings() -> Vec<Ring<Aligned>> {
     [Engine::Best, Engine::Threads].map(|engine| Ring::new(&settings(engine)).unwrap()).into()
 }
@@ -30,21 +30,22 @@ fn buffer(len: usize, fill: u8) -> Aligned {
 }
 
 fn wait_for_end<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>) {
-    ring.wait(1, LONG).unwrap();
+    ring.wait(1, LONG_TIMEOUT).unwrap();
     match ring.next().expect("no event in time") {
         Event::Done { id, buffer, result } => (id, buffer, result),
         Event::Late { id } => panic!("{id:?} is late"),
     }
 }
 
-/// Returns a handle that reads a pipe. A read does not end until the test writes to the pipe.
-fn pipe() -> (Arc<Handle>, io::PipeWriter) {
+/// Returns a file handle for the read end of a pipe, and the write end. A read does not end until the test writes to
+/// the pipe.
+fn pipe() -> (Arc<FileHandle>, io::PipeWriter) {
     let (reader, writer) = io::pipe().unwrap();
-    let handle = Handle::of_descriptor(Disk::from_descriptor(reader.into()));
+    let handle = FileHandle::of_descriptor(Disk::from_descriptor(reader.into()));
     (Arc::new(handle), writer)
 }
 
-impl Handle {
+impl FileHandle {
     fn of_descriptor(buffered: Disk) -> Self {
         Self {
             buffered,
@@ -59,7 +60,7 @@ impl Handle {
     }
 }
 
-/// Returns an io_uring, or prints a message and returns `None`.
+/// Returns a ring by io_uring. If the kernel refuses io_uring, prints a message and returns `None`.
 fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     let ring = Ring::new(&Settings { depth: 4, timeout, engine: Engine::Best }).unwrap();
     if ring.is_kernel() {
@@ -69,7 +70,8 @@ fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     None
 }
 
-/// For all alignments, ring and store must read the bytes that were written, and zeros past the end of the file.
+/// A ring writes at several offsets and lengths, aligned or not. Reads by the ring and by the store must return the
+/// written bytes, and zeros past the end of the file.
 #[test]
 fn unaligned_transfers_are_complete() {
     for mut ring in rings() {
@@ -103,8 +105,8 @@ fn unaligned_transfers_are_complete() {
     }
 }
 
-/// A ring of depth 8 must accept eight transfers, and no other until events are taken. A transfer of no bytes must end
-/// at once.
+/// A ring of depth 8 must accept eight transfers, and refuse a ninth until the caller takes events. A transfer of zero
+/// bytes must end at once.
 #[test]
 fn depth_is_bounded() {
     for mut ring in rings() {
@@ -115,7 +117,7 @@ fn depth_is_bounded() {
             ring.write(file, at * 4 * KIB as u64, buffer(4 * KIB, at as u8)).unwrap();
         }
         assert!(ring.is_full() && ring.write(file, 0, buffer(1, 0)).is_err());
-        assert_eq!(ring.wait(8, LONG).unwrap(), 8);
+        assert_eq!(ring.wait(8, LONG_TIMEOUT).unwrap(), 8);
         assert!(ring.is_full() && ring.in_flight() == 0);
         let mut ids = Vec::new();
         while let Some(Event::Done { id, result, .. }) = ring.next() {
@@ -152,8 +154,8 @@ fn failures_are_reported_with_the_buffer() {
     }
 }
 
-/// A file must be detached once its store is dropped. Files of existing stores, and files with transfers in flight,
-/// must stay attached.
+/// One of two stores is dropped. [`Ring::sweep`] must detach its file, but not before the file's last transfer has
+/// ended. The file of the other store must stay attached.
 #[test]
 fn a_file_is_detached_after_its_store_is_dropped() {
     for mut ring in rings() {
@@ -178,8 +180,8 @@ fn a_file_is_detached_after_its_store_is_dropped() {
     }
 }
 
-/// Transfers inside registered memory must use its table entry. While such a transfer is in flight, unregistering the
-/// memory must fail.
+/// A region of memory is registered. [`Regions::find`] must find the region for each range inside it, and for no other
+/// range. While a transfer inside the region is in flight, unregistering the region must fail.
 #[test]
 fn registered_memory_is_used() {
     /// A range of memory that the test owns.
@@ -194,7 +196,7 @@ fn registered_memory_is_used() {
             self.1
         }
     }
-    let Some(mut ring) = kernel_ring::<Subrange>(LONG) else { return };
+    let Some(mut ring) = kernel_ring::<Subrange>(LONG_TIMEOUT) else { return };
     let folder = tempfile::tempdir().unwrap();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let file = ring.attach(&store).unwrap();
@@ -229,10 +231,10 @@ fn registered_memory_is_used() {
     drop(memory);
 }
 
-/// A read of an empty pipe must end after a cancel. A cancel after its end must have no effect.
+/// A read of an empty pipe must end after it is cancelled. Cancelling a read that has ended must have no effect.
 #[test]
 fn in_flight_transfers_can_be_cancelled() {
-    let Some(mut ring) = kernel_ring(LONG) else { return };
+    let Some(mut ring) = kernel_ring(LONG_TIMEOUT) else { return };
     let (handle, mut writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let first = ring.read(file, 0, buffer(8, 0)).unwrap();
@@ -245,7 +247,7 @@ fn in_flight_transfers_can_be_cancelled() {
     let (id, bytes, result) = wait_for_end(&mut ring);
     assert!(id == second && result.is_ok() && &bytes[..] == b"four");
     ring.cancel(second);
-    assert!(ring.wait(0, LONG).unwrap() == 0 && ring.buffer(second).is_none());
+    assert!(ring.wait(0, LONG_TIMEOUT).unwrap() == 0 && ring.buffer(second).is_none());
 }
 
 /// A read of an empty pipe exceeds the time limit. The wait must return a `Late` event, and then the read must end with
@@ -257,14 +259,15 @@ fn late_transfers_are_reported_and_cancelled() {
     let (handle, _writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let id = ring.read(file, 0, buffer(8, 0)).unwrap();
-    ring.wait(1, LONG).unwrap();
+    ring.wait(1, LONG_TIMEOUT).unwrap();
     assert!(matches!(ring.next(), Some(Event::Late { id: late }) if late == id));
     let (ended, _, result) = wait_for_end(&mut ring);
     assert!(ended == id && result.unwrap_err().raw_os_error() == Some(ETIMEDOUT));
     assert!(stats::get(Counter::TransfersLate) > late_before);
 }
 
-/// Dropping a ring must cancel its transfers, wait for them, and free their buffers.
+/// A ring is dropped while a read of an empty pipe is in flight. The drop must cancel the read, wait for its end, and
+/// free its buffer.
 #[test]
 fn dropping_a_ring_frees_its_buffers() {
     struct DropReporter(Aligned, Arc<AtomicBool>);
@@ -282,7 +285,7 @@ fn dropping_a_ring_frees_its_buffers() {
             self.1.store(true, std::sync::atomic::Ordering::SeqCst);
         }
     }
-    let Some(mut ring) = kernel_ring(LONG) else { return };
+    let Some(mut ring) = kernel_ring(LONG_TIMEOUT) else { return };
     ring.waker().unwrap();
     let (handle, _writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
@@ -295,17 +298,17 @@ fn dropping_a_ring_frees_its_buffers() {
     assert_eq!(Arc::strong_count(&handle), 1);
 }
 
-/// Another thread ends a wait with the waker. A wake-up before the wait must count, too, and must not affect later
-/// waits.
+/// A wake-up by another thread must end a wait. So must a wake-up that came before the wait. Neither may end a later
+/// wait.
 #[test]
 fn a_waker_ends_a_wait() {
     for mut ring in rings() {
         let waker = ring.waker().unwrap();
         waker.wake();
-        assert_eq!(ring.wait(1, LONG).unwrap(), 0);
+        assert_eq!(ring.wait(1, LONG_TIMEOUT).unwrap(), 0);
         std::thread::scope(|scope| {
             scope.spawn(|| waker.wake());
-            assert_eq!(ring.wait(1, LONG).unwrap(), 0);
+            assert_eq!(ring.wait(1, LONG_TIMEOUT).unwrap(), 0);
         });
         let folder = tempfile::tempdir().unwrap();
         let store = FileOptions::new().create().buffered().open(folder.path().join("file")).unwrap();
@@ -325,24 +328,24 @@ fn the_descriptor_becomes_readable_on_completion() {
         let file = ring.attach(&store).unwrap();
         ring.write(file, 0, buffer(64 * KIB, 1)).unwrap();
         ring.submit().unwrap();
-        while ring.wait(0, LONG).unwrap() == 0 {
-            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG));
+        while ring.wait(0, LONG_TIMEOUT).unwrap() == 0 {
+            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG_TIMEOUT));
         }
         wait_for_end(&mut ring).2.unwrap();
     }
 }
 
-/// The ring's descriptor must become readable after every wake-up, also with nothing in flight.
+/// The ring's descriptor must become readable after every wake-up, even while no transfer is in flight.
 #[test]
 fn the_descriptor_becomes_readable_on_wake_up() {
     for mut ring in rings() {
         let waker = ring.waker().unwrap();
         for _ in 0..3 {
             while pagemill_sys::waker::is_readable(ring.watch().unwrap(), Duration::ZERO) {
-                assert_eq!(ring.wait(0, LONG).unwrap(), 0);
+                assert_eq!(ring.wait(0, LONG_TIMEOUT).unwrap(), 0);
             }
             waker.wake();
-            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG));
+            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG_TIMEOUT));
         }
     }
 }

@@ -17,14 +17,14 @@ use std::time::Duration;
 /// Maximum number of threads of the pool, enough to keep a disk busy.
 const MAX_THREADS: usize = 16;
 
-/// A thread exits after this time without work.
+/// A thread of the pool exits after this time without a job.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Completions of one ring that its thread has not collected.
+/// Completions of one ring that the ring's thread has not collected yet.
 struct CompletionQueue {
     done: Mutex<Vec<Completion>>,
     handle: Arc<WakeHandle>,
@@ -38,7 +38,7 @@ struct ThreadJob {
 }
 
 impl ThreadJob {
-    /// Reports the end of the job, and wakes the thread of its ring.
+    /// Adds the job's completion to the queue, and wakes the thread of the ring.
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
         self.completions.handle.waker.wake();
@@ -73,7 +73,7 @@ struct ThreadPool {
     has_jobs: Condvar,
 }
 
-/// The queued jobs, and the number of threads.
+/// The queued jobs of the pool, and the number of its threads.
 #[derive(Default)]
 struct PoolQueue {
     jobs: VecDeque<ThreadJob>,
@@ -87,7 +87,7 @@ struct PoolQueue {
 static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Returns the pool of this process, and creates it if necessary.
-fn pool() -> &'static ThreadPool {
+fn pool_of_process() -> &'static ThreadPool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
     // SAFETY: a pool is never freed once its address is stored in `POOL`.
@@ -121,14 +121,14 @@ impl ThreadPool {
         self.has_jobs.notify_all();
         for _ in 0..wanted {
             if thread::spawn(c"pagemill-io", self).is_err() {
-                self.thread_ended();
+                self.on_thread_end();
             }
         }
     }
 
     /// Called when a thread exits or could not be spawned. If the pool has no thread any more, runs the queued jobs on
     /// the calling thread.
-    fn thread_ended(&self) {
+    fn on_thread_end(&self) {
         let mut state = lock(&self.state);
         debug_assert!(state.idle < state.threads, "the thread that ends is not idle");
         state.threads -= 1;
@@ -137,7 +137,7 @@ impl ThreadPool {
         remaining.iter().for_each(ThreadJob::run);
     }
 
-    /// Removes a job from the queue, if no thread has begun it.
+    /// Removes the job with this token from the queue; `None` if a thread has begun the job.
     fn remove_job(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
         let is_same = |job: &ThreadJob| job.token == token && Arc::ptr_eq(&job.completions, completions);
@@ -145,7 +145,7 @@ impl ThreadPool {
         state.jobs.remove(at)
     }
 
-    /// Waits for a job. Returns `None` after an idle time.
+    /// Waits for a job, and removes it from the queue. Returns `None` after [`IDLE_TIMEOUT`] without a job.
     fn wait_for_job(&self) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
         loop {
@@ -170,13 +170,13 @@ impl Work for ThreadPool {
         while let Some(job) = self.wait_for_job() {
             job.run();
         }
-        self.thread_ended();
+        self.on_thread_end();
     }
 }
 
-/// The pool as the backend of one ring: its queued jobs and its completions.
+/// The backend of one ring without io_uring: the ring's queued jobs and completions. The pool's threads do the jobs.
 pub(super) struct ThreadBackend {
-    /// Jobs that the pool has not received.
+    /// Jobs that were not passed to the pool yet.
     queued: VecDeque<ThreadJob>,
     /// Completions that were collected, and that the ring has not taken.
     ready: VecDeque<Completion>,
@@ -198,7 +198,7 @@ impl ThreadBackend {
         &self.completions.handle
     }
 
-    /// Queues a transfer until [`ThreadBackend::submit`].
+    /// Queues a transfer. [`ThreadBackend::submit`] passes it to the pool.
     ///
     /// # Safety
     ///
@@ -214,19 +214,20 @@ impl ThreadBackend {
 
     pub fn submit(&mut self) {
         if !self.queued.is_empty() {
-            pool().add_jobs(&mut self.queued);
+            pool_of_process().add_jobs(&mut self.queued);
         }
     }
 
-    /// Cancels a job that no thread has begun.
+    /// Cancels the job with this token if no thread has begun it.
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
-        if let Some(job) = queued.or_else(|| pool().remove_job(token, &self.completions)) {
+        if let Some(job) = queued.or_else(|| pool_of_process().remove_job(token, &self.completions)) {
             job.complete(-ECANCELED);
         }
     }
 
-    /// Starts the queued jobs. Waits for a completion, the waker, or the timeout.
+    /// Passes the queued jobs to the pool. Then waits until a job completes, the waker is woken, or the timeout has
+    /// passed.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
         self.collect_completions();

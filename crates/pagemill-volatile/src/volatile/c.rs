@@ -7,8 +7,8 @@ use pagemill_core::error::Result;
 use pagemill_sys::{mem, process};
 use std::ffi::{c_int, c_void};
 
-/// The mode and behaviour of a call from C; `None` for values that pagemill.h does not define.
-fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
+/// Converts the mode and the behaviour of a call from C; `None` for values that pagemill.h does not define.
+fn parse_mode_and_behaviour(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     let mode = match mode {
         0 => Mode::Nonvolatile,
         1 => Mode::Volatile,
@@ -40,7 +40,7 @@ pub unsafe fn vrange(
         process::set_errno(errno);
         -1
     };
-    let Some((mode, how)) = parse(mode, behaviour) else { return fail(EINVAL) };
+    let Some((mode, how)) = parse_mode_and_behaviour(mode, behaviour) else { return fail(EINVAL) };
     let write_purged = |is_purged: bool| {
         if !purged.is_null() {
             // SAFETY: `can_write_int` has succeeded for this address, which may be unaligned.

@@ -18,10 +18,11 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
-/// Number of shards of the table, each with a lock.
+/// Number of shards of a cache's table, each with a lock.
 const SHARDS: usize = 64;
 
-/// A shard removes the keys of purged values after this many new keys, plus half the number of keys in the shard.
+/// A shard removes the keys of purged values when it has got this many new keys, plus half the number of keys that the
+/// previous removal left.
 const SWEEP_AFTER_KEYS: usize = 16;
 
 /// A type whose values a cache can store: it converts to bytes and back.
@@ -181,20 +182,20 @@ pub struct VolatileCache<K, V> {
     _values: PhantomData<fn() -> V>,
 }
 
-/// What the lookups of a [`VolatileCache`] found since its creation.
+/// Number of lookups in a [`VolatileCache`] since its creation, by result.
 ///
 /// Example: [`VolatileCache::counts`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheCounts {
     /// Lookups that found the value.
     pub hits: u64,
-    /// Lookups that found no value, those of purged values included.
+    /// Lookups that found no value, including those of purged values.
     pub misses: u64,
     /// Misses because the value was purged.
     pub purged: u64,
 }
 
-/// The counts of one shard.
+/// Number of lookups in one shard of a cache, by result.
 #[derive(Default)]
 struct ShardCounts {
     hits: AtomicU64,
@@ -208,7 +209,7 @@ impl<K, V> fmt::Debug for VolatileCache<K, V> {
     }
 }
 
-/// Locks a mutex, also after a panic of a thread that had it locked.
+/// Locks a mutex, even if a thread has panicked while it held the lock.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The lock is held for table lookups only, so the table is consistent after a panic under it.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -236,7 +237,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         }
     }
 
-    /// The index of the shard of `key`.
+    /// Returns the index of the shard of `key`.
     fn shard_of<Q: Hash + ?Sized>(&self, key: &Q) -> usize {
         self.hasher.hash_one(key) as usize % SHARDS
     }
@@ -264,7 +265,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.count(shard, cell.map_or(Lookup::Missed, |cell| read_value(&cell, read)))
     }
 
-    /// Counts a lookup in a shard, and returns its value.
+    /// Counts a lookup in a shard, and returns the value that the lookup found.
     fn count<T>(&self, shard: usize, lookup: Lookup<T>) -> Option<T> {
         let counts = &self.counts[shard].0;
         match lookup {
@@ -281,7 +282,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         None
     }
 
-    /// Returns what the lookups found since the cache was created.
+    /// Returns the number of lookups since the cache was created, by result.
     ///
     /// ```
     /// # let cache = pagemill_volatile::VolatileCache::<u32, Vec<u8>>::new()?;
@@ -341,8 +342,9 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         Ok(())
     }
 
-    /// Returns the value; computes it with `make` if it is absent. Only one of several concurrent callers computes it.
-    /// If there is no memory to store the value, the value is returned without being stored.
+    /// Returns the value of the key, and computes the value with `make` if it is absent. Only one of several concurrent
+    /// callers computes the value. If there is no memory to store the value, the value is returned without being
+    /// stored.
     ///
     /// # Errors
     ///
@@ -378,8 +380,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         removed.and_then(|(_key, cell)| read_value(&cell, V::load).hit())
     }
 
-    /// Number of keys in the table, including keys whose values were purged or could not be computed; later insertions
-    /// remove such keys. Locks each shard in turn.
+    /// Returns the number of keys in the table, including keys whose values were purged or could not be computed. Later
+    /// insertions remove such keys. Locks each shard in turn.
     pub fn len(&self) -> usize {
         self.shards.iter().map(|shard| lock(shard).cells.len()).sum()
     }
@@ -388,7 +390,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.len() == 0
     }
 
-    /// The cell of a key; inserts the key if it is missing.
+    /// Returns the cell of a key, and inserts the key if it is missing.
     fn cell_or_insert(&self, key: K) -> ValueCell {
         // Declared first, so that the removed keys are dropped after the shard is unlocked, even if a key's `Eq`
         // panics.
@@ -431,7 +433,8 @@ impl<T> Lookup<T> {
 }
 
 impl Value {
-    /// Calls `read` with the bytes, and makes the value the most recently used one, so that others are purged first.
+    /// Calls `read` with the bytes of the value, and makes the value the most recently used one, so that other values
+    /// are purged first.
     fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
         self.load(|whole| {
             if let Self::Stored(range) = self {
@@ -441,7 +444,7 @@ impl Value {
         })
     }
 
-    /// Calls `read` with the bytes, which are pinned during the call.
+    /// Calls `read` with the bytes of the value, which are pinned during the call.
     fn load<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
         let range = match self {
             Self::Absent => return Lookup::Missed,
@@ -455,7 +458,7 @@ impl Value {
         }
     }
 
-    /// Whether the value is absent or was purged.
+    /// Returns whether the value is absent or was purged.
     fn is_purged(&self) -> bool {
         match self {
             Self::Absent => true,
@@ -470,8 +473,9 @@ fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
 }
 
 impl<K: Hash + Eq> TableShard<K> {
-    /// Removes the keys whose values were purged, if enough new keys were added since the last time. The caller must
-    /// drop the result after it has unlocked the shard, because the keys' destructors may use the cache or panic.
+    /// Removes the keys whose values were purged, if enough new keys were added since the last removal. Returns the
+    /// removed keys. The caller must drop the result after it has unlocked the shard, because the keys' destructors may
+    /// use the cache or panic.
     fn take_purged_if_due(&mut self) -> Vec<(K, ValueCell)> {
         self.until_sweep -= 1;
         let mut purged = Vec::new();

@@ -23,47 +23,50 @@ use std::sync::atomic::{
     Ordering::SeqCst,
 };
 
-/// Bytes of address space that a leaf of the table covers.
-const LEAF_SPAN: usize = 1 << 32;
-/// End of the addresses that the table covers. The kernel maps memory at higher addresses only if a program requests
-/// such an address.
+/// Bytes of address space that a leaf of the table of guarded pages covers.
+const LEAF_SPAN_BYTES: usize = 1 << 32;
+/// End of the addresses that the table of guarded pages covers. The kernel maps memory at higher addresses only if a
+/// program requests such an address.
 const TABLE_END: usize = 1 << 48;
-const LEAVES: usize = TABLE_END / LEAF_SPAN;
+const LEAF_COUNT: usize = TABLE_END / LEAF_SPAN_BYTES;
 
-/// Maximum number of retries after `ENOMEM`. The kernel may lack memory for page tables until other processes free
-/// some.
+/// Maximum number of retries of a system call after `ENOMEM`. The kernel may lack memory for page tables until other
+/// processes free memory.
 const MAX_RETRIES: usize = 10_000;
 
-/// The leaves of the table, each a bit array for [`LEAF_SPAN`] of addresses; null until [`prepare`] maps the leaf.
-static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
-/// Number of threads that are changing guards and have closed memory.
+/// The table of guarded pages. A leaf is a bit array for [`LEAF_SPAN_BYTES`] of addresses; its pointer is null until
+/// [`prepare`] maps the leaf.
+static GUARD_TABLE: [AtomicPtr<AtomicU64>; LEAF_COUNT] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAF_COUNT];
+/// Number of threads that are changing guards at the moment. Such a thread may have closed memory, that is made it
+/// inaccessible.
 static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
 
-/// Whether this process inherited the table in a fork. Then a set bit does not prove that the page may be discarded.
+/// Whether this process inherited the table of guarded pages in a fork. If so, a set bit does not prove that the page
+/// may be discarded.
 static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
 /// Whether the kernel supports guard pages; tested at the first use.
-static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
-/// Values of [`GUARD_SUPPORT`].
-const UNKNOWN: u32 = 0;
+static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNTESTED);
+/// Value of [`GUARD_SUPPORT`] before the first test. The next two constants are its other values.
+const UNTESTED: u32 = 0;
 const SUPPORTED: u32 = 1;
 const UNSUPPORTED: u32 = 2;
 
-/// Size of a leaf: one bit for each OS page.
+/// Returns the size of a leaf in bytes. A leaf has one bit for each OS page.
 fn leaf_bytes() -> usize {
-    LEAF_SPAN / os_page_bytes() / 8
+    LEAF_SPAN_BYTES / os_page_bytes() / 8
 }
 
-/// The table words of the leaf that contains `addr`, if it exists.
+/// Returns the words of the leaf that covers `addr`; `None` if the leaf is not mapped.
 fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
-    let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
+    let words = GUARD_TABLE.get(addr / LEAF_SPAN_BYTES)?.load(Acquire);
     // SAFETY: a leaf that is not null is a zeroed mapping of `leaf_bytes` by `prepare`, which is never unmapped.
     (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
 }
 
-/// The table word with the bit of a page, and the number of the bit.
+/// Returns the table word with the bit of the page at `addr`, and the position of the bit in the word.
 fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u32)> {
-    let page = addr % LEAF_SPAN / os_page_bytes();
+    let page = addr % LEAF_SPAN_BYTES / os_page_bytes();
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
 }
 
@@ -93,18 +96,18 @@ fn clear_bits(range: &Range<usize>) {
     });
 }
 
-/// Whether the page at `addr` is recorded as guarded.
+/// Returns whether the table records the page at `addr` as guarded.
 fn is_bit_set(addr: usize) -> bool {
     table_bit(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
 }
 
-/// The first run of pages in `range` whose bits all are `wanted`.
+/// Returns the first run of pages in `range` whose bits in the table are all `wanted`.
 fn next_run_with_bits(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
     let first = next_page_with_bit(range, wanted)?;
     Some(first..next_page_with_bit(&(first..range.end), !wanted).unwrap_or(range.end))
 }
 
-/// The first page in `range` whose bit is `wanted`.
+/// Returns the address of the first page in `range` whose bit in the table is `wanted`.
 fn next_page_with_bit(range: &Range<usize>, wanted: bool) -> Option<usize> {
     let page = os_page_bytes();
     let mut at = range.start;
@@ -131,7 +134,7 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
     if range.end > TABLE_END {
         return Err(Error::BadRange { addr: range.start, len_bytes: range.len() });
     }
-    for slot in &TABLE[range.start / LEAF_SPAN..=(range.end - 1) / LEAF_SPAN] {
+    for slot in &GUARD_TABLE[range.start / LEAF_SPAN_BYTES..=(range.end - 1) / LEAF_SPAN_BYTES] {
         if !slot.load(Acquire).is_null() {
             continue;
         }
@@ -147,7 +150,7 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
 
 /// Returns an error if the kernel does not support guard pages.
 fn check_support() -> pagemill_core::error::Result<()> {
-    if GUARD_SUPPORT.load(Relaxed) == UNKNOWN {
+    if GUARD_SUPPORT.load(Relaxed) == UNTESTED {
         let page = os_page_bytes();
         let scratch = mem::map_sparse(page, page).map_err(Error::system("testing guard pages"))?;
         // SAFETY: this call mapped the page, and no other thread knows its address.
@@ -169,8 +172,8 @@ fn check_support() -> pagemill_core::error::Result<()> {
     }
 }
 
-/// A critical section in which this thread closes memory. Blocks the program's signals on this thread, because a signal
-/// handler that accesses closed memory would wait for this thread forever.
+/// A critical section in which this thread closes memory (makes it inaccessible). Blocks the program's signals on this
+/// thread, because a signal handler that accesses closed memory would wait for this thread forever.
 struct ClosedSection {
     _blocked: AllSignalsBlocked,
 }
@@ -199,7 +202,7 @@ pub(super) struct GuardsRefused {
 /// the sum of the bytes that `discard` freed.
 ///
 /// If a guard cannot be installed (for example because the program has just locked the memory), the purged pages stay
-/// closed. Accesses to them also raise `SIGBUS`.
+/// inaccessible. Accesses to these pages also raise `SIGBUS`.
 ///
 /// # Errors
 ///
@@ -257,7 +260,7 @@ unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usi
     Some(freed)
 }
 
-/// Calls `act`. Repeats the call after a pause while it fails for lack of memory, at most [`MAX_RETRIES`] times.
+/// Calls `act`. While `act` fails for lack of memory, repeats the call after a pause, at most [`MAX_RETRIES`] times.
 fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
     for _ in 0..MAX_RETRIES {
@@ -274,7 +277,7 @@ fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// [`Error::System`] if closed memory cannot be opened again. The rest of the range still has its guards then.
+/// [`Error::System`] if closed memory cannot be made accessible again. The rest of the range then still has its guards.
 ///
 /// # Safety
 ///
@@ -300,7 +303,8 @@ pub(super) unsafe fn remove(range: &Range<usize>) -> pagemill_core::error::Resul
 enum MappingKind {
     /// Private memory that can be read and written.
     Open,
-    /// Private memory without access: a purge left it closed, or it was closed when this process was forked.
+    /// Private memory without access: a purge has left the memory closed, or the memory was closed when this process
+    /// was forked.
     Closed,
     /// Another kind of memory, or a protection that the program has set.
     Other,
@@ -317,7 +321,7 @@ impl MappingKind {
     }
 }
 
-/// As [`remove`], inside one mapping.
+/// As [`remove`], for a part that lies inside one mapping of the kind `mapped`.
 fn remove_from(part: &Range<usize>, mapped: MappingKind) -> io::Result<()> {
     let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
     let may_discard = !HAS_INHERITED.load(Relaxed) && !blocks.is_empty();
@@ -373,7 +377,7 @@ fn resolve_fault(fault: &Fault) -> Verdict {
 ///
 /// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call
 /// `handle_fault` first in the handler, and return from the handler at once if the result is true. The access is then
-/// repeated, or `SIGBUS` is raised at the faulting instruction. Neither allocates nor locks.
+/// repeated, or `SIGBUS` is raised at the faulting instruction. `handle_fault` neither allocates nor locks.
 ///
 /// # Safety
 ///
@@ -398,15 +402,15 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
-        /// Sets and clears random ranges, also across words and leaves. Bits and runs must agree with an array of
-        /// `bool`.
+        /// Sets and clears the bits of random ranges, also across words and leaves of the table. Bits and runs must
+        /// agree with an array of `bool`.
         #[test]
         fn table_agrees_with_bool_array(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
             static ONE_CASE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
             let _guard = ONE_CASE_AT_A_TIME.lock();
             let page = os_page_bytes();
             // Addresses without any mapping: the test uses their bits in the table only.
-            let start = 5 * LEAF_SPAN - 300 * page;
+            let start = 5 * LEAF_SPAN_BYTES - 300 * page;
             let all = start..start + 900 * page;
             if prepare(&all).is_err() {
                 println!("skipped: no guard pages here");

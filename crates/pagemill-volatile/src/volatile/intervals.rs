@@ -19,11 +19,11 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
-/// Maximum number of leaves: some 100 million intervals, in 4 GiB of addresses.
+/// Maximum number of leaves of a map. They have room for some 100 million intervals, and take 4 GiB of addresses.
 const MAX_LEAVES: usize = 1 << 20;
 const LEAF_BYTES: usize = PageSize::MIN_BYTES;
-/// Memory is made accessible in steps of this many bytes.
-const STEP_BYTES: usize = 1 << 20;
+/// The memory of an array is made accessible in steps of this many bytes.
+const OPEN_STEP_BYTES: usize = 1 << 20;
 
 /// An ordered map from disjoint, half-open, non-empty intervals of addresses to small values (16 bytes at most).
 ///
@@ -54,7 +54,7 @@ pub(super) struct Intervals<T> {
 struct Leaf {
     /// Start of the leaf's first entry.
     first: usize,
-    /// Position of the leaf's entries in the array of all entries.
+    /// Number of the leaf: its entries begin at index `number * PER_LEAF` of the array of all entries.
     number: u32,
     /// Number of entries in the leaf.
     count: u32,
@@ -110,10 +110,10 @@ impl<T: Copy> Intervals<T> {
         self.insert_entry(IntervalEntry { start: range.start, end: range.end, value })
     }
 
-    /// Removes the parts of intervals inside `range`. Returns the number of bytes removed.
+    /// Removes the parts of all intervals that lie inside `range`. Returns the number of bytes removed.
     ///
-    /// Parts outside stay, with their values. `each` is called with the removed parts in ascending order. Cost: a
-    /// search, and some nanoseconds for each removed part. Errors as [`Self::prepare`], only if `range` is in the
+    /// Parts outside `range` stay, with their values. `each` is called with the removed parts in ascending order. Cost:
+    /// a search, and some nanoseconds for each removed part. Errors as [`Self::prepare`], only if `range` is in the
     /// middle of an interval; after an error nothing has changed, and `each` was not called.
     pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
         if range.is_empty() {
@@ -141,14 +141,14 @@ impl<T: Copy> Intervals<T> {
         Ok(before - self.bytes)
     }
 
-    /// All intervals that end after `addr`, ascending. Cost: a search, then some nanoseconds for each interval.
+    /// Returns all intervals that end after `addr`, ascending. Cost: a search, then some nanoseconds for each interval.
     pub(super) fn from(&self, addr: usize) -> impl Iterator<Item = (Range<usize>, T)> {
         let (first, at) = self.seek(addr);
         let entries = (first..self.leaves).flat_map(move |index| self.leaf(index)).skip(at);
         entries.map(|entry| (entry.start..entry.end, entry.value))
     }
 
-    /// The intervals that overlap `range`, each as a whole, ascending. Cost: as [`Self::from`].
+    /// Returns the intervals that overlap `range`, each as a whole, ascending. Cost: as [`Self::from`].
     pub(super) fn overlapping(&self, range: Range<usize>) -> impl Iterator<Item = (Range<usize>, T)> {
         self.from(range.start).take_while(move |(whole, _)| !range.is_empty() && whole.start < range.end)
     }
@@ -168,25 +168,25 @@ impl<T: Copy> Intervals<T> {
         &self.directory.items()[..self.leaves]
     }
 
-    /// Index of the leaf that contains, or would contain, an interval with this start.
+    /// Returns the index of the leaf that contains, or would contain, an interval with this start.
     fn leaf_for(&self, start: usize) -> usize {
         self.directory().partition_point(|leaf| leaf.first <= start).saturating_sub(1)
     }
 
-    /// Leaf and index of the first interval that ends after `addr`. If this interval is the first entry of a leaf, the
-    /// result may be the end of the leaf before.
+    /// Returns the leaf of the first interval that ends after `addr`, and the index of the interval in that leaf. If
+    /// the interval is the first entry of its leaf, the result may be the end of the previous leaf.
     fn seek(&self, addr: usize) -> (usize, usize) {
         let index = self.leaf_for(addr);
         (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
     }
 
-    /// Indices of a leaf's entries from `at` on, in the array of all entries.
+    /// Returns the indices, in the array of all entries, of a leaf's entries from `at` on.
     fn entry_indices(leaf: Leaf, at: usize) -> Range<usize> {
         let first = leaf.number as usize * Self::PER_LEAF;
         first + at..first + leaf.count as usize
     }
 
-    /// The entries of a leaf; an empty slice if there is no such leaf.
+    /// Returns the entries of a leaf; an empty slice if there is no leaf with this index.
     fn leaf(&self, index: usize) -> &[IntervalEntry<T>] {
         let Some(leaf) = self.directory().get(index) else { return &[] };
         let entries = &self.entries.items()[Self::entry_indices(*leaf, 0)];
@@ -225,7 +225,7 @@ impl<T: Copy> Intervals<T> {
         let entries = self.entries.items_mut();
         entries.copy_within(places.clone(), places.start + 1);
         entries[places.start].write(entry);
-        self.set_first(index);
+        self.update_first(index);
         self.count += 1;
         self.bytes += (entry.end - entry.start) as u64;
         debug_assert!(self.leaf(index).len() <= Self::PER_LEAF, "a full leaf was split");
@@ -245,7 +245,8 @@ impl<T: Copy> Intervals<T> {
         self.leaves += 1;
     }
 
-    /// Moves the entries of leaf `from`, starting at index `at`, behind the entries of leaf `to`, where they must fit.
+    /// Moves the entries of leaf `from`, starting at index `at`, to the end of leaf `to`, which must have room for
+    /// them.
     fn move_entries(&mut self, from: usize, at: usize, to: usize) {
         let directory = self.directory.items_mut();
         let (moved, target) = (Self::entry_indices(directory[from], at), Self::entry_indices(directory[to], 0).end);
@@ -253,18 +254,18 @@ impl<T: Copy> Intervals<T> {
         directory[to].count += moved.len() as u32;
         debug_assert!(directory[to].count as usize <= Self::PER_LEAF, "the entries fit");
         self.entries.items_mut().copy_within(moved, target);
-        self.set_first(to);
+        self.update_first(to);
     }
 
-    /// Stores the start of the leaf's first entry in the directory.
-    fn set_first(&mut self, index: usize) {
+    /// Updates [`Leaf::first`] of a leaf in the directory, after the leaf's first entry may have changed.
+    fn update_first(&mut self, index: usize) {
         if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
             self.directory.items_mut()[index].first = start;
         }
     }
 
-    /// Removes the parts inside `range` from the entries of a leaf, which may be empty afterwards. `range` must not be
-    /// in the middle of an entry.
+    /// Removes the parts of a leaf's intervals that lie inside `range`. The leaf may be empty afterwards. `range` must
+    /// not be in the middle of an entry.
     fn cut_leaf(&mut self, index: usize, range: &Range<usize>, each: &mut impl FnMut(Range<usize>, T)) {
         let entries = self.leaf_mut(index);
         let first = entries.partition_point(|entry| entry.end <= range.start);
@@ -284,7 +285,7 @@ impl<T: Copy> Intervals<T> {
         }
         entries.copy_within(gone.end.., gone.start);
         self.directory.items_mut()[index].count -= gone.len() as u32;
-        self.set_first(index);
+        self.update_first(index);
         self.count -= gone.len();
         self.bytes -= removed;
     }
@@ -347,7 +348,7 @@ impl<U> SparseArray<U> {
             self.base =
                 mem::reserve(self.max_bytes(), os_page_bytes(), 0).map_err(Error::system("reserving metadata"))?;
         }
-        let new_bytes = wanted_bytes.next_multiple_of(STEP_BYTES) - self.open_bytes;
+        let new_bytes = wanted_bytes.next_multiple_of(OPEN_STEP_BYTES) - self.open_bytes;
         // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
         unsafe { mem::open(self.base + self.open_bytes, new_bytes) }.map_err(Error::system("opening metadata"))?;
         self.open_bytes += new_bytes;
@@ -357,22 +358,22 @@ impl<U> SparseArray<U> {
 
     /// Length of the reservation in bytes.
     fn max_bytes(&self) -> usize {
-        (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES)
+        (self.max_len * size_of::<U>()).next_multiple_of(OPEN_STEP_BYTES)
     }
 
-    /// The accessible items. If there are none, an empty slice at an arbitrary address.
-    fn slice(&self) -> *mut [U] {
+    /// Returns the accessible items; an empty slice at an arbitrary address if no items are accessible.
+    fn accessible_items(&self) -> *mut [U] {
         ptr::slice_from_raw_parts_mut(self.base.max(align_of::<U>()) as *mut U, self.open_bytes / size_of::<U>())
     }
 
     fn items(&self) -> &[U] {
         // SAFETY: the items are readable, valid, and used by this array only (type invariant).
-        unsafe { &*self.slice() }
+        unsafe { &*self.accessible_items() }
     }
 
     fn items_mut(&mut self) -> &mut [U] {
         // SAFETY: as above; the items are writable, and `&mut self` excludes other references.
-        unsafe { &mut *self.slice() }
+        unsafe { &mut *self.accessible_items() }
     }
 }
 
@@ -396,7 +397,7 @@ mod tests {
     type Items = Vec<(Range<usize>, u32)>;
     const PER_LEAF: usize = Intervals::<u32>::PER_LEAF;
 
-    /// Asserts the invariants of the type, and that its counters agree with its entries.
+    /// Asserts the invariants of [`Intervals`], and that the counters of the map agree with its entries.
     fn assert_invariants(tested: &Intervals<u32>) {
         let mut numbers: Vec<_> =
             tested.directory.items()[..tested.leaf_numbers].iter().map(|leaf| leaf.number).collect();
@@ -414,9 +415,9 @@ mod tests {
     }
 
     /// The tested map, and a `BTreeMap` with the same contents.
-    struct Pair(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
+    struct MapAndModel(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
 
-    impl Pair {
+    impl MapAndModel {
         fn expected(&self, range: &Range<usize>) -> Items {
             let is_in = |whole: &Range<usize>| range.start.max(whole.start) < range.end.min(whole.end);
             let all = self.1.iter().map(|(start, (end, value))| (*start..*end, *value));
@@ -466,7 +467,7 @@ mod tests {
             filled in 0usize..1000,
             steps in prop::collection::vec((0..8, 0usize..4000, 0usize..8, 0..40, any::<u32>()), 0..300),
         ) {
-            let mut pair = Pair(Intervals::new(), BTreeMap::new());
+            let mut pair = MapAndModel(Intervals::new(), BTreeMap::new());
             (0..filled).for_each(|index| pair.replace(index * 4..index * 4 + 3, Some(index as u32)));
             for (what, start, len, rare, value) in steps {
                 let range = start..start + if rare == 0 { len * 500 } else { len };
@@ -485,7 +486,7 @@ mod tests {
     #[test]
     fn leaves_are_split_merged_and_reused() {
         let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let (mut pair, mut order) = (Pair(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
+        let (mut pair, mut order) = (MapAndModel(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
         let mut most_leaves = 0;
         for seed in [3, 7] {
             order.sort_by_key(|number| mix(mix(number + seed)));
@@ -506,8 +507,8 @@ mod tests {
         pair.replace(8 * 100..8 * (2 * PER_LEAF - 10), None);
     }
 
-    /// Ascending insertions must fill all leaves of a small map. An operation that then needs another leaf must fail
-    /// and change nothing.
+    /// Insertions in ascending order must fill all leaves of a map that is limited to ten leaves. An operation that
+    /// then needs another leaf must fail and change nothing.
     #[test]
     fn full_map_refuses_and_stays_unchanged() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -525,8 +526,8 @@ mod tests {
         assert_invariants(&tested);
     }
 
-    /// After `prepare`, that many insertions must need no more memory. `prepare` itself must fail for too many leaves,
-    /// and `insert` if the kernel refuses the addresses.
+    /// After `prepare(1000)`, 1000 insertions must need no more memory. `prepare` must fail for too many leaves, and
+    /// `insert` must fail if the kernel refuses to reserve addresses.
     #[test]
     fn prepared_insertions_need_no_memory() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -542,25 +543,26 @@ mod tests {
         assert_invariants(&refused);
     }
 
-    /// Fills three steps of memory. The arrays must open one step at a time, and only as far as it is needed.
+    /// Inserts intervals until three steps of memory ([`OPEN_STEP_BYTES`]) are full. The map must open one step at a
+    /// time, and only when it needs the step.
     #[test]
     fn memory_grows_in_steps() {
         let mut tested: Intervals<u32> = Intervals::new();
         let (steps, mut seen) = (3, 0);
-        let items = steps * STEP_BYTES / size_of::<IntervalEntry<u32>>();
+        let items = steps * OPEN_STEP_BYTES / size_of::<IntervalEntry<u32>>();
         for number in 0..items {
             tested.insert(number * 2..number * 2 + 1, number as u32).unwrap();
-            seen = seen.max(tested.entries.open_bytes / STEP_BYTES);
+            seen = seen.max(tested.entries.open_bytes / OPEN_STEP_BYTES);
             let wanted_bytes = (tested.leaves + 1) * PER_LEAF * size_of::<IntervalEntry<u32>>();
-            assert!(tested.entries.open_bytes <= wanted_bytes.next_multiple_of(STEP_BYTES));
+            assert!(tested.entries.open_bytes <= wanted_bytes.next_multiple_of(OPEN_STEP_BYTES));
         }
         assert_eq!(
             (seen, tested.entries.items().len()),
-            (steps + 1, (steps + 1) * STEP_BYTES / size_of::<IntervalEntry<u32>>())
+            (steps + 1, (steps + 1) * OPEN_STEP_BYTES / size_of::<IntervalEntry<u32>>())
         );
-        assert_eq!(tested.directory.items().len(), STEP_BYTES / size_of::<Leaf>());
+        assert_eq!(tested.directory.items().len(), OPEN_STEP_BYTES / size_of::<Leaf>());
         assert!(tested.from(0).eq((0..items).map(|number| (number * 2..number * 2 + 1, number as u32))));
-        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
-        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * OPEN_STEP_BYTES / 8).max_bytes(), 3 * OPEN_STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * OPEN_STEP_BYTES / 8 + 1).max_bytes(), 4 * OPEN_STEP_BYTES);
     }
 }

@@ -82,12 +82,12 @@ impl Listed {
 pub struct ListedPart {
     /// Number of ranges copied.
     pub count: usize,
-    /// The argument `from` for the next part; `None` after the last part.
+    /// The argument `from` of the call that copies the next part; `None` after the last part.
     pub next: Option<usize>,
 }
 
-/// Copies descriptions from `found` until `into` is full. Returns the number copied.
-fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
+/// Copies descriptions of ranges from `found` until `into` is full. Returns the number of copied descriptions.
+fn copy_descriptions(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
     into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
         *place = listed;
         count + 1
@@ -101,16 +101,16 @@ impl Ranges {
         // Visits at most `into.len()` entries, so all ranges found fit, and the next part starts at `to`.
         let end = (self.count.load(Acquire) as usize).max(from);
         let to = end.min(from.saturating_add(into.len()));
-        let count = fill(into, (from..to).filter_map(|number| self.listed(number as u32)));
+        let count = copy_descriptions(into, (from..to).filter_map(|number| self.listed(number as u32)));
         ListedPart { count, next: (to < end).then_some(to) }
     }
 
-    /// The description of the range with this entry; `None` if the entry is free.
+    /// Returns the description of the range with this entry; `None` if the entry is free.
     fn listed(&self, number: u32) -> Option<Listed> {
-        const MAX_ATTEMPTS: usize = 4;
+        const MAX_READ_ATTEMPTS: usize = 4;
         let entry = self.entry(number);
         let mut found = None;
-        for _ in 0..MAX_ATTEMPTS {
+        for _ in 0..MAX_READ_ATTEMPTS {
             let seen = entry.word.load();
             let len_bytes = entry.len_bytes.load(Acquire) as usize;
             if !seen.has_owner() || len_bytes == 0 {
@@ -148,8 +148,8 @@ impl Ranges {
 }
 
 impl Vranges {
-    /// Copies descriptions of marked ranges that end after the address `from`, in ascending order, at most 4000 of
-    /// them. Cost: some nanoseconds for each, under the lock of the marks.
+    /// Copies the descriptions of at most 4000 marked ranges that end after the address `from`, in ascending order.
+    /// Cost: some nanoseconds for each range, under the lock of the marks.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
         let room = into.len().min(MAX_INTERVALS_PER_LOCK);
         let count = self.table.with(|table| {
@@ -167,7 +167,7 @@ impl Vranges {
                 },
                 age_ticks: Some(ticks_since(current_epoch(), mark.epoch)),
             });
-            fill(&mut into[..room], found)
+            copy_descriptions(&mut into[..room], found)
         });
         let next = (count == room).then(|| into[..count].last().map(|last| last.addr + last.len_bytes)).flatten();
         ListedPart { count, next }

@@ -3,15 +3,15 @@
 //! A purge *claims* a *piece* of a marked interval: the addresses that the purge discards under one claim.
 
 use super::intervals::Intervals;
-use super::purge::STEP_BYTES;
+use super::purge::PURGE_STEP_BYTES;
 use super::vrange::How;
 use pagemill_core::error::Result;
 use pagemill_core::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Length of the pieces of a partial range that is longer than this: a huge page.
+/// Length of the pieces in which a partial range is purged, if the range is longer than a huge page.
 const CHUNK_BYTES: usize = BLOCK_BYTES;
-/// Length of the pieces of a shorter partial range.
+/// Length of the pieces in which a partial range is purged, if the range is at most as long as a huge page.
 const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
 
 /// The state of a marked interval of addresses.
@@ -35,16 +35,16 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// Whether a purge in a process of this generation may claim the interval.
+    /// Returns whether a purge in a process of this generation may claim the interval.
     pub fn is_claimable(&self, generation: u16) -> bool {
         !self.is_empty && !self.is_purging && self.generation == generation
     }
 
-    /// The piece of the interval `range` that is purged next: the last one.
+    /// Returns the piece of the interval `range` that is purged next, which is the last piece.
     pub fn next_purged_piece(&self, range: &Range<usize>) -> Range<usize> {
         debug_assert!(!range.is_empty());
         let step = match self.how {
-            How::Full => STEP_BYTES,
+            How::Full => PURGE_STEP_BYTES,
             How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
             How::Partial => SMALL_CHUNK_BYTES,
         };
@@ -57,7 +57,8 @@ impl Mark {
 /// All marks of a process, with sums and claims.
 pub(super) struct MarkTable {
     pub marks: Intervals<Mark>,
-    /// Number of claimed pieces. While the number is 0, no search for claimed pieces is needed.
+    /// Number of pieces of marked intervals that are claimed. While the number is 0, no search for claimed pieces is
+    /// needed.
     pub claimed: usize,
     /// Whether a piece of a strict mark was ever claimed.
     may_have_guards: bool,
@@ -79,7 +80,8 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    /// The sums for a single interval, in a process of this generation whose arena has the addresses `own`.
+    /// Returns the sums for a single marked interval, in a process of this generation whose arena has the addresses
+    /// `own`.
     fn of(own: &Range<usize>, generation: u16, range: &Range<usize>, mark: &Mark) -> Self {
         let counts = !mark.is_empty && mark.generation == generation;
         let all = if counts { range.len() as u64 } else { 0 };
@@ -120,7 +122,7 @@ impl MarkTable {
         Ok(bytes)
     }
 
-    /// Whether any part of the range is claimed.
+    /// Returns whether any part of the range is claimed.
     pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
         let mut is_busy = false;
         if self.claimed > 0 {

@@ -69,55 +69,57 @@ use word::{RangeWord, Refused, epoch_of};
 /// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
 
-/// Maximum length of a range in a pack. Longer ranges have a slot of the heap.
-const PACKED_BYTES: usize = BLOCK_BYTES / 2;
+/// Maximum length of a range in a pack (a block of small pages that several ranges share). A longer range has a slot of
+/// the heap.
+const MAX_PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
-/// Number of classes of ranges in packs: powers of two from 4 KiB to 1 MiB.
-const CLASSES: usize = 9;
-/// Size of the ranges of the smallest class.
-const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
+/// Number of size classes of ranges in packs: the powers of two from 4 KiB to 1 MiB.
+const PACK_CLASSES: usize = 9;
+/// Size of the ranges of the smallest size class.
+const MIN_CLASS_BYTES: usize = MAX_PACKED_BYTES >> (PACK_CLASSES - 1);
 
-/// The class value of ranges that have a slot of the heap.
-const OWN_SLOT: u32 = CLASSES as u32;
+/// Value of [`RangeEntry::class`] for a range that has a slot of the heap.
+const OWN_SLOT_CLASS: u32 = PACK_CLASSES as u32;
 
-/// Number of shards. Threads allocate entries from different shards, so that the state words of different threads are
-/// far apart: the hardware prefetches neighbouring cache lines and pages.
+/// Number of shards, each with free lists of its own. Threads allocate entries from different shards, so that the state
+/// words of different threads are far apart: the hardware prefetches neighbouring cache lines and pages.
 const SHARDS: usize = 64;
 
-/// Maximum number of bytes for which room is reserved when a range is allocated or marked. The program may not touch
-/// the rest of a longer range soon.
-const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+/// Maximum number of bytes that are reserved in the budget when a range is allocated or marked. The rest of a longer
+/// range may not be accessed soon.
+const MAX_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Number of new entries that a shard gets at a time (64 KiB). Small under shuttle, where each step of a walk costs
-/// time.
-const RUN_ENTRIES: u32 = if cfg!(shuttle) { 4 } else { 512 };
+/// Number of new entries that a shard gets at a time (64 KiB). The number is small in shuttle tests, which take long
+/// for each entry that a purge visits.
+const ENTRIES_PER_RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
-/// The shard of this thread. It depends on the thread, not on the CPU, because the thread that allocates a range
-/// usually marks it, too.
+/// Returns the index of this thread's shard. The shard depends on the thread, not on the CPU, because the thread that
+/// allocates a range usually marks the range, too.
 fn current_shard() -> usize {
     // The thread pointers of two threads may differ in few bits only, so they are hashed.
     (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
 }
 
-/// The current time in ticks of 4.2 ms (see [`epoch_of`]).
+/// Returns the current time in ticks of 4.2 ms (see [`epoch_of`]).
 #[inline]
 fn current_epoch() -> u32 {
     epoch_of(sync::coarse_ns())
 }
 
 /// Metadata of one range, on two cache lines of its own. The hardware fetches lines in pairs, so marking one range does
-/// not slow down threads that mark others.
+/// not slow down threads that mark other ranges.
 #[repr(C, align(128))]
 struct RangeEntry {
     word: RangeWord,
     /// Address of the bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
-    /// Length of the first part of the range, which was not purged. Valid while the word has the bit `LOST`.
+    /// Number of bytes at the start of the range that were not purged. Valid while the word has the bit `LOST_BIT`.
     kept_bytes: AtomicU64,
-    /// Number of bytes purged at a time: the length of the range, or that of a chunk.
+    /// Number of bytes that are purged at a time: the length of the range, or of a chunk if the range is purged in
+    /// chunks.
     chunk_bytes: AtomicU64,
-    /// The class of the range in a pack, or [`OWN_SLOT`].
+    /// The size class of a range in a pack, or [`OWN_SLOT_CLASS`].
     class: AtomicU32,
     /// The shard to whose free list the entry returns.
     shard: AtomicU32,
@@ -139,9 +141,9 @@ pub struct Ranges {
     count: AtomicU32,
     /// Heads of the free lists, by shard and class. The last class is that of entries without memory. Protected by
     /// `free_lists_lock`.
-    free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// For each shard: the numbers of its entries that were never used, as the first number and the end of the run.
-    /// Protected by `free_lists_lock`.
+    free: [[AtomicU32; PACK_CLASSES + 1]; SHARDS],
+    /// For each shard: the first number, and the end, of its run of entries that were never used. Protected by
+    /// `free_lists_lock`.
     runs: [[AtomicU32; 2]; SHARDS],
     free_lists_lock: Lock,
     purger: purge::Purger,
@@ -190,7 +192,7 @@ impl Ranges {
             return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
         // Reserve room for a part of a large range only, because the rest may never be touched.
-        self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
+        self.arena.budget.reserve((len_bytes as u64).min(MAX_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
             Some(class) => self.allocate_in_pack(class)?,
             None => self.allocate_in_slot(len_bytes, chunk_bytes)?,
@@ -213,7 +215,8 @@ impl Ranges {
         self.entries.get(number as usize)
     }
 
-    /// Allocates an entry of the class with its part of a pack: a free entry, else one of a new pack.
+    /// Allocates an entry of this size class, with its part of a pack. Takes a free entry, or creates a pack if there
+    /// is no free entry.
     fn allocate_in_pack(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
         let shard = current_shard();
         if let Some(taken) = self.pop_free_entry(shard, class) {
@@ -224,7 +227,7 @@ impl Ranges {
             // Without memory for a pack, use a free entry of another shard.
             Err(error) => return (0..SHARDS).find_map(|other| self.pop_free_entry(other, class)).ok_or(error),
         };
-        let size = SMALLEST_BYTES << class;
+        let size = MIN_CLASS_BYTES << class;
         let first = self.create_entries(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.free_heap_slot(pack))?;
         for part in 0..BLOCK_BYTES / size {
             self.entry(first + part as u32).addr.store((pack.as_ptr() as usize + part * size) as u64, Relaxed);
@@ -247,14 +250,15 @@ impl Ranges {
             }
         }
         let shard = current_shard();
-        if let Some((number, _)) = self.pop_free_entry(shard, CLASSES) {
+        if let Some((number, _)) = self.pop_free_entry(shard, PACK_CLASSES) {
             return Ok((number, slot));
         }
-        let number = self.create_entries(shard, CLASSES, 1).inspect_err(|_| self.free_heap_slot(slot))?;
+        let number = self.create_entries(shard, PACK_CLASSES, 1).inspect_err(|_| self.free_heap_slot(slot))?;
         Ok((number, slot))
     }
 
-    /// Removes a free entry from its list, skipping entries that a purge has claimed. The entry is held afterwards.
+    /// Removes an entry from a free list and changes its phase to *Held*. Skips entries that a purge has claimed.
+    /// Returns the entry's number and the address of its memory.
     fn pop_free_entry(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
         let _guard = self.free_lists_lock.lock();
         let mut link = &self.free[shard][class];
@@ -278,15 +282,15 @@ impl Ranges {
         head.store(number + 1, Relaxed);
     }
 
-    /// Creates consecutive entries and returns the number of the first, which is held. The caller must add the others
-    /// to the free list with [`Ranges::push_free_entries`].
+    /// Creates consecutive entries and returns the number of the first entry, which is held. The caller must add the
+    /// other entries to the free list with [`Ranges::push_free_entries`].
     fn create_entries(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
         let _guard = self.free_lists_lock.lock();
         let [next, end] = &self.runs[shard];
         if end.load(Relaxed) - next.load(Relaxed) < entries {
             let start = self.count.load(Relaxed);
-            let count = start + entries.max(RUN_ENTRIES);
+            let count = start + entries.max(ENTRIES_PER_RUN);
             if count as usize > MAX_RANGES {
                 return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
             }
@@ -313,11 +317,11 @@ impl Ranges {
         entries.rev().for_each(|number| self.push_free_entry(number));
     }
 
-    /// Frees a range that its owner dropped.
+    /// Frees the range with this entry, which its owner has dropped.
     fn release_entry(&self, number: u32) {
         let entry = self.entry(number);
         let class = entry.class.load(Relaxed) as usize;
-        let has_slot = class == CLASSES;
+        let has_slot = class == PACK_CLASSES;
         // Read before the release: another thread may reuse the entry afterwards.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
         let is_released = self.retry_after_purge(number, || entry.word.release(!has_slot));
@@ -331,7 +335,7 @@ impl Ranges {
         self.push_free_entry(number);
     }
 
-    /// Frees the slot of a range.
+    /// Frees the heap slot of a range.
     fn free_heap_slot(&self, slot: NonNull<u8>) {
         // SAFETY: this module allocated the slot, and its range was dropped, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
@@ -352,7 +356,8 @@ impl Ranges {
         }
     }
 
-    /// Requests the purge of a range to stop, and runs `act` until no purge has the range claimed.
+    /// Requests the purge of a range to stop. Runs `act` until the result is not [`Refused::Purging`], and returns that
+    /// result.
     #[cold]
     fn wait_for_purge<T>(
         &self,
@@ -372,8 +377,8 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the published statistics. Repeats the copy if another thread has changed the
-    /// sum in between.
+    /// Copies the sum of the lengths of all ranges to the published statistics. Repeats the copy if another thread has
+    /// changed the sum meanwhile.
     fn publish_total_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
@@ -384,7 +389,7 @@ impl Ranges {
         }
     }
 
-    /// Resident bytes of the metadata.
+    /// Returns the number of resident bytes of the entries.
     pub fn metadata_bytes(&self) -> u64 {
         self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
     }
@@ -399,27 +404,30 @@ impl Ranges {
     ///
     /// # Safety
     ///
-    /// Follows one call of [`Ranges::acquire_for_fork`] by the same thread.
+    /// The calling thread must have called [`Ranges::acquire_for_fork`], once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.free_lists_lock.release();
         self.purger.lock.release();
     }
 }
 
-/// The class of a range of this length in a pack; `None` for a range that needs a slot of the heap.
+/// Returns the size class for a range of this length; `None` if the range needs a slot of the heap.
 fn class_of(len_bytes: usize) -> Option<usize> {
-    let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
-    (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)
+    let size = len_bytes.max(MIN_CLASS_BYTES.max(os_page_bytes()));
+    (size <= MAX_PACKED_BYTES).then(|| (size.next_power_of_two() / MIN_CLASS_BYTES).trailing_zeros() as usize)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Lengths at the boundaries of classes must map to the smallest class that fits.
+    /// Lengths at the boundaries of size classes must get the smallest size class that is large enough.
     #[test]
     fn classes_are_powers_of_two() {
-        assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);
-        assert_eq!([PACKED_BYTES, PACKED_BYTES + 1, usize::MAX].map(class_of), [Some(CLASSES - 1), None, None]);
+        assert_eq!([1, MIN_CLASS_BYTES, MIN_CLASS_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);
+        assert_eq!(
+            [MAX_PACKED_BYTES, MAX_PACKED_BYTES + 1, usize::MAX].map(class_of),
+            [Some(PACK_CLASSES - 1), None, None]
+        );
     }
 }

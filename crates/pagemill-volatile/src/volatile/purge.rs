@@ -9,10 +9,10 @@
 //! word. Then the purge ends after its current step, and the rest of the range is kept.
 #![allow(unsafe_code)] // discards the memory of claimed ranges
 
-use super::purge_queue::{Oldest, PurgeQueue};
+use super::purge_queue::{OldestRanges, PurgeQueue};
 use super::residents::ResidentBytes;
 use super::word::{RangePhase, SeenWord, age};
-use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, current_epoch};
+use super::{MIN_CLASS_BYTES, OWN_SLOT_CLASS, RangeEntry, Ranges, current_epoch};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::governor::WORTHWHILE_BYTES;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
@@ -23,29 +23,32 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
 use std::time::Duration;
 
-/// Maximum number of bytes that one step discards. The number bounds the time that another thread waits: some 40 us.
-/// Small under shuttle, so that small ranges have several steps.
-pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
+/// Maximum number of bytes that one step discards. The limit bounds the time for which another thread waits for the
+/// range: some 40 us. The number is small in shuttle tests, so that small ranges have several steps.
+pub(super) const PURGE_STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
-/// Minimum time in nanoseconds from the start of a measuring walk to the next.
+/// Minimum time in nanoseconds from the start of a measuring walk, which measures the resident bytes of all ranges, to
+/// the start of the next one.
 const MEASURE_PAUSE_NS: u64 = 100_000_000;
-/// The time from the start of a measuring walk to the next is at least this many times the duration of the first.
-const MEASURE_SHARE: u64 = 100;
+/// The time from the start of a measuring walk to the start of the next one is at least the duration of the first walk,
+/// multiplied by this number.
+const MEASURE_PAUSE_FACTOR: u64 = 100;
 
 /// Time limit of a measuring walk, in nanoseconds. The resident bytes of the remaining ranges are extrapolated.
-pub(super) const MEASURE_NS: u64 = 10_000_000;
+pub(super) const MAX_MEASURE_NS: u64 = 10_000_000;
 
-/// The purge queue, and sums over all ranges.
+/// The state of the purges of all ranges: the purge queue, and sums over the ranges.
 #[derive(Default)]
 pub(super) struct Purger {
     pub lock: Lock,
     /// Sum of the lengths of all ranges.
     pub total_bytes: AtomicU64,
-    /// Bytes that a purge of all ranges could free, as of the last walk.
+    /// Bytes that a purge of all ranges could free, as found by the last walk over the ranges.
     giveable_bytes: AtomicU64,
-    /// Earliest time of the next measuring walk.
+    /// Earliest time of the next measuring walk, in nanoseconds.
     measure_after_ns: AtomicU64,
-    /// The minimum of the bytes in free entries over some time. That many bytes were not reused in this time.
+    /// The minimum, over some time, of the bytes that free entries have. At least that many bytes were not reused in
+    /// this time.
     unused: LeastOver,
     /// The purge queue; its keys are numbers of entries. Protected by `lock`.
     queue: PurgeQueue,
@@ -118,7 +121,7 @@ impl Ranges {
     pub fn measure_now(&self) {
         let begun = clock::fine_ns();
         let _guard = self.purger.lock.lock();
-        let (now, mut residents) = (current_epoch(), ResidentBytes::new(begun + MEASURE_NS));
+        let (now, mut residents) = (current_epoch(), ResidentBytes::new(begun + MAX_MEASURE_NS));
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
             let bytes = self.giveable_bytes_of(entry, entry.word.load(), now);
@@ -128,10 +131,10 @@ impl Ranges {
         }
         self.set_giveable(residents.bytes());
         let took = clock::fine_ns() - begun;
-        self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
+        self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_PAUSE_FACTOR), Relaxed);
     }
 
-    /// Stores and publishes the giveable bytes.
+    /// Stores the number of bytes that a purge of all ranges could free, and publishes it in the statistics.
     fn set_giveable(&self, bytes: u64) {
         self.purger.giveable_bytes.store(bytes, Relaxed);
         stats::set(Counter::RangesGiveable, bytes);
@@ -140,7 +143,7 @@ impl Ranges {
     /// Walks all entries (some nanoseconds for each) to fill the purge queue and to sum up the giveable bytes. Returns
     /// the length of the queue.
     fn fill_queue(&self) -> usize {
-        let (now, mut oldest, mut giveable) = (current_epoch(), Oldest::new(), 0);
+        let (now, mut oldest, mut giveable) = (current_epoch(), OldestRanges::new(), 0);
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
             let seen = entry.word.load();
@@ -152,7 +155,7 @@ impl Ranges {
             }
         }
         self.set_giveable(giveable);
-        self.purger.queue.set(&mut oldest)
+        self.purger.queue.refill(&mut oldest)
     }
 
     /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the
@@ -170,7 +173,7 @@ impl Ranges {
             entry.word.finish(true, epoch);
             return freed;
         }
-        let (kept, chunk) = (entry.kept(seen), entry.chunk_bytes.load(Relaxed) as usize);
+        let (kept, chunk) = (entry.kept_len(seen), entry.chunk_bytes.load(Relaxed) as usize);
         let (left, freed) = self.purge_down_to(entry, kept, (kept - 1) / chunk * chunk);
         entry.kept_bytes.store(left as u64, Relaxed);
         // The range counts as marked now, so that other ranges are purged before its next chunk, or before another
@@ -195,7 +198,7 @@ impl Ranges {
         let (mut left, mut freed) = (kept, 0);
         while left > down_to && !(left < kept && entry.word.is_awaited()) {
             // Steps start at multiples of their length, so that huge pages are discarded as a whole.
-            let from = down_to.max((left - 1) / STEP_BYTES * STEP_BYTES);
+            let from = down_to.max((left - 1) / PURGE_STEP_BYTES * PURGE_STEP_BYTES);
             match self.discard(entry, addr + from, to) {
                 Some(bytes) => freed += bytes,
                 // The kernel refused. If all pages are still resident, it has discarded none of them.
@@ -211,20 +214,21 @@ impl Ranges {
         (left, freed)
     }
 
-    /// Upper bound of the bytes that a purge of a range could free. Memory inherited from a parent process counts as 0.
+    /// Returns an upper bound of the bytes that a purge of a range could free. Memory inherited from a parent process
+    /// counts as 0.
     fn giveable_bytes_of(&self, entry: &RangeEntry, seen: SeenWord, now: u32) -> u64 {
         let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
         match seen.phase() {
             _ if !seen.is_claimable(now) || self.arena.block_state(block()).is_inherited => 0,
             RangePhase::Free => entry.address_bytes() as u64,
-            _ => entry.kept(seen) as u64,
+            _ => entry.kept_len(seen) as u64,
         }
     }
 
     /// Discards whole pages of a claimed range. Returns the bytes that the kernel took; `None` if the kernel refused,
     /// possibly after it took some of the pages.
     fn discard(&self, entry: &RangeEntry, from: usize, to: usize) -> Option<u64> {
-        let has_slot = entry.class.load(Relaxed) == OWN_SLOT;
+        let has_slot = entry.class.load(Relaxed) == OWN_SLOT_CLASS;
         let (mut at, mut freed) = (from, 0);
         while at < to {
             let block = self.arena.block_of(at);
@@ -244,7 +248,7 @@ impl Ranges {
     }
 }
 
-/// Counts and traces a purge of `bytes` of a range, whether they were resident or not.
+/// Counts and traces a purge of `bytes` bytes of a range, whether these bytes were resident or not.
 pub(super) fn note_purged(addr: usize, bytes: usize) {
     stats::add(Counter::RangesPurged, 1);
     stats::add(Counter::RangeBytesPurged, bytes as u64);
@@ -252,16 +256,16 @@ pub(super) fn note_purged(addr: usize, bytes: usize) {
 }
 
 impl RangeEntry {
-    /// Bytes of address space of the entry: the whole blocks of its slot, or its part of a pack.
+    /// Returns the bytes of address space of the entry: the whole blocks of its slot, or its part of a pack.
     fn address_bytes(&self) -> usize {
         match self.class.load(Relaxed) {
-            OWN_SLOT => (self.len_bytes.load(Relaxed) as usize).next_multiple_of(BLOCK_BYTES),
-            class => SMALLEST_BYTES << class,
+            OWN_SLOT_CLASS => (self.len_bytes.load(Relaxed) as usize).next_multiple_of(BLOCK_BYTES),
+            class => MIN_CLASS_BYTES << class,
         }
     }
 
-    /// Length of the first part of a volatile range, which was not purged.
-    fn kept(&self, seen: SeenWord) -> usize {
+    /// Returns the number of bytes at the start of a volatile range that were not purged.
+    fn kept_len(&self, seen: SeenWord) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize
     }

@@ -4,8 +4,8 @@
 
 use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
-/// Maximum number of walks for one request. Without a limit a request might never end, because other threads mark
-/// ranges meanwhile.
+/// Maximum number of walks over all ranges for one purge request. Without a limit a request might never end, because
+/// other threads mark ranges meanwhile.
 const MAX_WALKS: usize = 64;
 
 /// Capacity of the queue: the maximum number of ranges that one walk selects.
@@ -13,11 +13,11 @@ pub(super) const QUEUE_LENGTH: usize = 512;
 
 /// The purge queue. Its owner protects it with a lock.
 pub(super) struct PurgeQueue {
-    /// Key and epoch of each range.
+    /// For each queued range: the key that identifies the range, and the epoch of its mark.
     entries: [(AtomicU64, AtomicU32); QUEUE_LENGTH],
     /// The ranges in `entries[next..end]` are not purged yet.
     next: AtomicUsize,
-    /// End of the ranges in `entries`.
+    /// Number of ranges that the last walk has stored in `entries`.
     end: AtomicUsize,
 }
 
@@ -72,8 +72,8 @@ impl PurgeQueue {
         freed
     }
 
-    /// Replaces the contents of the queue by the result of a walk. Returns the new length.
-    pub fn set(&self, oldest: &mut Oldest) -> usize {
+    /// Replaces the contents of the queue by the ranges that a walk has selected. Returns the new length of the queue.
+    pub fn refill(&self, oldest: &mut OldestRanges) -> usize {
         let sorted = oldest.sorted();
         for (place, found) in self.entries.iter().zip(sorted) {
             place.0.store(found.key, Relaxed);
@@ -95,17 +95,18 @@ struct QueueEntry {
 
 /// Selects the oldest ranges of a walk: a binary heap of limited size with the youngest range on top, which an older
 /// range replaces.
-pub(super) struct Oldest {
+pub(super) struct OldestRanges {
     found: [QueueEntry; QUEUE_LENGTH],
     count: usize,
 }
 
-impl Oldest {
+impl OldestRanges {
     pub const fn new() -> Self {
         Self { found: [QueueEntry { age: 0, epoch: 0, key: 0 }; QUEUE_LENGTH], count: 0 }
     }
 
-    /// Adds a range to the selection if it is old enough.
+    /// Adds a range to the selection if the selection is not full, or if the range is older than the youngest selected
+    /// range.
     pub fn add(&mut self, age: u32, epoch: u32, key: u64) {
         let found = QueueEntry { age, epoch, key };
         if self.count < QUEUE_LENGTH {
@@ -140,7 +141,7 @@ impl Oldest {
         }
     }
 
-    /// The selected ranges, oldest first. Ranges of equal age are in the order of their keys.
+    /// Returns the selected ranges, oldest first. Ranges of equal age are in the order of their keys.
     fn sorted(&mut self) -> &[QueueEntry] {
         let found = &mut self.found[..self.count];
         found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
@@ -154,10 +155,11 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Offers up to three times as many random ages as fit. The oldest must be selected, in order.
+        /// Adds ranges of random ages, up to three times as many as fit into the queue. The oldest ranges must be
+        /// selected, oldest first.
         #[test]
         fn oldest_ages_are_selected(ages in prop::collection::vec(0u32..1000, 0..3 * QUEUE_LENGTH)) {
-            let mut oldest = Oldest::new();
+            let mut oldest = OldestRanges::new();
             ages.iter().zip(0..).for_each(|(age, key)| oldest.add(*age, 7, key));
             let found: Vec<u32> = oldest.sorted().iter().map(|found| found.age).collect();
             let mut expected = ages.clone();

@@ -21,7 +21,7 @@ pub enum Behaviour {
     Partial { chunk_bytes: usize },
 }
 
-/// Whether the bytes of a range survived since it was marked.
+/// Whether the bytes of a range have survived since the range was marked.
 ///
 /// Example: [`VolatileBuf`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl VolatileBuf {
         Self::with(len_bytes, Behaviour::Full)
     }
 
-    /// As [`VolatileBuf::new`], purged as `behaviour` says.
+    /// As [`VolatileBuf::new`], but reclaim purges the buffer as `behaviour` says.
     ///
     /// # Errors
     ///
@@ -94,18 +94,18 @@ impl VolatileBuf {
         self.len_bytes
     }
 
-    /// Address of the bytes, for example for a system call. The bytes may be accessed only while the range is pinned or
-    /// held.
+    /// Returns the address of the bytes, for example for a system call. The bytes may be accessed only while the range
+    /// is pinned or held.
     pub fn addr(&self) -> usize {
         self.addr.as_ptr() as usize
     }
 
-    /// Whether the range is marked volatile.
+    /// Returns whether the range is marked volatile.
     pub fn is_volatile(&self) -> bool {
         matches!(self.entry().word.load().phase(), RangePhase::Volatile | RangePhase::Purging)
     }
 
-    /// Whether a purge is discarding bytes of the range at this moment.
+    /// Returns whether a purge is discarding bytes of the range at this moment.
     pub fn is_being_purged(&self) -> bool {
         self.entry().word.load().phase() == RangePhase::Purging
     }
@@ -151,12 +151,13 @@ impl VolatileBuf {
     #[inline]
     pub fn unmark(&self) -> Result<Contents> {
         let was_lost = self.retry_after_purge(|| self.entry().word.unmark())?;
-        Ok(if was_lost { self.note_loss() } else { Contents::Kept })
+        Ok(if was_lost { self.report_loss() } else { Contents::Kept })
     }
 
-    /// Returns the length of the kept part, and reserves room for the bytes that the program will write again.
+    /// Called when bytes were purged: returns the number of kept bytes. Also reserves memory for the bytes that the
+    /// program will write again.
     #[cold]
-    fn note_loss(&self) -> Contents {
+    fn report_loss(&self) -> Contents {
         let kept_bytes = self.kept_bytes();
         self.entry().word.unpin();
         // Reserving reclaims now if memory is short, instead of at the first touch. An error is ignored, because the
@@ -165,7 +166,7 @@ impl VolatileBuf {
         Contents::Purged { kept_bytes }
     }
 
-    /// Length of the first part, which was not purged.
+    /// Returns the number of bytes at the start of the range that were not purged.
     fn kept_bytes(&self) -> usize {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }
@@ -247,12 +248,12 @@ pub struct Pin<'range> {
 }
 
 impl Pin<'_> {
-    /// Whether all bytes were kept until the range was pinned.
+    /// Returns whether all bytes were kept until the range was pinned.
     pub fn contents(&self) -> Contents {
         self.contents
     }
 
-    /// All bytes of the range; `None` if some were purged.
+    /// Returns all bytes of the range; `None` if some bytes were purged.
     pub fn whole(&self) -> Option<&[u8]> {
         (self.contents == Contents::Kept).then_some(self)
     }

@@ -15,21 +15,21 @@ use std::io;
 /// stack and take some microseconds.
 const BATCH_LEN: usize = 128;
 
-/// Value of the number of purged bytes if some bytes, but an unknown number, were purged.
-const UNKNOWN: u64 = u64::MAX;
-/// Value of the age of a range that is not volatile.
-const NOT_MARKED: u32 = u32::MAX;
+/// The number of purged bytes in the record of a range of which an unknown number of bytes was purged.
+const UNKNOWN_PURGED_BYTES: u64 = u64::MAX;
+/// The age in the record of a range that is not volatile.
+const NOT_MARKED_AGE: u32 = u32::MAX;
 
 const RECORD_LEN: usize = 32;
 
-/// The record of a range.
+/// Returns the record with the description of a range.
 fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     bytes[..8].copy_from_slice(&(listed.addr as u64).to_le_bytes());
     bytes[8..16].copy_from_slice(&(listed.len_bytes as u64).to_le_bytes());
-    let purged = listed.purged_bytes.map_or(UNKNOWN, |bytes| bytes as u64);
+    let purged = listed.purged_bytes.map_or(UNKNOWN_PURGED_BYTES, |bytes| bytes as u64);
     bytes[16..24].copy_from_slice(&purged.to_le_bytes());
-    bytes[24..28].copy_from_slice(&listed.age_ticks.unwrap_or(NOT_MARKED).to_le_bytes());
+    bytes[24..28].copy_from_slice(&listed.age_ticks.unwrap_or(NOT_MARKED_AGE).to_le_bytes());
     bytes[28] = match listed.kind {
         RangeKind::Handle => 0,
         RangeKind::Marked => 1,
@@ -48,7 +48,7 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     bytes
 }
 
-/// The volatile ranges that a process listed.
+/// The answer of a process to [`ask`]: a list of its volatile ranges.
 ///
 /// ```
 /// use pagemill_core::published;
@@ -70,9 +70,10 @@ pub struct List {
     pub left_out: u64,
 }
 
-/// Requests the volatile ranges of the process that published its statistics at `figures`. Waits until the process
-/// answers, `should_stop` returns true, or [`ANSWER_WITHIN`](pagemill_core::listing::ask::ANSWER_WITHIN) has passed. In
-/// every case the request's file is removed.
+/// Requests a list of the volatile ranges of the process that published its statistics in the file `figures`. Waits
+/// until the process answers, `should_stop` returns true, or
+/// [`ANSWER_WITHIN`](pagemill_core::listing::ask::ANSWER_WITHIN) has passed. In every case the request's file is
+/// removed.
 ///
 /// # Errors
 ///
@@ -81,7 +82,7 @@ pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -
     ask_for(figures, identity, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
 }
 
-/// Lists the ranges of a process: those with a handle, then those marked by address.
+/// Lists the volatile ranges of a process: first those with a handle, then those marked by address.
 ///
 /// Example: [`ListWriter`].
 pub struct RangeLists {
@@ -100,7 +101,7 @@ impl ListWriter for RangeLists {
     }
 }
 
-/// Writes all ranges that `list` returns, in batches, from the first one on.
+/// Writes the records of all ranges that `list` returns. Calls `list` once for each batch of ranges.
 fn write_batches(response: &mut Response<'_>, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
     let (mut batch, mut from) = ([Listed::NONE; BATCH_LEN], Some(0));
     while let Some(start) = from {
@@ -124,10 +125,10 @@ impl Record for Listed {
     }
 }
 
-/// Parses a record; `None` if a field is invalid.
+/// Parses the record of a range; `None` if a field is invalid.
 fn from_record(bytes: &[u8]) -> Option<Listed> {
     let (addr, len_bytes) = (u64_at(bytes, 0), u64_at(bytes, 8));
-    let purged = Some(u64_at(bytes, 16)).filter(|purged| *purged != UNKNOWN);
+    let purged = Some(u64_at(bytes, 16)).filter(|purged| *purged != UNKNOWN_PURGED_BYTES);
     let is_inside =
         len_bytes > 0 && addr.checked_add(len_bytes).is_some() && purged.is_none_or(|purged| purged <= len_bytes);
     let listed = Listed {
@@ -139,7 +140,7 @@ fn from_record(bytes: &[u8]) -> Option<Listed> {
         how: *[How::Full, How::Partial].get(usize::from(bytes[30]))?,
         is_strict: *[false, true].get(usize::from(bytes[31]))?,
         purged_bytes: purged.and_then(|purged| usize::try_from(purged).ok()),
-        age_ticks: Some(u32_at(bytes, 24)).filter(|ticks| *ticks != NOT_MARKED),
+        age_ticks: Some(u32_at(bytes, 24)).filter(|ticks| *ticks != NOT_MARKED_AGE),
     };
     is_inside.then_some(listed)
 }

@@ -4,21 +4,21 @@ use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::{clock, mem};
 
 /// Maximum number of OS pages in a block, for the smallest page size of 4 KiB.
-const PAGES: usize = BLOCK_BYTES >> 12;
+const MAX_PAGES: usize = BLOCK_BYTES >> 12;
 
-/// The sum of the resident bytes of ranges. Ranges that are added after the time `until_ns` are not measured; their
-/// resident part is assumed to be the average of the others.
+/// Sums up the resident bytes of ranges. A range that is added after the time `until_ns` is not measured. Its resident
+/// share is assumed to be the average of the measured ranges.
 pub(super) struct ResidentBytes {
     until_ns: u64,
-    /// Address of the block that was queried last.
+    /// Address of the block whose pages were queried last.
     block: usize,
-    /// The states of the pages of that block; `None` if the kernel reported an error.
-    pages: Option<[u8; PAGES]>,
-    /// Length of the measured ranges in bytes.
+    /// The states of the pages of `block` (`mincore`); `None` if the kernel reported an error.
+    pages: Option<[u8; MAX_PAGES]>,
+    /// Sum of the lengths of the measured ranges in bytes.
     measured_bytes: u64,
     /// Resident bytes of the measured ranges.
     resident_bytes: u64,
-    /// Length of the ranges that were not measured, in bytes.
+    /// Sum of the lengths of the ranges that were not measured, in bytes.
     unmeasured_bytes: u64,
 }
 
@@ -38,17 +38,17 @@ impl ResidentBytes {
                 self.unmeasured_bytes += (end - at) as u64;
                 return;
             }
-            let found = self.resident(block, at, to);
+            let found = self.resident_bytes_in(block, at, to);
             self.measured_bytes += (to - at) as u64;
             self.resident_bytes += found.min(to - at) as u64;
             at = to;
         }
     }
 
-    /// Resident bytes of the addresses `from..to`, which lie inside `block`.
-    fn resident(&mut self, block: usize, from: usize, to: usize) -> usize {
+    /// Returns the number of resident bytes at the addresses `from..to`, which lie inside `block`.
+    fn resident_bytes_in(&mut self, block: usize, from: usize, to: usize) -> usize {
         if block != self.block {
-            let mut pages = [0; PAGES];
+            let mut pages = [0; MAX_PAGES];
             self.pages = mem::resident(block, BLOCK_BYTES, &mut pages).ok().map(|()| pages);
             self.block = block;
         }
@@ -61,7 +61,8 @@ impl ResidentBytes {
         pages.iter().filter(|page| **page & 1 == 1).count() * page
     }
 
-    /// Resident bytes of all ranges that were added, with the extrapolation.
+    /// Returns the resident bytes of all ranges that were added. Those of ranges that were not measured are
+    /// extrapolated.
     pub fn bytes(&self) -> u64 {
         let rest = u128::from(self.unmeasured_bytes) * u128::from(self.resident_bytes)
             / u128::from(self.measured_bytes.max(1));
@@ -73,8 +74,9 @@ impl ResidentBytes {
 mod tests {
     use super::*;
 
-    /// Adds the same memory as one range and as many small ranges, which must give the kernel's count. Unmapped memory
-    /// must count as 0, and a range added too late must be extrapolated.
+    /// Adds memory as one range, and the same memory as many small ranges. Both sums must equal the kernel's count of
+    /// resident bytes. Unmapped memory must count as 0. The resident bytes of a range that is added too late must be
+    /// extrapolated.
     #[test]
     fn resident_pages_are_counted_or_extrapolated() {
         let page = os_page_bytes();

@@ -8,8 +8,8 @@
 use super::current_epoch;
 use super::guards::{self, GuardsRefused};
 use super::mark_table::Mark;
-use super::purge::{MEASURE_NS, note_purged};
-use super::purge_queue::Oldest;
+use super::purge::{MAX_MEASURE_NS, note_purged};
+use super::purge_queue::OldestRanges;
 use super::residents::ResidentBytes;
 use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::age;
@@ -23,8 +23,9 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Number of intervals that a measurement copies under the lock at a time, to query their pages without the lock.
-const MEASURE_BATCH: usize = 64;
+/// Number of marked intervals that a measurement copies at a time while it holds the lock. It then queries their pages
+/// without the lock.
+const MEASURE_BATCH_LEN: usize = 64;
 
 impl Shrinker for Vranges {
     fn name(&self) -> &'static str {
@@ -62,7 +63,7 @@ impl Shrinker for Vranges {
         self.queue.purge(want_bytes, purge, || self.fill_queue(&request))
     }
 
-    /// Invalidates the last measurement, because marked memory may have been touched since.
+    /// Invalidates the last measurement, because the program may have accessed marked memory since.
     fn measure(&self) {
         self.set_unfreeable(0, 0);
     }
@@ -75,7 +76,8 @@ struct PurgeRequest {
     may_purge_foreign: bool,
 }
 
-/// The result of purging a piece. `bytes` is the number of resident bytes that were freed.
+/// The result of purging a piece, which is a part of a marked interval. `bytes` is the number of resident bytes that
+/// were freed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PieceResult {
     /// Nothing was discarded.
@@ -87,7 +89,8 @@ enum PieceResult {
 }
 
 impl Vranges {
-    /// Opens the list of mappings and decides whether foreign memory may be purged. `None` if the list cannot be read.
+    /// Creates a request: opens the list of mappings (`/proc/self/maps`), and decides whether memory that Pagemill did
+    /// not allocate may be purged. Returns `None` if the list cannot be read.
     fn new_request(&self, urgency: Urgency) -> Option<PurgeRequest> {
         // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;
@@ -105,9 +108,9 @@ impl Vranges {
             return;
         }
         let Some(request) = self.new_request(Urgency::Request) else { return };
-        let until_ns = clock::fine_ns() + MEASURE_NS;
+        let until_ns = clock::fine_ns() + MAX_MEASURE_NS;
         let (mut own, mut foreign) = (ResidentBytes::new(until_ns), ResidentBytes::new(until_ns));
-        let (mut from, mut intervals) = (0, [const { None }; MEASURE_BATCH]);
+        let (mut from, mut intervals) = (0, [const { None }; MEASURE_BATCH_LEN]);
         loop {
             let count = self.table.with(|table| {
                 let generation = table.generation;
@@ -130,7 +133,7 @@ impl Vranges {
                     }
                 }
             }
-            if count < MEASURE_BATCH {
+            if count < MEASURE_BATCH_LEN {
                 break;
             }
         }
@@ -139,8 +142,8 @@ impl Vranges {
         self.set_unfreeable(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
     }
 
-    /// Stores the marked bytes that a purge would not free, in total and in foreign memory, and updates the published
-    /// statistics.
+    /// Stores how many marked bytes a purge would not free: in total, and in foreign memory (memory that Pagemill did
+    /// not allocate). Also updates the published statistics.
     pub(super) fn set_unfreeable(&self, bytes: u64, foreign_bytes: u64) {
         self.unfreeable_bytes.store(bytes, Relaxed);
         self.unfreeable_foreign_bytes.store(foreign_bytes, Relaxed);
@@ -150,7 +153,7 @@ impl Vranges {
 
     /// Walks all marks to fill the purge queue. Returns the length of the queue.
     fn fill_queue(&self, request: &PurgeRequest) -> usize {
-        let (now, mut oldest, mut from) = (current_epoch(), Oldest::new(), 0);
+        let (now, mut oldest, mut from) = (current_epoch(), OldestRanges::new(), 0);
         loop {
             let last = self.table.with(|table| {
                 let mut last = None;
@@ -169,7 +172,7 @@ impl Vranges {
                 None => break,
             }
         }
-        self.queue.set(&mut oldest)
+        self.queue.refill(&mut oldest)
     }
 
     /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked
@@ -191,8 +194,8 @@ impl Vranges {
         }
     }
 
-    /// Claims the last piece of an interval. Returns `None` if the interval has changed or cannot be claimed, or if a
-    /// thread waits for the end of another claim.
+    /// Claims the last piece of the interval that begins at `addr`, for a purge. Returns `None` if the interval has
+    /// changed or cannot be claimed, or if a thread waits for the end of another claim.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
         self.table.with(|table| {
             let (range, mark) = table.marks.from(addr).next()?;
@@ -206,7 +209,7 @@ impl Vranges {
         })
     }
 
-    /// Ends the claim on a piece of the interval that begins at `addr`, and records the result.
+    /// Ends the claim on a piece of the interval that begins at `addr`, and records the result of its purge.
     fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: PieceResult) {
         let is_all = matches!(taken, PieceResult::All { .. });
         let after = Mark {
@@ -275,7 +278,7 @@ impl Vranges {
         PieceResult::All { bytes: freed }
     }
 
-    /// Whether all of the piece can be purged, as far as its mappings and the arena show.
+    /// Returns whether all of the piece can be purged, as far as its mappings and the arena show.
     fn can_purge_all(&self, request: &PurgeRequest, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
@@ -302,8 +305,8 @@ impl Vranges {
         is_one && self.arena.heap.contains(from) && (!splits || request.urgency == Urgency::Limit)
     }
 
-    /// The part of a piece, starting at `at`, that one system call discards. It lies inside one mapping, because the
-    /// kernel discards or refuses a mapping as a whole. It also lies inside one block of the arena.
+    /// Returns the part of a piece, starting at `at`, that one system call discards. The part lies inside one mapping,
+    /// because the kernel discards or refuses a mapping as a whole. A part in the arena also lies inside one block.
     fn next_part(&self, request: &PurgeRequest, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match request.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
@@ -313,7 +316,8 @@ impl Vranges {
         at..end.min(mapping_end).min(block_end)
     }
 
-    /// As [`Vranges::discard`], for a part of one block that Pagemill allocated.
+    /// As [`Vranges::discard`], for a part of one block of the arena. Returns the bytes that the kernel took; `None` if
+    /// the kernel refused, or if a huge page may not be split now.
     fn discard_arena_part(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
         let block = self.arena.block_of(part.start);
         if part.len() == BLOCK_BYTES {

@@ -13,7 +13,7 @@
 
 use super::mark_table::{Mark, MarkTable, Sums};
 use super::purge_queue::PurgeQueue;
-use super::{MOST_RESERVED_BYTES, current_epoch, guards};
+use super::{MAX_RESERVED_BYTES, current_epoch, guards};
 use pagemill_core::arena::Arena;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::Account;
@@ -23,13 +23,14 @@ use pagemill_core::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
 
-/// Maximum number of intervals that a walk visits while it holds the lock: some 20 us.
+/// Maximum number of marked intervals that a walk visits while it holds the lock of the marks. Visiting that many takes
+/// some 20 us.
 pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
 /// The account publishes its statistics whenever the giveable bytes cross a multiple of this number.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
-/// The state that a call sets for a range.
+/// The state that a call of [`Vranges::vrange`] sets for a range.
 ///
 /// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,9 +76,9 @@ enum Guards {
 enum MarkAttempt<T> {
     /// The marks were changed.
     Done(T),
-    /// A part has guards that must be removed first. The attempt has claimed the part.
+    /// A part of the range has guards that must be removed first. The attempt has claimed the part.
     Guarded(Range<usize>, Mark),
-    /// A purge, or another thread that removes guards, has claimed a part.
+    /// A purge, or another thread that removes guards, has claimed a part of the range.
     Busy,
 }
 
@@ -104,16 +105,17 @@ pub struct Vranges {
     pub(super) table: Guarded<MarkTable>,
     pub(super) purging: Lock,
     pub(super) queue: PurgeQueue,
-    /// A copy of `Sums::all`, read without the lock.
+    /// Bytes that are marked and not purged: a copy of `Sums::all` that is read without the lock.
     pub(super) giveable_bytes: AtomicU64,
-    /// A copy of `Sums::foreign`, read without the lock.
+    /// The part of `giveable_bytes` outside the arena: a copy of `Sums::foreign` that is read without the lock.
     pub(super) foreign_bytes: AtomicU64,
     /// The part of `giveable_bytes` that a purge would not free, as last measured: not resident, or not purgeable. Each
     /// change of marks resets it to 0.
     pub(super) unfreeable_bytes: AtomicU64,
     /// The part of `foreign_bytes` that a purge would not free, as last measured.
     pub(super) unfreeable_foreign_bytes: AtomicU64,
-    /// Bytes of all marked intervals, including those that are already purged or inherited. Read without the lock.
+    /// Bytes of all marked intervals, including intervals that are already purged or were inherited in a fork. Read
+    /// without the lock.
     marked_bytes: AtomicU64,
 }
 
@@ -179,7 +181,7 @@ impl Vranges {
         }
     }
 
-    /// Marks a range that the caller has validated.
+    /// Marks a range. The caller must have checked that its addresses are valid.
     fn mark(&self, range: Range<usize>, how: How, is_strict: bool) -> Result<Marked> {
         check_mapped(&range)?;
         if is_strict {
@@ -188,7 +190,7 @@ impl Vranges {
         let bytes = range.len() as u64;
         // The program may have filled the range without a charge, and may fill as many bytes again after a purge.
         // Reserving that room reclaims now, before the kernel runs short.
-        let _ = self.arena.budget.reserve(bytes.min(MOST_RESERVED_BYTES));
+        let _ = self.arena.budget.reserve(bytes.min(MAX_RESERVED_BYTES));
         let fresh = Mark {
             epoch: current_epoch(),
             how,
@@ -235,7 +237,8 @@ impl Vranges {
         Ok(marked)
     }
 
-    /// Waits for purges of a range and removes all its marks. Must be called before the range is unmapped or freed.
+    /// Waits until no purge works on a range, and removes all marks in the range. Must be called before the range is
+    /// unmapped or freed.
     pub fn forget(&self, range: Range<usize>) {
         let forget = |range: Range<usize>| {
             self.change_marks(&range, Guards::Remove, |table| table.cut(range.clone(), |_, _| ()))
@@ -252,13 +255,13 @@ impl Vranges {
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
 
-    /// Whether no memory is marked. Cost: one load.
+    /// Returns whether no memory is marked. Cost: one load.
     pub fn is_empty(&self) -> bool {
         self.marked_bytes.load(Relaxed) == 0
     }
 
-    /// Runs `act` on the marks once no part of the range is claimed. Before that, removes the guards in the range if
-    /// `guards` is `Remove`.
+    /// Runs `act` on the table of marks as soon as no part of the range is claimed. Before that, removes the guards in
+    /// the range if `guards` is `Remove`.
     fn change_marks<T>(
         &self,
         range: &Range<usize>,
@@ -296,7 +299,7 @@ impl Vranges {
         }
     }
 
-    /// Removes the guards of a claimed part, and ends the claim.
+    /// Removes the guards of a claimed part of a range, and ends the claim.
     fn remove_guards(&self, part: &Range<usize>, mark: Mark) -> Result<()> {
         // SAFETY: the part is claimed, so no purge works on it.
         let result = unsafe { guards::remove(part) };
@@ -307,7 +310,7 @@ impl Vranges {
         result
     }
 
-    /// Copies the sums to the atomics that are read without the lock, and to the published statistics.
+    /// Copies the sums over all marks to the atomics that are read without the lock, and to the published statistics.
     pub(super) fn publish_sums(&self, table: &MarkTable) {
         self.giveable_bytes.store(table.sums.all, Relaxed);
         self.foreign_bytes.store(table.sums.foreign, Relaxed);
@@ -343,7 +346,7 @@ impl Vranges {
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
-    /// Waits until no part is claimed, and acquires the locks.
+    /// Waits until no marked memory is claimed, and acquires the locks.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.
@@ -354,7 +357,7 @@ impl Vranges {
     ///
     /// # Safety
     ///
-    /// Follows one call of [`Vranges::acquire_for_fork`] by the same thread.
+    /// The calling thread must have called [`Vranges::acquire_for_fork`], once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.table.release();
         self.purging.release();

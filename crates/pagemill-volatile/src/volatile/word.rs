@@ -17,7 +17,7 @@
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-/// The state of a range.
+/// The phase of a range, a field of its state word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RangePhase {
     /// The range has no owner.
@@ -30,45 +30,46 @@ pub(crate) enum RangePhase {
     Purging = 3,
 }
 
-/// Mask of the phase.
-const PHASE: u64 = 3;
-/// In *Volatile* and *Purging*: bytes were discarded since the range was marked.
-const LOST: u64 = 1 << 2;
-/// In *Purging*: a thread waits for the end of the purge. In *Volatile*: the thread that waited for the last purge has
-/// not accessed the range yet.
-const AWAITED: u64 = 1 << 3;
-/// In *Purging*: the range was free before the claim.
-const FROM_FREE: u64 = 1 << 4;
-/// In *Free*: the range may have memory of its last owner.
-const BACKED: u64 = 1 << 5;
-/// One pin, in the field [`PINS`].
-const PIN: u64 = 1 << 8;
-/// Mask of the number of pins.
-const PINS: u64 = 0xFFFF << 8;
+/// Mask of the field with the [`RangePhase`].
+const PHASE_MASK: u64 = 3;
+/// Bit, used in the phases *Volatile* and *Purging*: bytes were discarded since the range was marked.
+const LOST_BIT: u64 = 1 << 2;
+/// Bit. In the phase *Purging*: a thread waits for the end of the purge. In the phase *Volatile*: the thread that
+/// waited for the last purge has not accessed the range yet.
+const AWAITED_BIT: u64 = 1 << 3;
+/// Bit, used in the phase *Purging*: the range was free before the purge claimed it.
+const FROM_FREE_BIT: u64 = 1 << 4;
+/// Bit, used in the phase *Free*: the range may still have memory of its last owner.
+const BACKED_BIT: u64 = 1 << 5;
+/// The value that one pin adds to the word.
+const ONE_PIN: u64 = 1 << 8;
+/// Mask of the field with the number of pins.
+const PINS_MASK: u64 = 0xFFFF << 8;
 const GENERATION_SHIFT: u32 = 24;
-/// Mask of the generation number.
-const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
-/// Position of the epoch of the mark, in the upper bits of the word.
+/// Mask of the field with the generation number, which increases when the owner of the range drops it.
+const GENERATION_MASK: u64 = 0xFFFF << GENERATION_SHIFT;
+/// Position of the field with the epoch of the mark: the upper bits of the word.
 const EPOCH_SHIFT: u32 = 40;
 
-/// After a purge that a thread waited for, the range cannot be claimed again for this many ticks.
+/// After a purge that a thread waited for, no purge can claim the range again for this many ticks.
 const GRACE_TICKS: u32 = 2;
 
 /// Number of bits of an epoch.
 const EPOCH_BITS: u32 = u64::BITS - EPOCH_SHIFT;
 
-/// The epoch of a time in nanoseconds: the number of ticks of 2^22 ns (4.2 ms), which wraps after 19 hours.
+/// Converts a time in nanoseconds to an epoch: a number of ticks of 2^22 ns (4.2 ms), which wraps after 19 hours.
 pub(crate) fn epoch_of(ns: u64) -> u32 {
     (ns >> 22) as u32 & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// Ticks from `epoch` to `now`; 0 if `epoch` is later, because it was set after `now` was read.
+/// Returns the number of ticks from `epoch` to `now`. Returns 0 if `epoch` is later than `now`, because another thread
+/// set it after `now` was read.
 pub(crate) fn age(now: u32, epoch: u32) -> u32 {
     let ticks = ticks_since(now, epoch);
     if ticks >> (EPOCH_BITS - 1) == 0 { ticks } else { 0 }
 }
 
-/// Ticks from `epoch` to `now`, which must not be earlier.
+/// Returns the number of ticks from `epoch` to `now`. `now` must not be earlier than `epoch`.
 pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
     now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
@@ -79,7 +80,7 @@ pub(crate) struct SeenWord(u64);
 
 impl SeenWord {
     pub fn phase(self) -> RangePhase {
-        match self.0 & PHASE {
+        match self.0 & PHASE_MASK {
             0 => RangePhase::Free,
             1 => RangePhase::Held,
             2 => RangePhase::Volatile,
@@ -87,39 +88,40 @@ impl SeenWord {
         }
     }
 
-    /// Whether bytes were discarded since the range was marked.
+    /// Returns whether bytes were discarded since the range was marked.
     pub fn is_lost(self) -> bool {
-        self.0 & LOST != 0
+        self.0 & LOST_BIT != 0
     }
 
-    /// Whether the range has an owner. A range in *Purging* has no owner if the range was free before the claim.
+    /// Returns whether the range has an owner. A range in the phase *Purging* has no owner if it was free before the
+    /// purge claimed it.
     pub fn has_owner(self) -> bool {
         let is_free =
-            self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
+            self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE_BIT != 0);
         !is_free
     }
 
     pub fn pins(self) -> u16 {
-        ((self.0 & PINS) >> 8) as u16
+        ((self.0 & PINS_MASK) >> 8) as u16
     }
 
     pub fn epoch(self) -> u32 {
         (self.0 >> EPOCH_SHIFT) as u32
     }
 
-    /// Whether a purge may claim the range at this epoch. False for some milliseconds after a purge that a thread
-    /// waited for, so that this thread can access the range first.
+    /// Returns whether a purge may claim the range at the epoch `now`. False for some milliseconds after a purge that a
+    /// thread waited for, so that this thread can access the range first.
     pub fn is_claimable(self, now: u32) -> bool {
-        let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
+        let is_wanted = || self.0 & AWAITED_BIT != 0 && age(now, self.epoch()) < GRACE_TICKS;
         match self.phase() {
-            RangePhase::Free => self.0 & BACKED != 0,
+            RangePhase::Free => self.0 & BACKED_BIT != 0,
             RangePhase::Volatile => self.pins() == 0 && !is_wanted(),
             RangePhase::Held | RangePhase::Purging => false,
         }
     }
 
     fn with_phase(self, phase: RangePhase) -> u64 {
-        self.0 & !PHASE | phase as u64
+        self.0 & !PHASE_MASK | phase as u64
     }
 
     fn with_epoch(word: u64, epoch: u32) -> u64 {
@@ -128,12 +130,12 @@ impl SeenWord {
     }
 }
 
-/// The reason for which an operation was refused. The word is unchanged then.
+/// Why an operation on a state word was refused. The word is then unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
     /// A purge has claimed the range. The caller can wait and try again.
     Purging,
-    /// The operation is not possible in this phase.
+    /// The operation is not possible in the contained phase.
     RangePhase(RangePhase),
     /// The range has the maximum number of pins.
     Pins,
@@ -163,9 +165,9 @@ impl RangeWord {
             }
             let (new, result) = change(SeenWord(word))?;
             debug_assert!(SeenWord(new).phase() != RangePhase::Purging, "only a claim begins a purge");
-            // AWAITED is cleared, because the range was accessed. The ordering makes bytes that were written before a
-            // mark visible to a later unmark or pin.
-            match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
+            // AWAITED_BIT is cleared, because the range was accessed. The ordering makes bytes that were written before
+            // a mark visible to a later unmark or pin.
+            match self.0.compare_exchange_weak(word, new & !AWAITED_BIT, std::sync::atomic::Ordering::AcqRel, Relaxed) {
                 Ok(_) => return Ok(result),
                 Err(now) => word = now,
             }
@@ -175,20 +177,20 @@ impl RangeWord {
     /// Changes *Free* to *Held*, for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED, ())),
+            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED_BIT, ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
 
     /// Changes *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says whether the range
-    /// keeps its memory. Ends leaked pins.
+    /// keeps its memory. Removes pins that were leaked.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
             _ => {
-                let generation = (seen.0 & GENERATION).wrapping_add(1 << GENERATION_SHIFT) & GENERATION;
+                let generation = (seen.0 & GENERATION_MASK).wrapping_add(1 << GENERATION_SHIFT) & GENERATION_MASK;
                 let epoch = SeenWord::with_epoch(0, seen.epoch());
-                Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
+                Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED_BIT } else { 0 }, ()))
             }
         })
     }
@@ -197,7 +199,9 @@ impl RangeWord {
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Held => Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
+            RangePhase::Held => {
+                Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST_BIT, epoch), ()))
+            }
             other => Err(Refused::RangePhase(other)),
         })
     }
@@ -209,7 +213,9 @@ impl RangeWord {
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
-            RangePhase::Volatile if seen.is_lost() => Ok(((seen.with_phase(RangePhase::Held) & !LOST) + PIN, true)),
+            RangePhase::Volatile if seen.is_lost() => {
+                Ok(((seen.with_phase(RangePhase::Held) & !LOST_BIT) + ONE_PIN, true))
+            }
             RangePhase::Volatile => Ok((seen.with_phase(RangePhase::Held), false)),
             other => Err(Refused::RangePhase(other)),
         })
@@ -224,12 +230,13 @@ impl RangeWord {
         })
     }
 
-    /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word before the change.
+    /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word as it was before the pin was
+    /// added.
     #[inline]
     pub fn pin(&self) -> Result<SeenWord, Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Held | RangePhase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
-            RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + PIN, seen)),
+            RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + ONE_PIN, seen)),
             other => Err(Refused::RangePhase(other)),
         })
     }
@@ -237,45 +244,45 @@ impl RangeWord {
     /// Removes a pin.
     #[inline]
     pub fn unpin(&self) {
-        let before = self.0.fetch_sub(PIN, Release);
+        let before = self.0.fetch_sub(ONE_PIN, Release);
         debug_assert!(SeenWord(before).pins() > 0);
     }
 
     /// Claims the range for a purge, if the word is still `seen` and `seen` is claimable. Returns whether the claim
     /// succeeded.
     pub fn claim(&self, seen: SeenWord, now: u32) -> bool {
-        let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
-        let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
+        let from_free = if seen.phase() == RangePhase::Free { FROM_FREE_BIT } else { 0 };
+        let new = seen.with_phase(RangePhase::Purging) & !AWAITED_BIT | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
     }
 
-    /// Whether a thread waits for the end of the purge that has claimed the range.
+    /// Returns whether a thread waits for the end of the purge that has claimed the range.
     pub fn is_awaited(&self) -> bool {
-        self.0.load(Relaxed) & AWAITED != 0
+        self.0.load(Relaxed) & AWAITED_BIT != 0
     }
 
     /// Requests the purge that has claimed the range to stop early. Returns false if no purge has claimed the range.
     pub fn request_stop(&self) -> bool {
         let word = self.0.load(Relaxed);
         let is_purging = SeenWord(word).phase() == RangePhase::Purging;
-        if is_purging && word & AWAITED == 0 {
+        if is_purging && word & AWAITED_BIT == 0 {
             // This fails if the word has changed, for example because the purge has ended. The caller tries again.
-            let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
+            let _ = self.0.compare_exchange(word, word | AWAITED_BIT, Relaxed, Relaxed);
         }
         is_purging
     }
 
-    /// Ends a claim. `has_lost` says whether bytes were discarded. The range counts as marked at `epoch`. A free range
-    /// counts as without memory afterwards, even if the kernel refused to take its memory.
+    /// Ends the claim of a purge. `has_lost` says whether the purge discarded bytes. From now on the range counts as
+    /// marked at `epoch`. A free range counts as without memory, even if the kernel refused to take its memory.
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
             debug_assert!(SeenWord(word).phase() == RangePhase::Purging, "a claim ends once");
             debug_assert!(SeenWord(word).pins() == 0, "a claimed range has no pins");
-            // AWAITED stays set for a range with an owner, so that the waiting thread can access it first.
-            let new = match word & FROM_FREE {
-                0 => word & !PHASE | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
-                _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | RangePhase::Free as u64,
+            // AWAITED_BIT stays set for a range with an owner, so that the waiting thread can access it first.
+            let new = match word & FROM_FREE_BIT {
+                0 => word & !PHASE_MASK | RangePhase::Volatile as u64 | if has_lost { LOST_BIT } else { 0 },
+                _ => word & !(PHASE_MASK | AWAITED_BIT | FROM_FREE_BIT | BACKED_BIT) | RangePhase::Free as u64,
             };
             match self.0.compare_exchange_weak(word, SeenWord::with_epoch(new, epoch), Release, Relaxed) {
                 Ok(_) => return,
@@ -318,7 +325,7 @@ mod tests {
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
     }
 
-    /// Pins a range three times. The range must become claimable when the last pin is removed.
+    /// Pins a range three times. A purge must be able to claim the range only after the last pin was removed.
     #[test]
     fn range_is_claimable_after_last_unpin() {
         let word = RangeWord::new();
@@ -336,8 +343,8 @@ mod tests {
         assert!(word.load().is_claimable(1));
     }
 
-    /// Adds the maximum number of pins. One more must be refused, and the range cannot be claimed. After its release
-    /// the free range can be claimed, but not with a word read before.
+    /// Adds the maximum number of pins. One more pin must be refused, and a claim must fail. After the range was
+    /// released, a claim must succeed, but not with a copy of the word that was read before the release.
     #[test]
     fn pins_prevent_claims() {
         let word = RangeWord::new();
@@ -359,7 +366,7 @@ mod tests {
 
     /// Ages must be correct when the epoch wraps.
     #[test]
-    fn ages_wrap() {
+    fn ages_are_correct_when_epochs_wrap() {
         assert_eq!(age(5, 3), 2);
         assert_eq!(age(1, epoch_of(u64::MAX)), 2);
         assert_eq!(age(3, 5), 0, "marked since the clock was read");
@@ -397,8 +404,8 @@ mod loom_tests {
             }
         }
 
-        /// Runs `act` as an owner does: if the range is being purged, requests the purge to stop, waits, and tries
-        /// again.
+        /// Runs `act` as the owner of a range does: if the range is being purged, requests the purge to stop, waits for
+        /// its end, and runs `act` again.
         fn retry_after_purge<T>(
             &self,
             purge: &mut PurgeThread,
@@ -426,7 +433,8 @@ mod loom_tests {
         purge.into_iter().for_each(|purge| purge.join().unwrap());
     }
 
-    /// Unmarks a range while a purge runs. The result must match the byte, which must not change afterwards.
+    /// Unmarks a range of one byte while a purge runs. The result of `unmark` must say whether the byte was lost. The
+    /// byte must not change afterwards.
     #[test]
     fn unmark_result_matches_bytes() {
         loom::model(|| {
@@ -455,8 +463,8 @@ mod loom_tests {
         });
     }
 
-    /// Releases a range, and holds and marks it for a new owner, while a purge runs. A purge that read the word before
-    /// must not discard the new owner's byte.
+    /// Releases a range, and holds and marks it for a new owner, while a purge runs. A purge that read the word under
+    /// the old owner must not discard the new owner's byte.
     #[test]
     fn purge_spares_next_owner() {
         loom::model(|| {

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The expected fields of the state word.
+/// The expected values of the fields of a state word.
 #[derive(Clone, Debug)]
 struct Model {
     kind: Kind,
@@ -14,7 +14,7 @@ struct Model {
     is_unsplittable: bool,
     is_dirty: bool,
     is_zero: bool,
-    /// Removed from its file while held or frozen.
+    /// Whether the folio was removed from its file while it was held or frozen.
     is_removed: bool,
 }
 
@@ -67,7 +67,7 @@ impl Model {
 struct WordAndModel {
     word: Word,
     model: Model,
-    /// Snapshot of the word at an earlier step.
+    /// Copy of the tested word at an earlier step.
     seen: State,
     seed: u64,
 }
@@ -80,7 +80,7 @@ impl WordAndModel {
 
     fn check(&self) {
         let (seen, model) = (self.word.load(), &self.model);
-        let pins = if model.is_removed { REMOVED } else { model.pins };
+        let pins = if model.is_removed { REMOVED_PINS } else { model.pins };
         let expected = (model.kind, model.order, model.version, pins);
         assert_eq!((seen.kind(), seen.order(), seen.version(), seen.pins()), expected, "{model:?}");
         assert_eq!((seen.is_unsplittable(), seen.is_dirty()), (model.is_unsplittable, model.is_dirty), "{model:?}");
@@ -159,7 +159,8 @@ impl WordAndModel {
         }
     }
 
-    /// Runs a random operation of the thread that holds or froze the folio: change, remove, or make live.
+    /// Runs a random operation on a held or frozen folio: makes it live again, removes it from its file, or reuses its
+    /// page.
     fn step_held(&mut self) {
         let (kind, flag) = (self.model.kind, self.random_below(2) == 1);
         match self.random_below(5) {
@@ -270,10 +271,10 @@ fn operations_change_exactly_the_documented_fields() {
     assert!(pair.model.version < u32::MAX / 2, "the version has wrapped around");
 }
 
-/// A state must report the kind, order and version that it was made of.
+/// A [`State`] must report the kind, the order and the version from which it was created.
 #[test]
 fn a_state_reports_the_fields_it_was_made_of() {
-    for kind in KINDS {
+    for kind in ALL_KINDS {
         for order in 0..16 {
             let state = State::new(kind, order, 0xF123_4567);
             assert_eq!((state.kind(), state.order(), state.version(), state.pins()), (kind, order, 0xF123_4567, 0));

@@ -25,23 +25,23 @@ const TARGET_GHOSTS_PER_SET: u64 = 12;
 /// bits wraps around after 64 lifetimes, and no ghost stays in the table that long.
 const LIFETIME_TICKS: u64 = 512;
 
-/// Number of values of a clock in a ghost: 1 to this number. So no ghost is zero.
+/// Number of clock values that a ghost can store: 1 to this number. So no ghost is zero.
 const CLOCK_VALUES: u64 = u16::MAX as u64;
 
-/// Bit of a ghost whose folio was evicted from main.
+/// Bit of a ghost: set if its folio was evicted from the main part.
 const PART_BIT: u32 = 1 << 16;
 /// Position of the hash in a ghost.
 const HASH_SHIFT: u32 = 17;
 /// Mask of the hash bits that a ghost stores.
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
-/// Rank of an empty entry when a ghost is stored, higher than any age.
-const EMPTY: u32 = u32::MAX - 1;
-/// Rank of the same folio's ghost when a ghost is stored: the ghost is replaced in any case.
-const SAME: u32 = u32::MAX;
+/// Rank of an empty entry when a place for a ghost is chosen: higher than the age of any ghost.
+const EMPTY_RANK: u32 = u32::MAX - 1;
+/// Rank of an older ghost of the same folio when a place for a ghost is chosen. This ghost is replaced in any case.
+const SAME_FOLIO_RANK: u32 = u32::MAX;
 
-/// Multiplier of the salt: an odd number, so that successive salts differ in the hash bits.
-const SALT: u32 = 0x9e37;
+/// Multiplier of [`Ghosts::salt`]: an odd number, so that successive salts differ in the hash bits.
+const SALT_MULTIPLIER: u32 = 0x9e37;
 
 /// The ghosts of a cache.
 pub(super) struct Ghosts {
@@ -51,12 +51,12 @@ pub(super) struct Ghosts {
     sets: AtomicU64,
     /// Lifetime of a ghost, in evicted pages.
     lifetime_pages: AtomicU64,
-    /// Log2 of the pages of a tick.
+    /// Log2 of the number of evicted pages that a tick counts.
     tick_shift: AtomicU32,
-    /// Number of the cache that uses the table. The salt changes the hash, which invalidates the ghosts of earlier
-    /// caches.
+    /// Number of caches that have used the table so far. The number changes the hash, which invalidates the ghosts of
+    /// earlier caches.
     salt: AtomicU32,
-    /// Number of pages evicted from each part.
+    /// Number of pages evicted so far from each [`CachePart`].
     evicted_pages: [Padded<AtomicU64>; 2],
 }
 
@@ -101,8 +101,8 @@ impl Ghosts {
         self.evicted_pages[part as usize].0.fetch_add(pages, Relaxed);
         // Replaces the ghost of the same folio, else an empty entry, else the oldest ghost.
         let rank = |ghost: u32| match ghost {
-            0 => EMPTY,
-            ghost if ghost >> HASH_SHIFT == hash => SAME,
+            0 => EMPTY_RANK,
+            ghost if ghost >> HASH_SHIFT == hash => SAME_FOLIO_RANK,
             ghost => age(ghost, now),
         };
         // With the entry's index in the lowest bits, the choice is a maximum of integers, without a branch.
@@ -137,7 +137,7 @@ impl Ghosts {
 
     /// Returns the bits of a key's hash that a ghost stores.
     fn hash(&self, key: GhostKey) -> u32 {
-        (key.ghost_bits() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
+        (key.ghost_bits() ^ self.salt.load(Relaxed).wrapping_mul(SALT_MULTIPLIER)) & HASH_MASK
     }
 
     /// Returns the set in which a key's ghost is stored.
@@ -148,7 +148,7 @@ impl Ghosts {
     }
 }
 
-/// Returns the age of a ghost in ticks.
+/// Returns the age of a ghost in ticks. `now` has the current clock values of both parts.
 fn age(ghost: u32, now: [u32; 2]) -> u32 {
     let now = if ghost & PART_BIT == 0 { now[0] } else { now[1] };
     debug_assert!(ghost & u32::from(u16::MAX) != 0 && u64::from(now) <= CLOCK_VALUES, "clock values start at 1");
@@ -157,7 +157,7 @@ fn age(ghost: u32, now: [u32; 2]) -> u32 {
     ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))
 }
 
-/// Returns the number of sets for a cache of `pages` pages.
+/// Returns the number of sets of ghosts for a cache of `pages` pages.
 fn sets_for(pages: u64) -> u64 {
     pages.div_ceil(TARGET_GHOSTS_PER_SET).max(1)
 }
@@ -172,8 +172,9 @@ mod tests {
         ghosts
     }
 
-    /// After three times as many evictions as the cache has pages, nearly all of the latest third must be found, with
-    /// their part and age. Older ones, and pages that were never evicted, must not be found.
+    /// Three times as many pages as the cache has are evicted. The ghosts of nearly all pages of the last third must be
+    /// found, with their part and age. Ghosts of older evictions, and of pages that were never evicted, must not be
+    /// found.
     #[test]
     fn the_latest_evictions_are_found() {
         const PAGES: u64 = 10_000;
@@ -213,8 +214,8 @@ mod tests {
         GhostKey::of(3, index, 0)
     }
 
-    /// A set has room for 16 ghosts. A new ghost must replace the same folio's old one, else an empty entry, else the
-    /// oldest ghost.
+    /// A set has room for 16 ghosts. A new ghost must replace the old ghost of the same folio, or else an empty entry,
+    /// or else the oldest ghost.
     #[test]
     fn the_oldest_ghost_is_replaced() {
         let ghosts = ghosts_for(12);
@@ -255,7 +256,7 @@ mod tests {
         }
     }
 
-    /// Ages must be correct when the clock wraps around, after 65,535 ticks.
+    /// The ages of ghosts must be correct when the clock of evictions wraps around, after 65,535 ticks.
     #[test]
     fn ages_are_correct_when_the_clock_wraps() {
         for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {
@@ -277,7 +278,8 @@ mod tests {
         assert_eq!(ghosts.recall(zero), Some((CachePart::New, 1)));
     }
 
-    /// The resident memory of the table must match the size of the cache that uses it, not the maximum.
+    /// The resident memory of the table must match the size of the cache that uses the table, not the table's maximum
+    /// size.
     #[test]
     fn resident_memory_matches_the_size_of_the_cache() {
         let ghosts = Ghosts::new(1 << 20).unwrap();

@@ -47,39 +47,42 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use queues::{Links, Queue, Queues};
 
-/// Initial share of the new part, in units of 2^-32.
-const FIRST_SHARE: u64 = ONE / 10;
-/// Minimum share of the new part, in units of 2^-32.
-const LEAST_SHARE: u64 = ONE / 100;
-/// Maximum share of the new part, in units of 2^-32.
-const MOST_SHARE: u64 = ONE / 2;
-/// The share of a part that is the whole cache.
-const ONE: u64 = 1 << 32;
+/// Initial share of the new part (probation and small queue) in the cache, in units of 2^-32.
+const INITIAL_SHARE: u64 = FULL_SHARE / 10;
+/// Minimum share of the new part (probation and small queue) in the cache, in units of 2^-32.
+const MIN_SHARE: u64 = FULL_SHARE / 100;
+/// Maximum share of the new part (probation and small queue) in the cache, in units of 2^-32.
+const MAX_SHARE: u64 = FULL_SHARE / 2;
+/// The share of a part that is as large as the whole cache, in units of 2^-32.
+const FULL_SHARE: u64 = 1 << 32;
 
-/// Probation has at most `1 / PROBATION_DIVISOR` of the cache's pages, and at most half of the new part.
+/// The queue `Probation` has at most `1 / PROBATION_DIVISOR` of the cache's pages, and at most half of the new part.
 const PROBATION_DIVISOR: u64 = 50;
 
-/// Decides for each part whether a returning folio shows that the part is too small. The part is too small if at most
-/// the cache's pages divided by this number were evicted from it since the folio's eviction.
+/// For each [`CachePart`]: a folio that is read again soon after its eviction from the part shows that the part is too
+/// small. Soon means that at most the cache's pages divided by this number were evicted from the part since.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
 
-/// A folio that returns so soon changes the target size of the new part by this number of pages for each of its pages.
-const STEP_PAGES: u64 = 2;
+/// A folio that is read again soon after its eviction (see [`NEAR_DIVISOR`]) changes the target size of the new part by
+/// this number of pages, for each page of the folio.
+const SHARE_STEP_PAGES: u64 = 2;
 
-/// Number of used pages that the clock hand in main may pass for each page that returns.
+/// Number of used pages that the clock hand in the main queue may pass for each page that is read again after its
+/// eviction.
 const CLOCK_HAND_RATIO: u64 = 3;
 
-/// Number of scan steps for which the lock is held at a time.
+/// Number of steps of an eviction scan for which the lock is held at a time.
 const STEPS_PER_LOCK: u32 = 64;
 
-/// Deferred folios are scanned again once `1 / DEFERRED_DIVISOR` of the cache's pages were chosen for eviction.
+/// Deferred folios (dirty or in use when the scan reached them) are scanned again once `1 / DEFERRED_DIVISOR` of the
+/// cache's pages were chosen for eviction.
 const DEFERRED_DIVISOR: u64 = 8;
 
-/// Number of pages whose links are committed at a time: a mebibyte of links.
+/// Number of pages whose links in the queues are committed at a time: a mebibyte of links.
 const OPEN_STEP_PAGES: usize = 1 << 17;
 
-/// A scan ends after this many times the pages in all queues. Each folio can have two uses, and can move between
-/// queues.
+/// An eviction scan ends after this many steps for each page in the queues. Each folio can have two uses, and can move
+/// between queues.
 const SCAN_LIMIT_FACTOR: u64 = 5;
 
 /// The part of the cache from which a folio was evicted.
@@ -139,15 +142,17 @@ pub trait Folios {
     /// Returns whether the folio that begins at page `number` can be evicted.
     fn look(&self, number: u32) -> FolioState;
 
-    /// Returns whether the folio was prefetched and not used yet. Always false without readahead.
+    /// Returns whether the folio that begins at page `number` was prefetched and not used yet. The default is false,
+    /// for caches without readahead.
     fn is_awaited(&self, _number: u32) -> bool {
         false
     }
 
-    /// Subtracts one recorded use. Returns whether there was one.
+    /// Subtracts one from the use count of the folio that begins at page `number`. Returns whether the count was above
+    /// 0.
     fn forget_use(&self, number: u32) -> bool;
 
-    /// Clears all recorded uses. Returns whether there were any.
+    /// Sets the use count of the folio that begins at page `number` to 0. Returns whether the count was above 0.
     fn forget_uses(&self, number: u32) -> bool;
 }
 
@@ -167,7 +172,7 @@ impl GhostKey {
         Self(bits ^ bits >> 31)
     }
 
-    /// Returns the index of the key's set among `sets` sets.
+    /// Returns the index of the set in which the key's ghost is stored, if the table has `sets` sets.
     fn set_of(self, sets: u64) -> u64 {
         ((self.0 >> 32) * sets) >> 32
     }
@@ -191,7 +196,8 @@ impl Recall {
     }
 }
 
-/// A folio to evict, which is in no queue. The caller must then call [`Order::dropped`] or [`Order::put_back`].
+/// A folio to evict, which the scan has taken out of its queue. The caller must then call [`Order::dropped`] or
+/// [`Order::put_back`].
 ///
 /// Example: [`Folios`].
 #[derive(Debug, PartialEq, Eq)]
@@ -207,9 +213,9 @@ pub struct Candidate {
 /// Example: [`Folios`].
 pub struct Order {
     links: Links,
-    /// Number of pages whose links are committed. Grows under `opening`.
+    /// Number of pages whose links are committed. Changed under the lock `opening`.
     opened_pages: AtomicUsize,
-    /// Held by the thread that commits links.
+    /// Lock of the thread that commits links.
     opening: Lock,
     /// Maximum number of pages of the cache.
     most_pages: usize,
@@ -222,7 +228,8 @@ struct QueueState {
     queues: Queues,
     /// Share of the new part in the cache, in units of 2^-32.
     share: u64,
-    /// Used pages that the clock hand passed in main beyond what returning folios allow.
+    /// Used pages that the clock hand passed in the main queue, beyond the number that returning folios allow
+    /// ([`CLOCK_HAND_RATIO`]).
     passed_excess: u64,
     /// Pages chosen for eviction since deferred folios were last scanned.
     chosen_pages: u64,
@@ -262,7 +269,7 @@ impl Order {
     pub fn begin(&self, pages: u64) {
         self.ghosts.open(pages);
         self.state.with(|state| {
-            for queue in queues::QUEUES {
+            for queue in queues::ALL_QUEUES {
                 while state.queues.pop(&self.links, queue).is_some() {}
             }
             debug_assert!(state.queues.total() == 0, "all folios were popped");
@@ -270,8 +277,8 @@ impl Order {
         });
     }
 
-    /// Commits the links of all pages below `end`. Mostly this is only a check, because links are committed for some
-    /// hundred thousand pages at a time.
+    /// Commits the memory for the links of all pages below `end`. Most calls only check that this was done, because
+    /// links are committed for some hundred thousand pages at a time.
     ///
     /// # Errors
     ///
@@ -291,7 +298,7 @@ impl Order {
         Ok(())
     }
 
-    /// Returns the resident bytes, for a cache whose page numbers are below `pages`.
+    /// Returns the resident bytes of the order's links and ghosts, for a cache whose page numbers are below `pages`.
     pub fn resident_bytes(&self, pages: usize) -> u64 {
         self.links.resident_bytes(pages.min(self.opened_pages.load(Relaxed))) + self.ghosts.resident_bytes()
     }
@@ -301,7 +308,8 @@ impl Order {
         Recall(self.ghosts.recall(key))
     }
 
-    /// Enters a folio of a file with a store. The caller must have called [`Order::reach`] for its pages.
+    /// Adds a folio of a file with a store to a queue. `recall` is the result of looking up its ghost. The caller must
+    /// have called [`Order::reach`] for the folio's pages.
     pub fn enter(&self, folios: &impl Folios, number: u32, order: u8, recall: Recall) {
         self.state.with(|state| {
             let queue = state.choose_queue(recall, 1 << order);
@@ -310,14 +318,14 @@ impl Order {
         });
     }
 
-    /// As [`Order::enter`], for a folio that is used once (noreuse), which is evicted before all others, but not before
-    /// its first use.
+    /// As [`Order::enter`], for a folio that the program uses only once (noreuse). The folio is evicted before all
+    /// others, but not before its first use.
     pub fn enter_noreuse(&self, number: u32, order: u8) {
         self.state.with(|state| state.queues.push(&self.links, number, order, Queue::NoReuse));
     }
 
-    /// Replaces a huge folio by its pages. The first page gets the folio's position; the others are appended to the
-    /// same queue.
+    /// Replaces a huge folio, which was split, by its pages. The first page gets the folio's position in its queue; the
+    /// other pages are appended to the same queue.
     pub fn split(&self, number: u32, order: u8) {
         self.state.with(|state| {
             let queue = state.queues.shrink_to_page(&self.links, number).unwrap_or(Queue::Small);
@@ -327,8 +335,8 @@ impl Order {
         });
     }
 
-    /// Enters a huge folio that replaces pages: into main if more than half of the pages were there, otherwise into
-    /// small.
+    /// Adds a huge folio that replaces `pages`: to the main queue if more than half of the pages were there, otherwise
+    /// to the small queue.
     pub fn join(&self, pages: impl Iterator<Item = u32>, number: u32, order: u8) {
         self.state.with(|state| {
             let is_main = |page: &u32| matches!(self.links.queue(*page), Some(Queue::Main | Queue::DeferredMain));
@@ -343,7 +351,7 @@ impl Order {
         EvictScan { order: self, steps_left: None, is_last_round: false }
     }
 
-    /// Records that the candidate was evicted.
+    /// Records that the candidate was evicted, and stores its ghost.
     pub fn dropped(&self, candidate: &Candidate, key: GhostKey) {
         self.ghosts.note(key, candidate.part, 1 << candidate.order);
     }
@@ -359,7 +367,7 @@ impl Order {
         });
     }
 
-    /// Returns the number of pages in the new part, and in main.
+    /// Returns the number of pages in the new part, and the number in the main part.
     pub fn pages(&self) -> [u64; 2] {
         self.state.with(|state| [state.new_pages(), state.queues.total() - state.new_pages()])
     }
@@ -370,8 +378,8 @@ impl Order {
 /// Example: [`Folios`].
 pub struct EvictScan<'order> {
     order: &'order Order,
-    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as the
-    /// scan clears their uses, or cannot be evicted.
+    /// Number of steps until the scan ends without a candidate. Without this limit a scan might not end if folios are
+    /// used as fast as the scan clears their uses, or if they cannot be evicted.
     steps_left: Option<u64>,
     /// Whether the scan has started to scan deferred folios again, because no other folios were left.
     is_last_round: bool,
@@ -412,7 +420,7 @@ impl EvictScan<'_> {
 
 impl QueueState {
     const fn new() -> Self {
-        Self { queues: Queues::new(), share: FIRST_SHARE, passed_excess: 0, chosen_pages: 0, rescan_pages: [0; 2] }
+        Self { queues: Queues::new(), share: INITIAL_SHARE, passed_excess: 0, chosen_pages: 0, rescan_pages: [0; 2] }
     }
 
     fn new_pages(&self) -> u64 {
@@ -424,22 +432,22 @@ impl QueueState {
 
     /// Returns the target size of the new part, in pages.
     fn target(&self) -> u64 {
-        (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(ONE)) as u64
+        (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(FULL_SHARE)) as u64
     }
 
-    /// Chooses the queue of a new folio of `pages` pages. If the folio has a ghost, adjusts the share of the new part.
+    /// Chooses the queue for a new folio of `pages` pages. If the folio has a ghost, adjusts the share of the new part.
     fn choose_queue(&mut self, recall: Recall, pages: u64) -> Queue {
         let Some((part, age)) = recall.0 else { return Queue::Probation };
         let total = self.queues.total().max(1);
         if age <= total / NEAR_DIVISOR[part as usize] {
-            let step = STEP_PAGES * pages * ONE / total;
+            let step = SHARE_STEP_PAGES * pages * FULL_SHARE / total;
             let share = match part {
                 CachePart::New => self.share.saturating_add(step),
                 CachePart::Main => self.share.saturating_sub(step),
             };
-            self.share = share.clamp(LEAST_SHARE, MOST_SHARE);
+            self.share = share.clamp(MIN_SHARE, MAX_SHARE);
         }
-        debug_assert!((LEAST_SHARE..=MOST_SHARE).contains(&self.share));
+        debug_assert!((MIN_SHARE..=MAX_SHARE).contains(&self.share));
         if part == CachePart::Main || age > total {
             return Queue::Probation;
         }
@@ -449,7 +457,8 @@ impl QueueState {
         if may_enter_main { Queue::Main } else { Queue::Probation }
     }
 
-    /// Moves the oldest folios from probation to small until probation has its target size, at most two per call.
+    /// Moves the oldest folios from probation to the small queue until probation has its target size; at most two
+    /// folios in each call.
     fn shrink_probation(&mut self, links: &Links, folios: &impl Folios) {
         let width = (self.queues.total() / PROBATION_DIVISOR).min(self.target() / 2);
         for _ in 0..2 {

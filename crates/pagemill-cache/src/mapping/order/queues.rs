@@ -10,37 +10,38 @@ use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU64, Relaxed};
 
-/// Marks the end of a queue, in place of a page number.
-const NONE: u32 = u32::MAX;
+/// End of a queue, in place of the number of the next page.
+const END_OF_QUEUE: u32 = u32::MAX;
 
-/// Shift of the folio's order in a link.
+/// Position of the folio's order in a [`Link`].
 const ORDER_SHIFT: u32 = 32;
-/// Shift of the queue in a link.
+/// Position of the queue in a [`Link`].
 const QUEUE_SHIFT: u32 = 36;
-/// Shift of the target queue in a link.
+/// Position of the target queue in a [`Link`].
 const TARGET_SHIFT: u32 = 39;
 
 /// The queues of an eviction order. Each linked folio is in one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Queue {
-    /// Entered recently; uses do not count yet.
+    /// Folios that were entered recently. Their uses do not count yet.
     Probation,
-    /// Moved here from probation; the eviction scan has not reached the folio yet.
+    /// Folios from `Probation` that the eviction scan has not reached yet.
     Small,
-    /// The folio was used when the scan reached it in `Probation` or `Small`, or it returned soon after its eviction.
+    /// Folios that had been used when the scan reached them in `Probation` or `Small`, or that were read again soon
+    /// after their eviction.
     Main,
-    /// Deferred: the folio was dirty, pinned, held or frozen when the scan reached it in `Probation`, `Small` or
+    /// Deferred folios: they were dirty, pinned, held or frozen when the scan reached them in `Probation`, `Small` or
     /// `NoReuse`.
     DeferredNew,
-    /// Deferred: the folio was dirty, pinned, held or frozen when the scan reached it in `Main`.
+    /// Deferred folios: they were dirty, pinned, held or frozen when the scan reached them in `Main`.
     DeferredMain,
-    /// Noreuse: the reader declared that it uses the folio only once.
+    /// Folios that the reader declared to use only once (noreuse).
     NoReuse,
 }
 
-/// All queues.
-pub(super) const QUEUES: [Queue; 6] =
+/// All queues of an eviction order.
+pub(super) const ALL_QUEUES: [Queue; 6] =
     [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
 
 /// A page's link: 32 bits next page, 4 bits order, 3 bits queue, and 3 bits target queue of a new folio in the page (0:
@@ -74,34 +75,34 @@ impl Link {
         queue_of(self.0 >> TARGET_SHIFT & 7)
     }
 
-    /// Returns the link with a new folio in the same position, whose target queue is `target`.
+    /// Returns the link of a new folio in this link's position of `queue`. The new folio's target queue is `target`.
     fn renewed(self, order: u8, queue: Queue, target: Queue) -> Self {
         Self(Self::new(self.next(), order, queue).0 | (target as u64 + 1) << TARGET_SHIFT)
     }
 }
 
-/// Returns the queue of a link's 3-bit field; `None` for 0.
+/// Converts the value of a link's 3-bit field to a queue; `None` for 0.
 fn queue_of(bits: u64) -> Option<Queue> {
-    QUEUES.get((bits as usize).wrapping_sub(1)).copied()
+    ALL_QUEUES.get((bits as usize).wrapping_sub(1)).copied()
 }
 
-/// The ends of a queue, and its number of pages.
+/// The oldest and the newest folio of a queue, and the queue's number of pages.
 #[derive(Clone, Copy)]
-struct Ends {
+struct QueueEnds {
     oldest: u32,
     newest: u32,
     pages: u64,
 }
 
 /// A folio that was taken off a queue.
-pub(super) struct Popped {
+pub(super) struct PoppedFolio {
     pub number: u32,
     pub order: u8,
     /// Target queue of the page's new folio. `None` if the page still has the folio that was linked.
     pub target: Option<Queue>,
 }
 
-/// The links of all pages of a cache.
+/// The links of all pages of a cache: for each page its queue, and the next page of the queue.
 pub(super) struct Links(Table<AtomicU64>);
 
 impl Links {
@@ -143,12 +144,12 @@ impl Links {
     }
 }
 
-/// All queues of an order. Changed under the order's lock.
-pub(super) struct Queues([Ends; QUEUES.len()]);
+/// All queues of an eviction order, which are changed under the order's lock.
+pub(super) struct Queues([QueueEnds; ALL_QUEUES.len()]);
 
 impl Queues {
     pub const fn new() -> Self {
-        Self([Ends { oldest: NONE, newest: NONE, pages: 0 }; QUEUES.len()])
+        Self([QueueEnds { oldest: END_OF_QUEUE, newest: END_OF_QUEUE, pages: 0 }; ALL_QUEUES.len()])
     }
 
     pub fn pages(&self, queue: Queue) -> u64 {
@@ -161,7 +162,7 @@ impl Queues {
     }
 
     pub fn is_empty(&self, queue: Queue) -> bool {
-        self.0[queue as usize].oldest == NONE
+        self.0[queue as usize].oldest == END_OF_QUEUE
     }
 
     /// Returns whether at least two folios are linked in the queue.
@@ -170,7 +171,8 @@ impl Queues {
         ends.oldest != ends.newest
     }
 
-    /// Appends a folio to a queue. If its page is still linked in a queue, only stores the target queue.
+    /// Appends a folio to a queue. If the page of the folio is still linked in a queue, only stores `queue` as the
+    /// target queue in the link.
     pub fn push(&mut self, links: &Links, number: u32, order: u8, queue: Queue) {
         let old = links.get(number);
         if let Some(linked_queue) = old.queue() {
@@ -179,10 +181,10 @@ impl Queues {
             return links.set(number, old.renewed(order, linked_queue, queue));
         }
         let ends = &mut self.0[queue as usize];
-        debug_assert!((ends.oldest == NONE) == (ends.newest == NONE), "a queue has both ends or none");
-        debug_assert!(ends.oldest != NONE || ends.pages == 0, "an empty queue has no pages");
-        links.set(number, Link::new(NONE, order, queue));
-        if ends.oldest == NONE {
+        debug_assert!((ends.oldest == END_OF_QUEUE) == (ends.newest == END_OF_QUEUE), "a queue has both ends or none");
+        debug_assert!(ends.oldest != END_OF_QUEUE || ends.pages == 0, "an empty queue has no pages");
+        links.set(number, Link::new(END_OF_QUEUE, order, queue));
+        if ends.oldest == END_OF_QUEUE {
             ends.oldest = number;
         } else {
             links.set(ends.newest, links.get(ends.newest).with_next(number));
@@ -192,25 +194,26 @@ impl Queues {
     }
 
     /// Removes the oldest folio from a queue.
-    pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<Popped> {
+    pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<PoppedFolio> {
         let ends = &mut self.0[queue as usize];
         let number = ends.oldest;
-        if number == NONE {
+        if number == END_OF_QUEUE {
             return None;
         }
         let link = links.get(number);
         debug_assert_eq!(link.queue(), Some(queue));
         ends.oldest = link.next();
-        if ends.oldest == NONE {
-            ends.newest = NONE;
+        if ends.oldest == END_OF_QUEUE {
+            ends.newest = END_OF_QUEUE;
         }
         ends.pages -= 1 << link.order();
-        debug_assert!(ends.oldest != NONE || ends.pages == 0, "an empty queue has no pages");
+        debug_assert!(ends.oldest != END_OF_QUEUE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link(0));
-        Some(Popped { number, order: link.order(), target: link.target() })
+        Some(PoppedFolio { number, order: link.order(), target: link.target() })
     }
 
-    /// Turns a linked huge folio into its first page, at the same position. Returns its queue.
+    /// Replaces a linked huge folio by its first page, at the same position. Returns the queue of the folio; `None` if
+    /// the folio is in no queue.
     pub fn shrink_to_page(&mut self, links: &Links, number: u32) -> Option<Queue> {
         let old = links.get(number);
         let queue = old.queue()?;
@@ -227,21 +230,21 @@ mod tests {
     use super::*;
     use std::collections::VecDeque;
 
-    /// Random operations on the queues and on a model of `VecDeque`s must have the same results. A page must have one
-    /// position, and folios must leave in the order in which they entered.
+    /// Random operations on the queues and on a model of `VecDeque`s must have the same results. A page must have only
+    /// one position, and folios must leave a queue in the order in which they entered it.
     #[test]
     fn queues_are_first_in_first_out() {
         const PAGES: u32 = 50;
         let links = Links::new(PAGES as usize).unwrap();
         links.open(0, PAGES as usize).unwrap();
-        let (mut queues, mut model) = (Queues::new(), QUEUES.map(|_| VecDeque::<(u32, u8, Option<Queue>)>::new()));
+        let (mut queues, mut model) = (Queues::new(), ALL_QUEUES.map(|_| VecDeque::<(u32, u8, Option<Queue>)>::new()));
         let mut seed = 1_u64;
         let mut below = |bound: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (seed >> 33) % bound
         };
         for _ in 0..100_000 {
-            let queue = QUEUES[below(QUEUES.len() as u64) as usize];
+            let queue = ALL_QUEUES[below(ALL_QUEUES.len() as u64) as usize];
             if below(2) == 0 {
                 let (number, order) = (below(u64::from(PAGES)) as u32, below(3) as u8 * 3);
                 queues.push(&links, number, order, queue);
@@ -253,7 +256,7 @@ mod tests {
                 let popped = queues.pop(&links, queue).map(|popped| (popped.number, popped.order, popped.target));
                 assert_eq!(popped, model[queue as usize].pop_front());
             }
-            for queue in QUEUES {
+            for queue in ALL_QUEUES {
                 let pages = model[queue as usize].iter().map(|(_, order, _)| 1 << order).sum::<u64>();
                 assert_eq!((queues.pages(queue), queues.is_empty(queue)), (pages, pages == 0));
             }

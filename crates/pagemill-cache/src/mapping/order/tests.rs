@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const PAGES: u32 = 256;
 /// Order of a simulated huge folio, which begins at a multiple of its length.
-const HUGE: u8 = 3;
+const HUGE_ORDER: u8 = 3;
 
-/// A simulated folio.
+/// A simulated folio, with the state that a scan can see or change.
 #[derive(Clone, Copy, Debug)]
-struct Folio {
+struct SimulatedFolio {
     order: u8,
     uses: u8,
     is_kept: bool,
@@ -23,7 +23,7 @@ struct Folio {
 
 /// The simulated folios, by the number of their first page.
 #[derive(Default)]
-struct Model(RefCell<BTreeMap<u32, Folio>>);
+struct Model(RefCell<BTreeMap<u32, SimulatedFolio>>);
 
 impl Folios for Model {
     fn look(&self, number: u32) -> FolioState {
@@ -47,7 +47,7 @@ impl Folios for Model {
 }
 
 impl Model {
-    /// Returns the number of pages of the folios in the order.
+    /// Returns the number of pages of all simulated folios that were entered into the order.
     fn pages(&self) -> u64 {
         self.0.borrow().values().filter(|folio| !folio.is_without_store).map(|folio| 1 << folio.order).sum()
     }
@@ -61,16 +61,17 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A folio of this page is read into free pages: huge or not, of a file without a store or not.
+    /// A folio at this page is read in if its pages are free. The flags say whether it is huge, and whether its file
+    /// has no store.
     Enter(u32, bool, bool),
     Use(u32),
     Keep(u32, bool),
-    /// The folio of this page is removed from its file.
+    /// The folio with this page is removed from its file.
     Leave(u32),
     Split(u32),
     Join(u32),
     Evict(u64),
-    /// A candidate cannot be evicted.
+    /// A scan returns a candidate, which then cannot be evicted.
     Refuse,
 }
 
@@ -101,13 +102,13 @@ impl Simulation {
         Self { model: Model::default(), order }
     }
 
-    fn find(&self, at: u32) -> Option<(u32, Folio)> {
+    fn find(&self, at: u32) -> Option<(u32, SimulatedFolio)> {
         let folios = self.model.0.borrow();
         let (number, folio) = folios.range(..=at).next_back()?;
         (at < number + (1 << folio.order)).then_some((*number, *folio))
     }
 
-    fn change(&self, at: u32, change: impl FnOnce(&mut Folio)) {
+    fn change(&self, at: u32, change: impl FnOnce(&mut SimulatedFolio)) {
         let Some((number, _)) = self.find(at) else { return };
         if let Some(folio) = self.model.0.borrow_mut().get_mut(&number) {
             change(folio);
@@ -115,7 +116,7 @@ impl Simulation {
     }
 
     fn enter(&self, number: u32, order: u8, is_without_store: bool) {
-        let folio = Folio { order, uses: 0, is_kept: false, is_without_store };
+        let folio = SimulatedFolio { order, uses: 0, is_kept: false, is_without_store };
         self.model.0.borrow_mut().insert(number, folio);
         if !is_without_store {
             let recall = self.order.recall(GhostKey::of(0, number.into(), order));
@@ -126,7 +127,7 @@ impl Simulation {
     fn act(&self, step: &Step) {
         match *step {
             Step::Enter(at, is_huge, is_without_store) => {
-                let order = if is_huge { HUGE } else { 0 };
+                let order = if is_huge { HUGE_ORDER } else { 0 };
                 let number = at >> order << order;
                 if self.model.is_free(number, order) {
                     self.enter(number, order, is_without_store);
@@ -140,7 +141,7 @@ impl Simulation {
                 }
             }
             Step::Split(at) => self.split(at),
-            Step::Join(at) => self.join(at >> HUGE << HUGE),
+            Step::Join(at) => self.join(at >> HUGE_ORDER << HUGE_ORDER),
             Step::Evict(pages) => self.evict(pages),
             Step::Refuse => {
                 if let Some(candidate) = self.order.scan().next(&self.model) {
@@ -155,20 +156,23 @@ impl Simulation {
         else {
             return;
         };
-        let page = Folio { order: 0, uses: 0, ..folio };
-        self.model.0.borrow_mut().extend((number..number + (1 << HUGE)).map(|number| (number, page)));
-        self.order.split(number, HUGE);
+        let page = SimulatedFolio { order: 0, uses: 0, ..folio };
+        self.model.0.borrow_mut().extend((number..number + (1 << HUGE_ORDER)).map(|number| (number, page)));
+        self.order.split(number, HUGE_ORDER);
     }
 
     /// Collapses eight pages into a huge folio in free pages, as a cache does.
     fn join(&self, first: u32) {
         let is_page =
             |number: &u32| self.find(*number).is_some_and(|(_, folio)| folio.order == 0 && !folio.is_without_store);
-        let to = (0..PAGES).step_by(1 << HUGE).find(|to| self.model.is_free(*to, HUGE));
-        let parts = first..first + (1 << HUGE);
+        let to = (0..PAGES).step_by(1 << HUGE_ORDER).find(|to| self.model.is_free(*to, HUGE_ORDER));
+        let parts = first..first + (1 << HUGE_ORDER);
         let (Some(to), true) = (to, parts.clone().all(|number| is_page(&number))) else { return };
-        self.model.0.borrow_mut().insert(to, Folio { order: HUGE, uses: 0, is_kept: false, is_without_store: false });
-        self.order.join(parts.clone(), to, HUGE);
+        self.model
+            .0
+            .borrow_mut()
+            .insert(to, SimulatedFolio { order: HUGE_ORDER, uses: 0, is_kept: false, is_without_store: false });
+        self.order.join(parts.clone(), to, HUGE_ORDER);
         self.model.0.borrow_mut().retain(|number, _| !parts.contains(number));
     }
 
@@ -181,7 +185,8 @@ impl Simulation {
         }
     }
 
-    /// Removes a candidate, which must exist, be evictable, and have the reported order. Returns its pages.
+    /// Evicts a candidate. Asserts that the folio exists, can be evicted, and has the reported order. Returns the
+    /// number of its pages.
     fn drop_candidate(&self, candidate: &Candidate) -> u64 {
         let found = self.model.0.borrow_mut().remove(&candidate.number);
         assert!(found.is_some_and(|folio| !folio.is_kept && folio.order == candidate.order), "{candidate:?} {found:?}");
@@ -218,7 +223,7 @@ proptest! {
     }
 }
 
-/// Reads `pages` through a cache of `size` pages. Each miss enters a page.
+/// Reads `pages` through a simulated cache of `size` pages. A page that is missing is entered into the order.
 fn read(run: &Simulation, pages: std::ops::Range<u32>, size: u64) {
     for page in pages {
         if run.find(page).is_some() {
@@ -232,7 +237,8 @@ fn read(run: &Simulation, pages: std::ops::Range<u32>, size: u64) {
     }
 }
 
-/// A set of pages that is used twice must survive a scan of four times its size. Pages of the scan must be evicted.
+/// A set of pages that is used twice must stay in memory while a sequential scan reads more than four times as many
+/// other pages. Other pages that were read only once must be evicted.
 #[test]
 fn a_scan_does_not_evict_pages_that_were_used_twice() {
     let run = Simulation::new();
@@ -245,8 +251,8 @@ fn a_scan_does_not_evict_pages_that_were_used_twice() {
     assert!((40..50).all(|page| run.find(page).is_none()));
 }
 
-/// Uses soon after a page was read must not count: a scan that reads each page three times must not evict the set in
-/// use.
+/// Uses soon after a page was read must not count. So a sequential scan that reads each page three times must not evict
+/// 32 pages that are used repeatedly.
 #[test]
 fn uses_close_together_count_as_one() {
     let run = Simulation::new();
@@ -280,7 +286,8 @@ fn dirty_folios_are_deferred() {
     assert_eq!(run.order.scan().next(&run.model), None);
 }
 
-/// A page that returns soon after its eviction must enter main, and a scan must not evict it again.
+/// A page is read again soon after its eviction. It must enter the main queue, and a sequential scan must not evict it
+/// again.
 #[test]
 fn a_folio_that_returns_soon_is_kept() {
     let run = Simulation::new();
@@ -292,7 +299,8 @@ fn a_folio_that_returns_soon_is_kept() {
     assert!(run.find(back).is_some());
 }
 
-/// With a loop of reads slightly larger than the cache, most of the loop's pages must stay.
+/// A loop reads slightly more pages than the cache has. From one round to the next, most of the pages in memory must
+/// stay.
 #[test]
 fn a_loop_larger_than_the_cache_keeps_most_pages() {
     let run = Simulation::new();

@@ -29,7 +29,7 @@ struct PageWrite {
 /// All writes so far, and a logical clock that advances at each reading.
 #[derive(Default)]
 struct History {
-    /// The logical time.
+    /// The current logical time.
     now: u64,
     writes: Vec<PageWrite>,
 }
@@ -40,7 +40,7 @@ impl History {
         self.now
     }
 
-    /// Returns whether a read or sync that began at time `since` may find `value` in a page.
+    /// Returns whether a read or a sync that began at the time `since` may find `value` in a page.
     fn allows(&self, page: u64, value: u64, since: u64) -> bool {
         let of_page = || self.writes.iter().filter(|written| written.page == page);
         let is_last = |one: &PageWrite| !of_page().any(|other| other.begin > one.end && other.end < since);
@@ -93,13 +93,13 @@ impl Store for PageStore {
     }
 
     fn block_bytes(&self) -> usize {
-        SAMPLE
+        SAMPLE_BYTES
     }
 
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.may_fail()?;
         for (page, at) in Self::pages(offset, to.len()) {
-            to[at..at + SAMPLE].copy_from_slice(&self.value(page).to_le_bytes());
+            to[at..at + SAMPLE_BYTES].copy_from_slice(&self.value(page).to_le_bytes());
             scheduling_point();
         }
         Ok(())
@@ -112,7 +112,7 @@ impl Store for PageStore {
             assert!(is_alone, "two threads write to one page at a time");
             lock(&self.writing).push(page);
             scheduling_point();
-            let value = u64::from_le_bytes(from[at..at + SAMPLE].try_into().unwrap());
+            let value = u64::from_le_bytes(from[at..at + SAMPLE_BYTES].try_into().unwrap());
             let mut state = lock(&self.state);
             state.0[page as usize] = value;
             state.1 = state.1.max(offset + (at + PAGE).min(from.len()) as u64);
@@ -142,8 +142,8 @@ impl Store for PageStore {
     }
 }
 
-/// The file, its store, another file that competes for memory, and the history of writes.
-struct Stored {
+/// A file with its store, another file that competes for memory, and the history of writes to the first file.
+struct StoredFile {
     store: Arc<PageStore>,
     file: Mapping,
     other: Mapping,
@@ -151,7 +151,7 @@ struct Stored {
 }
 
 /// Returns whether a call succeeded. Panics on errors other than those of a store or of a cache without room.
-fn is_done<T>(result: Result<T>) -> bool {
+fn has_succeeded<T>(result: Result<T>) -> bool {
     match result {
         Ok(_) => true,
         Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. } | Error::PastEnd { .. }) => false,
@@ -159,7 +159,7 @@ fn is_done<T>(result: Result<T>) -> bool {
     }
 }
 
-impl Stored {
+impl StoredFile {
     fn new(cache: &PageCache) -> Self {
         let store = PageStore::new();
         let first = (0..PAGES).map(|page| PageWrite { page, value: page + 1, begin: 0, end: 0 });
@@ -188,10 +188,10 @@ impl Stored {
             history.writes.extend(written);
             (begin, values)
         };
-        let is_done = act(&values);
+        let has_succeeded = act(&values);
         let mut history = lock(&self.history);
         let end = history.tick();
-        if is_done {
+        if has_succeeded {
             let own = history.writes.iter_mut().filter(|written| written.begin == begin);
             own.for_each(|written| written.end = end);
         } else {
@@ -207,18 +207,18 @@ impl Stored {
     }
 
     fn read(&self, page: u64) {
-        let (since, mut bytes) = (self.now(), [0xEE; SAMPLE]);
+        let (since, mut bytes) = (self.now(), [0xEE; SAMPLE_BYTES]);
         let read = self.file.read_at(&mut bytes, page * PAGE as u64);
         match read {
             // Bytes behind the end of the file are zero.
             Ok(0) => self.check(page, 0, since, "read"),
             Ok(len) => {
-                assert_eq!(len, SAMPLE);
+                assert_eq!(len, SAMPLE_BYTES);
                 self.check(page, u64::from_le_bytes(bytes), since, "read");
             }
             Err(error) => {
-                assert!(bytes == [0xEE; SAMPLE] || bytes == [0; SAMPLE], "{error:?} and {bytes:?}");
-                is_done::<()>(Err(error));
+                assert!(bytes == [0xEE; SAMPLE_BYTES] || bytes == [0; SAMPLE_BYTES], "{error:?} and {bytes:?}");
+                has_succeeded::<()>(Err(error));
             }
         }
     }
@@ -228,28 +228,30 @@ impl Stored {
         self.change(
             page..page + 1,
             |begin| begin << 8 | 0xFF,
-            |values| is_done(self.file.write_at(&values[0].to_le_bytes(), page * PAGE as u64)),
+            |values| has_succeeded(self.file.write_at(&values[0].to_le_bytes(), page * PAGE as u64)),
         );
     }
 
     fn truncate(&self, page: u64) {
-        self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
+        self.change(page..PAGES, |_| 0, |_| has_succeeded(self.file.truncate(page * PAGE as u64)));
     }
 
-    /// Syncs the file. Afterwards the store must have all values that were written before.
+    /// Syncs the file, or only the page `range`. After a success the store must have all values that were written
+    /// before.
     fn sync(&self, range: Option<u64>) {
         let since = self.now();
         let result = match range {
             None => self.file.sync(),
             Some(page) => self.file.sync_range(page * PAGE as u64, 1),
         };
-        if is_done(result) {
+        if has_succeeded(result) {
             let pages = range.map_or(0..PAGES, |page| page..page + 1);
             pages.for_each(|page| self.check(page, self.store.value(page), since, "stored"));
         }
     }
 
-    /// Fills a page as a queue does. The read completes during this call, or is dropped.
+    /// Fills a page from the store, as a [`Queue`](crate::Queue) does. The read completes during this call, or is
+    /// dropped.
     fn fill(&self, page: u64) {
         match Filling::begin(&self.file.0, page, 0, random_below(2) == 0) {
             Ok(Asked::Begun(mut filling)) => {
@@ -259,14 +261,14 @@ impl Stored {
                     filling.finish().unwrap();
                 }
             }
-            other => _ = is_done(other.map(drop)),
+            other => _ = has_succeeded(other.map(drop)),
         }
     }
 
     fn read_other(&self, page: u64) {
-        let mut bytes = [0; SAMPLE];
-        if is_done(self.other.read_at(&mut bytes, page * PAGE as u64)) {
-            assert_eq!(bytes, [0xEE; SAMPLE]);
+        let mut bytes = [0; SAMPLE_BYTES];
+        if has_succeeded(self.other.read_at(&mut bytes, page * PAGE as u64)) {
+            assert_eq!(bytes, [0xEE; SAMPLE_BYTES]);
         }
     }
 
@@ -275,11 +277,11 @@ impl Stored {
     fn refresh(&self) {
         let result = self.file.refresh();
         if !matches!(result, Err(Error::WrongState { .. })) {
-            is_done(result);
+            has_succeeded(result);
         }
     }
 
-    fn act(&self, act: u8) {
+    fn run_operation(&self, act: u8) {
         let page = random_below(PAGES as usize) as u64;
         match act {
             b'r' => self.read(page),
@@ -289,30 +291,31 @@ impl Stored {
             b'e' => self.read_other(page),
             b'f' => self.fill(page),
             b'n' => self.refresh(),
-            b'c' => _ = is_done(self.file.collapse(page * PAGE as u64)),
-            b'p' => _ = is_done(self.file.split(page * PAGE as u64)),
+            b'c' => _ = has_succeeded(self.file.collapse(page * PAGE as u64)),
+            b'p' => _ = has_succeeded(self.file.split(page * PAGE as u64)),
             _ => unreachable!("{act}"),
         }
     }
 }
 
 /// Runs threads on one file in a cache of three pages. Each script is a thread, each letter one operation on a random
-/// page (`Stored::act`). At the end the store works again and has all values after a sync, and no memory is lost.
+/// page ([`StoredFile::run_operation`]). At the end the store works again and has all values after a sync, and no
+/// memory is lost.
 fn run_threads(scripts: &'static [&'static str]) {
     run_in_many_schedules(1, move || {
         let cache = cache_of_limit(3 * PAGE as u64);
-        let stored = Arc::new(Stored::new(&cache));
+        let stored = Arc::new(StoredFile::new(&cache));
         let threads: Vec<_> = scripts
             .iter()
             .map(|script| {
                 let stored = stored.clone();
-                shuttle::thread::spawn(move || script.bytes().for_each(|act| stored.act(act)))
+                shuttle::thread::spawn(move || script.bytes().for_each(|act| stored.run_operation(act)))
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         stored.store.is_failing.store(false, Relaxed);
         // One sync may still report an earlier failure, although all is written now.
-        is_done(stored.file.sync());
+        has_succeeded(stored.file.sync());
         stored.file.sync().unwrap();
         let now = stored.now();
         (0..PAGES).for_each(|page| stored.check(page, stored.store.value(page), now, "left"));
@@ -353,7 +356,7 @@ fn splits_and_collapses_during_writebacks_and_evictions() {
     run_threads(&["cpcp", "wsrs", "retr"]);
 }
 
-/// Runs few operations of two kinds, so that more of their interleavings are covered.
+/// Writebacks and truncations only, with few operations, so that the schedules cover more of their interleavings.
 #[test]
 fn writebacks_during_truncations() {
     run_threads(&["wws", "tws"]);
@@ -364,19 +367,19 @@ fn reads_during_evictions() {
     run_threads(&["rrr", "eee"]);
 }
 
-/// A page must be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
+/// All pages of a cache are dirty. A read must get a page, even while another thread scans the list of dirty files.
 #[test]
 fn a_page_is_allocated_during_a_scan_of_dirty_files() {
     run_in_many_schedules(1, || {
         let cache = cache_of_limit(2 * PAGE as u64);
-        let stored = Stored::new(&cache);
+        let stored = StoredFile::new(&cache);
         stored.store.is_failing.store(false, Relaxed);
         (0..2).for_each(|page| stored.write(page));
         let other = {
             let cache = cache.clone();
             shuttle::thread::spawn(move || drop(cache.0.dirty_files()))
         };
-        let mut bytes = [0; SAMPLE];
+        let mut bytes = [0; SAMPLE_BYTES];
         stored.other.read_at(&mut bytes, 0).unwrap();
         other.join().unwrap();
     });

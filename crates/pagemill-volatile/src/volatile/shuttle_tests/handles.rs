@@ -2,29 +2,29 @@
 
 use super::super::range::{Behaviour, Contents, Pin, VolatileBuf};
 use super::super::word::RangePhase;
-use super::super::{CLASSES, Ranges, SHARDS};
+use super::super::{PACK_CLASSES, Ranges, SHARDS};
 use super::*;
 use pagemill_core::sync::Relaxed;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 /// Lengths of ranges: two that are in packs, and one that has a slot of the heap.
-const LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE];
+const RANGE_LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE_BYTES];
 
 fn random_behaviour() -> Behaviour {
     match random_below(3) {
-        0 => Behaviour::Partial { chunk_bytes: PIECE },
-        1 => Behaviour::Partial { chunk_bytes: 5 * PIECE },
+        0 => Behaviour::Partial { chunk_bytes: PIECE_BYTES },
+        1 => Behaviour::Partial { chunk_bytes: 5 * PIECE_BYTES },
         _ => Behaviour::Full,
     }
 }
 
 fn fill(range: &mut VolatileBuf, byte: u8) {
-    range.bytes_mut().unwrap().iter_mut().step_by(PIECE).for_each(|place| *place = byte);
+    range.bytes_mut().unwrap().iter_mut().step_by(PIECE_BYTES).for_each(|place| *place = byte);
 }
 
 fn assert_all(bytes: &[u8], byte: u8, why: &str) {
-    assert!(bytes.iter().step_by(PIECE).all(|found| *found == byte), "{why}");
+    assert!(bytes.iter().step_by(PIECE_BYTES).all(|found| *found == byte), "{why}");
 }
 
 /// A range that one thread uses, with its expected contents and state.
@@ -36,7 +36,8 @@ struct UserRange {
 
 impl UserRange {
     fn new(fixture: &Fixture, byte: u8) -> Self {
-        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
+        let mut range =
+            fixture.ranges.allocate(RANGE_LENS[random_below(RANGE_LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, byte);
         Self { range, byte, is_marked: false }
     }
@@ -60,7 +61,7 @@ impl UserRange {
         assert_all(self.range.bytes_mut().unwrap(), self.byte, "a held range changed");
     }
 
-    /// Unmarks the range. The result must match the bytes, which must not change afterwards.
+    /// Unmarks the range. The result of `unmark` must say which bytes were kept. The bytes must not change afterwards.
     fn unmark_checked(&mut self) {
         let contents = self.range.unmark().unwrap();
         self.is_marked = false;
@@ -68,7 +69,7 @@ impl UserRange {
         if let Contents::Purged { kept_bytes } = contents {
             let bytes = self.range.bytes_mut().unwrap();
             assert_all(&bytes[..kept_bytes], byte, "what was kept is damaged");
-            assert!(bytes[kept_bytes..].iter().step_by(PIECE).all(|found| [0, byte].contains(found)));
+            assert!(bytes[kept_bytes..].iter().step_by(PIECE_BYTES).all(|found| [0, byte].contains(found)));
             self.byte ^= 1;
             fill(&mut self.range, self.byte);
         }
@@ -89,8 +90,8 @@ impl UserRange {
     }
 }
 
-/// Purges everything after all ranges were dropped. All entries must be free, and each must be in a free list or
-/// unused.
+/// Purges all memory of `ranges` after all ranges were dropped. Asserts that every entry is free, and that it is in a
+/// free list or was never used.
 fn assert_all_free(ranges: &Ranges) {
     skip_ticks(5);
     ranges.shrink(u64::MAX, Urgency::Limit);
@@ -108,7 +109,7 @@ fn assert_all_free(ranges: &Ranges) {
     for shard in 0..SHARDS {
         let [next, end] = ranges.runs[shard].each_ref().map(|place| place.load(Relaxed));
         (next..end).for_each(&mut find);
-        for class in 0..=CLASSES {
+        for class in 0..=PACK_CLASSES {
             let mut link = ranges.free[shard][class].load(Relaxed);
             while let Some(number) = link.checked_sub(1) {
                 find(number);
@@ -126,7 +127,7 @@ fn assert_all_free(ranges: &Ranges) {
 /// `unmark` must match the bytes.
 #[test]
 fn users_race_purges() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let user = |byte: u8| {
             Box::new(move || {
                 let mut owned: Vec<UserRange> =
@@ -143,16 +144,16 @@ fn users_race_purges() {
     });
 }
 
-/// A range that several threads use, with the results that its `unmark` has reported.
-struct Shared {
+/// A range that several threads use, with the smallest result of its `unmark` so far.
+struct SharedRange {
     range: VolatileBuf,
-    /// The smallest `kept_bytes` that was reported.
+    /// The smallest `kept_bytes` that `unmark` has reported to any thread.
     least_kept: AtomicUsize,
 }
 
-impl Shared {
+impl SharedRange {
     fn pieces(pin: &Pin<'_>) -> Vec<u8> {
-        pin.iter().step_by(PIECE).copied().collect()
+        pin.iter().step_by(PIECE_BYTES).copied().collect()
     }
 
     fn unmark(&self) {
@@ -162,7 +163,7 @@ impl Shared {
         }
     }
 
-    /// Performs one random operation out of the first `kinds` kinds.
+    /// Performs a random operation. `kinds` is the number of kinds of operations to choose from.
     fn random_step(&self, kinds: usize) {
         match random_below(kinds) {
             0 => drop(self.range.mark()),
@@ -181,12 +182,13 @@ impl Shared {
 /// Several threads mark, unmark, refresh and pin one range while purges run. No byte may change while the range is
 /// pinned, and no byte below the smallest reported `kept_bytes` may be lost.
 #[test]
-fn sharers_race_purges() {
-    explore(|fixture| {
-        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
+fn threads_that_share_a_range_race_purges() {
+    run_in_many_schedules(|fixture| {
+        let mut range =
+            fixture.ranges.allocate(RANGE_LENS[random_below(RANGE_LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
-        let shared = Arc::new(Shared { range, least_kept });
+        let shared = Arc::new(SharedRange { range, least_kept });
         // With only the first two kinds, threads mark and unmark most of the time.
         let kinds = [2, 5][random_below(2)];
         let user = || {
@@ -205,17 +207,17 @@ fn sharers_race_purges() {
 }
 
 /// Drops a marked range while purges run. Other threads allocate its slot from the heap, and its entry is used for a
-/// new range. The old mark must not cause a purge of the new owners' bytes.
+/// new range. The mark of the dropped range must not cause a purge of the new owners' bytes.
 #[test]
 fn purges_spare_next_owner() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let new = move || {
-            let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
+            let mut range = fixture.ranges.allocate(RANGE_LENS[2], Behaviour::Full).unwrap();
             fill(&mut range, 7);
             range
         };
         let own_slot = move || {
-            let slot = fixture.heap.allocate_stable_blocks(LENS[2]).unwrap().as_ptr() as usize;
+            let slot = fixture.heap.allocate_stable_blocks(RANGE_LENS[2]).unwrap().as_ptr() as usize;
             set_byte(slot, 9);
             slot
         };
@@ -248,8 +250,8 @@ fn purges_spare_next_owner() {
 #[test]
 fn awaited_purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
-    explore(|fixture| {
-        let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
+    run_in_many_schedules(|fixture| {
+        let mut range = fixture.ranges.allocate(RANGE_LENS[2], Behaviour::Full).unwrap();
         fill(&mut range, 7);
         range.mark().unwrap();
         let user = move || match range.unmark().unwrap() {
@@ -265,14 +267,14 @@ fn awaited_purges_end_early() {
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
 
-/// Refreshes or marks a range again while a purge runs. The refreshed range must be purged after the others, although
-/// the purge queue was filled before.
+/// Refreshes a range, or unmarks and marks it again, while a purge runs. This range must be purged after the other
+/// ranges, although the purge queue was filled before.
 #[test]
 fn recently_used_range_is_purged_last() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let ranges: Vec<VolatileBuf> = (0..4)
             .map(|_| {
-                let mut range = fixture.ranges.allocate(LENS[0], Behaviour::Full).unwrap();
+                let mut range = fixture.ranges.allocate(RANGE_LENS[0], Behaviour::Full).unwrap();
                 fill(&mut range, 7);
                 range
             })

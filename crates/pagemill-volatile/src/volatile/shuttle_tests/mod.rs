@@ -1,7 +1,7 @@
 //! Shuttle tests of whole ranges: threads use, purge and allocate ranges in random interleavings.
 //!
-//! Loom tests explore every interleaving of a state word's operations. The tests here run whole operations on real
-//! memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
+//! Loom tests run_in_many_schedules every interleaving of a state word's operations. The tests here run whole
+//! operations on real memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
 //! `SHUTTLE_RANDOM_SEED` repeats a sequence of executions. A failure may end in an abort, so run these tests with
 //! `--nocapture`.
 #![allow(unsafe_code)] // drops the objects of an execution, reads bytes
@@ -26,12 +26,12 @@ use shuttle::{Config, MaxSteps, Runner};
 use std::sync::OnceLock;
 
 /// Tests write and check one byte in each piece of this length. Purge steps and chunks are multiples of this length.
-const PIECE: usize = BLOCK_BYTES / 32;
+const PIECE_BYTES: usize = BLOCK_BYTES / 32;
 
 /// Depth of the PCT scheduler: a schedule changes the priorities of threads at most `PCT_DEPTH - 1` times.
 const PCT_DEPTH: usize = 4;
 
-/// Maximum number of steps of an execution. A longer execution waits for an event that never happens.
+/// Maximum number of steps of one execution of a test. A longer execution waits for an event that never happens.
 const MAX_STEPS: usize = 300_000;
 
 /// An object with a `'static` reference that is dropped at the end of an execution.
@@ -99,8 +99,8 @@ impl Budget for PurgingBudget {
 }
 
 impl Fixture {
-    /// Creates all objects, calls `run`, and drops the objects. Each execution starts with new objects, so that a
-    /// failed schedule can be repeated.
+    /// Creates an arena, a heap and the ranges, calls `run`, and drops these objects. Each execution of a test starts
+    /// with new objects, so that a failed schedule can be repeated.
     fn run(run: impl Fn(Self)) {
         static ACCOUNT: OnceLock<(&'static Account, &'static Helper)> = OnceLock::new();
         let (account, helper) = ACCOUNT.get_or_init(|| {
@@ -133,7 +133,7 @@ impl Fixture {
         unsafe { mem::unreserve(addresses.start, addresses.len()) };
     }
 
-    /// Sends one purge request to a random shrinker.
+    /// Sends one purge request to a random shrinker of the fixture.
     fn purge_once(&self) {
         let owners: [&dyn Shrinker; 3] = [self.heap, self.ranges, self.vranges];
         purge(owners[random_below(owners.len())], 1);
@@ -143,7 +143,7 @@ impl Fixture {
 /// Sends `requests` purge requests to a shrinker, each for one byte, one piece or everything.
 fn purge(owner: &dyn Shrinker, requests: usize) {
     for _ in 0..requests {
-        owner.shrink([1, PIECE as u64, u64::MAX][random_below(3)], Urgency::Limit);
+        owner.shrink([1, PIECE_BYTES as u64, u64::MAX][random_below(3)], Urgency::Limit);
     }
 }
 
@@ -167,8 +167,8 @@ fn yield_randomly() {
     (0..random_below(4)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Executes a test with many schedules: random ones, and ones with few preemptions (PCT).
-fn explore(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
+/// Executes a test with many schedules: random schedules, and schedules with few preemptions (PCT).
+fn run_in_many_schedules(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();

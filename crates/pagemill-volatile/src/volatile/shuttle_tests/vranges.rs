@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 const PIECES: usize = 6;
 
 std::thread_local! {
-    /// Memory outside the arena, which all executions of a test use.
-    static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE, PIECE).unwrap();
+    /// Address of memory outside the arena, which all executions of a test use.
+    static MAPPED_ADDR: usize = mem::map_sparse(2 * PIECES * PIECE_BYTES, PIECE_BYTES).unwrap();
 }
 
 /// A part of memory in which threads mark ranges.
@@ -26,40 +26,41 @@ struct Area {
 impl Area {
     /// Creates two adjacent areas, in a slot of the heap or in memory outside the arena.
     fn two_adjacent(fixture: &Fixture) -> [Self; 2] {
-        let len = 2 * PIECES * PIECE;
+        let len = 2 * PIECES * PIECE_BYTES;
         let addr = match random_below(2) {
-            0 => fixture.heap.allocate(len, PIECE).unwrap().addr.as_ptr() as usize,
-            _ => MAPPED.with(|addr| *addr),
+            0 => fixture.heap.allocate(len, PIECE_BYTES).unwrap().addr.as_ptr() as usize,
+            _ => MAPPED_ADDR.with(|addr| *addr),
         };
-        [addr, addr + PIECES * PIECE].map(|addr| Self { vranges: fixture.vranges, addr })
+        [addr, addr + PIECES * PIECE_BYTES].map(|addr| Self { vranges: fixture.vranges, addr })
     }
 
     fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
         // SAFETY: the memory stays mapped, no reference to it exists, and its bytes are only compared.
-        unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
+        unsafe { self.vranges.vrange(self.addr + part.start * PIECE_BYTES, part.len() * PIECE_BYTES, mode, how) }
+            .unwrap()
     }
 
-    /// A random mode of marking. Strict marks are used only if the kernel supports guards.
+    /// Returns a random mode of marking. Strict marks are used only if the kernel supports guards.
     fn random_mode(self) -> Mode {
-        let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
+        let has_guards = guards::prepare(&(self.addr..self.addr + PIECE_BYTES)).is_ok();
         if has_guards && random_below(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
     }
 
-    /// Whether a marked piece was purged: it reads zero or cannot be read.
+    /// Returns whether a marked piece was purged: it reads zero or cannot be read.
     fn is_gone(self, piece: usize) -> bool {
-        !fault::is_readable(self.addr + piece * PIECE) || self.read(piece) == 0
+        !fault::is_readable(self.addr + piece * PIECE_BYTES) || self.read(piece) == 0
     }
 
     fn read(self, piece: usize) -> u8 {
-        byte_at(self.addr + piece * PIECE)
+        byte_at(self.addr + piece * PIECE_BYTES)
     }
 
     fn write(self, piece: usize, byte: u8) {
-        set_byte(self.addr + piece * PIECE, byte);
+        set_byte(self.addr + piece * PIECE_BYTES, byte);
     }
 
     fn forget(self, part: &Range<usize>) {
-        self.vranges.forget(self.addr + part.start * PIECE..self.addr + part.end * PIECE);
+        self.vranges.forget(self.addr + part.start * PIECE_BYTES..self.addr + part.end * PIECE_BYTES);
     }
 }
 
@@ -108,7 +109,7 @@ impl UserArea {
         match random_below(8) {
             0..3 => {
                 let marked = self.area.call(&part, self.area.random_mode(), random_how());
-                assert_eq!(marked.bytes as usize, part.len() * PIECE);
+                assert_eq!(marked.bytes as usize, part.len() * PIECE_BYTES);
                 assert!(
                     !marked.purged || self.is_marked[part.clone()].contains(&true),
                     "new marks cannot have been purged"
@@ -130,7 +131,7 @@ impl UserArea {
     fn unmark(&mut self, part: Range<usize>) {
         let unmarked = self.area.call(&part, Mode::Nonvolatile, How::Full);
         let were_marked = self.is_marked[part.clone()].iter().filter(|is_marked| **is_marked).count();
-        assert_eq!(unmarked.bytes as usize, were_marked * PIECE);
+        assert_eq!(unmarked.bytes as usize, were_marked * PIECE_BYTES);
         assert!(!unmarked.purged || were_marked > 0);
         for piece in part.clone() {
             let found = self.area.read(piece);
@@ -167,10 +168,10 @@ fn purge_all(vranges: &Vranges) {
 }
 
 /// Two threads mark, unmark and forget overlapping parts of their own areas, which are adjacent, while purges run.
-/// Unmarked bytes must not change, and every purge must be reported.
+/// Bytes that are not marked must not change, and every purge must be reported to the thread that unmarks the memory.
 #[test]
 fn marks_race_purges() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let areas = Area::two_adjacent(&fixture);
         let left = Arc::new(Mutex::new(Vec::new()));
         let user = |area: Area, byte: u8| {
@@ -201,7 +202,7 @@ fn marks_race_purges() {
             assert!(!(0..PIECES).any(is_there), "what is marked could not go");
         }
         areas.iter().for_each(|area| area.forget(&(0..PIECES)));
-        let can_be_read = |area: &Area| (0..PIECES).all(|piece| fault::is_readable(area.addr + piece * PIECE));
+        let can_be_read = |area: &Area| (0..PIECES).all(|piece| fault::is_readable(area.addr + piece * PIECE_BYTES));
         assert!(areas.iter().all(can_be_read), "guards are left");
         check_state(fixture.vranges);
         assert!(fixture.vranges.is_empty());
@@ -212,7 +213,7 @@ fn marks_race_purges() {
 /// threads.
 #[test]
 fn purge_of_shared_memory_is_reported() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
         let reported = Arc::new(Mutex::new([false; PIECES]));
@@ -239,11 +240,11 @@ fn purge_of_shared_memory_is_reported() {
     });
 }
 
-/// Marks a piece again while a purge runs. The piece that was marked again must be purged after the others, although
-/// the purge queue was filled before.
+/// Marks a piece of memory again while a purge runs. This piece must be purged after the other pieces, although the
+/// purge queue was filled before.
 #[test]
 fn recently_marked_piece_is_purged_last() {
-    explore(|fixture| {
+    run_in_many_schedules(|fixture| {
         let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
         // The marked pieces are not adjacent, because a purge joins adjacent pieces into one interval.

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The fields of the word, as separate variables.
+/// The fields of a state word, as separate variables.
 #[derive(Clone, Debug)]
 struct Model {
     phase: RangePhase,
@@ -33,7 +33,8 @@ impl Model {
         }
     }
 
-    /// Applies `change` unless a purge has claimed the range. A change that succeeds clears `is_awaited`.
+    /// Applies `change` to the model unless a purge has claimed the range. A change that succeeds also clears
+    /// `is_awaited`.
     fn update<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T, Refused>) -> Result<T, Refused> {
         if self.phase == RangePhase::Purging {
             return Err(Refused::Purging);
@@ -96,30 +97,31 @@ impl Model {
 }
 
 /// The tested word, the model with the same state, and a random number generator.
-struct Pair {
+struct WordAndModel {
     word: RangeWord,
     model: Model,
-    /// A copy of the word that was read earlier.
+    /// A copy of the tested word that was read earlier.
     seen: SeenWord,
     seed: u64,
 }
 
-impl Pair {
-    fn below(&mut self, bound: u64) -> u64 {
+impl WordAndModel {
+    fn random_below(&mut self, bound: u64) -> u64 {
         self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.seed >> 33) % bound
     }
 
-    fn epoch(&mut self) -> u32 {
-        self.below(1 << 24) as u32
+    fn random_epoch(&mut self) -> u32 {
+        self.random_below(1 << 24) as u32
     }
 
-    /// A random epoch, in most cases close to the boundaries that matter for the range's epoch.
-    fn now(&mut self) -> u32 {
-        match self.below(4) {
-            0 => self.epoch(),
-            1 => (self.model.epoch + (1 << 23) - 1 + self.below(3) as u32) % (1 << 24),
-            _ => (self.model.epoch + (1 << 24) - 2 + self.below(6) as u32) % (1 << 24),
+    /// Returns a random epoch. In most cases it is close to the range's epoch, or to the epoch half a wrap later, from
+    /// which on ages are 0.
+    fn random_now(&mut self) -> u32 {
+        match self.random_below(4) {
+            0 => self.random_epoch(),
+            1 => (self.model.epoch + (1 << 23) - 1 + self.random_below(3) as u32) % (1 << 24),
+            _ => (self.model.epoch + (1 << 24) - 2 + self.random_below(6) as u32) % (1 << 24),
         }
     }
 
@@ -128,13 +130,13 @@ impl Pair {
         assert_eq!((seen.phase(), seen.pins(), seen.epoch()), (model.phase, model.pins, model.epoch), "{model:?}");
         assert_eq!((seen.is_lost(), seen.has_owner()), (model.is_lost, model.has_owner()), "{model:?}");
         assert_eq!((self.word.is_awaited(), (seen.0 >> 24) as u16), (model.is_awaited, model.generation), "{model:?}");
-        let now = self.now();
+        let now = self.random_now();
         assert_eq!(seen.is_claimable(now), model.is_claimable(now), "{model:?} at {now}");
     }
 
     fn step(&mut self) {
-        let (flag, epoch) = (self.below(2) == 1, self.epoch());
-        match self.below(12) {
+        let (flag, epoch) = (self.random_below(2) == 1, self.random_epoch());
+        match self.random_below(12) {
             0 => self.seen = self.word.load(),
             1 => assert_eq!(
                 self.word.hold(),
@@ -180,7 +182,7 @@ impl Pair {
                 self.model.finish(flag, epoch);
             }
             11 => {
-                let (now, seen) = (self.now(), if flag { self.seen } else { self.word.load() });
+                let (now, seen) = (self.random_now(), if flag { self.seen } else { self.word.load() });
                 let is_claimed = seen == self.word.load() && self.model.is_claimable(now);
                 assert_eq!(self.word.claim(seen, now), is_claimed);
                 if is_claimed {
@@ -194,7 +196,7 @@ impl Pair {
 }
 
 /// Applies 100,000 random operations to a word whose generation is about to wrap, and to a word with nearly all pins.
-/// All fields must equal those of the model after each operation.
+/// After each operation the fields of the word must equal those of the model.
 #[test]
 fn random_operations_match_model() {
     for pins in [0, u16::MAX - 2] {
@@ -210,7 +212,7 @@ fn random_operations_match_model() {
             generation,
             epoch: 0,
         };
-        let mut pair = Pair { seen: word.load(), word, model, seed: 7 };
+        let mut pair = WordAndModel { seen: word.load(), word, model, seed: 7 };
         for _ in 0..50_000 {
             pair.step();
             pair.check();
@@ -223,7 +225,7 @@ fn random_operations_match_model() {
 #[test]
 fn lost_range_with_all_pins_is_not_unmarked() {
     let of = |bits: u64| RangeWord(AtomicU64::new(bits | u64::from(u16::MAX) << 8));
-    assert_eq!(of(RangePhase::Volatile as u64 | LOST).unmark(), Err(Refused::Pins));
+    assert_eq!(of(RangePhase::Volatile as u64 | LOST_BIT).unmark(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Volatile as u64).unmark(), Ok(false));
     assert_eq!(of(RangePhase::Volatile as u64).pin(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Held as u64).pin(), Err(Refused::Pins));

@@ -3,14 +3,14 @@
 use super::*;
 use std::cell::Cell;
 
-/// Simulated folios of one page or of [`HUGE`] order, by the number of their first page.
+/// Simulated folios, by the number of their first page. A folio has one page, or the order [`HUGE_ORDER`].
 #[derive(Default)]
 struct FakeFolios {
     used: RefCell<BTreeSet<u32>>,
     kept: RefCell<BTreeSet<u32>>,
     awaited: RefCell<BTreeSet<u32>>,
     huge: BTreeSet<u32>,
-    /// Folios are used again as soon as their uses are removed.
+    /// Whether folios are used again as soon as the scan removes their uses.
     is_busy: bool,
     look_calls: Cell<u64>,
 }
@@ -20,7 +20,7 @@ impl Folios for FakeFolios {
         self.look_calls.set(self.look_calls.get() + 1);
         match self.kept.borrow().contains(&number) {
             true => FolioState::Kept,
-            false => FolioState::Idle { order: if self.huge.contains(&number) { HUGE } else { 0 } },
+            false => FolioState::Idle { order: if self.huge.contains(&number) { HUGE_ORDER } else { 0 } },
         }
     }
 
@@ -65,7 +65,8 @@ impl QueueFixture {
         self.state.choose_queue(Recall(Some((part, age))), pages)
     }
 
-    /// Runs one step of the scan. Returns the candidate's number, or `None` if the step found none.
+    /// Runs one step of the eviction scan. Returns the number of the candidate, or `None` if the step found no
+    /// candidate.
     fn step(&mut self) -> Option<u32> {
         match self.state.step(&self.links, &self.fake) {
             ScanStep::Found(candidate) => Some(candidate.number),
@@ -102,13 +103,13 @@ fn a_ghost_key_hashes_file_index_and_order() {
 /// pages for each page of the folio. The share must stay between its minimum and maximum.
 #[test]
 fn a_returning_folio_changes_the_share() {
-    let step = |pages: u64| 2 * pages * (ONE / 100);
+    let step = |pages: u64| 2 * pages * (FULL_SHARE / 100);
     for (part, near, sign) in [(CachePart::New, 8, 1), (CachePart::Main, 20, -1)] {
         for (age, is_near) in [(0, true), (near, true), (near + 1, false)] {
             for pages in [1, 2] {
                 let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
                 fixture.choose_returning(part, age, pages);
-                let moved = (i128::from(fixture.state.share) - i128::from(FIRST_SHARE)) * sign;
+                let moved = (i128::from(fixture.state.share) - i128::from(INITIAL_SHARE)) * sign;
                 let wanted = if is_near { i128::from(step(pages)) } else { 0 };
                 assert!((moved - wanted).abs() < 256, "{part:?} {age} {pages}: {moved} {wanted}");
             }
@@ -118,13 +119,14 @@ fn a_returning_folio_changes_the_share() {
     (0..100).for_each(|_| _ = fixture.choose_returning(CachePart::New, 0, 1));
     assert_eq!((fixture.state.share, fixture.state.target()), (1 << 31, 50), "half");
     (0..100).for_each(|_| _ = fixture.choose_returning(CachePart::Main, 0, 1));
-    assert_eq!((fixture.state.share, fixture.state.target()), (ONE / 100, 0), "a hundredth, rounded down");
-    fixture.state.share = ONE / 4;
+    assert_eq!((fixture.state.share, fixture.state.target()), (FULL_SHARE / 100, 0), "a hundredth, rounded down");
+    fixture.state.share = FULL_SHARE / 4;
     assert_eq!(fixture.state.target(), 25);
 }
 
-/// A returning folio must enter main only if it was evicted from the new part, at most as many pages ago as the cache
-/// has. In addition, the clock hand in main must not have passed too many used pages.
+/// A folio that is read again after its eviction may enter the main queue only if it was evicted from the new part, and
+/// if no more pages than the cache has were evicted from that part since. In addition, the clock hand must not have
+/// passed too many used pages in the main queue.
 #[test]
 fn a_returning_folio_enters_main_only_from_the_new_part() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
@@ -140,8 +142,8 @@ fn a_returning_folio_enters_main_only_from_the_new_part() {
     }
 }
 
-/// The clock hand must count the used pages that it passes in main, up to half of the cache. Each page that it passes
-/// must lose one use.
+/// The clock hand must count the used pages that it passes in the main queue, up to half of the cache. Each page that
+/// it passes must lose one use.
 #[test]
 fn the_clock_hand_counts_used_pages() {
     let mut fixture = QueueFixture::new(&[(Queue::Main, 20)]);
@@ -158,11 +160,11 @@ fn the_clock_hand_counts_used_pages() {
     assert_eq!((fixture.step(), fixture.state.passed_excess), (Some(9), 10));
 }
 
-/// Probation must keep a fiftieth of the cache, or half of the new part if that is less. Each call must move at most
-/// two folios out of probation and clear their uses. The newest folio must stay.
+/// The queue `Probation` must keep a fiftieth of the cache, or half of the new part if that is less. Each call of
+/// `shrink_probation` must move at most two folios to another queue and clear their uses. The newest folio must stay.
 #[test]
 fn probation_shrinks_to_its_target() {
-    for (share, width) in [(ONE / 4, 4), (ONE / 50, 2)] {
+    for (share, width) in [(FULL_SHARE / 4, 4), (FULL_SHARE / 50, 2)] {
         let mut fixture = QueueFixture::new(&[(Queue::Main, 192), (Queue::Probation, 8)]);
         fixture.state.share = share + 1;
         fixture.fake.used.borrow_mut().extend(192..200);
@@ -177,18 +179,18 @@ fn probation_shrinks_to_its_target() {
     assert_eq!((fixture.pages(Queue::Probation), fixture.pages(Queue::Small)), (1, 1), "the newest stays");
 }
 
-/// Candidates must come from the new part while it is larger than its share, then from main. The small queue must be
-/// scanned before probation.
+/// Candidates must come from the new part while it is larger than its share, then from the main part. The small queue
+/// must be scanned before probation.
 #[test]
 fn the_part_above_its_share_is_scanned() {
     let mut fixture = QueueFixture::new(&[(Queue::Probation, 1), (Queue::Small, 3), (Queue::Main, 4)]);
-    fixture.state.share = ONE / 2;
+    fixture.state.share = FULL_SHARE / 2;
     let found: Vec<_> = std::iter::from_fn(|| fixture.next_candidate()).collect();
     // Pages of the new part at each step: 4 of 8, 3 of 7, 2 of 6 (less than half), 2 of 5, 1 of 4 (less than half), 1
     // of 3, none.
     assert_eq!(found, [1, 2, 4, 3, 5, 0, 6, 7]);
     let mut fixture = QueueFixture::new(&[(Queue::Small, 1), (Queue::Main, 2)]);
-    fixture.state.share = ONE / 100;
+    fixture.state.share = FULL_SHARE / 100;
     assert_eq!(fixture.next_candidate(), Some(0), "a target of less than a page counts as one");
     let mut fixture = QueueFixture::new(&[(Queue::Small, 2), (Queue::Main, 2)]);
     fixture.fake.used.borrow_mut().insert(0);
@@ -199,8 +201,8 @@ fn the_part_above_its_share_is_scanned() {
     );
 }
 
-/// A dirty folio must be deferred when the scan reaches it. The scan must return to it once, after an eighth of the
-/// cache was chosen for eviction.
+/// A dirty folio must be deferred when the scan reaches it. The scan must visit the folio once more, after an eighth of
+/// the cache was chosen for eviction.
 #[test]
 fn deferred_folios_are_rescanned_after_an_eighth() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 80)]);
@@ -227,12 +229,13 @@ fn deferred_folios_are_rescanned_after_an_eighth() {
     );
 }
 
-/// A huge folio must count all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
+/// A huge folio must count as all of its pages when it is chosen for eviction, passed by the clock hand, deferred, and
+/// stored as a ghost.
 #[test]
 fn a_huge_folio_counts_its_pages() {
     let mut fixture = QueueFixture::new(&[]);
     for number in [0, 8, 16] {
-        fixture.state.queues.push(&fixture.links, number, HUGE, Queue::Main);
+        fixture.state.queues.push(&fixture.links, number, HUGE_ORDER, Queue::Main);
         fixture.fake.huge.insert(number);
     }
     fixture.pushed = 24;
@@ -243,24 +246,26 @@ fn a_huge_folio_counts_its_pages() {
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 0), "16 of 64 are an eighth");
 
     let mut fixture = QueueFixture::new(&[]);
-    fixture.state.queues.push(&fixture.links, 0, HUGE, Queue::DeferredNew);
+    fixture.state.queues.push(&fixture.links, 0, HUGE_ORDER, Queue::DeferredNew);
     fixture.fake.kept.borrow_mut().insert(0);
     fixture.state.rescan_deferred();
     assert_eq!((fixture.state.rescan_pages, fixture.step(), fixture.state.rescan_pages), ([8, 0], None, [0, 0]));
 
     let run = simulation_with(100);
-    run.order.enter(&run.model, 120, HUGE, Recall(Some((CachePart::New, 0))));
-    assert_eq!(run.order.state.with(|state| state.share) * 100 / ONE, 10 + 16 - 1, "16 % more, rounded down");
+    run.order.enter(&run.model, 120, HUGE_ORDER, Recall(Some((CachePart::New, 0))));
+    assert_eq!(run.order.state.with(|state| state.share) * 100 / FULL_SHARE, 10 + 16 - 1, "16 % more, rounded down");
 
     let run = simulation_with(10);
     let ghost = GhostKey::of(9, 9, 0);
     run.order.dropped(&Candidate { number: 0, order: 0, part: CachePart::New }, ghost);
     assert!(run.order.recall(ghost).is_known() && !run.order.recall(GhostKey::of(9, 8, 0)).is_known());
-    run.order.dropped(&Candidate { number: 8, order: HUGE, part: CachePart::New }, GhostKey::of(9, 7, HUGE));
+    run.order
+        .dropped(&Candidate { number: 8, order: HUGE_ORDER, part: CachePart::New }, GhostKey::of(9, 7, HUGE_ORDER));
     assert_eq!(run.order.recall(ghost).0, Some((CachePart::New, 9)));
 }
 
-/// A huge folio must enter main if more than half of its pages were there. Exactly half must not be enough.
+/// A huge folio must enter the main queue if more than half of the small folios that it replaces were there. Exactly
+/// half must not be enough.
 #[test]
 fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     for (mains, is_main) in [(0, false), (4, false), (5, true), (8, true)] {
@@ -271,7 +276,7 @@ fn a_collapsed_folio_enters_the_queue_of_most_pages() {
                 state.queues.push(&run.order.links, part, 0, queue);
             }
         });
-        run.order.join(0..8, 16, HUGE);
+        run.order.join(0..8, 16, HUGE_ORDER);
         let queue = run.order.links.queue(16);
         assert_eq!(queue, Some(if is_main { Queue::Main } else { Queue::Small }), "{mains} of 8");
         let main_pages = u64::from(mains) + if is_main { 8 } else { 0 };
@@ -284,7 +289,7 @@ fn a_collapsed_folio_enters_the_queue_of_most_pages() {
 #[test]
 fn split_pages_and_refused_candidates_keep_their_queue() {
     let run = Simulation::new();
-    run.enter(16, HUGE, false);
+    run.enter(16, HUGE_ORDER, false);
     run.enter(40, 0, false);
     run.enter(41, 0, false);
     run.split(16);
@@ -316,8 +321,7 @@ fn noreuse_folios_are_evicted_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// A scan must end after five times the number of pages if folios are used again as fast as the scan removes their
-/// uses.
+/// Folios are used again as fast as the scan removes their uses. The scan must end after five steps for each page.
 #[test]
 fn a_scan_has_a_step_limit() {
     let run = simulation_with(100);
@@ -326,7 +330,7 @@ fn a_scan_has_a_step_limit() {
     assert_eq!(fake.look_calls.get(), 5 * 100 + 64);
 }
 
-/// The resident memory of an order must be that of its links and ghosts in use.
+/// The reported resident memory of an order must be that of its links and ghosts in use.
 #[test]
 fn resident_memory_is_that_of_links_and_ghosts() {
     let run = simulation_with(PAGES);
