@@ -15,15 +15,16 @@ use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::time::Duration;
 
-/// Maximum time that reclaim waits for readers of moved objects, and that it spends on freeing retired values.
-pub(crate) const SHORT_GRACE_NS: u64 = 5_000_000;
+/// Maximum time that reclaim waits for readers of moved objects, and also the maximum time that it spends on freeing
+/// retired values.
+pub(crate) const SHORT_GRACE_TIMEOUT_NS: u64 = 5_000_000;
 
-/// A long defragmentation lets threads use their magazines again after each slice of this length.
+/// Length of a slice of a long defragmentation. After each slice, threads can use their magazines again.
 const SLICE_DURATION: Duration = Duration::from_millis(10);
 
 impl Engine {
-    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
-    /// if the ratio is the same.
+    /// Sets the cache's used ratio. If the background thread skips the cache after a panic, the thread resumes work on
+    /// the cache, even if the ratio is the same.
     ///
     /// # Errors
     ///
@@ -42,7 +43,7 @@ impl Engine {
     }
 
     /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
-    /// it.
+    /// the cache.
     pub fn note_shrunk(&self) {
         if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
@@ -81,8 +82,8 @@ pub(crate) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
     Ok(progress)
 }
 
-/// Returns whether a step would find a candidate or could end a pass. This is an estimate: free objects in magazines
-/// count as used, since the magazines are not drained.
+/// Returns whether a step would find a candidate for emptying or could end a pass. The result is an estimate: free
+/// objects in magazines count as used, since the magazines are not drained.
 pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     let used = engine.used_objects();
     engine.passes.criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
@@ -91,7 +92,7 @@ pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     })
 }
 
-/// Empties candidates until none is left or the budget is used up.
+/// Empties candidates of all nodes until no candidate is left or the time `budget` is used up.
 fn run_slice(
     engine: &Engine,
     drained: DrainGuard<'_>,
@@ -110,19 +111,19 @@ fn run_slice(
     run.end()
 }
 
-/// Packs the objects for one slice of time. Reclaim calls `pack`, possibly inside any other call. Memory that readers
-/// still use is freed by a later call.
+/// Packs the objects of a cache into fewer slabs, for one slice of time. Reclaim calls `pack`, possibly inside any
+/// other call. Memory that readers still use is freed by a later call.
 pub(crate) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(drained) = engine.try_drain_magazines() {
         let pass = engine.passes.begin_next();
         let criteria = Criteria { percent: ALL_PERCENT, pass, block_pass: Some(pass) };
         run_slice(engine, drained, mover, &criteria, SLICE_DURATION);
-        engine.finish_retired_within(SHORT_GRACE_NS);
+        engine.finish_retired_within(SHORT_GRACE_TIMEOUT_NS);
     }
 }
 
-/// Packs all objects into as few slabs and blocks as possible, and frees the unused memory. Returns by how many bytes
-/// the charge of the cache fell.
+/// Packs all objects of a cache into as few slabs and blocks as possible, and frees the unused memory. Returns by how
+/// many bytes the charge of the cache fell.
 ///
 /// # Errors
 ///
@@ -188,7 +189,7 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     engine.free_unused_memory(before)
 }
 
-/// Moves up to `most` objects from one node to another.
+/// Moves up to `most` objects of a cache from one node to another.
 ///
 /// # Errors
 ///
@@ -228,7 +229,7 @@ pub(crate) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
     Ok(whole)
 }
 
-/// Moves objects from nodes with more than the average to nodes with less.
+/// Moves objects of a cache from nodes with more than the average number of objects to nodes with fewer.
 ///
 /// # Errors
 ///
@@ -265,8 +266,8 @@ mod tests {
     const USED: u64 = 6400;
     const RATIO: u32 = 60;
 
-    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
-    /// step may run.
+    /// A suspension of defragmentation must end when more than a 64th of the objects has changed, or memory is short.
+    /// At a ratio of 0 no step may run.
     #[test]
     fn suspension_ends_when_a_64th_has_changed() {
         let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
@@ -285,7 +286,7 @@ mod tests {
         assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
     }
 
-    /// In an empty cache, a step must be worthwhile only if it can end a pass.
+    /// In an empty cache, a step must be worthwhile only if the step can end a pass.
     #[test]
     fn step_is_worthwhile_if_it_can_end_a_pass() {
         let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));

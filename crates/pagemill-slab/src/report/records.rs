@@ -32,10 +32,10 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
-/// Bytes of a record.
+/// Length of a record in bytes.
 const RECORD_LEN: usize = 256;
 
-/// Bytes of the name in a record.
+/// Length in bytes of the name field of a record.
 const NAME_LEN: usize = 64;
 
 const KINDS: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
@@ -45,23 +45,23 @@ struct NodeRecord {
     id: u64,
     info: SlabInfo,
     node: u32,
-    /// The statistics of the node.
+    /// The statistics of the cache on this node.
     figures: NodeInfo,
 }
 
-/// Returns the start of a name that fits into a record, cut at a character boundary.
+/// Returns the part of a cache's name that fits into a record, cut at a character boundary.
 fn truncated_name(name: &str) -> &str {
     let len = (0..=NAME_LEN.min(name.len())).rev().find(|len| name.is_char_boundary(*len)).unwrap_or(0);
     &name[..len]
 }
 
-/// Returns a name for printing to a terminal: at most as long as in a record, and without control characters.
+/// Returns a cache's name for printing to a terminal: without control characters, and not longer than in a record.
 pub fn shown_name(name: &str) -> String {
     let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
     truncated_name(name).chars().map(clean).collect()
 }
 
-/// Returns the record of a cache on one node.
+/// Returns the record of a cache on one NUMA node.
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = truncated_name(&info.name);
@@ -187,8 +187,8 @@ impl SlabCommands for Slabs {
     }
 }
 
-/// Combines the records of each cache, and sorts the caches by [`SlabInfo::rank`]. Returns `None` if the records are in
-/// an invalid order.
+/// Combines the records of each cache into one [`SlabInfo`], and sorts the caches by [`SlabInfo::sort_key`]. Returns
+/// `None` if the records are in an invalid order.
 fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
     for NodeRecord { id, mut info, node, figures } in rows {
@@ -204,7 +204,7 @@ fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
             }
         }
     }
-    caches.sort_by_cached_key(|(_, info)| info.rank());
+    caches.sort_by_cached_key(|(_, info)| info.sort_key());
     Some(caches)
 }
 
@@ -258,8 +258,8 @@ mod tests {
         Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
     }
 
-    /// Reading must return the values that were written, and combine the records of a cache's nodes. A long name must
-    /// be cut at a character boundary.
+    /// Writes records and reads them. Reading must return the values that were written, and must combine the records of
+    /// a cache's nodes. A long name must be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
         for kind in KINDS {
@@ -274,8 +274,8 @@ mod tests {
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with movable objects must come first. Caches with movable objects, and the others, must each be sorted by
-    /// name; two caches may have the same name.
+    /// Caches with movable objects must come first in a list. Within each of the two groups, caches must be sorted by
+    /// name. Two caches may have the same name.
     #[test]
     fn lists_are_sorted_by_relocatability_and_name() {
         let rows = [
@@ -291,7 +291,8 @@ mod tests {
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
     }
 
-    /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums must saturate.
+    /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums over records must
+    /// saturate.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(1, &info("a", SlabKind::Fixed), 0, &NODE);

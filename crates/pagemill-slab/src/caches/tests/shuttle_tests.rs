@@ -19,14 +19,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
-const DEPTH: usize = 4;
+/// Depth of the PCT (probabilistic concurrency testing) schedules: at up to `PCT_DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
+const PCT_DEPTH: usize = 4;
 
-/// Maximum number of steps in a run. A longer run waits for an event that never happens.
+/// Maximum number of steps in a run. A longer run is considered to wait for an event that never happens.
 const MAX_STEPS: usize = 300_000;
 
-/// Number of words in a value. With the other fields, a value has 16 KiB.
-const WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
+/// Number of words in the body of a value. With the other fields, a value has 16 KiB.
+const VALUE_WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
 
 fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
@@ -55,7 +56,7 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     run_in_orders(runs, run);
 }
 
-/// Runs the test in random schedules, with the process-wide barrier and as if the kernel refused it.
+/// Runs a test in `runs` random schedules, once with the process-wide barrier and once as if the kernel refused it.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _alone = TEST_LOCK.lock();
@@ -71,7 +72,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     for is_refused in [false, true] {
         IS_REFUSED.store(is_refused, Relaxed);
         Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-        Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin.clone());
+        Runner::new(PctScheduler::new(PCT_DEPTH, runs), config()).run(begin.clone());
     }
 }
 
@@ -79,7 +80,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
 struct Value {
     number: u64,
     live: Arc<AtomicUsize>,
-    words: [u64; WORDS],
+    words: [u64; VALUE_WORDS],
 }
 
 // SAFETY: numbers and a pointer can be copied byte by byte.
@@ -88,11 +89,11 @@ unsafe impl Movable for Value {}
 impl Value {
     fn new(number: u64, live: &Arc<AtomicUsize>) -> Self {
         live.fetch_add(1, Relaxed);
-        Self { number, live: live.clone(), words: [number; WORDS] }
+        Self { number, live: live.clone(), words: [number; VALUE_WORDS] }
     }
 
     fn check(&self, number: u64) {
-        assert_eq!((self.number, self.words[0], self.words[WORDS - 1]), (number, number, number));
+        assert_eq!((self.number, self.words[0], self.words[VALUE_WORDS - 1]), (number, number, number));
     }
 }
 
@@ -152,8 +153,8 @@ fn drain_neither_loses_nor_duplicates_objects() {
     });
 }
 
-/// Threads insert, read, change, pin and remove values while another thread packs them. Each handle must lead to its
-/// own value, or to none after the removal. Each value must be dropped once.
+/// Threads insert, read, change, pin and remove values while another thread packs the cache. Each handle must lead to
+/// its own value, or to no value after the removal. Each value must be dropped once.
 #[test]
 fn handles_find_their_values_during_moves() {
     run_in_many_orders(|| {
@@ -242,7 +243,7 @@ fn yield_some_times(most: usize) {
     (0..random_below(most)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// The background thread is stopped at any point of its work. Afterwards it must not move or drop values.
+/// The background thread is stopped at any point of its work. After that, it must not move or drop values.
 #[test]
 fn stopped_background_moves_nothing() {
     run_in_many_orders(|| {
@@ -259,7 +260,7 @@ fn stopped_background_moves_nothing() {
     });
 }
 
-/// Values are removed at random times. All of them must be dropped without another call: no wake-up of the background
+/// Values are removed at random times. All of them must be dropped without a further call: no wake-up of the background
 /// thread may be lost.
 #[test]
 fn no_wakeup_of_the_background_is_lost() {
@@ -282,7 +283,7 @@ fn no_wakeup_of_the_background_is_lost() {
 #[derive(Clone)]
 struct Plain {
     number: u64,
-    _words: [u64; WORDS],
+    _words: [u64; VALUE_WORDS],
     /// The last word of the value, by which a partly overwritten value is detected.
     last: u64,
 }
@@ -292,7 +293,7 @@ unsafe impl Movable for Plain {}
 
 impl Plain {
     fn new(number: u64) -> Self {
-        Self { number, _words: [0; WORDS], last: number }
+        Self { number, _words: [0; VALUE_WORDS], last: number }
     }
 
     fn check(&self, number: u64) {

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
 
 use super::*;
-use crate::alloc::thread_slots::{MAX_THREADS, NONE, ensure_slot, high_water, take_slots};
+use crate::alloc::thread_slots::{MAX_THREADS, NO_SLOT, ensure_slot, high_water, take_slots};
 use crate::caches::tests::basics::{finish_retired, slabs};
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::barrier;
@@ -31,9 +31,9 @@ fn refused_slabs() -> &'static Slabs {
 }
 
 /// Environment variable that is set for tests that run alone in their process.
-const ALONE: &str = "PAGEMILL_TEST_ALONE";
+const ALONE_VARIABLE: &str = "PAGEMILL_TEST_ALONE";
 /// Environment variable that is set in a process where the kernel refuses `membarrier`.
-const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
+const REFUSED_VARIABLE: &str = "PAGEMILL_TEST_REFUSED";
 
 /// Returns a command that runs this test program again, with these arguments.
 fn own_tests(arguments: &[&str]) -> Command {
@@ -50,7 +50,7 @@ fn assert_passes(command: &mut Command) {
     assert!(!said.contains(" 0 passed"), "{said}");
 }
 
-/// Makes the kernel refuse `membarrier` in this process, as in some containers and sandboxes.
+/// Makes the kernel refuse the system call `membarrier` in this process, as in some containers and sandboxes.
 fn refuse_membarrier() -> io::Result<()> {
     let step =
         |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
@@ -70,30 +70,30 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Runs all slab tests in a process where the kernel refuses `membarrier`. All of them must pass.
+/// Runs all slab tests again in a process where the kernel refuses `membarrier`. All of them must pass.
 #[test]
 fn all_slab_tests_pass_without_membarrier() {
-    if env::var_os(REFUSED).is_some() {
+    if env::var_os(REFUSED_VARIABLE).is_some() {
         return;
     }
     let mut command = own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
     // SAFETY: only two system calls between fork and exec, and no allocation.
-    unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
+    unsafe { command.env(REFUSED_VARIABLE, "1").pre_exec(refuse_membarrier) };
     assert_passes(&mut command);
 }
 
-/// The kind of barriers must follow from the kernel's answer, and a cache must use this kind.
+/// The kind of barriers must follow from the kernel's answer to `membarrier`, and a cache must use this kind.
 #[test]
 fn barrier_kind_follows_the_kernel() {
     let barriers = Barriers::of_process();
     assert_eq!(barriers == Barriers::DrainerOnly, barrier::register());
-    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::BothSides);
+    assert!(env::var_os(REFUSED_VARIABLE).is_none() || barriers == Barriers::BothSides);
     let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With the process-wide barrier, and as if the kernel refused it: an allocation must return the object that the thread
-/// freed last, until a drain removes the object from the magazine.
+/// An allocation must return the object that the thread freed last, until a drain removes that object from the
+/// magazine. Runs with the process-wide barrier and as if the kernel refused it.
 #[test]
 fn freed_object_is_allocated_next() {
     for slabs in [slabs(), refused_slabs()] {
@@ -115,8 +115,9 @@ fn freed_object_is_allocated_next() {
     }
 }
 
-/// With the process-wide barrier (`membarrier`), and as if the kernel refused it: threads allocate, free and read while
-/// another thread shrinks both caches, which drains the magazines. Each thread must find exactly its own values.
+/// Threads allocate, free and read while another thread shrinks both caches, which drains the magazines. Each thread
+/// must find exactly its own values. Runs with the process-wide barrier (`membarrier`), and as if the kernel refused
+/// it.
 #[test]
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
@@ -161,12 +162,14 @@ fn threads_keep_their_values_while_others_drain() {
     }
 }
 
-/// Runs each test of `alone` in a process of its own, because thread slots and address space belong to the whole
-/// process.
+/// Runs each test of the module `alone` in a process of its own, because thread slots and address space belong to the
+/// whole process.
 #[test]
 fn run_tests_alone_in_their_process() {
     for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {
-        assert_passes(own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"]).env(ALONE, "1"));
+        assert_passes(
+            own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"]).env(ALONE_VARIABLE, "1"),
+        );
     }
 }
 
@@ -174,15 +177,15 @@ mod alone {
     use super::*;
 
     fn is_alone() -> bool {
-        env::var_os(ALONE).is_some()
+        env::var_os(ALONE_VARIABLE).is_some()
     }
 
     fn opened_slot_count(engine: &Engine) -> u32 {
         engine.opened_slots.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 
-    /// Eight threads insert and remove values. Returns for each cache the number of thread slots that have opened a
-    /// magazine.
+    /// Eight threads insert and remove values. Returns, for each of the two caches, the number of thread slots that
+    /// have opened a magazine.
     fn use_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
@@ -211,7 +214,7 @@ mod alone {
         [opened_slot_count(cache.engine()), opened_slot_count(fixed.engine())]
     }
 
-    /// Checks that a value that is removed while a thread reads it stays until that thread has finished.
+    /// Checks that a value that is removed while a thread reads it is not freed until that thread has finished.
     fn assert_readers_delay_reclaim(cache: &HandleMap<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
@@ -234,8 +237,8 @@ mod alone {
         assert!(oldest > epoch, "no thread reads");
     }
 
-    /// With 5,000 slots taken, further threads must have magazines, stocks and participant words. With all slots taken,
-    /// threads must work without them. The test takes slots in place of threads.
+    /// With 5,000 thread slots taken, further threads must still get magazines, stocks and participant words. With all
+    /// slots taken, threads must work without them. The test takes slots directly, without starting threads.
     #[test]
     #[ignore = "alone in its process"]
     fn thousands_of_threads_have_magazines() {
@@ -259,7 +262,7 @@ mod alone {
             assert_readers_delay_reclaim(&cache);
             let rest = take_slots(MAX_THREADS);
             assert_eq!(high_water(), MAX_THREADS);
-            assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NONE);
+            assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NO_SLOT);
             // This thread has opened a magazine by now.
             assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
             assert_readers_delay_reclaim(&cache);
@@ -273,8 +276,8 @@ mod alone {
         }
     }
 
-    /// Limits the address space so that a quarter of all magazines fits. A quarter of the slots must then have
-    /// magazines.
+    /// Limits the address space, so that only a quarter of all magazines fits. A quarter of the thread slots must then
+    /// have magazines.
     #[test]
     #[ignore = "alone in its process"]
     fn few_addresses_limit_the_magazines() {
