@@ -1,5 +1,5 @@
-//! Operations of the writer that split an entry into smaller ones or join entries into one. Readers always find the old
-//! entries or the new ones.
+//! Operations of the writer that split an entry into smaller ones, or join entries into one. Readers always find the
+//! old entries or the new ones.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -51,8 +51,8 @@ impl<N: Nodes> Writer<'_, N> {
         Some(old)
     }
 
-    /// Copies the marks of the entry to the first slots of the new entries. Readers ignore these marks before the
-    /// split.
+    /// Copies the marks of the entry at `place` to the first slots of the new entries. Readers ignore these marks
+    /// before the split.
     fn copy_marks_to_parts(&self, place: &SlotRange, count: usize, each: usize) {
         let node = self.node(place.node);
         let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
@@ -60,7 +60,8 @@ impl<N: Nodes> Writer<'_, N> {
         (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
     }
 
-    /// Creates a node with new entries, for one slot of the entry at `place`.
+    /// Creates a node with the new entries that replace one slot of the entry at `place`. Returns the word that points
+    /// at the node.
     fn node_of_parts(
         &self,
         place: &SlotRange,
