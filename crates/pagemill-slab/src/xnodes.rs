@@ -83,7 +83,7 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
 /// The name of the cache in statistics, as in Linux.
 const CACHE_NAME: &str = "xarray_node";
 
-/// The shared state and the cache of index nodes, created on first use.
+/// The cache of index nodes and its [`SharedState`], which has blocks of its own. Both are created on first use.
 #[derive(Default)]
 pub(crate) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
@@ -215,7 +215,7 @@ impl Cache for NodeInner {
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
         self.finish_retired_without_callback();
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 }
 
@@ -235,7 +235,7 @@ impl Mover for NodeInner {
         if unsafe { self.index().relocate(object, target) } {
             MoveOutcome::Moved
         } else {
-            to.put(target);
+            to.put_back(target);
             MoveOutcome::Busy
         }
     }

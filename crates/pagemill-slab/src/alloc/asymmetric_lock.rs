@@ -20,8 +20,8 @@ pub(crate) enum Barriers {
     /// A draining thread executes one barrier for all threads of the process ([`pagemill_sys::barrier`]). A thread that
     /// enters executes none.
     DrainerOnly,
-    /// A draining thread and a thread that enters each execute a barrier of their own, because the kernel refuses the
-    /// process-wide barrier.
+    /// A draining thread and a thread that enters a magazine each execute a barrier of their own, because the kernel
+    /// refuses the process-wide barrier.
     BothSides,
 }
 
@@ -41,7 +41,7 @@ impl Barriers {
         match self {
             #[cfg(not(loom))]
             Self::DrainerOnly => barrier::all_threads(),
-            // loom has no process-wide barrier: one fence here and one in `order_owner_steps` represent it.
+            // loom has no process-wide barrier: one fence here and one in `order_entered_before_draining` represent it.
             #[cfg(loom)]
             Self::DrainerOnly => {
                 fence(SeqCst);
@@ -71,7 +71,7 @@ impl AsymmetricLock {
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.entered.store(1, Relaxed);
-        order_owner_steps();
+        order_entered_before_draining();
         self.confirm_entry()
     }
 
@@ -123,7 +123,7 @@ impl AsymmetricLock {
 /// Keeps the compiler from moving the magazine's thread's load of `draining` before its store to `entered`. In the
 /// processor, the draining thread's barrier keeps the two in order.
 #[inline(always)]
-fn order_owner_steps() {
+fn order_entered_before_draining() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(SeqCst);
     #[cfg(loom)]
@@ -146,7 +146,7 @@ mod loom_tests {
     }
 
     impl Magazine {
-        fn change(&self, change: impl FnOnce(u32) -> u32) {
+        fn change_objects(&self, change: impl FnOnce(u32) -> u32) {
             self.objects.store(change(self.objects.load(Relaxed)), Relaxed);
         }
     }
@@ -162,7 +162,7 @@ mod loom_tests {
                     let mut added = 0;
                     for _ in 0..2 {
                         if enter(&magazine.lock) {
-                            magazine.change(|objects| objects + 1);
+                            magazine.change_objects(|objects| objects + 1);
                             added += 1;
                             magazine.lock.leave();
                         }
@@ -176,7 +176,7 @@ mod loom_tests {
                 assert!(barriers.execute());
                 // If the thread is inside, this drain fails; a real one would be retried.
                 if magazine.lock.is_not_held_by_owner() {
-                    magazine.change(|objects| {
+                    magazine.change_objects(|objects| {
                         taken += objects;
                         0
                     });
@@ -185,7 +185,7 @@ mod loom_tests {
             }
             let added = owner.join().unwrap();
             assert!(enter(&magazine.lock));
-            magazine.change(|objects| {
+            magazine.change_objects(|objects| {
                 assert_eq!(objects + taken, added);
                 0
             });
@@ -218,7 +218,7 @@ mod loom_tests {
                         let Magazine { lock, .. } = &magazines[own];
                         let is_entered = enter(lock);
                         if is_entered {
-                            magazines[own].change(|objects| objects + 1);
+                            magazines[own].change_objects(|objects| objects + 1);
                             lock.leave();
                         }
                         u32::from(is_entered)
@@ -229,7 +229,7 @@ mod loom_tests {
                 assert!(barriers.execute());
                 for (magazine, taken) in magazines.iter().zip(&mut taken) {
                     if magazine.lock.is_not_held_by_owner() {
-                        magazine.change(|objects| {
+                        magazine.change_objects(|objects| {
                             *taken = objects;
                             0
                         });

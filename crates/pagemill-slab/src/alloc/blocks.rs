@@ -251,10 +251,10 @@ impl Blocks {
     /// Removes a free block of `node` from a list in `free`, or opens the next block of the node that was never used.
     /// Returns the number of the block and whether the block has memory.
     fn find_free(&self, free: &mut FreeBlocks, node: usize) -> Result<(u32, bool)> {
-        if let Some(block) = self.pop(&mut free.with_memory) {
+        if let Some(block) = self.pop_block(&mut free.with_memory) {
             return Ok((block, true));
         }
-        if let Some(block) = self.pop(&mut free.without_memory) {
+        if let Some(block) = self.pop_block(&mut free.without_memory) {
             return Ok((block, false));
         }
         debug_assert!(free.opened <= self.blocks_per_node);
@@ -289,18 +289,18 @@ impl Blocks {
             let _ = self.slabs.discard(block as usize * MAX_SLABS, MAX_SLABS);
         }
         let node = self.node_of(block);
-        self.free_lists.with(|free| self.push(&mut free[node].without_memory, block));
+        self.free_lists.with(|free| self.push_block(&mut free[node].without_memory, block));
     }
 
     /// Adds a block to the front of the free list whose head is `list`.
-    fn push(&self, list: &mut u32, block: u32) {
+    fn push_block(&self, list: &mut u32, block: u32) {
         debug_assert!(*list != block + 1, "the block is not in the list");
         self.block(block).links[BY_USE].next.set(*list);
         *list = block + 1;
     }
 
     /// Removes the first block from the free list whose head is `list`, and returns its number.
-    fn pop(&self, list: &mut u32) -> Option<u32> {
+    fn pop_block(&self, list: &mut u32) -> Option<u32> {
         let block = list.checked_sub(1)?;
         *list = self.block(block).links[BY_USE].next.get();
         Some(block)
@@ -328,7 +328,7 @@ impl Blocks {
         self.free_with_memory.fetch_add(1, Relaxed);
         self.freed_with_memory.fetch_add(1, Relaxed);
         stats::add(Counter::SlabFree, BLOCK_BYTES as u64);
-        self.free_lists.with(|free| self.push(&mut free[node].with_memory, block));
+        self.free_lists.with(|free| self.push_block(&mut free[node].with_memory, block));
         0
     }
 
@@ -389,11 +389,13 @@ impl Blocks {
         let mut freed = 0;
         for node in 0..self.arena.nodes.count() {
             while freed < want_bytes {
-                let Some(block) = self.free_lists.with(|free| self.pop(&mut free[node].with_memory)) else { break };
+                let Some(block) = self.free_lists.with(|free| self.pop_block(&mut free[node].with_memory)) else {
+                    break;
+                };
                 let is_inherited = self.is_inherited(block);
                 let Some(bytes) = self.discard_block(block) else {
                     // The kernel keeps the memory, so the block returns to the list of blocks with memory.
-                    self.free_lists.with(|free| self.push(&mut free[node].with_memory, block));
+                    self.free_lists.with(|free| self.push_block(&mut free[node].with_memory, block));
                     break;
                 };
                 if !is_inherited {

@@ -303,12 +303,12 @@ impl Engine {
         let mut rest = 0;
         if self.has_one_node {
             objects.iter().for_each(|object| self.poison(*object as usize));
-            rest = self.fill(objects.iter().map(|object| *object as usize), 0);
+            rest = self.fill_own_magazine(objects.iter().map(|object| *object as usize), 0);
             if rest < objects.len() {
                 let mut sheaf = [0; MAX_SHEAF_LEN];
-                let count = self.drain(&mut sheaf[..self.shape.sheaf_len]);
+                let count = self.drain_own_magazine(&mut sheaf[..self.shape.sheaf_len]);
                 self.return_objects(0, &sheaf[..count]);
-                rest += self.fill(objects[rest..].iter().map(|object| *object as usize), 0);
+                rest += self.fill_own_magazine(objects[rest..].iter().map(|object| *object as usize), 0);
             }
         }
         // SAFETY: the caller's promise, for the objects that did not fit into the magazine.
@@ -323,12 +323,12 @@ impl Engine {
     }
 
     /// As [`MagazineGuard::fill`], on this thread's magazine. Adds nothing if the thread cannot enter the magazine.
-    fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
+    fn fill_own_magazine(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         self.enter().map_or(0, |magazine| magazine.fill(objects, node))
     }
 
     /// As [`MagazineGuard::drain`], on this thread's magazine. Removes nothing if the thread cannot enter the magazine.
-    fn drain(&self, sheaf: &mut [usize]) -> usize {
+    fn drain_own_magazine(&self, sheaf: &mut [usize]) -> usize {
         self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
@@ -385,7 +385,7 @@ impl Engine {
         let object = taken[count - 1];
         if has_magazine {
             let rest = &taken[..count - 1];
-            let kept = self.fill(rest.iter().copied(), node);
+            let kept = self.fill_own_magazine(rest.iter().copied(), node);
             self.return_objects(node, &rest[kept..]);
         }
         self.note_allocated(object);
@@ -466,10 +466,10 @@ impl Engine {
             let count = if magazine.len() < 2 * self.shape.sheaf_len {
                 0
             } else {
-                self.drain(&mut sheaf[..self.shape.sheaf_len])
+                self.drain_own_magazine(&mut sheaf[..self.shape.sheaf_len])
             };
             self.return_objects(magazine.node(), &sheaf[..count]);
-            if self.fill([object].into_iter(), node) == 1 {
+            if self.fill_own_magazine([object].into_iter(), node) == 1 {
                 return;
             }
         }
@@ -505,7 +505,7 @@ impl Engine {
     }
 
     /// Asks the background thread to pack the cache's objects into fewer slabs, because memory is short. The first call
-    /// of a shortage also shortens the thread's current rest.
+    /// after memory became short also shortens the thread's current rest.
     pub fn note_memory_short(&self) {
         let worker = self.shared.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_stopped() {

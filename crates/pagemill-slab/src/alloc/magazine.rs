@@ -266,7 +266,8 @@ impl MagazineRange {
 pub(crate) struct Offset(usize);
 
 impl Offset {
-    /// The offset of a thread without a slot. Added to any base, it lies beyond all magazines and does not overflow.
+    /// The offset of a thread without a slot. Added to any base address, it gives an address beyond all magazines,
+    /// without overflow.
     pub const NONE: Self = Self(1 << (usize::BITS - 2));
 
     pub fn of(slot: u32) -> Self {
@@ -315,7 +316,7 @@ impl Magazines {
     /// Enters the magazine of this thread. Returns `None` if the magazine is not open or is being drained.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
-        let magazine = self.at(own);
+        let magazine = self.magazine_at(own);
         // Needs no acquire: open memory stays open, and the contents belong to this thread.
         if magazine.addr() < self.plain_end.load(Relaxed) {
             // SAFETY: an open magazine (type invariant). No magazine is at address 0; the assertion removes a check
@@ -343,13 +344,13 @@ impl Magazines {
     }
 
     #[inline(always)]
-    fn at(&self, offset: Offset) -> *const Magazine {
+    fn magazine_at(&self, offset: Offset) -> *const Magazine {
         self.base.wrapping_byte_add(offset.0)
     }
 
     /// Returns the magazine of a slot that [`Magazines::open_slot`] has opened.
     pub fn get(&self, slot: usize) -> &Magazine {
-        let magazine = self.at(Offset::of(slot as u32));
+        let magazine = self.magazine_at(Offset::of(slot as u32));
         assert!(magazine.addr() < self.plain_end.load(Relaxed).max(self.fenced_end.load(Relaxed)));
         // SAFETY: as in `enter`.
         unsafe { &*magazine }
@@ -368,7 +369,7 @@ impl Magazines {
             Barriers::DrainerOnly => &self.plain_end,
             Barriers::BothSides => &self.fenced_end,
         };
-        let end = self.at(Offset::of(end as u32)).addr();
+        let end = self.magazine_at(Offset::of(end as u32)).addr();
         may_enter.store(end.max(may_enter.load(Relaxed)), Release);
         true
     }
@@ -458,7 +459,7 @@ mod tests {
     /// A draining thread must see that the magazine's thread holds the lock, during each operation on the magazine.
     /// After the operation it must see that the lock is free.
     #[test]
-    fn drain_sees_a_thread_inside_its_magazine() {
+    fn drain_sees_that_a_thread_holds_its_magazine() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             let is_seen = |entered: MagazineGuard<'_>| {

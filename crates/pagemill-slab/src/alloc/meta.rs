@@ -246,8 +246,8 @@ pub(crate) struct Block {
     pub is_sparse: LockedU32,
     /// 1 while the block is being emptied. No object is allocated from it then.
     pub is_emptying: LockedU32,
-    /// The [`Criteria::block_pass`](crate::defrag::candidates::Criteria::block_pass) of the last attempt to empty the
-    /// block.
+    /// The pass number ([`Criteria::block_pass`](crate::defrag::candidates::Criteria::block_pass)) under which the
+    /// block was last tried, that is, defragmentation began to empty it.
     pub tried: LockedU32,
     /// 1 if an attempt to empty the block left objects in it.
     pub has_unmovable: LockedU32,
@@ -345,7 +345,7 @@ impl Block {
 mod tests {
     use super::*;
 
-    fn slab() -> Slab {
+    fn zeroed_slab() -> Slab {
         // SAFETY: zero bits are a valid slab.
         unsafe { std::mem::zeroed() }
     }
@@ -355,7 +355,7 @@ mod tests {
     #[test]
     fn each_object_is_allocated_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {
-            let slab = slab();
+            let slab = zeroed_slab();
             let mut taken = Vec::new();
             while slab.allocate(capacity, 7, |object| taken.push(object)) == 7 {}
             assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
@@ -370,7 +370,7 @@ mod tests {
     /// exactly the objects that were not freed.
     #[test]
     fn for_each_allocated_skips_freed_objects() {
-        let slab = slab();
+        let slab = zeroed_slab();
         slab.allocate(512, 300, |_| ());
         let mut freed = ObjectSet::default();
         (0..300).filter(|object| object % 3 != 0).for_each(|object| freed.add(object));
@@ -388,7 +388,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "free already")]
     fn double_free_panics() {
-        let slab = slab();
+        let slab = zeroed_slab();
         slab.allocate(64, 1, |_| ());
         slab.free(0);
         slab.free(0);
@@ -396,7 +396,7 @@ mod tests {
 
     /// The level of a slab must rise with each further quarter of its objects in use. A full slab must have no level.
     #[test]
-    fn levels_are_quarters() {
+    fn partial_levels_are_quarters_of_use() {
         assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
         let levels: Vec<_> = (1..8).map(|used| level_of(used, 8).unwrap()).collect();
         assert_eq!(levels, [2, 3, 3, 4, 4, 5, 5]);

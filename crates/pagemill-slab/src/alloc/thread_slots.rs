@@ -183,7 +183,7 @@ pub(crate) fn own_offset() -> Offset {
 #[cold]
 pub(crate) fn ensure_slot() -> u32 {
     if own_slot() == UNKNOWN_SLOT {
-        epochs::note_process();
+        epochs::record_process();
         let taken = SLOTS.take(process::id());
         HIGH_WATER.fetch_max(taken.map_or(0, |slot| slot + 1), AcqRel);
         let is_kept = taken.is_some_and(|slot| FREES_SLOT_AT_END.try_with(|own| own.set(Some(OwnSlot(slot)))).is_ok());

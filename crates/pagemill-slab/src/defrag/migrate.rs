@@ -26,7 +26,7 @@ use std::thread;
 
 /// Maximum number of objects that one call of `isolate` gets. It bounds how long an allocation waits for the node's
 /// lock.
-const CHUNK_OBJECTS: usize = 64;
+const MAX_CHUNK_OBJECTS: usize = 64;
 
 /// Number of moves by which the prefetching of objects is ahead. Objects to move and their destinations are spread over
 /// a slab. Without prefetching, the processor would fetch one object at a time, because each move ends with an atomic
@@ -37,11 +37,11 @@ const PREFETCH_DISTANCE: usize = 4;
 const PREFETCH_BYTES: usize = 256;
 
 /// Size of a cache line of the processor in bytes.
-const CACHE_LINE: usize = 64;
+const CACHE_LINE_BYTES: usize = 64;
 
 /// Addresses of objects of one slab that may be moved, for one call of `isolate`.
 pub(crate) struct Chunk {
-    pub objects: [usize; CHUNK_OBJECTS],
+    pub objects: [usize; MAX_CHUNK_OBJECTS],
     pub len: usize,
 }
 
@@ -101,7 +101,7 @@ pub(crate) struct Destinations<'engine> {
     node: usize,
     targets: TargetSlabs,
     /// Free objects that were allocated as destinations. The first `len` of them are not used yet.
-    taken: [usize; CHUNK_OBJECTS],
+    taken: [usize; MAX_CHUNK_OBJECTS],
     len: usize,
     /// Upper bound of the number of objects that are still to be moved.
     wanted: usize,
@@ -109,13 +109,13 @@ pub(crate) struct Destinations<'engine> {
 
 impl<'engine> Destinations<'engine> {
     fn new(engine: &'engine Engine, node: usize, targets: TargetSlabs) -> Self {
-        Self { engine, node, targets, taken: [0; CHUNK_OBJECTS], len: 0, wanted: CHUNK_OBJECTS }
+        Self { engine, node, targets, taken: [0; MAX_CHUNK_OBJECTS], len: 0, wanted: MAX_CHUNK_OBJECTS }
     }
 
     /// Allocates a free object as a destination; `None` if the slabs that may receive objects have none.
     pub fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
-            let wanted = self.wanted.clamp(1, CHUNK_OBJECTS);
+            let wanted = self.wanted.clamp(1, MAX_CHUNK_OBJECTS);
             self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             let least = match self.targets {
                 TargetSlabs::InUse => Some(0),
@@ -146,7 +146,7 @@ impl<'engine> Destinations<'engine> {
     pub fn put_back(&mut self, object: usize) {
         self.engine.note_freed(object);
         self.engine.poison(object);
-        if self.len < CHUNK_OBJECTS {
+        if self.len < MAX_CHUNK_OBJECTS {
             self.taken[self.len] = object;
             self.len += 1;
         } else {
@@ -164,7 +164,7 @@ impl Drop for Destinations<'_> {
 impl Engine {
     /// Prefetches the memory of an object that is about to be read or written.
     fn prefetch(&self, object: usize) {
-        (0..self.shape.stride.min(PREFETCH_BYTES)).step_by(CACHE_LINE).for_each(|at| mem::prefetch(object + at));
+        (0..self.shape.stride.min(PREFETCH_BYTES)).step_by(CACHE_LINE_BYTES).for_each(|at| mem::prefetch(object + at));
     }
 }
 
@@ -253,7 +253,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         let mut objects = ObjectSet::default();
         let (mut from, mut left) = (0, u64::from(most));
         let is_complete = loop {
-            let chunk_most = left.min(self.most).min(CHUNK_OBJECTS as u64) as usize;
+            let chunk_most = left.min(self.most).min(MAX_CHUNK_OBJECTS as u64) as usize;
             if chunk_most == 0 {
                 break left == 0;
             }
@@ -293,7 +293,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         left: &mut ObjectSet,
     ) -> Option<(usize, usize)> {
         let (engine, mover) = (self.engine, self.mover);
-        let mut chunk = Chunk { objects: [0; CHUNK_OBJECTS], len: 0 };
+        let mut chunk = Chunk { objects: [0; MAX_CHUNK_OBJECTS], len: 0 };
         let mut count = 0;
         let isolated = catch_unwind(AssertUnwindSafe(|| {
             engine.with_node(node, |node| {

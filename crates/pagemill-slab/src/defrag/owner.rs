@@ -109,7 +109,7 @@ pub struct Candidates<'slab, T> {
 impl<T> Candidates<'_, T> {
     /// Removes the objects for which `is_kept` returns false from the candidates, so that they are not moved.
     pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
-        self.chunk.retain(|object| is_kept(pointer(object)));
+        self.chunk.retain(|object| is_kept(object_pointer(object)));
     }
 }
 
@@ -197,7 +197,7 @@ impl<T> Target<'_, T> {
     /// unused, the object becomes free again.
     pub fn take(&mut self) -> Option<New<'_, T>> {
         let object = self.destinations.take()?;
-        Some(New { destinations: self.destinations, at: pointer(object) })
+        Some(New { destinations: self.destinations, at: object_pointer(object) })
     }
 }
 
@@ -224,7 +224,7 @@ impl<T> Drop for New<'_, T> {
 }
 
 /// Converts the address of an object into a pointer.
-fn pointer<T>(object: usize) -> NonNull<T> {
+fn object_pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
 
@@ -254,7 +254,7 @@ impl<M: Migrate> Cache for OwnerInner<M> {
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
@@ -275,7 +275,7 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 
     fn migrate(&self, object: usize, to: &mut Destinations<'_>, isolated: &mut M::Isolated) -> MoveOutcome {
         let mut target = Target { destinations: to, _objects: PhantomData };
-        let moving = Moving { at: pointer(object), _brand: PhantomData };
+        let moving = Moving { at: object_pointer(object), _brand: PhantomData };
         self.owner.migrate(moving, &mut target, isolated).outcome
     }
 }
@@ -365,7 +365,7 @@ impl<M: Migrate> OwnerSlab<M> {
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<NonNull<M::Object>> {
-        self.inner.engine.allocate().map(pointer)
+        self.inner.engine.allocate().map(object_pointer)
     }
 
     /// As [`OwnerSlab::allocate`], in memory of one NUMA node.
@@ -375,7 +375,7 @@ impl<M: Migrate> OwnerSlab<M> {
     /// As [`OwnerSlab::allocate`]; [`pagemill_core::Error::BadNode`].
     #[track_caller]
     pub fn allocate_on(&self, node: usize) -> Result<NonNull<M::Object>> {
-        self.inner.engine.allocate_on(node).map(pointer)
+        self.inner.engine.allocate_on(node).map(object_pointer)
     }
 
     /// Frees an object of this cache.

@@ -8,7 +8,7 @@ use pagemill_core::sync::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Percentage of use below which every slab and block that is not full lies. It makes all of them candidates.
-pub(crate) const ALL_PERCENT: u32 = 101;
+pub(crate) const ABOVE_FULL_PERCENT: u32 = 101;
 
 /// After a pass that freed nothing, a cache is skipped until more than `1 / CHANGE_DIVISOR` of its objects were
 /// allocated or freed.
@@ -97,7 +97,7 @@ impl Passes {
     pub fn record_step(&self, used: u64, progress: &Progress) {
         if self.objects_at_start.load(Relaxed) == UNSET {
             self.objects_at_start.store(used, Relaxed);
-            self.resume();
+            self.end_suspension();
         }
         self.has_emptied.fetch_or(progress.emptied > 0, Relaxed);
         self.is_ending.store(progress.is_done, Relaxed);
@@ -106,7 +106,7 @@ impl Passes {
     /// Ends a pass that tried the slabs and blocks of which less than `percent` was in use. If the pass freed nothing,
     /// suspends defragmentation until the number of objects has changed enough since the beginning of the pass.
     /// `used_slabs_and_blocks` returns the current number of slabs and blocks with used objects.
-    pub fn end(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
+    pub fn end_pass(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
         self.begin_next();
         self.is_ending.store(false, Relaxed);
         let (used, used_slabs_and_blocks) = (self.objects_at_start.swap(UNSET, Relaxed), used_slabs_and_blocks());
@@ -116,25 +116,25 @@ impl Passes {
         // defragmentation continues.
         let is_over = !may_gain && percent >= used_ratio.load(Relaxed);
         self.suspended_at.store(if is_over { used } else { UNSET }, Relaxed);
-        if percent == ALL_PERCENT {
+        if percent == ABOVE_FULL_PERCENT {
             self.is_memory_short.fetch_and(may_gain, Relaxed);
         }
     }
 
     /// Returns the conditions that the candidates of a step must meet, or `None` while defragmentation is suspended or
     /// switched off. `used` is the number of used objects.
-    pub fn criteria(&self, used_ratio: u32, used: u64) -> Option<Criteria> {
+    pub fn step_criteria(&self, used_ratio: u32, used: u64) -> Option<Criteria> {
         let is_memory_short = self.is_memory_short.load(Ordering::SeqCst);
         let suspended_at = self.suspended_at.load(Relaxed);
         let is_suspended = used.abs_diff(suspended_at) <= suspended_at / CHANGE_DIVISOR;
         let pass = self.number.load(Relaxed);
-        let percent = if is_memory_short { ALL_PERCENT } else { used_ratio };
+        let percent = if is_memory_short { ABOVE_FULL_PERCENT } else { used_ratio };
         let is_wanted = used_ratio > 0 && (is_memory_short || !is_suspended);
         is_wanted.then_some(Criteria { percent, pass, block_pass: Some(pass) })
     }
 
     /// Ends the suspension of defragmentation, so that the next step begins a pass.
-    pub fn resume(&self) {
+    pub fn end_suspension(&self) {
         self.suspended_at.store(UNSET, Relaxed);
     }
 
@@ -159,10 +159,10 @@ impl Passes {
 mod tests {
     use super::*;
 
-    const USED: u64 = 6400;
-    const RATIO: u32 = 60;
+    const USED_OBJECTS: u64 = 6400;
+    const USED_RATIO_PERCENT: u32 = 60;
 
-    fn step_of(emptied: u64, is_done: bool) -> Progress {
+    fn progress_of_step(emptied: u64, is_done: bool) -> Progress {
         Progress { emptied, is_done, ..Progress::default() }
     }
 
@@ -177,41 +177,41 @@ mod tests {
         };
         assert_eq!(noted(), (UNSET, false, false));
         passes.suspended_at.store(5, Relaxed);
-        passes.record_step(10, &step_of(0, true));
+        passes.record_step(10, &progress_of_step(0, true));
         assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, false, true), UNSET), "a rest ends");
         passes.suspended_at.store(5, Relaxed);
-        passes.record_step(20, &step_of(1, false));
+        passes.record_step(20, &progress_of_step(1, false));
         assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, true, false), 5));
-        passes.record_step(30, &step_of(0, true));
+        passes.record_step(30, &progress_of_step(0, true));
         assert_eq!(noted(), (10, true, true));
     }
 
     /// A pass that freed nothing must suspend defragmentation, unless the ratio was raised above the percentage of the
-    /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
+    /// pass. If that percentage was `ABOVE_FULL_PERCENT`, the pass must also end the memory shortage.
     #[test]
     fn pass_that_frees_nothing_suspends_defragmentation() {
         let used_slabs_and_blocks = 7;
         for (before, emptied, percent, is_suspended, is_memory_short) in [
-            (used_slabs_and_blocks, 0, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO, true, true),
-            (0, 0, RATIO, true, true),
-            (used_slabs_and_blocks - 1, 1, RATIO, false, true),
-            (used_slabs_and_blocks, 1, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO - 1, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO + 1, true, true),
-            (used_slabs_and_blocks - 1, 0, ALL_PERCENT, true, false),
-            (used_slabs_and_blocks - 1, 1, ALL_PERCENT, false, true),
-            (used_slabs_and_blocks, 0, ALL_PERCENT, false, true),
+            (used_slabs_and_blocks, 0, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT, true, true),
+            (0, 0, USED_RATIO_PERCENT, true, true),
+            (used_slabs_and_blocks - 1, 1, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks, 1, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT - 1, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT + 1, true, true),
+            (used_slabs_and_blocks - 1, 0, ABOVE_FULL_PERCENT, true, false),
+            (used_slabs_and_blocks - 1, 1, ABOVE_FULL_PERCENT, false, true),
+            (used_slabs_and_blocks, 0, ABOVE_FULL_PERCENT, false, true),
         ] {
             let passes = Passes::new();
             let number = passes.number.load(Relaxed);
             passes.in_use_at_last_end.store(before, Relaxed);
             assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
-            passes.record_step(USED, &step_of(emptied, true));
-            passes.end(percent, &AtomicU32::new(RATIO), || used_slabs_and_blocks - 1);
+            passes.record_step(USED_OBJECTS, &progress_of_step(emptied, true));
+            passes.end_pass(percent, &AtomicU32::new(USED_RATIO_PERCENT), || used_slabs_and_blocks - 1);
             let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
             assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");
-            assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED } else { UNSET }, "{case}");
+            assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED_OBJECTS } else { UNSET }, "{case}");
             assert_eq!((passes.number.load(Relaxed), passes.objects_at_start.load(Relaxed)), (number + 1, UNSET));
             assert_eq!(passes.in_use_at_last_end.load(Relaxed), used_slabs_and_blocks - 1);
             assert!(!passes.is_ending.load(Relaxed) && !passes.has_emptied.load(Relaxed));

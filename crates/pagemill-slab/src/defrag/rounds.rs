@@ -294,7 +294,7 @@ fn cancelled_error() -> std::io::Error {
 /// objects whose readers have finished, and runs a step of defragmentation if something can be emptied.
 fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     let engine = cache.engine();
-    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::take) {
+    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::begin_if_wanted) {
         let freed = cache.shrink();
         engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
         return Ok(VisitResult::ShrinkRequest);

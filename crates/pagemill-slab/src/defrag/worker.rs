@@ -57,7 +57,7 @@ pub(crate) enum ShrinkRequest {
 
 impl ShrinkRequest {
     /// Begins the requested shrink, if a shrink was requested. Returns whether it was.
-    pub fn take(&mut self) -> bool {
+    pub fn begin_if_wanted(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
             *self = Self::Taken;

@@ -28,7 +28,7 @@ pub(crate) struct Epoch(u64);
 
 impl Epoch {
     /// Epoch of a participant that is not reading: newer than all epochs.
-    const NEVER: Self = Self(u64::MAX);
+    const NOT_READING: Self = Self(u64::MAX);
 
     /// Older than any value of the global epoch.
     const BEFORE_ALL: Self = Self(0);
@@ -57,7 +57,7 @@ impl Participant {
     fn begin(&self, global: &GlobalEpoch) {
         match self.0.load(Relaxed) {
             0 => self.enter(global.0.load(Acquire) << GUARD_COUNT_BITS | 1),
-            word => self.nest(word),
+            word => self.add_guard(word),
         }
     }
 
@@ -78,7 +78,7 @@ impl Participant {
 
     /// Increments the number of guards in the word.
     #[cold]
-    fn nest(&self, word: u64) {
+    fn add_guard(&self, word: u64) {
         assert!(word & GUARD_COUNT_MASK < GUARD_COUNT_MASK, "too many guards of one thread");
         self.0.store(word + 1, Release);
     }
@@ -95,11 +95,11 @@ impl Participant {
         self.0.load(Relaxed) != 0
     }
 
-    /// Returns the epoch at which the participant began to read; [`Epoch::NEVER`] if it is not reading.
+    /// Returns the epoch at which the participant began to read; [`Epoch::NOT_READING`] if it is not reading.
     fn pinned_epoch(&self) -> Epoch {
         // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
-            0 => Epoch::NEVER,
+            0 => Epoch::NOT_READING,
             word => {
                 debug_assert!(word & GUARD_COUNT_MASK > 0, "a pinned participant has guards");
                 Epoch(word >> GUARD_COUNT_BITS)
@@ -110,7 +110,7 @@ impl Participant {
 
 /// Returns the oldest epoch of the participants that are reading.
 fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) -> Epoch {
-    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NEVER)
+    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NOT_READING)
 }
 
 impl GlobalEpoch {
@@ -135,7 +135,7 @@ impl GlobalEpoch {
 #[cfg(not(loom))]
 pub use process_wide::{Guard, enter};
 #[cfg(not(loom))]
-pub(crate) use process_wide::{begin_child, grace_epoch, is_reading, note_process, oldest_pinned, retire};
+pub(crate) use process_wide::{begin_child, grace_epoch, is_reading, oldest_pinned, record_process, retire};
 
 #[cfg(not(loom))]
 mod process_wide {
@@ -149,7 +149,7 @@ mod process_wide {
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
     /// Number of participants' words in one segment of the overflow list.
-    const OVERFLOW_LEN: usize = 64;
+    const OVERFLOW_SEGMENT_LEN: usize = 64;
 
     static GLOBAL_EPOCH: Padded<GlobalEpoch> = Padded(GlobalEpoch(AtomicU64::new(1)));
 
@@ -167,16 +167,19 @@ mod process_wide {
     /// A segment of the overflow list: words for threads without a slot, because all slots are taken or the thread is
     /// ending. Each guard uses a word of its own.
     struct Overflow {
-        participants: [Participant; OVERFLOW_LEN],
+        participants: [Participant; OVERFLOW_SEGMENT_LEN],
         next: OnceLock<Box<Overflow>>,
     }
 
     impl Overflow {
         const fn new() -> Self {
-            Self { participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_LEN], next: OnceLock::new() }
+            Self {
+                participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_SEGMENT_LEN],
+                next: OnceLock::new(),
+            }
         }
 
-        fn all(&'static self) -> impl Iterator<Item = &'static Self> {
+        fn segments(&'static self) -> impl Iterator<Item = &'static Self> {
             std::iter::successors(Some(self), |overflow| overflow.next.get().map(|next| &**next))
         }
 
@@ -244,7 +247,7 @@ mod process_wide {
     /// Returns all participants that may be reading. The caller must have executed a barrier.
     fn participants() -> impl Iterator<Item = &'static Participant> {
         let overflow =
-            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.all().flat_map(|overflow| &overflow.participants));
+            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.segments().flat_map(|overflow| &overflow.participants));
         // A participant whose slot is not in use is not reading.
         thread_slots::slots_in_use().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
     }
@@ -274,7 +277,7 @@ mod process_wide {
     }
 
     /// Records this process as the one whose threads are the participants, unless a process is recorded already.
-    pub fn note_process() {
+    pub fn record_process() {
         let _ = OWNER_PROCESS.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
@@ -295,7 +298,7 @@ mod process_wide {
         });
         if slot != NO_SLOT {
             FIRST_OVERFLOW
-                .all()
+                .segments()
                 .flat_map(|overflow| &overflow.participants)
                 .for_each(|participant| participant.0.store(0, Release));
         }
@@ -328,8 +331,8 @@ mod process_wide {
         /// Creates more guards without a thread slot than one segment of the overflow list has words. Retired objects
         /// must wait for all of these guards.
         #[test]
-        fn participants_without_a_slot_count() {
-            let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
+        fn participants_without_a_slot_delay_reclaim() {
+            let guards: Vec<_> = (0..OVERFLOW_SEGMENT_LEN + 2)
                 .map(|_| {
                     HAS_OVERFLOW.store(true, Relaxed);
                     Guard { participant: FIRST_OVERFLOW.begin(), _of_this_thread: PhantomData }
@@ -350,7 +353,7 @@ mod process_wide {
         /// A thread ends without dropping its guard. Other threads must not get the thread's slot before the guard is
         /// dropped.
         #[test]
-        fn slots_of_participants_are_kept() {
+        fn slot_stays_taken_while_a_guard_exists() {
             let (slot, participant) = std::thread::spawn(|| {
                 let guard = enter();
                 let participant = guard.participant;
@@ -373,15 +376,15 @@ mod loom_tests {
     use loom::thread;
     use pagemill_core::sync::AtomicU32;
 
-    const RETIRERS: usize = 2;
+    const RETIRING_THREADS: usize = 2;
 
     struct Model {
         global: GlobalEpoch,
         participant: Participant,
         /// For each object, whether it is still reachable: 1 if so, 0 once it was unlinked.
-        references: [AtomicU32; RETIRERS],
+        references: [AtomicU32; RETIRING_THREADS],
         /// For each object, whether its memory was reused: 1 if so.
-        memory: [AtomicU32; RETIRERS],
+        memory: [AtomicU32; RETIRING_THREADS],
     }
 
     /// A reader begins twice. Meanwhile, two threads each unlink an object, and reuse its memory when it is free. The
@@ -415,7 +418,7 @@ mod loom_tests {
             let retirers = [thread::spawn(retire(0)), thread::spawn(retire(1))];
             for _ in 0..2 {
                 model.participant.begin(&model.global);
-                for at in 0..RETIRERS {
+                for at in 0..RETIRING_THREADS {
                     if model.references[at].load(Acquire) == 1 {
                         assert_eq!(model.memory[at].load(Relaxed), 0, "the memory is reused under its reader");
                     }

@@ -82,7 +82,7 @@ impl<T: Movable> HandleInner<T> {
 
     /// Writes a value and the index of its handle into an allocated object that no handle refers to yet.
     #[inline]
-    fn write(&self, object: usize, value: T, index: u32) {
+    fn write_value(&self, object: usize, value: T, index: u32) {
         let object = object as *mut HandledValue<T>;
         // SAFETY: a new object is large and aligned enough, and owned by this call. Movers only read its atomic index.
         unsafe {
@@ -183,13 +183,13 @@ impl<T: Movable> HandleInner<T> {
             self.begin_drops(retired)
         });
         self.drop_batches(finished);
-        self.notify();
+        self.notify_worker();
     }
 
     /// Wakes the background thread to free retired objects, unless the used ratio of the cache is 0. Values with a
     /// destructor, which may own much memory, wake the thread in any number. Other values wake the thread when about a
     /// block of objects waits.
-    fn notify(&self) {
+    fn notify_worker(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
         if is_worthwhile && self.engine.used_ratio.load(Relaxed) > 0 {
@@ -214,7 +214,7 @@ impl<T: Movable> HandleInner<T> {
             None => unsafe { self.engine.free_all(objects) },
             Some(until) => {
                 self.retired.0.with(|retired| self.push_batch(retired, objects.to_vec(), until));
-                self.notify();
+                self.notify_worker();
             }
         }
         is_pushed
@@ -382,7 +382,7 @@ impl<T: Movable> Cache for HandleInner<T> {
             self.begin_drops(retired)
         });
         self.drop_batches(finished);
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
@@ -440,10 +440,10 @@ impl<T: Movable> Mover for HandleInner<T> {
             std::ptr::copy_nonoverlapping(&raw const (*old).value, &raw mut (*new).value, 1);
             (*new).index.store(index, Release);
         }
-        if self.handles.exchange(index, seen, seen.with_offset(target - self.base)) {
+        if self.handles.replace_word(index, seen, seen.with_offset(target - self.base)) {
             MoveOutcome::Moved
         } else {
-            to.put(target);
+            to.put_back(target);
             MoveOutcome::Busy
         }
     }
@@ -589,7 +589,7 @@ impl<T: Movable> HandleMap<T> {
                 Err(error) => return Err(InsertError { value, error }),
             },
         };
-        inner.write(object, value, key.index());
+        inner.write_value(object, value, key.index());
         key.publish(self.words, object - inner.base);
         Ok(Handle::new(key))
     }
@@ -617,7 +617,7 @@ impl<T: Movable> HandleMap<T> {
     /// [`Error::Busy`] if the value is pinned; [`Error::WrongState`] in a fork child.
     #[inline]
     pub fn remove(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
-        self.take_out(handle)
+        self.remove_value(handle)
     }
 
     /// Takes the value of a handle out of the map; `None` if the handle is not live.
@@ -626,7 +626,7 @@ impl<T: Movable> HandleMap<T> {
     ///
     /// As [`HandleMap::remove`].
     #[inline(always)]
-    fn take_out(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
+    fn remove_value(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
         self.inner.engine.check_generation()?;
         while let Some(seen) = handle.key.live_word(self.words) {
             if seen.pins() > 0 {
@@ -660,9 +660,9 @@ impl<T: Movable> HandleMap<T> {
             // SAFETY: as in `get`.
             let new = change(unsafe { &(*inner.value_at(seen)).value });
             let object = inner.engine.allocate()?;
-            inner.write(object, new, handle.key.index());
+            inner.write_value(object, new, handle.key.index());
             // The guard still exists, so the object that was read cannot hold another value by now.
-            let is_in = inner.handles.exchange(handle.key.index(), seen, seen.with_offset(object - inner.base));
+            let is_in = inner.handles.replace_word(handle.key.index(), seen, seen.with_offset(object - inner.base));
             drop(guard);
             // If the exchange failed, the new value was never visible. The new value is then retired in the same way.
             inner.free_and_retire(None, if is_in { inner.value_at(seen) as usize } else { object });
@@ -720,7 +720,7 @@ impl<T: Movable> Drop for HandleMap<T> {
         for (index, word) in live {
             // Readers and pins borrow the cache, so only forgotten pins are left.
             let key = Key::new(index, word.generation());
-            inner.handles.force_end(key);
+            inner.handles.end_value_despite_pins(key);
             inner.handles.free(key.next_generation());
             objects.push(inner.value_at(word) as u64);
         }

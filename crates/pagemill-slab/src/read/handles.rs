@@ -43,14 +43,14 @@ const PIN_BITS: u32 = 3;
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
 /// Maximum number of pins of a value.
 const MAX_PINS: u64 = (1 << PIN_BITS) - 1;
-/// Position of the generation in a [`Key`], and in a handle word times eight.
+/// Bit position of the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
 const GENERATION_SHIFT: u32 = 44;
-/// The lowest bit of the generation in a [`Key`], and in a handle word times eight: adding it increments the
-/// generation.
+/// The lowest bit of the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
+/// Adding it increments the generation.
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
-/// Mask of the bits below the generation in a [`Key`], and in a handle word times eight.
+/// Mask of the bits below the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
-/// Mask of the generation in a handle word as stored.
+/// Mask of the generation in a handle word.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
 /// The last generation of a handle. The index of the handle is not used again after it.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
@@ -396,14 +396,14 @@ impl HandleTable {
 
     /// Replaces the word at `index` if it is still `seen`. Returns whether the word was replaced.
     #[inline]
-    pub fn exchange(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
+    pub fn replace_word(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
     /// Adds a pin to the word at `index`. Returns false if the word has the maximum number of pins or is not `seen` any
     /// more.
     pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
-        !seen.has_max_pins() && self.exchange(index, seen, HandleWord(seen.0 + ONE_PIN))
+        !seen.has_max_pins() && self.replace_word(index, seen, HandleWord(seen.0 + ONE_PIN))
     }
 
     pub fn unpin(&self, index: u32) {
@@ -471,7 +471,7 @@ impl HandleTable {
     }
 
     /// Makes a handle dead as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
-    pub fn force_end(&self, key: Key) {
+    pub fn end_value_despite_pins(&self, key: Key) {
         self.word(key.index()).store(key.ended_word().0, Release);
     }
 
@@ -534,7 +534,7 @@ mod tests {
     use super::*;
 
     /// Allocates one handle from a table.
-    fn take(handles: &HandleTable) -> Key {
+    fn allocate_key(handles: &HandleTable) -> Key {
         let mut keys = [Key::from_bits(0)];
         assert_eq!(handles.allocate(&mut keys).unwrap(), 1);
         keys[0]
@@ -545,7 +545,7 @@ mod tests {
     #[test]
     fn freed_handle_returns_with_the_next_generation() {
         let handles = HandleTable::new_static().unwrap();
-        let key = take(handles);
+        let key = allocate_key(handles);
         key.publish(handles.words(), 64);
         let seen = key.live_word(handles.words()).unwrap();
         assert_eq!(seen.object_offset(), 64);
@@ -558,7 +558,7 @@ mod tests {
         let next = key.next_generation().unwrap();
         handles.free([next]);
         assert_eq!((next.index(), next.generation()), (key.index(), key.generation() + 2));
-        assert!(take(handles) == next);
+        assert!(allocate_key(handles) == next);
     }
 
     /// Inserts pages into a bitmap and removes them at random, and compares the bitmap with a `BTreeSet`. The bitmap
@@ -587,18 +587,18 @@ mod tests {
     #[test]
     fn index_is_unused_after_its_last_generation() {
         let handles = HandleTable::new_static().unwrap();
-        let last = Key::new(take(handles).index(), MAX_GENERATION);
+        let last = Key::new(allocate_key(handles).index(), MAX_GENERATION);
         last.publish(handles.words(), 8);
         assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
         assert!(last.next_generation().is_none() && last.live_word(handles.words()).is_none());
-        assert_ne!(take(handles).index(), last.index());
+        assert_ne!(allocate_key(handles).index(), last.index());
     }
 
     /// Numbers that are not live handles must refer to no value, and so must handles with another generation.
     #[test]
     fn arbitrary_numbers_find_no_value() {
         let handles = HandleTable::new_static().unwrap();
-        let key = take(handles);
+        let key = allocate_key(handles);
         assert!(Key::from_bits(key.to_bits()) == key && key.live_word(handles.words()).is_none());
         key.publish(handles.words(), 64);
         assert_eq!(key.live_word(handles.words()).map(HandleWord::object_offset), Some(64));
@@ -610,15 +610,16 @@ mod tests {
     /// One handle uses up half of its generations, or nearly all. Its page must then be freed only in the first case.
     /// The other handles of the page must have half of their generations left.
     #[test]
-    fn busy_handle_leaves_half_of_the_generations() {
+    fn often_used_handle_leaves_half_of_the_generations() {
         for (busy, freed) in [(MAX_GENERATION / 2 - 2, os_page_bytes() as u64), (MAX_GENERATION - 2, 0)] {
             let handles = HandleTable::new_static().unwrap();
-            let last = Key::new(take(handles).index(), busy);
+            let last = Key::new(allocate_key(handles).index(), busy);
             last.publish(handles.words(), 8);
             assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
             handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
-            let others = (1..handles.words_per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
+            let others =
+                (1..handles.words_per_page).map(|_| allocate_key(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
         }
     }
@@ -628,7 +629,7 @@ mod tests {
     #[test]
     fn free_pages_of_the_table_return_memory() {
         let handles = HandleTable::new_static().unwrap();
-        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| take(handles)).collect();
+        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| allocate_key(handles)).collect();
         assert_eq!(handles.shrink(), 0);
         taken.iter().for_each(|key| key.publish(handles.words(), 8));
         let (kept, gone) = taken.split_at(10);
@@ -642,6 +643,6 @@ mod tests {
         assert_eq!(before - handles.resident_bytes(), freed);
         assert_eq!(handles.live_words().count(), kept.len());
         assert!(gone[gone.len() - 1].live_word(handles.words()).is_none());
-        assert!(gone.iter().all(|_| take(handles).generation() == 3));
+        assert!(gone.iter().all(|_| allocate_key(handles).generation() == 3));
     }
 }

@@ -38,7 +38,8 @@ const RECORD_LEN: usize = 256;
 /// Length in bytes of the name field of a record.
 const NAME_LEN: usize = 64;
 
-const KINDS: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
+/// Kinds of caches, by their code in a record.
+const KIND_OF_CODE: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
 
 /// The statistics of one slab cache on one node.
 struct NodeRecord {
@@ -111,7 +112,7 @@ impl Record for NodeRecord {
         let [slabs, partial, empty, lost, blocks] = std::array::from_fn(|at| u32_at(bytes, 208 + 4 * at));
         let info = SlabInfo {
             name: shown_name(&String::from_utf8_lossy(name)).into(),
-            kind: *KINDS.get(usize::from(bytes[108]))?,
+            kind: *KIND_OF_CODE.get(usize::from(bytes[108]))?,
             object_bytes: len(72)?,
             stride_bytes: len(80)?,
             slab_bytes: len(88).filter(|bytes| bytes.is_power_of_two())?,
@@ -212,7 +213,7 @@ fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
 mod tests {
     use super::*;
 
-    fn info(name: &str, kind: SlabKind) -> SlabInfo {
+    fn slab_info(name: &str, kind: SlabKind) -> SlabInfo {
         SlabInfo {
             name: name.into(),
             kind,
@@ -242,7 +243,7 @@ mod tests {
         }
     }
 
-    const NODE: NodeInfo = NodeInfo {
+    const NODE_INFO: NodeInfo = NodeInfo {
         used: 20,
         cached: 2,
         objects: 682,
@@ -254,30 +255,32 @@ mod tests {
         resident_bytes: 128 << 10,
     };
 
-    fn row(id: u64, info: &SlabInfo, node: usize) -> NodeRecord {
-        Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
+    fn node_record(id: u64, info: &SlabInfo, node: usize) -> NodeRecord {
+        Record::from_bytes(&to_record(id, info, node, &NODE_INFO)).unwrap()
     }
 
     /// Writes records and reads them. Reading must return the values that were written, and must combine the records of
     /// a cache's nodes. A long name must be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
-        for kind in KINDS {
-            let combined = combine_nodes(vec![row(7, &info("a", kind), 0), row(7, &info("a", kind), 1)]).unwrap();
-            let mut expected = info("a", kind);
-            (0..2).for_each(|_| expected.add_node(NODE));
+        for kind in KIND_OF_CODE {
+            let combined =
+                combine_nodes(vec![node_record(7, &slab_info("a", kind), 0), node_record(7, &slab_info("a", kind), 1)])
+                    .unwrap();
+            let mut expected = slab_info("a", kind);
+            (0..2).for_each(|_| expected.add_node(NODE_INFO));
             assert_eq!((expected.active, expected.cached, expected.total.slabs), (33, 7, 4));
             assert_eq!(combined, [(7, expected)]);
         }
         let long = format!("x{}", "ä".repeat(100));
-        assert_eq!(*row(1, &info(&long, SlabKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
+        assert_eq!(*node_record(1, &slab_info(&long, SlabKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
     /// Caches with movable objects must come first in a list. Within each of the two groups, caches must be sorted by
     /// name. Two caches may have the same name.
     #[test]
-    fn lists_are_sorted_by_relocatability_and_name() {
+    fn records_are_listed_movable_first_then_by_name() {
         let rows = [
             ("b", SlabKind::Fixed),
             ("z", SlabKind::ByHandle),
@@ -285,7 +288,11 @@ mod tests {
             ("y", SlabKind::ByOwner),
             ("a", SlabKind::Fixed),
         ];
-        let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
+        let rows = rows
+            .iter()
+            .enumerate()
+            .map(|(id, (name, kind))| node_record(id as u64, &slab_info(name, *kind), 0))
+            .collect();
         let names: Vec<_> =
             combine_nodes(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
@@ -295,7 +302,7 @@ mod tests {
     /// saturate.
     #[test]
     fn invalid_records_are_rejected() {
-        let good = to_record(1, &info("a", SlabKind::Fixed), 0, &NODE);
+        let good = to_record(1, &slab_info("a", SlabKind::Fixed), 0, &NODE_INFO);
         for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
             let mut bytes = good;
             bytes[at] = byte;
@@ -307,7 +314,7 @@ mod tests {
         let wrong: [&[(u64, usize)]; 5] =
             [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
         for ids in wrong {
-            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", SlabKind::Fixed), *node)).collect();
+            let rows = ids.iter().map(|(id, node)| node_record(*id, &slab_info("a", SlabKind::Fixed), *node)).collect();
             assert!(combine_nodes(rows).is_none(), "{ids:?}");
         }
         let mut bytes = good;

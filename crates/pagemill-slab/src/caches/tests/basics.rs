@@ -313,7 +313,7 @@ fn values_are_dropped_once() {
 
 /// Objects must be allocated on the requested NUMA node and counted there. A node that does not exist must be refused.
 #[test]
-fn objects_come_from_their_node() {
+fn objects_are_allocated_on_the_requested_node() {
     let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
     let slots: Vec<_> = (0..300).map(|number| cache.insert_on(number % 3, object(1)).unwrap()).collect();
     assert!(slots.iter().enumerate().all(|(number, slot)| slot.node() == number % 3));
@@ -362,7 +362,7 @@ fn bad_settings_are_refused() {
 /// Creates caches in different orders. A list of caches must begin with those that have movable objects, and each kind
 /// must be sorted by name.
 #[test]
-fn lists_are_in_order() {
+fn caches_are_listed_movable_first_then_by_name() {
     let slabs = slabs_on_nodes(1);
     let names = |list: Vec<SlabInfo>| list.into_iter().map(|info| info.name.to_string()).collect::<Vec<_>>();
     let (_last, _third) =
@@ -443,7 +443,7 @@ mod damage {
 /// Prints the cost of typical operations of one thread. Run this test with `--ignored --nocapture` in a release build.
 #[test]
 #[ignore = "prints times"]
-fn cost_of_pairs_batches_and_churn() {
+fn print_cost_of_typical_operations() {
     let cache = slabs().fixed::<Object>(Settings::new("cost")).unwrap();
     let time = |what: &str, count: u64, act: &mut dyn FnMut()| {
         let began = std::time::Instant::now();
@@ -506,7 +506,7 @@ fn magazines_are_drained_before_an_allocation_fails() {
 /// Slabs for which no memory was available must become bare again. Once all objects are freed, no block may be left,
 /// and allocations must succeed again.
 #[test]
-fn slab_without_memory_is_returned() {
+fn slab_without_memory_becomes_bare() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
     let (slabs, _) = slabs_with(layout, BLOCK_BYTES as u64 / 2);
     let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();

@@ -29,7 +29,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (OwnerSlab<ItemOwner>
 
 /// Removes all but `left` items of a block, so that each slab of the block still has items. Drains the magazines.
 /// Returns the numbers of the remaining items.
-fn remove_most(cache: &OwnerSlab<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
+fn remove_all_but(cache: &OwnerSlab<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
     gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
@@ -55,9 +55,9 @@ fn steps_until_suspended(cache: &OwnerSlab<ItemOwner>, most: u64) -> u64 {
 fn blocks_with_pinned_items_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
     let (refusing, others) = blocks.split_at(40);
-    others.iter().for_each(|numbers| _ = remove_most(&cache, numbers, 100));
+    others.iter().for_each(|numbers| _ = remove_all_but(&cache, numbers, 100));
     for numbers in refusing {
-        remove_most(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
+        remove_all_but(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
     }
 
     // Each slab is tried once in a pass, and few passes are needed.
@@ -76,11 +76,11 @@ fn blocks_with_pinned_items_do_not_hide_others() {
 fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);
     for numbers in &blocks {
-        let left = remove_most(&cache, numbers, 130);
+        let left = remove_all_but(&cache, numbers, 130);
         pin(&cache, left[0]);
     }
     for _ in 0..5 {
-        cache.engine().passes.resume();
+        cache.engine().passes.end_suspension();
         steps_until_suspended(&cache, 4 * 2 * SLABS_PER_BLOCK);
     }
     let info = cache.info().unwrap();
@@ -94,8 +94,8 @@ fn blocks_with_pinned_items_do_not_exchange_items_forever() {
 fn half_emptied_slab_is_continued_after_readers_finish() {
     let (cache, blocks) = with_full_blocks(slabs(), 6);
     cache.set_defrag_used_ratio(100).unwrap();
-    remove_most(&cache, &blocks[4], 500);
-    remove_most(&cache, &blocks[5], 40);
+    remove_all_but(&cache, &blocks[4], 500);
+    remove_all_but(&cache, &blocks[5], 40);
     let guard = epoch::pin();
     for _ in 0..3 {
         cache.defrag_step(Duration::ZERO).unwrap();
@@ -121,7 +121,7 @@ fn ratio_bounds_memory_when_defragmentation_is_suspended() {
         cache.set_defrag_used_ratio(ratio).unwrap();
         let most = 1 + random.below(OBJECTS_PER_BLOCK);
         let mut live: Vec<u64> =
-            blocks.iter().flat_map(|numbers| remove_most(&cache, numbers, random.below(most) as usize)).collect();
+            blocks.iter().flat_map(|numbers| remove_all_but(&cache, numbers, random.below(most) as usize)).collect();
         for step in 0..random.below(12) {
             let guard = (random.below(2) == 0).then(epoch::pin);
             cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();
@@ -142,7 +142,7 @@ fn ratio_bounds_memory_when_defragmentation_is_suspended() {
             }
         }
         // A change of less than 1/64 of the objects would not end the suspension.
-        cache.engine().passes.resume();
+        cache.engine().passes.end_suspension();
         steps_until_suspended(&cache, 1000);
         let (info, live_count) = (cache.info().unwrap(), live.len() as u64);
         assert_eq!((cache.check_all(), info.active), (live_count, live_count));

@@ -84,15 +84,15 @@ fn destructors_nest_once_per_cache() {
 }
 
 /// A value that may own a cache with further values of this type.
-struct Nest {
-    _inner: Option<Box<HandleMap<Nest>>>,
+struct CacheOwner {
+    _inner: Option<Box<HandleMap<CacheOwner>>>,
     dropped: Arc<AtomicUsize>,
 }
 
 // SAFETY: pointers can be copied byte by byte.
-unsafe impl Movable for Nest {}
+unsafe impl Movable for CacheOwner {}
 
-impl Drop for Nest {
+impl Drop for CacheOwner {
     fn drop(&mut self) {
         self.dropped.fetch_add(1, Relaxed);
     }
@@ -107,11 +107,11 @@ fn caches_can_be_dropped_in_destructors_of_values() {
     const VALUES_PER_CACHE: usize = 100;
     let slabs = slabs();
     let dropped = Arc::new(AtomicUsize::new(0));
-    let nest = |inner| Nest { _inner: inner, dropped: dropped.clone() };
+    let nest = |inner| CacheOwner { _inner: inner, dropped: dropped.clone() };
     let guard = enter();
     let mut outer = None;
     for _ in 0..CACHES {
-        let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
+        let cache = Box::new(slabs.by_handle::<CacheOwner>(Settings::new("nest")).unwrap());
         let handles: Vec<_> = (1..VALUES_PER_CACHE).map(|_| cache.insert(nest(None)).unwrap()).collect();
         // The value that is removed last, and waits for the reader, owns the other caches.
         let last = cache.insert(nest(outer.take())).unwrap();
@@ -142,7 +142,7 @@ impl Drop for Counted {
 }
 
 /// Creates `count` counters, all 0.
-fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
+fn zeroed_counters(count: usize) -> Arc<Vec<AtomicUsize>> {
     Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
 }
 
@@ -182,7 +182,7 @@ fn handles_find_values_after_moves() {
 #[test]
 fn values_are_dropped_once() {
     const VALUES: usize = 30_000;
-    let dropped = counters(2 * VALUES);
+    let dropped = zeroed_counters(2 * VALUES);
     let counted = |number: usize| Counted { number: number as u64, dropped: dropped.clone() };
     let count = || dropped.iter().map(|count| count.load(Relaxed)).sum::<usize>();
     let cache = slabs().by_handle(Settings::new("dropped")).unwrap();
@@ -221,7 +221,7 @@ fn panicking_destructor_does_not_stop_others() {
             assert!(self.0.number % 50 != 7, "a destructor that fails, as it should here");
         }
     }
-    let dropped = counters(400);
+    let dropped = zeroed_counters(400);
     let cache = slabs().by_handle(Settings::new("failing")).unwrap();
     let insert = |number| cache.insert(Failing(Counted { number, dropped: dropped.clone() })).unwrap();
     let handles: Vec<_> = (0..400).map(insert).collect();
@@ -248,7 +248,7 @@ fn panicking_destructor_does_not_stop_others() {
 /// drop the values.
 #[test]
 fn drop_waits_for_a_long_drain() {
-    let (slabs, dropped) = (slabs(), counters(10));
+    let (slabs, dropped) = (slabs(), zeroed_counters(10));
     let cache = slabs.by_handle(Settings::new("long")).unwrap();
     (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
     std::thread::scope(|scope| {
@@ -296,7 +296,7 @@ fn drop_under_a_guard_frees_all_memory() {
 #[test]
 fn shrink_drops_values_that_sleeping_threads_removed() {
     const THREADS: usize = 4;
-    let dropped = counters(THREADS * 100);
+    let dropped = zeroed_counters(THREADS * 100);
     let cache = slabs().by_handle(Settings::new("asleep")).unwrap();
     let (removed, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
     std::thread::scope(|scope| {
@@ -375,7 +375,7 @@ fn pinned_values_keep_address_and_contents() {
 /// Several threads call `remove_with` for one value. Only one of the calls may read the value. While the value is
 /// pinned, the removal must be refused. If the closure panics, the value must be removed nevertheless.
 #[test]
-fn remove_with_shows_a_value_to_one_removal() {
+fn only_one_remove_with_reads_a_value() {
     let slabs = slabs();
     let cache = slabs.by_handle::<Value>(Settings::new("seen")).unwrap();
     let handles: Vec<_> = (0..5_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -427,12 +427,12 @@ fn fork_in_a_closure_retires_nothing_in_the_child() {
 fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     static DROPPED: AtomicUsize = AtomicUsize::new(0);
 
-    struct Bad;
+    struct PanicsOnDrop;
 
     // SAFETY: it has no bytes.
-    unsafe impl Movable for Bad {}
+    unsafe impl Movable for PanicsOnDrop {}
 
-    impl Drop for Bad {
+    impl Drop for PanicsOnDrop {
         fn drop(&mut self) {
             DROPPED.fetch_add(1, Relaxed);
             assert!(!std::thread::panicking(), "a destructor");
@@ -441,11 +441,11 @@ fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
 
     let slabs = slabs();
     slabs.defrag_by_hand();
-    let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
+    let cache = slabs.by_handle::<PanicsOnDrop>(Settings::new("bad")).unwrap();
     // Every 64th removal runs destructors. Readers of other tests may delay the destructors.
     while DROPPED.load(Relaxed) == 0 {
-        let bad = cache.insert(Bad).unwrap();
-        let look = |_: &Bad| panic!("a look");
+        let bad = cache.insert(PanicsOnDrop).unwrap();
+        let look = |_: &PanicsOnDrop| panic!("a look");
         let panic = catch_unwind(AssertUnwindSafe(|| cache.remove_with(bad, look))).unwrap_err();
         assert_eq!(panic.downcast_ref::<&str>(), Some(&"a look"));
     }

@@ -148,7 +148,7 @@ impl<const WORDS: usize> Model<WORDS> {
         self.cache.engine().check_state();
     }
 
-    fn end(self) {
+    fn drop_and_check(self) {
         drop(self.cache);
         assert_eq!(self.sum.load(Relaxed), 0, "each value was dropped once");
     }
@@ -165,7 +165,7 @@ fn run_model<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
             model.check();
         }
     }
-    model.end();
+    model.drop_and_check();
     slabs.shrink(u64::MAX, Urgency::Limit);
     assert_eq!(account.resident(), 0);
 }

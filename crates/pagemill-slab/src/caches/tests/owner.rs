@@ -278,7 +278,7 @@ pub(crate) fn unpin(cache: &OwnerSlab<ItemOwner>, number: u64) {
 }
 
 /// Adds items and removes nine of ten, at pseudorandom positions.
-fn fragmented(cache: &OwnerSlab<ItemOwner>, items: u64) -> u64 {
+fn fragment_cache(cache: &OwnerSlab<ItemOwner>, items: u64) -> u64 {
     (0..items).for_each(|number| cache.add(number));
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
     (0..items).filter(|number| !is_kept(*number)).for_each(|number| assert!(cache.remove(number)));
@@ -338,7 +338,7 @@ fn assert_packed(cache: &OwnerSlab<ItemOwner>, items: u64) {
 fn a_fragmented_cache_is_packed() {
     for slabs in [slabs(), sparse_slabs()] {
         let cache = cache_of(slabs, Settings::new("packed"));
-        let items = fragmented(&cache, 100_000);
+        let items = fragment_cache(&cache, 100_000);
         let before = cache.info().unwrap();
         assert!(before.total.partial > 100);
         let freed = cache.pack();
@@ -411,7 +411,7 @@ fn bare_slabs_are_destinations_when_packing() {
 #[test]
 fn pinned_items_stay() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     let pinned: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().step_by(1_000).collect();
     pinned.iter().for_each(|number| pin(&cache, *number));
     let addresses: Vec<_> = pinned.iter().map(|number| cache.item(*number)).collect();
@@ -430,7 +430,7 @@ fn pinned_items_stay() {
 #[test]
 fn each_outcome_is_counted() {
     let cache = cache_of(slabs(), Settings::new("outcomes"));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
     assert_eq!(cache.pack(), 0);
     let info = cache.info().unwrap();
@@ -450,7 +450,7 @@ fn ratio_bounds_resident_memory() {
     let kinds = [slabs(), sparse_slabs()];
     for (slabs, ratio) in kinds.into_iter().flat_map(|slabs| [0, 30, 60, 100].map(|ratio| (slabs, ratio))) {
         let cache = cache_of(slabs, Settings::new("ratio"));
-        let items = fragmented(&cache, 80_000);
+        let items = fragment_cache(&cache, 80_000);
         let before = cache.info().unwrap().total.resident_bytes;
         cache.set_defrag_used_ratio(ratio).unwrap();
         let mut steps = 0;
@@ -500,7 +500,7 @@ fn raised_ratio_resumes_defragmentation() {
 fn all_caches_are_defragmented() {
     let slabs = slabs();
     let caches = ["one", "other"].map(|name| cache_of(slabs, Settings::new(name)));
-    let items = caches.each_ref().map(|cache| fragmented(cache, 60_000));
+    let items = caches.each_ref().map(|cache| fragment_cache(cache, 60_000));
     loop {
         let progress = slabs.defrag_step(Duration::from_millis(5));
         caches.iter().for_each(|cache| finish_retired(cache.engine()));
@@ -522,7 +522,7 @@ fn all_caches_are_defragmented() {
 #[test]
 fn steps_continue_when_memory_becomes_short() {
     let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     let step = || assert!(cache.defrag_step(Duration::MAX).unwrap().is_done);
     let is_memory_short = || cache.engine().passes.is_memory_short();
     *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
@@ -605,7 +605,7 @@ fn panic_of_a_callback_makes_the_slab_unusable() {
         [Behavior::PanicInIsolate, Behavior::PanicInMigrate, Behavior::PanicAfterwards, Behavior::CallInIsolate]
     {
         let cache = cache_of(slabs(), Settings::new("panics"));
-        let items = fragmented(&cache, 60_000);
+        let items = fragment_cache(&cache, 60_000);
         *cache.owner().behavior.lock().unwrap() = behavior;
         assert!(panics(|| _ = cache.shrink()));
         cache.owner().behavior.clear_poison();
@@ -643,7 +643,7 @@ fn panic_of_a_callback_makes_the_slab_unusable() {
 fn info_and_list_panic_in_isolate() {
     let slabs = slabs();
     let cache = Arc::new(cache_of(slabs, Settings::new("asked")));
-    let items = fragmented(&cache, 20_000);
+    let items = fragment_cache(&cache, 20_000);
     let (tell, told) = std::sync::mpsc::channel();
     let asked = cache.clone();
     let ask = move || tell.send([panics(|| _ = asked.info()), panics(|| _ = slabs.list())]).unwrap();
@@ -661,7 +661,7 @@ fn info_and_list_panic_in_isolate() {
 fn reclaim_in_isolate_does_not_deadlock() {
     let slabs = slabs();
     let cache = cache_of(slabs, Settings::new("asks"));
-    let items = fragmented(&cache, 20_000);
+    let items = fragment_cache(&cache, 20_000);
     let other = cache_of(slabs, Settings::new("gone"));
     other.add(0);
     assert!(other.remove(0));

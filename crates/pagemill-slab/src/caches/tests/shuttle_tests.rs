@@ -43,7 +43,7 @@ fn new_slabs() -> &'static Slabs {
     slabs
 }
 
-/// Whether runs behave as if the kernel refused the process-wide barrier.
+/// Whether the current runs of a test behave as if the kernel refused the process-wide barrier.
 static IS_REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn slabs() -> &'static Slabs {
@@ -51,13 +51,13 @@ fn slabs() -> &'static Slabs {
     SLABS[usize::from(IS_REFUSED.load(Relaxed))].get_or_init(new_slabs)
 }
 
-fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
+fn run_in_many_schedules(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
-    run_in_orders(runs, run);
+    run_in_schedules(runs, run);
 }
 
 /// Runs a test in `runs` random schedules, once with the process-wide barrier and once as if the kernel refused it.
-fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
+fn run_in_schedules(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _alone = TEST_LOCK.lock();
     let config = || {
@@ -113,7 +113,7 @@ fn assert_ok_or_busy<T>(done: Result<T>) {
 /// object may be allocated twice or lost.
 #[test]
 fn drain_neither_loses_nor_duplicates_objects() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache: &'static FixedSlab<Value> = Box::leak(Box::new(slabs().fixed(Settings::new("model")).unwrap()));
         let live = Arc::new(AtomicUsize::new(0));
         let passed = Arc::new(pagemill_core::sync::Guarded::new(Vec::new()));
@@ -157,7 +157,7 @@ fn drain_neither_loses_nor_duplicates_objects() {
 /// its own value, or to no value after the removal. Each value must be dropped once.
 #[test]
 fn handles_find_their_values_during_moves() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache = Arc::new(slabs().by_handle::<Value>(Settings::new("model")).unwrap());
         let live = Arc::new(AtomicUsize::new(0));
         let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, &live)).unwrap()).collect();
@@ -220,7 +220,7 @@ fn handles_find_their_values_during_moves() {
 }
 
 /// Creates a cache with one value in each of three slabs, and resets the background thread.
-fn sparse_values(live: &Arc<AtomicUsize>) -> (HandleMap<Value>, [Handle<Value>; 3]) {
+fn cache_with_three_slabs(live: &Arc<AtomicUsize>) -> (HandleMap<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
     let settings = Settings::new("model").defrag_used_ratio(100);
     let cache = slabs().by_handle(settings).unwrap();
@@ -246,9 +246,9 @@ fn yield_some_times(most: usize) {
 /// The background thread is stopped at any point of its work. After that, it must not move or drop values.
 #[test]
 fn stopped_background_moves_nothing() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let live = Arc::new(AtomicUsize::new(0));
-        let (cache, _) = sparse_values(&live);
+        let (cache, _) = cache_with_three_slabs(&live);
         slabs().worker.notify();
         yield_some_times(40);
         slabs().defrag_by_hand();
@@ -264,9 +264,9 @@ fn stopped_background_moves_nothing() {
 /// thread may be lost.
 #[test]
 fn no_wakeup_of_the_background_is_lost() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let live = Arc::new(AtomicUsize::new(0));
-        let (cache, left) = sparse_values(&live);
+        let (cache, left) = cache_with_three_slabs(&live);
         for handle in left {
             yield_some_times(40);
             assert!(cache.remove(handle).unwrap().is_some());
@@ -306,7 +306,7 @@ impl Plain {
 /// end.
 #[test]
 fn readers_never_see_reused_memory() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache = Arc::new(slabs().by_handle::<Plain>(Settings::new("model")).unwrap());
         let handles: Vec<_> = (0..4).map(|number| cache.insert(Plain::new(number)).unwrap()).collect();
         let threads: Vec<_> = (0..2)
@@ -357,10 +357,10 @@ fn readers_never_see_reused_memory() {
 /// left.
 #[test]
 fn background_runs_beside_fork_stop_and_drop() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let (slabs, live) = (slabs(), Arc::new(AtomicUsize::new(0)));
         let failed = stats::get(Counter::SlabBehindFailed);
-        let (cache, left) = sparse_values(&live);
+        let (cache, left) = cache_with_three_slabs(&live);
         slabs.worker.notify();
         let other = shuttle::thread::spawn(move || match random_below(3) {
             0 => slabs.defrag_by_hand(),

@@ -24,7 +24,7 @@ impl Value {
     }
 }
 
-fn refused_slabs() -> &'static Slabs {
+fn slabs_with_refused_barrier() -> &'static Slabs {
     let slabs = slabs();
     slabs.refuse_barrier();
     slabs
@@ -36,7 +36,7 @@ const ALONE_VARIABLE: &str = "PAGEMILL_TEST_ALONE";
 const REFUSED_VARIABLE: &str = "PAGEMILL_TEST_REFUSED";
 
 /// Returns a command that runs this test program again, with these arguments.
-fn own_tests(arguments: &[&str]) -> Command {
+fn command_for_own_tests(arguments: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(arguments);
     command
@@ -76,7 +76,7 @@ fn all_slab_tests_pass_without_membarrier() {
     if env::var_os(REFUSED_VARIABLE).is_some() {
         return;
     }
-    let mut command = own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
+    let mut command = command_for_own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
     // SAFETY: only two system calls between fork and exec, and no allocation.
     unsafe { command.env(REFUSED_VARIABLE, "1").pre_exec(refuse_membarrier) };
     assert_passes(&mut command);
@@ -96,7 +96,7 @@ fn barrier_kind_follows_the_kernel() {
 /// magazine. Runs with the process-wide barrier and as if the kernel refused it.
 #[test]
 fn freed_object_is_allocated_next() {
-    for slabs in [slabs(), refused_slabs()] {
+    for slabs in [slabs(), slabs_with_refused_barrier()] {
         let cache = slabs.fixed::<Words>(Settings::new("taken")).unwrap();
         let address = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
         let slot = cache.insert([1; 22]).unwrap();
@@ -122,7 +122,7 @@ fn freed_object_is_allocated_next() {
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
     const ROUNDS: u64 = 4_000;
-    for slabs in [slabs(), refused_slabs()] {
+    for slabs in [slabs(), slabs_with_refused_barrier()] {
         let cache = slabs.by_handle::<Value>(Settings::new("met")).unwrap();
         let fixed = slabs.fixed::<Words>(Settings::new("met")).unwrap();
         let begin = Barrier::new(THREADS as usize + 1);
@@ -168,7 +168,8 @@ fn threads_keep_their_values_while_others_drain() {
 fn run_tests_alone_in_their_process() {
     for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {
         assert_passes(
-            own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"]).env(ALONE_VARIABLE, "1"),
+            command_for_own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"])
+                .env(ALONE_VARIABLE, "1"),
         );
     }
 }
@@ -186,7 +187,7 @@ mod alone {
 
     /// Eight threads insert and remove values. Returns, for each of the two caches, the number of thread slots that
     /// have opened a magazine.
-    fn use_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
+    fn use_caches_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
         let one_at_a_time = Guarded::new(());
@@ -242,19 +243,19 @@ mod alone {
     #[test]
     #[ignore = "alone in its process"]
     fn thousands_of_threads_have_magazines() {
-        const FIRST: usize = 5_000;
+        const FIRST_TAKEN_SLOTS: usize = 5_000;
         if !is_alone() {
             return;
         }
         // Takes a slot below those that are taken and freed later.
         ensure_slot();
-        for slabs in [slabs(), refused_slabs()] {
+        for slabs in [slabs(), slabs_with_refused_barrier()] {
             let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
             let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
-            let few = take_slots(FIRST);
-            assert_eq!(few.len(), FIRST);
-            assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
-            assert!(high_water() > FIRST);
+            let few = take_slots(FIRST_TAKEN_SLOTS);
+            assert_eq!(few.len(), FIRST_TAKEN_SLOTS);
+            assert_eq!(use_caches_from_threads(&cache, &fixed), [8, 8]);
+            assert!(high_water() > FIRST_TAKEN_SLOTS);
             // At most one page for each thread and cache, including the cache of nodes.
             let ids = &slabs.shared().unwrap().ids;
             let resident = ids.with(|ids| ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
@@ -264,7 +265,7 @@ mod alone {
             assert_eq!(high_water(), MAX_THREADS);
             assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NO_SLOT);
             // This thread has opened a magazine by now.
-            assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
+            assert_eq!(use_caches_from_threads(&cache, &fixed), [9, 8]);
             assert_readers_delay_reclaim(&cache);
             drop(rest);
             cache.pack();
@@ -281,7 +282,7 @@ mod alone {
     #[test]
     #[ignore = "alone in its process"]
     fn few_addresses_limit_the_magazines() {
-        const FEW: usize = MAX_THREADS / 4;
+        const FEW_THREADS: usize = MAX_THREADS / 4;
         // ThreadSanitizer ends the process if its own allocator finds no addresses.
         if !is_alone() || env::var_os("TSAN_OPTIONS").is_some() {
             return;
@@ -293,11 +294,15 @@ mod alone {
         // SAFETY: writes, then reads numbers.
         unsafe {
             assert_eq!(libc::getrlimit(libc::RLIMIT_AS, &raw mut limit), 0);
-            limit.rlim_cur = (mapped + (FEW + FEW / 2) * each) as u64;
+            limit.rlim_cur = (mapped + (FEW_THREADS + FEW_THREADS / 2) * each) as u64;
             assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
         }
         let magazines =
             magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::DrainerOnly);
-        assert!(magazines.open_slot(FEW - 1) && !magazines.open_slot(FEW) && magazines.get(FEW - 1).len() == 0);
+        assert!(
+            magazines.open_slot(FEW_THREADS - 1)
+                && !magazines.open_slot(FEW_THREADS)
+                && magazines.get(FEW_THREADS - 1).len() == 0
+        );
     }
 }

@@ -44,7 +44,7 @@ fn with_ratio(name: &str, percent: u32) -> Settings {
 
 /// Adds items, and removes all but one in `kept_divisor`, at pseudorandom positions. The background thread may move
 /// items meanwhile. Returns the number of remaining items.
-fn fragmented(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
+fn fragment_cache(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
     let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
     (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
@@ -83,7 +83,7 @@ fn background_frees_fragmented_memory() {
         let cache = cache_of(slabs, Settings::new("behind"));
         (ITEMS..2 * ITEMS).for_each(|number| cache.add(number));
         (ITEMS..2 * ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
-        let items = fragmented(&cache, 10);
+        let items = fragment_cache(&cache, 10);
         // The ratio's bound in whole blocks, plus an idle block that is kept.
         let block_bytes = BLOCK_BYTES as u64;
         let most =
@@ -259,9 +259,9 @@ fn values_removed_under_a_guard_are_freed() {
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);
     let still = cache_of(slabs, with_ratio("still", 0));
-    let items = fragmented(&still, 10);
+    let items = fragment_cache(&still, 10);
     let other = cache_of(slabs, Settings::new("other"));
-    fragmented(&other, 10);
+    fragment_cache(&other, 10);
     wait_until("a move", || other.info().unwrap().moved > 0);
     wait_for_sleep(slabs);
     let info = still.info().unwrap();
@@ -274,7 +274,7 @@ fn nothing_moves_at_a_ratio_of_0() {
 fn stopped_background_does_nothing() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, Settings::new("by hand"));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     wait_until("a thread", || slabs.worker.is_started());
     slabs.defrag_by_hand();
     let moved = cache.info().unwrap().moved;
@@ -282,7 +282,7 @@ fn stopped_background_does_nothing() {
     for number in 0..ITEMS {
         cache.remove(number);
     }
-    fragmented(&cache, 10);
+    fragment_cache(&cache, 10);
     assert_eq!((cache.info().unwrap().moved, cache.check_all()), (moved, items));
     while slabs.defrag_step(Duration::from_secs(1)).moved > 0 {}
     assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
@@ -316,17 +316,17 @@ fn drop_waits_for_the_background_visit() {
         assert_eq!(ended_on.get(), Some(&dropper_id));
     }
     let cache = cache_of(slabs, Settings::new("next"));
-    fragmented(&cache, 10);
+    fragment_cache(&cache, 10);
     wait_until("a move", || cache.info().unwrap().moved > 0);
 }
 
 /// A callback panics on the background thread. The panic must be counted, and the slab must be unusable. The thread
 /// must skip the callback's cache, but no other cache.
 #[test]
-fn panic_gives_up_only_its_cache() {
+fn panic_makes_the_background_skip_only_its_cache() {
     let slabs = slabs(true);
     let failing = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&failing, 10);
+    let items = fragment_cache(&failing, 10);
     *failing.owner().behavior.lock().unwrap() = Behavior::PanicInMigrate;
     let before = stats::get(Counter::SlabBehindFailed);
     failing.set_defrag_used_ratio(30).unwrap();
@@ -334,7 +334,7 @@ fn panic_gives_up_only_its_cache() {
     // The count follows the flag a moment later.
     wait_until("a count", || stats::get(Counter::SlabBehindFailed) > before);
     let other = cache_of(slabs, Settings::new("other"));
-    let other_items = fragmented(&other, 10);
+    let other_items = fragment_cache(&other, 10);
     wait_until("a move", || other.info().unwrap().moved > 0);
     wait_for_sleep(slabs);
     let info = failing.info().unwrap();
@@ -346,10 +346,10 @@ fn panic_gives_up_only_its_cache() {
 /// the same value, the thread must visit the cache again. If callbacks still panic, the thread must skip the cache
 /// again.
 #[test]
-fn setting_the_ratio_retries_a_given_up_cache() {
+fn setting_the_ratio_ends_the_skipping_of_a_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     for lost in 1..=2 {
         cache.set_defrag_used_ratio(30).unwrap();
@@ -369,10 +369,10 @@ fn setting_the_ratio_retries_a_given_up_cache() {
 /// A callback panics, so the background thread skips the callback's cache. A shrink by the program that panics must not
 /// change that. After a successful shrink, the thread must visit the cache again.
 #[test]
-fn successful_shrink_retries_a_given_up_cache() {
+fn successful_shrink_ends_the_skipping_of_a_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     let is_given_up = || cache.info().unwrap().is_given_up;
     *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     cache.set_defrag_used_ratio(30).unwrap();
@@ -456,7 +456,7 @@ fn memory_shortage_shortens_a_rest() {
 fn caches_by_owner_are_packed_at_a_limit() {
     let slabs = slabs(true);
     let [half, still] = [("half", 30), ("still", 0)].map(|(name, percent)| cache_of(slabs, with_ratio(name, percent)));
-    let items = [&half, &still].map(|cache| fragmented(cache, 2));
+    let items = [&half, &still].map(|cache| fragment_cache(cache, 2));
     wait_until("a thread", || slabs.worker.is_started());
     wait_for_sleep(slabs);
     assert!(half.info().unwrap().total.blocks > blocks_for(&half, items[0]));
