@@ -194,7 +194,7 @@ impl Forest {
         let mut seen = ripe.load(Relaxed);
         loop {
             self.node(list).set_next_batch(seen as u32);
-            match ripe.compare_exchange_weak(seen, with_next_count(seen, list), AcqRel, Relaxed) {
+            match ripe.compare_exchange_weak(seen, with_next_counter(seen, list), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
@@ -213,7 +213,7 @@ impl Forest {
             }
             // If another thread has removed the batch, the counter has changed.
             let next = self.node(list).next_batch();
-            match ripe.compare_exchange_weak(seen, with_next_count(seen, next), AcqRel, Acquire) {
+            match ripe.compare_exchange_weak(seen, with_next_counter(seen, next), AcqRel, Acquire) {
                 Ok(_) => return Some(list),
                 Err(now) => seen = now,
             }
@@ -232,7 +232,7 @@ impl Forest {
 }
 
 /// Returns a word for `BatchLists::ripe` with this node number and the counter after that of `seen`.
-fn with_next_count(seen: u64, number: u32) -> u64 {
+fn with_next_counter(seen: u64, number: u32) -> u64 {
     (seen >> HALF_BITS).wrapping_add(1) << HALF_BITS | u64::from(number)
 }
 
@@ -266,7 +266,7 @@ impl Nodes for Forest {
         let mut seen = retired.load(Relaxed);
         loop {
             self.node(number).set_next(seen as u32);
-            match retired.compare_exchange_weak(seen, with_next_count(seen, number), AcqRel, Relaxed) {
+            match retired.compare_exchange_weak(seen, with_next_counter(seen, number), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
@@ -293,7 +293,7 @@ impl Nodes for Forest {
 
 #[cfg(all(test, shuttle))]
 mod shuttle_tests {
-    use super::super::shuttle_tests::run_in_many_orders;
+    use super::super::shuttle_tests::run_in_many_schedules;
     use super::super::test_forest;
     use super::*;
     use std::sync::Arc;
@@ -304,7 +304,7 @@ mod shuttle_tests {
     /// and no batch may be lost.
     #[test]
     fn a_ripe_batch_belongs_to_one_thread() {
-        run_in_many_orders(|| {
+        run_in_many_schedules(|| {
             thread_local! {
                 static FOREST: &'static Forest = test_forest::forest_of(LISTS);
             }

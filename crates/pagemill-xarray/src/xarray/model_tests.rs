@@ -4,7 +4,7 @@
 
 use super::node::MARKS;
 use super::pin;
-use super::stock::top_shift_for;
+use super::stock::root_shift_for;
 use super::word::{SLOT_BITS, SLOTS, first_index_of, last_index_of, shift_of};
 use super::*;
 use pagemill_core::error::Error;
@@ -69,7 +69,7 @@ impl Model {
             return 0;
         }
         let lowest = self.0.values().map(|entry| shift_of(entry.order)).max().unwrap_or(0);
-        let top = top_shift_for(last, lowest);
+        let top = root_shift_for(last, lowest);
         let mut nodes = BTreeSet::new();
         for (first, entry) in &self.0 {
             let levels = (shift_of(entry.order)..=top).step_by(SLOT_BITS as usize);

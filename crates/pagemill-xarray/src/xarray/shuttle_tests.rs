@@ -51,13 +51,13 @@ impl FewNodes {
     /// one interleaving after the other.
     fn reset() -> &'static Self {
         thread_local! {
-            static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
+            static FEW_NODES: &'static FewNodes = Box::leak(Box::new(FewNodes {
                 nodes: [const { Node::new() }; NODE_COUNT as usize],
                 arrays: Arrays::new().unwrap(),
                 state: Mutex::default(),
             }));
         }
-        let few = FEW.with(|few| *few);
+        let few = FEW_NODES.with(|few| *few);
         // SAFETY: the threads of the last interleaving have ended, so no tree and no reader uses the nodes.
         few.nodes.iter().for_each(|node| unsafe { node.clear() });
         *few.state.lock().unwrap() = NodesState { free: (1..=NODE_COUNT).collect(), ..NodesState::default() };
@@ -242,7 +242,7 @@ fn run_readers_and_writer(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fi
 
 /// Runs each function of `acts` in a thread of its own, in many interleavings. `begin` prepares the array.
 fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
-    run_in_many_orders(move || {
+    run_in_many_schedules(move || {
         let fixture = Fixture::new();
         begin(&fixture);
         let threads = acts.map(|act| {
@@ -255,7 +255,7 @@ fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
 }
 
 /// Runs a test in random interleavings, and in interleavings with few preemptions.
-pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
+pub(super) fn run_in_many_schedules(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
@@ -423,15 +423,15 @@ fn is_still_fails_after_a_join() {
 }
 
 /// Stores marked entries of orders 0, 2 and 7 in three nodes that have the same parent.
-fn three_leaves(fixture: &Fixture) {
+fn store_three_leaves(fixture: &Fixture) {
     for (index, order) in [(3, 0), (68, 2), (128, 7)] {
         fixture.store(index, order, index);
         fixture.mark(index);
     }
 }
 
-/// Looks up the entries of [`three_leaves`] and checks them.
-fn load_leaves(fixture: &Fixture) {
+/// Looks up the entries of [`store_three_leaves`] and checks them.
+fn check_three_leaves(fixture: &Fixture) {
     for index in [3, 70, 200, 3] {
         let found = fixture.load_permanent_entry(index);
         assert_eq!((found.value, (found.first..=found.last()).contains(&index)), (found.first, true));
@@ -442,7 +442,7 @@ fn load_leaves(fixture: &Fixture) {
 /// A thread repeatedly moves nodes, both the root and leaves. Readers must always find all entries, with their marks.
 #[test]
 fn readers_find_entries_while_nodes_move() {
-    run_readers_and_writer(three_leaves, load_leaves, |fixture| {
+    run_readers_and_writer(store_three_leaves, check_three_leaves, |fixture| {
         (0..5).for_each(|_| assert!(fixture.move_random_node(), "no other thread has the lock"));
     });
 }
@@ -450,7 +450,7 @@ fn readers_find_entries_while_nodes_move() {
 /// Two threads move the same nodes at the same time. Readers must always find all entries.
 #[test]
 fn readers_find_entries_while_two_threads_move_nodes() {
-    run_threads(three_leaves, [load_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
+    run_threads(store_three_leaves, [check_three_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
 }
 
 /// Nodes are moved while a writer splits, joins, stores, marks and erases entries. No change of the writer may be lost
@@ -459,7 +459,7 @@ fn readers_find_entries_while_two_threads_move_nodes() {
 fn no_change_is_lost_while_nodes_move() {
     run_threads(
         |fixture| {
-            three_leaves(fixture);
+            store_three_leaves(fixture);
             fixture.store(4, 2, 4);
         },
         [

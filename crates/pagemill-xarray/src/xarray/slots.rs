@@ -208,7 +208,7 @@ mod loom_tests {
 
     /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. The release and the pin
     /// must not both succeed.
-    fn pin_during(slot: usize, write: fn(&Fixture)) {
+    fn check_pin_during(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ENTRY_ORDER);
             let reader = fixture.clone();
@@ -222,14 +222,18 @@ mod loom_tests {
 
     #[test]
     fn a_removed_entry_cannot_be_pinned() {
-        pin_during(0, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
-        pin_during(3, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
+        check_pin_during(0, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
+        check_pin_during(3, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
     }
 
     #[test]
     fn a_split_entry_cannot_be_pinned() {
-        pin_during(1, |fixture| split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
-        pin_during(3, |fixture| split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        check_pin_during(1, |fixture| {
+            split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1))
+        });
+        check_pin_during(3, |fixture| {
+            split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1))
+        });
     }
 
     /// An entry is split, and one of the parts is removed. A reader that looks up the other part must find that part or

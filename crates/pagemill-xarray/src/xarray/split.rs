@@ -28,7 +28,7 @@ impl<N: Nodes> Writer<'_, N> {
         let place = self.find_slots(index)?;
         let old = place.found;
         assert!(into_order < old.order, "the parts of an entry are smaller");
-        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
         let shift = self.node(place.node).shift();
         let first_of_slot = |slot: usize| old.first + (((slot - place.slot) as u64) << shift);
         let slots = &self.node(place.node).slots;
@@ -73,7 +73,7 @@ impl<N: Nodes> Writer<'_, N> {
     ) -> IndexWord {
         let above = self.node(place.node);
         let shift = word::shift_of(order);
-        let number = self.take(place.node, slot, shift, stock);
+        let number = self.take_node(place.node, slot, shift, stock);
         let node = self.node(number);
         let each = 1 << (order - shift);
         let begins = (0..SLOTS).step_by(each);

@@ -49,7 +49,7 @@ impl<N: Nodes> NodeStock<N> {
     }
 
     /// Returns whether the nodes of the stock were allocated from `nodes`.
-    pub(super) fn is_of(&self, nodes: &'static N) -> bool {
+    pub(super) fn comes_from(&self, nodes: &'static N) -> bool {
         std::ptr::eq(self.nodes, nodes)
     }
 }
@@ -115,7 +115,7 @@ impl<N: Nodes> XArray<N> {
 }
 
 /// Returns how many nodes with this shift cover the indices from `first` to `last`.
-fn nodes_over(first: u64, last: u64, shift: u32) -> u32 {
+fn nodes_covering(first: u64, last: u64, shift: u32) -> u32 {
     let nodes = (last >> (shift + SLOT_BITS)) - (first >> (shift + SLOT_BITS)) + 1;
     u32::try_from(nodes).unwrap_or(u32::MAX)
 }
@@ -127,15 +127,15 @@ fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
     let path =
-        |top: u32| levels(lowest, top).fold(0u32, |sum, shift| sum.saturating_add(nodes_over(first, last, shift)));
-    let top = top_shift_for(last, lowest);
+        |top: u32| levels(lowest, top).fold(0u32, |sum, shift| sum.saturating_add(nodes_covering(first, last, shift)));
+    let top = root_shift_for(last, lowest);
     let is_apart = |shift: &u32| *shift < lowest || first >> (shift + SLOT_BITS) != 0;
     let chain = levels(0, top).filter(|shift| *shift < top).filter(is_apart).count() as u32;
     path(MAX_SHIFT - SLOT_BITS).max(path(top).saturating_add(chain))
 }
 
 /// Returns the shift of the root node in the lowest tree that covers index `last` and has nodes of shift `lowest`.
-pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
+pub(super) fn root_shift_for(last: u64, lowest: u32) -> u32 {
     let mut shift = lowest;
     while last >> (shift + SLOT_BITS) != 0 {
         shift += SLOT_BITS;

@@ -2,7 +2,7 @@
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
-use super::stock::{NodeStock, top_shift_for};
+use super::stock::{NodeStock, root_shift_for};
 use super::word::{self, IndexWord, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS};
 use super::{Found, XArray, slots};
 use pagemill_core::sync::Relaxed;
@@ -144,7 +144,7 @@ impl<N: Nodes> Writer<'_, N> {
     /// Returns the node and the slot for an entry of this order at `index`. Creates the missing nodes on the path to
     /// that slot.
     pub(super) fn slot_for_entry(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
-        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
         let mut word = self.grow(word::last_index_of(index, order), lowest, stock);
         loop {
@@ -172,10 +172,10 @@ impl<N: Nodes> Writer<'_, N> {
             }
             let shift = match word.is_node() {
                 true => word.shift() + SLOT_BITS,
-                false if word.is_empty() => top_shift_for(last, lowest),
+                false if word.is_empty() => root_shift_for(last, lowest),
                 false => 0,
             };
-            let number = self.take(0, 0, shift, stock);
+            let number = self.take_node(0, 0, shift, stock);
             let node = self.node(number);
             if !word.is_empty() {
                 self.prepare_root_move(word, number);
@@ -200,7 +200,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Removes a node from the stock and records its position in the tree. Returns the node's number.
-    pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
+    pub(super) fn take_node(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
         let number = stock.take();
         self.node(number).set_position(parent, slot, shift);
         self.node(number).set_array(self.array.id());
@@ -211,7 +211,7 @@ impl<N: Nodes> Writer<'_, N> {
     /// Takes an empty node from the stock and links it into an empty slot of node `parent`. Returns the word that
     /// points at the new node.
     fn link_new_node(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> IndexWord {
-        let word = IndexWord::node(self.take(parent, slot, shift, stock), shift);
+        let word = IndexWord::node(self.take_node(parent, slot, shift, stock), shift);
         let above = self.node(parent);
         above.slots[slot].publish(word);
         above.set_used_slots(above.used_slots() + 1);

@@ -7,8 +7,8 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-/// Every index from `FIRST_PERMANENT` to `2 * FIRST_PERMANENT - 1` is covered by an entry at all times.
-const FIRST_PERMANENT: u64 = 1 << MAX_ORDER;
+/// Every index from `FIRST_PERMANENT_INDEX` to `2 * FIRST_PERMANENT_INDEX - 1` is covered by an entry at all times.
+const FIRST_PERMANENT_INDEX: u64 = 1 << MAX_ORDER;
 /// An index at which an entry is stored and erased, so that the tree grows to its full height and shrinks.
 const DISTANT_INDEX: u64 = MAX_INDEX - 5;
 /// Number of nodes that the forest can have: many, because retired nodes accumulate while readers are preempted.
@@ -25,7 +25,7 @@ fn assert_belongs(found: Found, index: u64) {
     assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "a value of another entry");
 }
 
-/// Tells the readers to stop when it is dropped, also if the writer panics.
+/// Guard of a test with readers: dropping it tells them to stop, also if the writer panics.
 struct StopReaders<'a>(&'a AtomicBool);
 
 impl Drop for StopReaders<'_> {
@@ -34,13 +34,13 @@ impl Drop for StopReaders<'_> {
     }
 }
 
-fn read(array: &XArray<Forest>, is_done: &AtomicBool, seed: u64) -> u64 {
+fn read_until_done(array: &XArray<Forest>, is_done: &AtomicBool, seed: u64) -> u64 {
     let (mut reads, mut random) = (0, seed);
     while !is_done.load(Relaxed) || reads < 1000 {
         let guard = &pin();
         for _ in 0..64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let index = FIRST_PERMANENT + (random >> 33) % (1 << MAX_ORDER);
+            let index = FIRST_PERMANENT_INDEX + (random >> 33) % (1 << MAX_ORDER);
             assert_belongs(array.load(index, guard).expect("it is always there"), index);
             assert_belongs(array.next(index, index, guard).expect("it is always there"), index);
             assert!(array.get_mark(index, Mark::B, guard), "all are marked at all times");
@@ -48,18 +48,18 @@ fn read(array: &XArray<Forest>, is_done: &AtomicBool, seed: u64) -> u64 {
             array.load(low, guard).into_iter().for_each(|found| assert_belongs(found, low));
             array.load(far, guard).into_iter().for_each(|found| assert_belongs(found, far));
             let next = array.next(low, MAX_INDEX, guard).expect("something is always there");
-            assert!(next.last() >= low && next.first <= FIRST_PERMANENT, "a permanent entry was skipped");
+            assert!(next.last() >= low && next.first <= FIRST_PERMANENT_INDEX, "a permanent entry was skipped");
         }
-        assert_eq!(array.next_gap(FIRST_PERMANENT, 2 * FIRST_PERMANENT - 1, guard), None);
+        assert_eq!(array.next_gap(FIRST_PERMANENT_INDEX, 2 * FIRST_PERMANENT_INDEX - 1, guard), None);
         reads += 1;
     }
     reads
 }
 
-fn fill(array: &XArray<Forest>, order: u32, round: u64) {
-    let mut stock = array.prepare(FIRST_PERMANENT, 2 * FIRST_PERMANENT - 1, order).unwrap();
+fn fill_permanent_range(array: &XArray<Forest>, order: u32, round: u64) {
+    let mut stock = array.prepare(FIRST_PERMANENT_INDEX, 2 * FIRST_PERMANENT_INDEX - 1, order).unwrap();
     let mut writer = array.lock();
-    for first in (FIRST_PERMANENT..2 * FIRST_PERMANENT).step_by(1 << order) {
+    for first in (FIRST_PERMANENT_INDEX..2 * FIRST_PERMANENT_INDEX).step_by(1 << order) {
         writer.join(first, order, value_of(first, order, round), &mut stock);
     }
 }
@@ -67,14 +67,14 @@ fn fill(array: &XArray<Forest>, order: u32, round: u64) {
 fn write_round(array: &XArray<Forest>, round: u64) {
     let orders = [MAX_ORDER, 9, 6, 5, 3, 0];
     for (order, into) in orders.iter().zip(&orders[1..]) {
-        for first in (FIRST_PERMANENT..2 * FIRST_PERMANENT).step_by(1 << order) {
+        for first in (FIRST_PERMANENT_INDEX..2 * FIRST_PERMANENT_INDEX).step_by(1 << order) {
             let mut stock = array.prepare_split(*order, *into).unwrap();
             array.lock().split(first, *into, &mut stock, |part| value_of(part, *into, round));
         }
         store_low_and_distant(array, round, *into);
     }
     for order in [2, 4, 7, 10, MAX_ORDER] {
-        fill(array, order, round);
+        fill_permanent_range(array, order, round);
     }
 }
 
@@ -89,8 +89,8 @@ fn store_low_and_distant(array: &XArray<Forest>, round: u64, order: u32) {
             array.lock().erase(first);
         }
     }
-    array.lock().erase_range(0, FIRST_PERMANENT - 1, |found| assert_belongs(found, found.first));
-    array.lock().erase_range(2 * FIRST_PERMANENT, MAX_INDEX, |found| assert_belongs(found, found.first));
+    array.lock().erase_range(0, FIRST_PERMANENT_INDEX - 1, |found| assert_belongs(found, found.first));
+    array.lock().erase_range(2 * FIRST_PERMANENT_INDEX, MAX_INDEX, |found| assert_belongs(found, found.first));
 }
 
 /// While a writer splits, joins, stores and erases entries, readers must always find the permanent entries, and must
@@ -99,13 +99,13 @@ fn store_low_and_distant(array: &XArray<Forest>, round: u64, order: u32) {
 fn threads_read_while_one_writes() {
     let nodes = test_forest::forest_of(NODE_LIMIT);
     let (array, is_done) = (XArray::new(nodes), AtomicBool::new(false));
-    fill(&array, MAX_ORDER, 0);
-    array.lock().set_mark(FIRST_PERMANENT, Mark::B);
+    fill_permanent_range(&array, MAX_ORDER, 0);
+    array.lock().set_mark(FIRST_PERMANENT_INDEX, Mark::B);
     std::thread::scope(|scope| {
         let readers: Vec<_> = (1..4)
             .map(|seed| {
                 let (array, is_done) = (&array, &is_done);
-                scope.spawn(move || read(array, is_done, seed))
+                scope.spawn(move || read_until_done(array, is_done, seed))
             })
             .collect();
         let done = StopReaders(&is_done);

@@ -44,7 +44,7 @@ const FIELD_MASK: u64 = 0xFF;
 /// Position of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;
 /// Position of the node number in a NODE word.
-const NUMBER_SHIFT: u32 = 32;
+const NODE_NUMBER_SHIFT: u32 = 32;
 
 /// A word in a slot, or the root word of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ impl IndexWord {
 
     #[inline]
     pub fn node(number: u32, shift: u32) -> Self {
-        Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE_TAG)
+        Self(u64::from(number) << NODE_NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE_TAG)
     }
 
     #[inline]
@@ -126,7 +126,7 @@ impl IndexWord {
     /// Returns the node number in a NODE word.
     #[inline]
     pub fn number(self) -> u32 {
-        (self.0 >> NUMBER_SHIFT) as u32
+        (self.0 >> NODE_NUMBER_SHIFT) as u32
     }
 
     /// Returns the shift in a NODE word: each slot of the node covers `1 << shift` indices.
