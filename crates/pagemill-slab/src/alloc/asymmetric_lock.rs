@@ -94,7 +94,7 @@ impl AsymmetricLock {
         is_entered
     }
 
-    /// Releases the lock of the magazine's thread.
+    /// Releases the lock, which the magazine's thread holds.
     #[inline(always)]
     pub fn leave(&self) {
         self.entered.store(0, Release);

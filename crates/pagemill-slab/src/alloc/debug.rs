@@ -22,7 +22,7 @@ const LAST_POISON_BYTE: u8 = 0xa5;
 /// Source location of a call, as a static reference.
 type CallSite = &'static Location<'static>;
 
-/// Follows an object in memory: its redzone, and the source locations of its last allocation and free.
+/// Data behind an object in memory: its redzone, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,

@@ -72,7 +72,7 @@ pub(crate) fn check_ratio(percent: u32) -> Result<()> {
     if percent <= MAX_PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
 
-/// The allocator of one cache, for all kinds of caches.
+/// The allocator inside a cache. A cache of any kind has one engine.
 ///
 /// # Invariants
 ///

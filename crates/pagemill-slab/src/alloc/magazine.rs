@@ -174,7 +174,7 @@ impl Magazine {
         count as usize
     }
 
-    /// Returns the number of stored objects. Approximate if another thread calls it.
+    /// Returns the number of stored objects. The number is approximate, except on the magazine's thread.
     pub fn len(&self) -> usize {
         self.len.load(Relaxed) as usize
     }

@@ -193,9 +193,9 @@ pub(crate) enum Level {
 }
 
 /// Number of levels of partial slabs.
-const QUARTERS: usize = 4;
+const QUARTER_LEVELS: usize = 4;
 /// Number of levels of use.
-pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTERS;
+pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTER_LEVELS;
 /// Number of 64-bit words in the set of slabs at one level.
 const SLAB_SET_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
@@ -206,7 +206,7 @@ pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
         used if used == capacity => None,
-        used => Some(Level::Partial as usize + used as usize * QUARTERS / capacity as usize),
+        used => Some(Level::Partial as usize + used as usize * QUARTER_LEVELS / capacity as usize),
     }
 }
 

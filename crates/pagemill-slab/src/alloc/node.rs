@@ -389,7 +389,7 @@ impl Node<'_> {
 
     /// As [`Node::claim_bare`], but only in whole blocks that hold objects, where a slab needs no further memory.
     /// Chooses a block of the fullest list with at least `least` objects in use.
-    pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
+    pub fn claim_bare_in_used_block(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
             let block_meta = self.blocks.block(*block);
             block_meta.is_sparse.get() == 0

@@ -30,9 +30,9 @@ pub(crate) struct Shape {
     /// Distance in bytes from one object to the next.
     pub stride: usize,
     pub slab_bytes: usize,
-    /// Objects per slab.
+    /// Number of objects in a slab.
     pub capacity: u32,
-    /// Slabs per block.
+    /// Number of slabs in a block.
     pub slabs: u32,
     /// Number of objects in a sheaf.
     pub sheaf_len: usize,

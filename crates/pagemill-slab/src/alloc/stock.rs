@@ -101,7 +101,7 @@ impl ThreadRetireList {
         DrainedBatch { count, until }
     }
 
-    /// Returns the number of retired objects. Approximate if another thread calls it.
+    /// Returns the number of retired objects. The number is approximate, except on the stock's thread.
     pub fn len(&self) -> u32 {
         self.objects.len.get()
     }

@@ -37,8 +37,8 @@ impl Engine {
 
     /// Sets up one more slab in a whole block with at least `least` objects in use, where the slab has memory already.
     /// Returns false if no block has such a slab.
-    pub fn add_slab_in_use(&self, node: usize, least: u32) -> bool {
-        let claimed = self.with_node(node, |node| node.claim_bare_in_use(least));
+    pub fn add_slab_in_used_block(&self, node: usize, least: u32) -> bool {
+        let claimed = self.with_node(node, |node| node.claim_bare_in_used_block(least));
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
     }
 

@@ -232,7 +232,7 @@ impl Node<'_> {
         queued_search.set(0);
     }
 
-    /// Checks that each queued block is in the queue of the list by use that the block is in.
+    /// Checks that each queued block is in the queue that belongs to its list by use.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_queues(&self) {
         let searches = &self.state.searches;

@@ -122,7 +122,7 @@ impl<'engine> Destinations<'engine> {
                 TargetSlabs::Fuller(least) => Some(least),
                 TargetSlabs::Partial | TargetSlabs::Any => None,
             };
-            if self.len == 0 && least.is_some_and(|least| self.engine.add_slab_in_use(self.node, least)) {
+            if self.len == 0 && least.is_some_and(|least| self.engine.add_slab_in_used_block(self.node, least)) {
                 self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             }
         }

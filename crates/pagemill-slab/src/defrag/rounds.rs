@@ -61,7 +61,7 @@ pub(crate) enum VisitResult {
     Nothing,
     /// Objects were freed since the last visit, but nothing can be emptied.
     ObjectsFreed,
-    /// Readers, or another thread that uses the cache, have to finish before there is work.
+    /// The thread has work that must wait for readers, or for another thread that uses the cache.
     Waiting,
     /// A step of defragmentation was run.
     StepRun,

@@ -169,7 +169,8 @@ impl<T: Movable> HandleInner<T> {
     fn retire_slowly(&self, object: usize) {
         if !std::mem::needs_drop::<T>() && self.retire_to_stock(object) {
             if self.waiting.0.load(Relaxed) > 0 {
-                let finished = self.retired.0.try_with(|retired| self.take_finished(retired, MAX_FINISHED_BATCHES));
+                let finished =
+                    self.retired.0.try_with(|retired| self.take_finished_batches(retired, MAX_FINISHED_BATCHES));
                 self.drop_values(finished.unwrap_or_default());
             }
             return;
@@ -234,7 +235,7 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Removes up to `most` batches whose readers have finished from the shared retire list, and returns them.
-    fn take_finished(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
+    fn take_finished_batches(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
         let oldest = epochs::oldest_pinned();
         let finished = drain_finished(&mut retired.sealed, most, |(_, until)| *until < oldest);
         let finished: Vec<Vec<u64>> = finished.map(|(objects, _)| objects).collect();
@@ -242,11 +243,11 @@ impl<T: Movable> HandleInner<T> {
         finished
     }
 
-    /// As [`HandleInner::take_finished`], for all batches, so that the caller can drop the values. Returns `None`
-    /// inside of a destructor: the outer call drops the values.
+    /// As [`HandleInner::take_finished_batches`], for all batches, so that the caller can drop the values. Returns
+    /// `None` inside of a destructor: the outer call drops the values.
     fn begin_drops(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
         let dropping = DeferredDrop::begin(self)?;
-        Some((dropping, self.take_finished(retired, usize::MAX)))
+        Some((dropping, self.take_finished_batches(retired, usize::MAX)))
     }
 
     /// Drops the values of batches whose readers have finished, and the values that their destructors retire. The
@@ -258,7 +259,7 @@ impl<T: Movable> HandleInner<T> {
             if !dropping.take_has_more() {
                 return;
             }
-            finished = self.retired.0.with(|retired| self.take_finished(retired, usize::MAX));
+            finished = self.retired.0.with(|retired| self.take_finished_batches(retired, usize::MAX));
         }
     }
 
@@ -297,7 +298,7 @@ impl<T: Movable> HandleInner<T> {
             let finished = self
                 .retired
                 .0
-                .try_with(|retired| self.take_finished(retired, MAX_FINISHED_BATCHES))
+                .try_with(|retired| self.take_finished_batches(retired, MAX_FINISHED_BATCHES))
                 .unwrap_or_default();
             if finished.is_empty() {
                 return;
