@@ -11,7 +11,7 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Maximum number of nodes, which suffices for most tests.
+/// Maximum number of nodes in a forest for most tests.
 const DEFAULT_LIMIT: usize = 1 << 20;
 
 /// A reserved range of addresses for nodes, which is the source of a forest.
