@@ -44,10 +44,10 @@ static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The collector of the current generation, if that generation is not 0. Null before the generation's first [`pin`].
 /// Never freed.
-static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
+static LATER_GENERATION_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
 /// The collector of generation 0; the first call creates it.
-fn first_collector() -> &'static Collector {
+fn collector_of_first_generation() -> &'static Collector {
     static FIRST: OnceLock<Collector> = OnceLock::new();
     FIRST.get_or_init(|| {
         OWNER_PID.store(process::id(), Relaxed);
@@ -56,12 +56,12 @@ fn first_collector() -> &'static Collector {
 }
 
 /// The collector of the current generation, which is not 0; the first call creates it.
-fn later_collector() -> &'static Collector {
+fn collector_of_later_generation() -> &'static Collector {
     debug_assert!(GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
-    let mut found = LATER_COLLECTOR.load(Acquire);
+    let mut found = LATER_GENERATION_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
-        found = match LATER_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
+        found = match LATER_GENERATION_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
             Ok(_) => made,
             Err(theirs) => {
                 // SAFETY: created above; no other thread has a reference to it.
@@ -75,15 +75,16 @@ fn later_collector() -> &'static Collector {
 }
 
 thread_local! {
-    /// Whether [`HANDLE`] exists. Tested first where accessing `HANDLE` must not create it.
+    /// Whether [`FIRST_GENERATION_HANDLE`] exists. Tested first where accessing `FIRST_GENERATION_HANDLE` must not
+    /// create it.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
     /// This thread's handle of generation 0.
-    static HANDLE: LocalHandle = {
+    static FIRST_GENERATION_HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
-        first_collector().register()
+        collector_of_first_generation().register()
     };
     /// This thread's handle of a later generation, with the number of that generation.
-    static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
+    static LATER_GENERATION_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
 /// Pins the current thread: objects reachable while pinned are not reused until the guard is dropped.
@@ -94,24 +95,28 @@ thread_local! {
 pub fn pin() -> Guard {
     match GENERATION.load(Relaxed) {
         // The thread-local handle is gone while a thread ends. Destructors may still read, through a new handle.
-        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first_collector().register().pin())),
-        generation => pin_later(generation),
+        0 => Guard(
+            FIRST_GENERATION_HANDLE
+                .try_with(LocalHandle::pin)
+                .unwrap_or_else(|_| collector_of_first_generation().register().pin()),
+        ),
+        generation => pin_in_later_generation(generation),
     }
 }
 
 /// As [`pin`], for a generation after 0.
 #[cold]
-fn pin_later(generation: u32) -> Guard {
-    let pinned = LATER_HANDLE.try_with(|handle| {
+fn pin_in_later_generation(generation: u32) -> Guard {
+    let pinned = LATER_GENERATION_HANDLE.try_with(|handle| {
         let mut handle = handle.borrow_mut();
         debug_assert!(handle.as_ref().is_none_or(|(of, _)| *of <= generation), "generations only grow");
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
             // Dropping the parent's handle would access the parent's collector, so the handle is leaked.
-            std::mem::forget(handle.replace((generation, later_collector().register())));
+            std::mem::forget(handle.replace((generation, collector_of_later_generation().register())));
         }
         handle.as_ref().map(|(_, handle)| handle.pin())
     });
-    Guard(pinned.ok().flatten().unwrap_or_else(|| later_collector().register().pin()))
+    Guard(pinned.ok().flatten().unwrap_or_else(|| collector_of_later_generation().register().pin()))
 }
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
@@ -129,14 +134,14 @@ pub unsafe fn begin_child() {
     }
     OWNER_PID.store(own, Relaxed);
     let is_reading = match GENERATION.load(Relaxed) {
-        0 => HAS_HANDLE.get() && HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
+        0 => HAS_HANDLE.get() && FIRST_GENERATION_HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
         generation => {
             let is_pinned = |(of, handle): &(u32, LocalHandle)| *of == generation && handle.is_pinned();
-            LATER_HANDLE.try_with(|handle| handle.borrow().as_ref().is_some_and(is_pinned)).unwrap_or(true)
+            LATER_GENERATION_HANDLE.try_with(|handle| handle.borrow().as_ref().is_some_and(is_pinned)).unwrap_or(true)
         }
     };
     if !is_reading {
-        LATER_COLLECTOR.store(ptr::null_mut(), Relaxed);
+        LATER_GENERATION_COLLECTOR.store(ptr::null_mut(), Relaxed);
         GENERATION.fetch_add(1, Relaxed);
     }
 }

@@ -10,7 +10,7 @@
 use crate::arena::{Arena, Layout, place};
 use crate::error::{Error, Result};
 use crate::listing::control::ControlEndpoint;
-use crate::listing::{Measured, StatsResponder};
+use crate::listing::{FiguresSource, StatsResponder};
 use crate::published;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::kernel::Kernel;
@@ -126,7 +126,7 @@ impl Instance {
         helper.set_answer(responder);
         let parts = [const { OnceLock::new() }; Product::COUNT];
         let instance: &'static Self = place(Self { account, arena, helper, responder, control, parts })?;
-        responder.set_measured(instance);
+        responder.set_figures_source(instance);
         Ok(instance)
     }
 
@@ -220,12 +220,12 @@ impl Instance {
             // SAFETY: the caller's promise.
             unsafe { part.begin_child() };
         }
-        self.account.forked(process::own_identity());
+        self.account.begin_child(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));
     }
 }
 
-impl Measured for Instance {
+impl FiguresSource for Instance {
     fn measure(&self) {
         self.measure();
     }
@@ -239,7 +239,7 @@ impl thread::Work for Instance {
 
 /// Held while the instance of the process or one of its parts is created, and during `fork`.
 static CREATION_LOCK: Lock = Lock::new();
-static OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
+static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
 static KERNEL: Kernel = Kernel::new("");
 
 impl Instance {
@@ -256,9 +256,9 @@ impl Instance {
     ///
     /// [`Error::System`] if address space cannot be reserved, or the exit or fork handlers cannot be registered.
     pub fn of_process() -> Result<&'static Self> {
-        let instance = match OF_PROCESS.get() {
+        let instance = match INSTANCE_OF_PROCESS.get() {
             Some(known) => known,
-            None => create()?,
+            None => create_instance()?,
         };
         // Creating a thread allocates through the C library, so it happens outside of the lock.
         if !instance.helper.is_running() && instance.helper.claim() {
@@ -303,30 +303,30 @@ impl<T: Sync> PartOfProcess<T> {
     }
 }
 
-fn create() -> Result<&'static Instance> {
+fn create_instance() -> Result<&'static Instance> {
     let _guard = CREATION_LOCK.lock();
-    if let Some(known) = OF_PROCESS.get() {
+    if let Some(known) = INSTANCE_OF_PROCESS.get() {
         return Ok(known);
     }
     let instance = Instance::new(Layout::for_program(), Account::make(UNLIMITED)?)?;
     instance.account.headroom.set_limits(&KERNEL);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
-    published::set_home("", runtime.unwrap_or_default());
+    published::set_publish_folder("", runtime.unwrap_or_default());
     process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;
     process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
-    Ok(OF_PROCESS.get_or_init(|| instance))
+    Ok(INSTANCE_OF_PROCESS.get_or_init(|| instance))
 }
 
 extern "C" fn at_exit() {
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         instance.parts().for_each(Part::at_exit);
     }
-    published::withdraw();
+    published::remove_own_file();
 }
 
 extern "C" fn before_fork() {
     CREATION_LOCK.acquire();
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: the C library calls this, then `after_fork` on the same thread, in both processes. Parts are added
         // only under `CREATION_LOCK`.
         unsafe { instance.before_fork() };
@@ -334,7 +334,7 @@ extern "C" fn before_fork() {
 }
 
 extern "C" fn after_fork() {
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: `before_fork` ran and has held the lock since. So the instance existed then if it exists now.
         unsafe { instance.after_fork() };
     }
@@ -343,7 +343,7 @@ extern "C" fn after_fork() {
 
 extern "C" fn begin_child() {
     after_fork();
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: this is the child, which has one thread, and `after_fork` has released the locks.
         unsafe { instance.begin_child() };
     }

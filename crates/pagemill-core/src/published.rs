@@ -58,18 +58,18 @@ impl Subject {
 
 /// Age from which a request file is removed. A request takes some seconds, so an older file belongs to a killed
 /// command.
-const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
+const MAX_REQUEST_AGE: Duration = Duration::from_secs(60);
 
 /// The folder into which this process publishes.
-enum Home {
+enum PublishFolder {
     /// The folder of the process tree.
     Tree(Path),
     /// The user's folder, which is located by `runtime`, the value of `XDG_RUNTIME_DIR`.
     User { runtime: Path },
 }
 
-/// The folder that [`set_home`] has set.
-static HOME: OnceLock<Home> = OnceLock::new();
+/// The folder that [`set_publish_folder`] has set.
+static PUBLISH_FOLDER: OnceLock<PublishFolder> = OnceLock::new();
 
 /// The [`publisher_key`] of the process that published; 0 for none. In a fork child, the inherited key is that of the
 /// parent.
@@ -77,33 +77,35 @@ static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// Maximum number of instances of one process that publish into one folder. The preload library and a program that
 /// links Pagemill have an instance each.
-const MAX_COPIES: u32 = 4;
+const MAX_INSTANCES: u32 = 4;
 
 /// Index of this instance among those of the process that publish into the same folder.
-static COPY_INDEX: AtomicU32 = AtomicU32::new(0);
+static INSTANCE_INDEX: AtomicU32 = AtomicU32::new(0);
 
 /// Sets the folder into which this process publishes: `tree`, or the user's folder if `tree` is empty.
 ///
 /// Only the first call has an effect. `runtime` is the value of `XDG_RUNTIME_DIR`; the caller must read it while no
 /// thread changes the environment.
-pub fn set_home(tree: &str, runtime: &str) {
+pub fn set_publish_folder(tree: &str, runtime: &str) {
     let path = |text: &str| Path::format(format_args!("{text}")).unwrap_or_default();
-    let _ = HOME.set(match tree {
-        "" => Home::User { runtime: path(runtime) },
-        tree => Home::Tree(path(tree)),
+    let _ = PUBLISH_FOLDER.set(match tree {
+        "" => PublishFolder::User { runtime: path(runtime) },
+        tree => PublishFolder::Tree(path(tree)),
     });
 }
 
 /// Path of this process's figures file. Creates the folder; returns `None` if that fails.
 pub fn own_file() -> Option<Path> {
-    own_file_of(process::own_identity(), COPY_INDEX.load(Relaxed))
+    own_file_of(process::own_identity(), INSTANCE_INDEX.load(Relaxed))
 }
 
 /// Path of the figures file of the Pagemill with index `copy` in this process.
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
-    match HOME.get()? {
-        Home::Tree(folder) => file_of_copy(folder.as_str(), identity, copy),
-        Home::User { runtime } => file_of_copy(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy),
+    match PUBLISH_FOLDER.get()? {
+        PublishFolder::Tree(folder) => file_of_instance(folder.as_str(), identity, copy),
+        PublishFolder::User { runtime } => {
+            file_of_instance(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy)
+        }
     }
 }
 
@@ -123,12 +125,12 @@ pub fn publish() -> io::Result<()> {
     if PUBLISHED_BY.load(Relaxed) == publisher_key(identity) {
         return Ok(());
     }
-    for copy in 0..MAX_COPIES {
+    for copy in 0..MAX_INSTANCES {
         let path = own_file_of(identity, copy).ok_or(io::ErrorKind::NotFound)?;
         // A file that exists but is not mapped is from before an `exec` of this process. It is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
             stats::publish(path.as_c_str(), identity)?;
-            COPY_INDEX.store(copy, Relaxed);
+            INSTANCE_INDEX.store(copy, Relaxed);
             PUBLISHED_BY.store(publisher_key(identity), Relaxed);
             return Ok(());
         }
@@ -137,14 +139,14 @@ pub fn publish() -> io::Result<()> {
 }
 
 /// Removes this process's figures file at exit. In a tree the file stays, because `run` reads its counters later.
-pub fn withdraw() {
+pub fn remove_own_file() {
     // Most processes never publish: return before the system calls below.
-    if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
+    if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(PUBLISH_FOLDER.get(), Some(PublishFolder::User { .. })) {
         return;
     }
     let identity = process::own_identity();
     if PUBLISHED_BY.load(Relaxed) == publisher_key(identity)
-        && let Some(path) = own_file_of(identity, COPY_INDEX.load(Relaxed))
+        && let Some(path) = own_file_of(identity, INSTANCE_INDEX.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
@@ -214,7 +216,7 @@ pub fn file_of(folder: &str, identity: Identity) -> Option<Path> {
 }
 
 /// As [`file_of`], for the instance of the process with index `copy`.
-fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
+fn file_of_instance(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     match copy {
         0 => file_of(folder, identity),
         copy => Path::format(format_args!("{folder}/{}-{}.{copy}", identity.pid, identity.start_ticks)),
@@ -224,7 +226,7 @@ fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
 /// The process that published the figures file of this name; `None` if it is not the name of a figures file.
 fn identity_of(name: &str) -> Option<Identity> {
     let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
-    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_COPIES)?;
+    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_INSTANCES)?;
     let (pid, start_ticks) = name.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
@@ -240,13 +242,13 @@ fn request_target(name: &str) -> Option<Identity> {
     number.parse::<u32>().ok().and(identity_of(identity))
 }
 
-/// Removes request files of processes that have ended, and request files older than [`REQUEST_ENDED_AFTER`].
+/// Removes request files of processes that have ended, and request files older than [`MAX_REQUEST_AGE`].
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
         let Some(identity) = entry.file_name().to_str().and_then(request_target) else { continue };
         let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
-        if !process::is_alive(identity) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
+        if !process::is_alive(identity) || age().is_some_and(|age| age > MAX_REQUEST_AGE) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
@@ -281,11 +283,11 @@ pub struct Published {
 ///
 /// The error of reading the folder. Files that are not valid figures files are skipped.
 pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
-    list_of(folder, None, remove_ended)
+    list_owned_by(folder, None, remove_ended)
 }
 
 /// As [`list`], but only files that `owner` owns.
-fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<Vec<Published>> {
+fn list_owned_by(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<Vec<Published>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let Ok(name) = entry?.file_name().into_string() else { continue };
@@ -317,7 +319,7 @@ pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
 
 /// Reads the figures of a process from `folders`. With `owner`, reads only files that this user owns.
 fn find_in_folders(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
-    let copies = |folder| (0..MAX_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
+    let copies = |folder| (0..MAX_INSTANCES).filter_map(move |copy| file_of_instance(folder, identity, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
     let read =
         |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.identity == identity);
@@ -396,7 +398,7 @@ pub fn read_all() -> Vec<Process> {
     let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
     for user in other_users() {
         let found =
-            folders_of(user).into_iter().filter_map(|folder| list_of(&folder, Some(user), false).ok()).flatten();
+            folders_of(user).into_iter().filter_map(|folder| list_owned_by(&folder, Some(user), false).ok()).flatten();
         // The folder's user could create a file with the name of another user's process. Such a file is ignored.
         let is_its = |process: &Published| process.is_alive && user_of(process.identity.pid) == Some(user);
         pids.extend(found.filter(is_its).map(|process| process.identity.pid));
@@ -418,7 +420,7 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     let (folders, owner) = if user == own { (own_folders(), None) } else { (folders_of(user), Some(user)) };
     let name = format!("/run-{}-{}", identity.pid, identity.start_ticks);
     let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
-    let members = list_of(&folder, owner, false).ok()?;
+    let members = list_owned_by(&folder, owner, false).ok()?;
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
 }
 
@@ -490,17 +492,17 @@ fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
 /// Removes files of processes that were killed, and folders of trees whose `run` and members have all ended.
 pub fn sweep() {
     match user_folder() {
-        Ok(folder) => sweep_in(folder.as_str()),
+        Ok(folder) => sweep_folder(folder.as_str()),
         // Another user occupies the usual names. Folders of trees under random names may exist nevertheless.
-        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
+        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_folder(folder)),
     }
 }
 
 /// As [`sweep`], in one folder.
-fn sweep_in(folder: &str) {
+fn sweep_folder(folder: &str) {
     // The usual case, an empty folder, must be fast, because frequently run commands call this.
     if std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none()) {
-        remove_if_for_one_tree(folder);
+        remove_random_folder(folder);
         return;
     }
     for (path, identity) in tree_folders(folder) {
@@ -512,7 +514,7 @@ fn sweep_in(folder: &str) {
     }
     sweep_requests(folder);
     let _ = list(folder, true);
-    remove_if_for_one_tree(folder);
+    remove_random_folder(folder);
 }
 
 /// Creates the folder of a new process tree whose `run` is this process.
@@ -537,12 +539,12 @@ pub fn make_tree_folder() -> io::Result<String> {
 pub fn remove_tree_folder(folder: &str) {
     let _ = std::fs::remove_dir_all(folder);
     if let Some((parent, _)) = folder.rsplit_once('/') {
-        remove_if_for_one_tree(parent);
+        remove_random_folder(parent);
     }
 }
 
 /// Removes an empty folder that [`make_tree_folder`] created under a random name.
-fn remove_if_for_one_tree(folder: &str) {
+fn remove_random_folder(folder: &str) {
     if SHARED_FOLDERS.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
         let _ = std::fs::remove_dir(folder);
     }
@@ -563,8 +565,8 @@ mod tests {
         page[..8].copy_from_slice(b"pagemill");
         page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
         std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
-        let copy = |number| file_of_copy(folder, gone, number).unwrap();
-        for number in [1, MAX_COPIES] {
+        let copy = |number| file_of_instance(folder, gone, number).unwrap();
+        for number in [1, MAX_INSTANCES] {
             std::fs::copy(copy(0).as_str(), copy(number).as_str()).unwrap();
         }
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
@@ -573,7 +575,8 @@ mod tests {
         assert!(found.iter().all(|process| !process.is_alive && process.identity == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
         assert!(
-            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MAX_COPIES).as_str()).unwrap()
+            std::fs::exists(format!("{folder}/other")).unwrap()
+                && std::fs::exists(copy(MAX_INSTANCES).as_str()).unwrap()
         );
     }
 
@@ -591,7 +594,7 @@ mod tests {
         let own = process::own_identity();
         let (_, gone) = make(Identity { pid: 1 << 30, start_ticks: 1 }, 1);
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
-        old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
+        old_file.set_modified(std::time::SystemTime::now() - 2 * MAX_REQUEST_AGE).unwrap();
         for subject in Subject::ALL {
             let name = format!("5-6.1{}7", subject.name_part());
             assert_eq!(request_target(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");

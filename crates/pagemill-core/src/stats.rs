@@ -358,8 +358,8 @@ pub const GIVEABLE: &[Counter] = &[
 ];
 
 /// Maximum number of counters on a page.
-pub(crate) const CAPACITY: usize = 128;
-const _: () = assert!(TABLE.len() <= CAPACITY);
+pub(crate) const MAX_COUNTERS: usize = 128;
+const _: () = assert!(TABLE.len() <= MAX_COUNTERS);
 
 /// Layout version of [`Figures`].
 pub const VERSION: u32 = 2;
@@ -389,7 +389,7 @@ pub struct Figures {
     wake: AtomicU32,
     /// Number of the latest request to this process. The process that makes a request stores it (`listing`).
     asked: AtomicU32,
-    counters: [AtomicU64; CAPACITY],
+    counters: [AtomicU64; MAX_COUNTERS],
     pub(crate) ring: EventRing,
 }
 
@@ -406,7 +406,7 @@ impl Figures {
             arena: [const { AtomicU64::new(0) }; 2],
             wake: AtomicU32::new(0),
             asked: AtomicU32::new(0),
-            counters: [const { AtomicU64::new(0) }; CAPACITY],
+            counters: [const { AtomicU64::new(0) }; MAX_COUNTERS],
             ring: EventRing::new(),
         }
     }
@@ -429,14 +429,14 @@ impl Figures {
     }
 
     /// Number of the latest request to this process.
-    pub fn asked(&self) -> u32 {
+    pub fn latest_request(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
     /// Announces the request with this number to the process of this page, whose helper then answers all requests up to
     /// the number. Returns `false` if the number was announced before: then the helper may have looked for the
     /// request's file before the file existed.
-    pub fn ask(&self, number: u32) -> bool {
+    pub fn announce_request(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
         before < number
@@ -550,12 +550,12 @@ pub struct Snapshot {
     name: [u8; 16],
     /// Addresses of the process's arena; empty while it has none.
     pub arena: Range<u64>,
-    values: [u64; CAPACITY],
+    values: [u64; MAX_COUNTERS],
 }
 
 impl Default for Snapshot {
     fn default() -> Self {
-        Self { identity: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; CAPACITY] }
+        Self { identity: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; MAX_COUNTERS] }
     }
 }
 
@@ -595,12 +595,12 @@ impl Snapshot {
     }
 
     /// All counters, in the order of [`TABLE`].
-    pub fn values(&self) -> &[u64; CAPACITY] {
+    pub fn values(&self) -> &[u64; MAX_COUNTERS] {
         &self.values
     }
 
     /// A copy with other counter values.
-    pub(crate) fn with_values(&self, values: [u64; CAPACITY]) -> Self {
+    pub(crate) fn with_values(&self, values: [u64; MAX_COUNTERS]) -> Self {
         Self { values, ..self.clone() }
     }
 
@@ -673,7 +673,7 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     // SAFETY: the mapping is as long as the type and page aligned, and every bit pattern is valid (type invariant).
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
     page.write_header(identity, process::name(identity.pid));
-    let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
+    let copied: [u64; MAX_COUNTERS] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
     }

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// Number of events in the ring; a new event overwrites the oldest.
-const CAPACITY: usize = 1024;
+const MAX_EVENTS: usize = 1024;
 
 /// The format of one of the two 64-bit numbers of an event. A number has one named value, or two packed ones.
 struct NumberFormat {
@@ -127,20 +127,20 @@ struct EventSlot {
 pub struct EventRing {
     /// Sequence number of the latest event; 0 before the first.
     next: AtomicU64,
-    /// The entries; an event's index is its sequence number modulo [`CAPACITY`].
-    entries: [EventSlot; CAPACITY],
+    /// The entries; an event's index is its sequence number modulo [`MAX_EVENTS`].
+    entries: [EventSlot; MAX_EVENTS],
 }
 
 impl EventRing {
     pub(crate) const fn new() -> Self {
-        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; CAPACITY] }
+        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; MAX_EVENTS] }
     }
 
     /// Stores an event in the next entry.
     fn record(&self, event: Event, first: u64, second: u64) {
         // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
-        let entry = &self.entries[sequence as usize % CAPACITY];
+        let entry = &self.entries[sequence as usize % MAX_EVENTS];
         entry.tag.store(0, Relaxed);
         entry.time_ns.store(clock::fine_ns(), Release);
         entry.numbers[0].store(first, Release);
@@ -233,11 +233,11 @@ mod tests {
     #[test]
     fn ring_has_latest_events() {
         let ring = EventRing::new();
-        for number in 0..CAPACITY as u64 + 10 {
+        for number in 0..MAX_EVENTS as u64 + 10 {
             ring.record(Event::GivenForProgram, number, 2 * number);
         }
         let events = ring.read();
-        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.len(), MAX_EVENTS);
         assert_eq!(events[0].numbers[0], ("wanted_bytes", 10));
         assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
     }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Builds a C program against this crate's library.
-fn build(folder: &Path, source: &str) -> PathBuf {
+fn build_c_program(folder: &Path, source: &str) -> PathBuf {
     let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let program = folder.join("program");
@@ -38,7 +38,7 @@ fn build(folder: &Path, source: &str) -> PathBuf {
 #[test]
 fn c_program_marks_and_unmarks() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let output = Command::new(&program).arg("64").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
@@ -50,7 +50,7 @@ fn c_program_marks_and_unmarks() {
 #[test]
 fn marked_memory_is_giveable_in_figures() {
     let folder = tempfile::tempdir().unwrap();
-    let output = Command::new(build(folder.path(), "figures.c")).output().unwrap();
+    let output = Command::new(build_c_program(folder.path(), "figures.c")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "64 MiB giveable while marked\n");
@@ -61,7 +61,7 @@ fn marked_memory_is_giveable_in_figures() {
 #[test]
 fn volatile_memory_is_purged_before_group_limit() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-c", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.arg("512");
@@ -77,7 +77,7 @@ fn volatile_memory_is_purged_before_group_limit() {
 #[test]
 fn sleeping_program_is_purged_for_its_group() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-hold", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.args(["hold", "180"]);
@@ -105,7 +105,7 @@ fn sleeping_program_is_purged_for_its_group() {
 #[test]
 fn purged_strict_memory_raises_sigbus() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "strict.c");
+    let program = build_c_program(folder.path(), "strict.c");
     let Some(group) = group::Group::new("strict-c", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.arg("512");
@@ -140,7 +140,7 @@ fn page_counts(list: &List) -> Vec<usize> {
 #[test]
 fn marked_ranges_of_processes_are_listed() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vranges.c");
+    let program = build_c_program(folder.path(), "vranges.c");
     let runtime = folder.path().join("runtime");
     std::fs::DirBuilder::new().mode(0o700).create(&runtime).unwrap();
     let published = runtime.join("pagemill");

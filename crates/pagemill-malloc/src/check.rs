@@ -13,7 +13,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Small allocations start at multiples of this many bytes.
-const STEP: usize = 8;
+const STEP_BYTES: usize = 8;
 
 /// First address that has a bit.
 static FIRST_ADDR: AtomicUsize = AtomicUsize::new(0);
@@ -30,7 +30,9 @@ pub fn is_on() -> bool {
 /// Turns checking on; returns whether that succeeded.
 pub fn start(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
-    let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
+    let Ok(bits) = mem::map_sparse((end - base) / STEP_BYTES / 8, pagemill_core::units::BLOCK_BYTES) else {
+        return false;
+    };
     FIRST_ADDR.store(base, Relaxed);
     END_ADDR.store(end, Relaxed);
     BIT_TABLE.store(bits, Relaxed);
@@ -43,7 +45,7 @@ fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     if bits == 0 || !(base..END_ADDR.load(Relaxed)).contains(&addr) {
         return None;
     }
-    let index = (addr - base) / STEP;
+    let index = (addr - base) / STEP_BYTES;
     // SAFETY: the table has a bit for every step of this range and stays mapped.
     let word = unsafe { &*((bits + index / 64 * 8) as *const AtomicU64) };
     Some((word, 1 << (index % 64)))
@@ -71,7 +73,7 @@ pub fn record_free(function: &str, pointer: *mut c_void) {
     if !is_on() {
         return;
     }
-    let was_there = addr.is_multiple_of(STEP)
+    let was_there = addr.is_multiple_of(STEP_BYTES)
         && table_bit(addr).is_some_and(|(word, bit)| word.fetch_and(!bit, Relaxed) & bit != 0);
     if !was_there {
         let error = Error::NotAllocated { addr };

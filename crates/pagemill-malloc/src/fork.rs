@@ -6,7 +6,7 @@
 //!
 //! | acquired before the fork | released after it, in both processes |
 //! |---|---|
-//! | the lock of growth (`globals::GROWTH`) | Pagemill's locks |
+//! | the lock of growth (`globals::GROWTH_LOCK`) | Pagemill's locks |
 //! | the lock of purges of jemalloc (`small`) | jemalloc's locks |
 //! | jemalloc's locks | the lock of purges |
 //! | Pagemill's locks | the lock of growth |
@@ -24,25 +24,25 @@ use std::sync::atomic::{
 };
 
 /// A fork handler; `None` for no handler.
-type Handler = Option<unsafe extern "C" fn()>;
+type ForkHandler = Option<unsafe extern "C" fn()>;
 
 /// The type of `__register_atfork`.
-type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+type RegisterAtforkFn = unsafe extern "C" fn(ForkHandler, ForkHandler, ForkHandler, *mut c_void) -> c_int;
 
 /// Finds the C library's `__register_atfork`.
 ///
 /// The symbol has one version for each processor architecture. A lookup by version allocates no memory.
-fn register_of_c_library() -> Option<Register> {
+fn register_of_c_library() -> Option<RegisterAtforkFn> {
     const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
     // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
     let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), VERSION.as_ptr()) } as usize;
     // SAFETY: the address is 0 or that of a function of this type.
-    unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
+    unsafe { std::mem::transmute::<usize, Option<RegisterAtforkFn>>(address) }
 }
 
 /// Lock around the registration of this library's fork handlers. They are registered once: a fork child inherits the
 /// registered handlers and [`IS_REGISTERED`], and does not register them again.
-static REGISTRATION: Lock = Lock::new();
+static REGISTRATION_LOCK: Lock = Lock::new();
 /// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
@@ -56,13 +56,13 @@ pub fn register() {
 }
 
 /// Registers this library's fork handlers by `register_handlers`, unless they are registered.
-fn register_own_handlers(register_handlers: Register) {
-    let _guard = REGISTRATION.lock();
+fn register_own_handlers(register_handlers: RegisterAtforkFn) {
+    let _guard = REGISTRATION_LOCK.lock();
     if !IS_REGISTERED.load(Relaxed) {
         // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So the last argument,
         // the library whose unloading would remove the handlers, is null. The call allocates only after 48
         // registrations.
-        unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
+        unsafe { register_handlers(Some(before_fork), Some(in_parent), Some(in_child), ptr::null_mut()) };
         IS_REGISTERED.store(true, Release);
     }
 }
@@ -75,9 +75,9 @@ fn register_own_handlers(register_handlers: Register) {
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __register_atfork(
-    prepare: Handler,
-    parent: Handler,
-    child: Handler,
+    prepare: ForkHandler,
+    parent: ForkHandler,
+    child: ForkHandler,
     library: *mut c_void,
 ) -> c_int {
     let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
@@ -104,7 +104,7 @@ enum ForkStage {
 ///
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
+pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: ForkHandler, parent: ForkHandler, child: ForkHandler) -> c_int {
     for (place, handler) in JEMALLOC_HANDLERS.iter().zip([prepare, parent, child]) {
         place.store(handler.map_or(0, |handler| handler as usize), Release);
     }
@@ -120,42 +120,42 @@ fn call_jemalloc_handler(stage: ForkStage) {
     }
 }
 
-/// Whether [`before`] has acquired the locks of jemalloc and of Pagemill for the current fork.
+/// Whether [`before_fork`] has acquired the locks of jemalloc and of Pagemill for the current fork.
 static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
 /// The handler before a fork: acquires all locks.
-extern "C" fn before() {
-    globals::GROWTH.acquire();
+extern "C" fn before_fork() {
+    globals::GROWTH_LOCK.acquire();
     if let Some(pagemill) = globals::pagemill() {
         small::before_fork();
         call_jemalloc_handler(ForkStage::Before);
-        // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
+        // SAFETY: the next call is `after_fork` on this thread, both in the parent and in the child.
         unsafe { pagemill.instance.before_fork() };
         HAS_ACQUIRED_LOCKS.store(true, Relaxed);
     }
 }
 
-/// Releases the locks that [`before`] has acquired, in both processes.
-fn after(stage: ForkStage) {
+/// Releases the locks that [`before_fork`] has acquired, in both processes.
+fn after_fork(stage: ForkStage) {
     if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
         && let Some(pagemill) = globals::pagemill()
     {
-        // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
+        // SAFETY: `before_fork` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.instance.after_fork() };
         call_jemalloc_handler(stage);
         small::after_fork();
     }
-    globals::GROWTH.release();
+    globals::GROWTH_LOCK.release();
 }
 
 extern "C" fn in_parent() {
-    after(ForkStage::InParent);
+    after_fork(ForkStage::InParent);
 }
 
 extern "C" fn in_child() {
-    after(ForkStage::InChild);
+    after_fork(ForkStage::InChild);
     if !WIPED_PAGE.load(Relaxed).is_null() {
-        mark_process();
+        arm_raw_clone_detection();
     }
     begin_child();
 }
@@ -164,7 +164,7 @@ extern "C" fn in_child() {
 static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
 /// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.
-pub fn mark_process() {
+pub fn arm_raw_clone_detection() {
     let page_bytes = pagemill_core::units::os_page_bytes();
     let known = WIPED_PAGE.load(Acquire);
     let page = match known.is_null() {
@@ -207,7 +207,7 @@ fn begin_child() {
         (None, Some(account)) => {
             // SAFETY: as above.
             unsafe { stats::detach_in_child() };
-            account.forked(process::own_identity());
+            account.begin_child(process::own_identity());
         }
         (None, None) => {}
     }

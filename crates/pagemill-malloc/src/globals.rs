@@ -22,7 +22,7 @@ pub static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns whether an address may be passed directly to jemalloc.
 #[inline]
-pub fn is_small(pointer: *mut c_void) -> bool {
+pub fn is_in_small_zone(pointer: *mut c_void) -> bool {
     let bytes = SMALL_BYTES.load(Acquire);
     (pointer as usize).wrapping_sub(SMALL_START.load(Relaxed)) < bytes
 }
@@ -33,7 +33,7 @@ pub static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 pub static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: if the
 /// lock is held, the C library serves the allocation.
-pub static GROWTH: Lock = Lock::new();
+pub static GROWTH_LOCK: Lock = Lock::new();
 
 /// Returns the [`Base`] of this library; `None` until the program has grown.
 pub fn pagemill() -> Option<&'static Base> {

@@ -38,7 +38,7 @@ mod small;
 mod start;
 mod vrange_hooks;
 
-use globals::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, is_small};
+use globals::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, is_in_small_zone};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering::Acquire;
 use tikv_jemalloc_sys as je;
@@ -105,7 +105,7 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
-    if is_small(pointer) {
+    if is_in_small_zone(pointer) {
         // SAFETY: the pointer is an allocation of jemalloc (guaranteed by the caller).
         return unsafe { je::free(pointer) };
     }
@@ -133,7 +133,7 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
 /// `pointer` is null or an allocation of this library; the old address must not be used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
-    if is_small(pointer) && size < SMALL_LIMIT.load(Acquire) && size != 0 {
+    if is_in_small_zone(pointer) && size < SMALL_LIMIT.load(Acquire) && size != 0 {
         // SAFETY: guaranteed by the caller.
         return unsafe { je::realloc(pointer, size) };
     }
@@ -158,13 +158,13 @@ pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: 
 /// Allocates at a multiple of `align`, a power of two; returns null and `EINVAL` for any other value.
 #[unsafe(no_mangle)]
 pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
-    large::aligned(align, size)
+    large::allocate_aligned(align, size)
 }
 
 /// Allocates at a multiple of the smallest power of two that is at least `align`.
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
-    large::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
+    large::allocate_aligned(align.checked_next_power_of_two().unwrap_or(0), size)
 }
 
 /// Stores an allocation at a multiple of `align` in `result`; on failure returns `EINVAL` or `ENOMEM` and stores
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
         return libc::EINVAL;
     }
     let errno = large::errno();
-    let pointer = large::aligned(align, size);
+    let pointer = large::allocate_aligned(align, size);
     large::set_errno(errno);
     if pointer.is_null() {
         return libc::ENOMEM;
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
 /// Allocates at a page boundary.
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(size: usize) -> *mut c_void {
-    large::aligned(pagemill_core::units::os_page_bytes(), size)
+    large::allocate_aligned(pagemill_core::units::os_page_bytes(), size)
 }
 
 /// Allocates whole pages.
@@ -200,7 +200,7 @@ pub extern "C" fn valloc(size: usize) -> *mut c_void {
 pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     let page = pagemill_core::units::os_page_bytes();
     match size.max(1).checked_next_multiple_of(page) {
-        Some(size) => large::aligned(page, size),
+        Some(size) => large::allocate_aligned(page, size),
         None => globals::out_of_memory(),
     }
 }

@@ -23,7 +23,7 @@ use std::sync::atomic::{
 pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
 
 /// If the program's address space is limited to less than this, the C library's malloc serves all its calls.
-const NARROW_BYTES: usize = 64 << 30;
+const NARROW_ADDRESS_SPACE_BYTES: usize = 64 << 30;
 
 /// Value of [`WEIGHTED_CALLS`] above which a program counts as grown, however little it has allocated.
 const MAX_WEIGHTED_CALLS: usize = 1 << 17;
@@ -40,9 +40,9 @@ const CHARGE_STEP_BYTES: usize = 1 << 20;
 /// Whether a thread is updating the account now.
 static IS_CHARGING: AtomicBool = AtomicBool::new(false);
 
-/// The C library's functions, as indexes of [`FUNCTIONS`].
+/// The C library's functions, as indexes of [`LIBC_FUNCTIONS`].
 #[derive(Clone, Copy)]
-enum Function {
+enum LibcFunction {
     Malloc,
     Calloc,
     Realloc,
@@ -54,16 +54,16 @@ enum Function {
 
 /// Addresses of the C library's functions; 0 if not found. They are looked up by version, because an allocator to which
 /// the program is linked exports the same names, including `__libc_malloc`.
-static FUNCTIONS: [AtomicUsize; 7] = [const { AtomicUsize::new(0) }; 7];
+static LIBC_FUNCTIONS: [AtomicUsize; 7] = [const { AtomicUsize::new(0) }; 7];
 
 /// Address of a function of the C library, if it was found.
-fn address(function: Function) -> Option<usize> {
-    let address = FUNCTIONS[function as usize].load(Relaxed);
+fn function_address(function: LibcFunction) -> Option<usize> {
+    let address = LIBC_FUNCTIONS[function as usize].load(Relaxed);
     (address != 0).then_some(address)
 }
 
-/// The symbol version of [`FUNCTIONS`]: that of the C library's first release for this processor architecture.
-const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.2.5" } else { c"GLIBC_2.17" };
+/// The symbol version of [`LIBC_FUNCTIONS`]: that of the C library's first release for this processor architecture.
+const SYMBOL_VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.2.5" } else { c"GLIBC_2.17" };
 
 unsafe extern "C" {
     fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void;
@@ -76,9 +76,9 @@ unsafe extern "C" {
 pub fn find_functions() {
     const NAMES: [&CStr; 7] =
         [c"malloc", c"calloc", c"realloc", c"memalign", c"free", c"malloc_usable_size", c"malloc_trim"];
-    for (place, name) in FUNCTIONS.iter().zip(NAMES) {
+    for (place, name) in LIBC_FUNCTIONS.iter().zip(NAMES) {
         // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
-        place.store(unsafe { dlvsym(libc::RTLD_NEXT, name.as_ptr(), VERSION.as_ptr()) } as usize, Relaxed);
+        place.store(unsafe { dlvsym(libc::RTLD_NEXT, name.as_ptr(), SYMBOL_VERSION.as_ptr()) } as usize, Relaxed);
     }
 }
 
@@ -99,8 +99,8 @@ static CHARGED_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Makes the C library serve the program until it has grown, if the C library's functions were found and `after_bytes`
 /// is not 0. Returns whether the C library serves the program.
 pub fn enable(after_bytes: usize) -> bool {
-    let has_all = FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
-    let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_BYTES);
+    let has_all = LIBC_FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
+    let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_ADDRESS_SPACE_BYTES);
     let after_bytes = if is_narrow && after_bytes > 0 { usize::MAX } else { after_bytes };
     let may_be = after_bytes > 0 && has_all;
     GROWTH_BYTES.store(if may_be { after_bytes } else { 0 }, Relaxed);
@@ -137,16 +137,16 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
     let align = if size >= MIN_BYTES && !is_zeroed { align.max(CACHE_LINE_BYTES) } else { align };
     let is_plain = align <= align_of::<libc::max_align_t>();
     let function = match (is_plain, is_zeroed) {
-        (true, false) => Function::Malloc,
-        (true, true) => Function::Calloc,
-        (false, _) => Function::Memalign,
+        (true, false) => LibcFunction::Malloc,
+        (true, true) => LibcFunction::Calloc,
+        (false, _) => LibcFunction::Memalign,
     };
-    let Some(address) = address(function) else { return crate::globals::out_of_memory() };
+    let Some(address) = function_address(function) else { return crate::globals::out_of_memory() };
     // SAFETY: the addresses are those of functions of these types. The C library sets `errno`.
     let pointer = unsafe {
         match function {
-            Function::Malloc => transmute::<usize, extern "C" fn(usize) -> *mut c_void>(address)(size),
-            Function::Calloc => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(1, size),
+            LibcFunction::Malloc => transmute::<usize, extern "C" fn(usize) -> *mut c_void>(address)(size),
+            LibcFunction::Calloc => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(1, size),
             _ => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(align, size),
         }
     };
@@ -160,7 +160,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 /// The pointer is a live allocation of [`allocate`] or this function, and is not used after success. `size` is not 0.
 pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-    let Some(address) = address(Function::Realloc) else { return crate::globals::out_of_memory() };
+    let Some(address) = function_address(LibcFunction::Realloc) else { return crate::globals::out_of_memory() };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     let (before, new) = unsafe { (usable_bytes(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
     let new = count_allocation(new);
@@ -176,7 +176,7 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
 ///
 /// The pointer is not used any more.
 pub unsafe fn free(pointer: *mut c_void) {
-    let Some(address) = address(Function::Free) else { return };
+    let Some(address) = function_address(LibcFunction::Free) else { return };
     // SAFETY: guaranteed by the caller.
     let bytes = unsafe { usable_bytes(pointer) };
     LIVE_BYTES.fetch_sub(bytes as isize, Relaxed);
@@ -190,7 +190,7 @@ pub unsafe fn free(pointer: *mut c_void) {
 ///
 /// The pointer is live.
 pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
-    let Some(address) = address(Function::UsableSize) else { return 0 };
+    let Some(address) = function_address(LibcFunction::UsableSize) else { return 0 };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void) -> usize>(address)(pointer) }
 }
@@ -198,13 +198,15 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
 /// Makes the C library return its free memory to the system, if it has ever served an allocation. Returns whether any
 /// memory was returned.
 pub fn trim() -> bool {
-    let Some(address) = address(Function::Trim).filter(|_| PEAK_BYTES.load(Relaxed) > 0) else { return false };
+    let Some(address) = function_address(LibcFunction::Trim).filter(|_| PEAK_BYTES.load(Relaxed) > 0) else {
+        return false;
+    };
     // SAFETY: the address of a function of this type.
     unsafe { transmute::<usize, extern "C" fn(usize) -> c_int>(address)(0) == 1 }
 }
 
 /// Returns whether [`charge_roughly`] would update the account.
-pub fn owes_charge() -> bool {
+pub fn is_charge_due() -> bool {
     chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) > CHARGE_STEP_BYTES
 }
 
@@ -221,7 +223,7 @@ pub fn charge_exactly(account: &Account) {
 /// Records the peak of a program that ends without having grown. If the program was never charged, it publishes no
 /// figures, and the peak is recorded on the tree's page.
 pub fn record_peak(account: &Account) {
-    account.note_small(peak_bytes());
+    account.record_libc_peak(peak_bytes());
 }
 
 /// Returns the peak of the live bytes, without those that the program inherited from its parent.
@@ -249,7 +251,7 @@ fn charge(account: &Account, slack_bytes: usize) {
     }
     let held = chargeable_bytes();
     let charged = CHARGED_BYTES.swap(held, Relaxed);
-    account.count_c_library(held as i64 - charged as i64);
+    account.charge_c_library(held as i64 - charged as i64);
     IS_CHARGING.store(false, Release);
 }
 

@@ -14,7 +14,7 @@ use std::mem::transmute;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// The type of `mallctl`.
-type Control = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
+type MallctlFn = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 /// The value of `version` in a program without jemalloc. Some programs call `mallctl` to find the allocator's name.
 static VERSION: &CStr =
@@ -78,7 +78,7 @@ static JEMALLOC_MALLCTL: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the function `mallctl` of the program's jemalloc. Searches for the function only once, because a failed
 /// search changes the result of `dlerror`.
-fn jemalloc_mallctl() -> Option<Control> {
+fn jemalloc_mallctl() -> Option<MallctlFn> {
     let mut address = JEMALLOC_MALLCTL.load(Relaxed);
     if address == 0 {
         // SAFETY: the argument is a C string. The call searches the loaded libraries.
@@ -86,7 +86,7 @@ fn jemalloc_mallctl() -> Option<Control> {
         JEMALLOC_MALLCTL.store(address, Relaxed);
     }
     // SAFETY: jemalloc's function of this name has this type.
-    (address > 1).then(|| unsafe { transmute::<usize, Control>(address) })
+    (address > 1).then(|| unsafe { transmute::<usize, MallctlFn>(address) })
 }
 
 /// Bytes in use at the last update of the statistics, plus 1; 0 before the first. Programs subtract this from
@@ -115,7 +115,7 @@ fn statistic(sum: &AtomicUsize) -> usize {
 /// # Safety
 ///
 /// As [`mallctl`].
-unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
+unsafe fn store_value<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
     if old.is_null() || old_len.is_null() {
         return 0;
     }
@@ -156,13 +156,13 @@ pub unsafe extern "C" fn mallctl(
                 large::trim();
                 0
             }
-            Some(ControlName::Used) => store(statistic(&USED_BYTES), old, old_len),
-            Some(ControlName::Resident) => store(statistic(&RESIDENT_BYTES), old, old_len),
+            Some(ControlName::Used) => store_value(statistic(&USED_BYTES), old, old_len),
+            Some(ControlName::Resident) => store_value(statistic(&RESIDENT_BYTES), old, old_len),
             Some(ControlName::Epoch) => {
                 update_statistics();
                 forward().unwrap_or(0)
             }
-            Some(ControlName::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
+            Some(ControlName::Version) => forward().unwrap_or_else(|| store_value(VERSION.as_ptr(), old, old_len)),
             None => forward().unwrap_or(libc::ENOENT),
         }
     }

@@ -51,22 +51,22 @@ enum HugePolicy {
     Never,
 }
 
-struct Cell(UnsafeCell<Settings>);
+struct SettingsCell(UnsafeCell<Settings>);
 
-// SAFETY: only `read` writes the value, before any other thread can use the library.
-unsafe impl Sync for Cell {}
+// SAFETY: only `read_environment` writes the value, before any other thread can use the library.
+unsafe impl Sync for SettingsCell {}
 
-static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
+static SETTINGS: SettingsCell = SettingsCell(UnsafeCell::new(Settings::defaults()));
 
-/// Returns the settings; valid after [`read`].
+/// Returns the settings; valid after [`read_environment`].
 pub fn settings() -> &'static Settings {
-    // SAFETY: after `read` the value is not written any more.
+    // SAFETY: after `read_environment` the value is not written any more.
     unsafe { &*SETTINGS.0.get() }
 }
 
 /// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
 /// can use the library.
-pub fn read() {
+pub fn read_environment() {
     // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
     let settings = unsafe { &mut *SETTINGS.0.get() };
     settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
@@ -101,8 +101,8 @@ fn policy() -> Option<Return> {
 }
 
 impl Settings {
-    /// The defaults, before [`read`].
-    const fn none() -> Self {
+    /// The defaults, before [`read_environment`].
+    const fn defaults() -> Self {
         Self {
             limit_bytes: UNLIMITED,
             after_bytes: None,

@@ -47,12 +47,12 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     alloc: Some(alloc_extent),
     dalloc: Some(retain_extent),
     destroy: None,
-    commit: Some(commit),
-    decommit: Some(decommit),
+    commit: Some(commit_pages),
+    decommit: Some(decommit_pages),
     purge_lazy: None,
     purge_forced: None,
-    split: Some(split),
-    merge: Some(merge),
+    split: Some(split_extent),
+    merge: Some(merge_extents),
 });
 
 /// Extent hook: allocates addresses for an extent. They read zero and have no memory until they are committed.
@@ -92,7 +92,7 @@ unsafe extern "C" fn retain_extent(
 }
 
 /// Extent hook: charges pages of an extent and makes them usable.
-unsafe extern "C" fn commit(
+unsafe extern "C" fn commit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
     _size: usize,
@@ -110,7 +110,7 @@ unsafe extern "C" fn commit(
 }
 
 /// Extent hook: decommits pages that jemalloc no longer uses.
-unsafe extern "C" fn decommit(
+unsafe extern "C" fn decommit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
     _size: usize,
@@ -125,7 +125,7 @@ unsafe extern "C" fn decommit(
 }
 
 /// Extent hook: allows jemalloc to split an extent. The arena has no state for each extent.
-unsafe extern "C" fn split(
+unsafe extern "C" fn split_extent(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
     _size: usize,
@@ -138,7 +138,7 @@ unsafe extern "C" fn split(
 }
 
 /// Extent hook: allows jemalloc to merge adjacent extents.
-unsafe extern "C" fn merge(
+unsafe extern "C" fn merge_extents(
     _hooks: *mut je::extent_hooks_t,
     _addr_a: *mut c_void,
     _size_a: usize,
@@ -197,14 +197,14 @@ pub unsafe extern "C" fn __wrap_mmap(
 }
 
 /// Calls `mallctl` of jemalloc; returns whether the call succeeded.
-fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
+fn call_mallctl(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
     // SAFETY: the callers pass values of the type that jemalloc documents for the name.
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
 /// Calls `mallctl` for a command without arguments; returns whether the call succeeded.
-fn control_command(name: &CStr) -> bool {
-    control(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
+fn call_mallctl_command(name: &CStr) -> bool {
+    call_mallctl(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
 
 /// The text of all settings.
@@ -249,8 +249,13 @@ pub fn start(pagemill: &'static Base) -> bool {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
         let hooks_ptr = (&raw mut hooks).cast();
-        let is_set =
-            control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
+        let is_set = call_mallctl(
+            name.as_c_str(),
+            ptr::null_mut(),
+            ptr::null_mut(),
+            hooks_ptr,
+            size_of::<*mut je::extent_hooks_t>(),
+        );
         // The first call has started jemalloc and set the hooks of arena 0. Each further call creates an arena with the
         // hooks.
         BOOTSTRAP_PAGEMILL.store(ptr::null_mut(), Relaxed);
@@ -260,7 +265,7 @@ pub fn start(pagemill: &'static Base) -> bool {
         let mut limit = BLOCK_BYTES;
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.retain_grow_limit")) {
             let limit_ptr = (&raw mut limit).cast();
-            control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
+            call_mallctl(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
         }
     }
     true
@@ -363,7 +368,7 @@ impl ExtentShrinker {
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {
-            control_command(name.as_c_str());
+            call_mallctl_command(name.as_c_str());
         }
         before.saturating_sub(stats::get(Counter::Small))
     }
@@ -397,8 +402,8 @@ impl Shrinker for ExtentShrinker {
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         // The lock is needed because jemalloc's purge does nothing while another thread is purging.
-        let _guard = PURGING.lock();
-        control_command(c"thread.tcache.flush");
+        let _guard = PURGE_LOCK.lock();
+        call_mallctl_command(c"thread.tcache.flush");
         let mut freed = 0;
         for arena in 0..ARENA_COUNT.load(Relaxed) {
             if freed < want_bytes {
@@ -415,7 +420,7 @@ impl Shrinker for ExtentShrinker {
     }
 
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
-        let _guard = PURGING.lock();
+        let _guard = PURGE_LOCK.lock();
         let mut freed = 0;
         update_statistics();
         for (arena, unused) in (0..ARENA_COUNT.load(Relaxed)).zip(&self.unused) {
@@ -441,22 +446,22 @@ impl Shrinker for ExtentShrinker {
 }
 
 /// Lock that is held during purges of jemalloc and during `fork`, so that a child does not inherit an unfinished purge.
-static PURGING: Lock = Lock::new();
+static PURGE_LOCK: Lock = Lock::new();
 
 /// Waits before `fork` until no thread purges jemalloc. Must be called before jemalloc's locks are acquired.
 pub fn before_fork() {
-    PURGING.acquire();
+    PURGE_LOCK.acquire();
 }
 
 /// Allows purges again after `fork`, in both processes.
 pub fn after_fork() {
-    PURGING.release();
+    PURGE_LOCK.release();
 }
 
 /// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
 fn update_statistics() {
     let mut epoch = 1u64;
-    control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
+    call_mallctl(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
 /// Returns the charged bytes of extents, without the free pages that jemalloc caches.
@@ -469,6 +474,6 @@ pub fn used_bytes() -> u64 {
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };
-    let is_known = control(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0);
+    let is_known = call_mallctl(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0);
     if is_known { (pages * JEMALLOC_PAGE_BYTES) as u64 } else { 0 }
 }

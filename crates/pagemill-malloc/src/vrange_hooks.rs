@@ -48,7 +48,7 @@ pub unsafe extern "C" fn pagemill_vrange(
         Some(pagemill) => {
             start::start_helper(pagemill);
             // The figures are published now, because a fork child may mark memory without ever being charged.
-            pagemill.instance.account.note_use();
+            pagemill.instance.account.note_first_use();
             Ok(pagemill.vranges)
         }
         None => Err(pagemill_core::Error::System {

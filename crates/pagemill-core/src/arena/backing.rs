@@ -46,7 +46,7 @@ impl Arena {
             // A whole block exceeds the limit, but the part that the program will touch may fit.
             return self.overcommit(block, 1, Context::Outside);
         }
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
             locked.state = self.populate_huge(block);
             if locked.state.backing == Backing::Huge {
@@ -91,7 +91,7 @@ impl Arena {
 
     /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
     fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
         let addr = self.block_addr(block);
         let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
@@ -140,7 +140,7 @@ impl Arena {
         self.budget.overcommit((empty * BLOCK_BYTES) as u64, context)?;
         let mut overcommitted = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
                 locked.state = BlockState::OVERCOMMITTED;
                 overcommitted += 1;
@@ -153,7 +153,7 @@ impl Arena {
     /// Overcommits blocks of a live allocation again after [`Arena::discard`]. Cannot fail.
     fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
                 locked.state = BlockState::OVERCOMMITTED;
                 self.budget.reconciled(0, -(BLOCK_BYTES as i64));
@@ -211,7 +211,7 @@ impl Arena {
             if state.backing != Backing::Lazy || state.is_inherited || state.charged_pages == full {
                 continue;
             }
-            let Some(mut locked) = self.word(block).try_lock(&self.generation) else { continue };
+            let Some(mut locked) = self.state_word(block).try_lock(&self.generation) else { continue };
             if locked.state.backing == Backing::Lazy {
                 self.measure(block, &mut locked.state);
             }
@@ -281,7 +281,7 @@ impl Arena {
         }
         let mut freed = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             freed += self.mark_empty(block, &mut locked.state);
         }
         freed
@@ -306,7 +306,7 @@ impl Arena {
     pub fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             let before = locked.state.charged_pages;
             self.measure(block, &mut locked.state);
             let gone = Self::charged_bytes(before.saturating_sub(locked.state.charged_pages));
@@ -368,7 +368,7 @@ impl Arena {
         debug_assert!(whole().all(|part| part.start >= range.start && part.end <= range.end), "parts of this block");
         debug_assert!(whole().all(|part| (part.start | part.end).is_multiple_of(os_page_bytes())), "whole OS pages");
         debug_assert!(whole().map(|part| part.start).is_sorted(), "parts in the order of their addresses");
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing != Backing::Lazy {
             return None;
         }
@@ -397,7 +397,7 @@ impl Arena {
 
     /// Splits the huge page of a block into small pages, so that parts of the block can be returned.
     pub fn split(&self, block: usize) {
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing == Backing::Huge {
             debug_assert!(!self.small.contains(self.block_addr(block)), "blocks of extents become small");
             mem::split_huge(self.block_addr(block), BLOCK_BYTES);
@@ -446,7 +446,7 @@ impl Arena {
         // All blocks are locked during the move, so that no page is measured both in its source and in its target.
         let lock = |first: usize| {
             std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
-                (index < blocks).then(|| self.word(first + index).lock(&self.generation))
+                (index < blocks).then(|| self.state_word(first + index).lock(&self.generation))
             })
         };
         let (mut sources, mut targets) = (lock(from), lock(to));

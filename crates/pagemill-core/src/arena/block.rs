@@ -38,9 +38,9 @@ pub struct BlockState {
 }
 
 /// A thread holds the block's lock.
-const LOCKED: u64 = 1 << 2;
+const LOCKED_BIT: u64 = 1 << 2;
 /// The block got its memory before `fork`.
-const INHERITED: u64 = 1 << 3;
+const INHERITED_BIT: u64 = 1 << 3;
 /// Position of the generation (16 bits) in which the word was written.
 const GENERATION_SHIFT: u32 = 16;
 /// Position of the number of charged OS pages (16 bits).
@@ -67,7 +67,7 @@ impl BlockState {
             "a huge page is charged as a whole"
         );
         self.backing as u64
-            | (u64::from(self.is_inherited) * INHERITED)
+            | (u64::from(self.is_inherited) * INHERITED_BIT)
             | u64::from(generation) << GENERATION_SHIFT
             | u64::from(self.charged_pages) << CHARGED_SHIFT
     }
@@ -84,7 +84,7 @@ impl BlockState {
         Self {
             backing,
             charged_pages: if is_ours { (word >> CHARGED_SHIFT) as u32 & 0xFFFF } else { 0 },
-            is_inherited: backing != Backing::Empty && (!is_ours || word & INHERITED != 0),
+            is_inherited: backing != Backing::Empty && (!is_ours || word & INHERITED_BIT != 0),
         }
     }
 }
@@ -106,27 +106,27 @@ impl BlockWord {
     }
 
     /// Acquires the block's lock; returns `None` if another thread holds it.
-    pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<Locked<'word>> {
+    pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<LockedBlock<'word>> {
         let generation = generation.get();
         let word = self.0.load(Relaxed);
-        if word & LOCKED != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
+        if word & LOCKED_BIT != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
             return None;
         }
-        self.claim(word, generation)
+        self.lock_if_unchanged(word, generation)
     }
 
     /// Acquires the lock of a word that was read as `seen`, unlocked; returns `None` if the word has changed since.
-    fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
+    fn lock_if_unchanged(&self, seen: u64, generation: u16) -> Option<LockedBlock<'_>> {
         let is_void = (seen >> GENERATION_SHIFT) as u16 != generation;
-        debug_assert!(seen & LOCKED == 0 || is_void, "the word was read unlocked");
+        debug_assert!(seen & LOCKED_BIT == 0 || is_void, "the word was read unlocked");
         let state = BlockState::unpack(seen, generation);
-        self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
+        self.0.compare_exchange(seen, state.pack(generation) | LOCKED_BIT, Acquire, Relaxed).ok()?;
         // The guard is created after the lock was acquired, because dropping a guard always releases the lock.
-        Some(Locked { word: self, generation, state })
+        Some(LockedBlock { word: self, generation, state })
     }
 
     /// Acquires the block's lock. It is held for some hundred microseconds at most, so waiting threads yield in a loop.
-    pub fn lock<'word>(&'word self, generation: &Generation) -> Locked<'word> {
+    pub fn lock<'word>(&'word self, generation: &Generation) -> LockedBlock<'word> {
         loop {
             if let Some(locked) = self.try_lock(generation) {
                 return locked;
@@ -137,15 +137,15 @@ impl BlockWord {
 }
 
 /// A locked block. Dropping it stores `state` and releases the lock.
-pub(crate) struct Locked<'word> {
+pub(crate) struct LockedBlock<'word> {
     word: &'word BlockWord,
     generation: u16,
     pub state: BlockState,
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedBlock<'_> {
     fn drop(&mut self) {
-        debug_assert!(self.word.0.load(Relaxed) & LOCKED != 0, "only a held lock is released");
+        debug_assert!(self.word.0.load(Relaxed) & LOCKED_BIT != 0, "only a held lock is released");
         self.word.0.store(self.state.pack(self.generation), Release);
     }
 }
@@ -172,11 +172,11 @@ mod tests {
     /// Reads a word unlocked, locks the block, then claims the word as read. The claim must fail, and the lock must
     /// stay.
     #[test]
-    fn failed_claim_keeps_lock_of_other_thread() {
+    fn failed_lock_keeps_lock_of_other_thread() {
         let (word, generation) = (BlockWord::new(), Generation::default());
         let seen = word.0.load(Relaxed);
         let held = word.lock(&generation);
-        assert!(word.claim(seen, generation.get()).is_none());
+        assert!(word.lock_if_unchanged(seen, generation.get()).is_none());
         assert!(word.try_lock(&generation).is_none(), "the lock was ended");
         drop(held);
         assert!(word.try_lock(&generation).is_some());

@@ -5,7 +5,7 @@
 //! *stale*, and the next commit zeroes it. So returning a whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
-use super::block::{Backing, BlockState, Locked};
+use super::block::{Backing, BlockState, LockedBlock};
 use super::{Arena, Context, ExpectedUse};
 use crate::error::Result;
 use crate::stats::{self, Counter};
@@ -137,7 +137,7 @@ impl Arena {
     fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
         loop {
-            let mut locked = self.word(part.block).lock(&self.generation);
+            let mut locked = self.state_word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
                 // The pages of a *Lazy* block (allocator metadata, or inherited memory) need no commit.
                 drop(locked);
@@ -182,7 +182,7 @@ impl Arena {
     }
 
     /// Number of OS pages in those units of a part that are not resident yet, and that a commit must charge.
-    fn nonresident_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
+    fn nonresident_pages(&self, locked: &LockedBlock<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
@@ -196,7 +196,7 @@ impl Arena {
     }
 
     /// Commits a part after the budget has admitted its pages. Returns the number of OS pages charged.
-    fn commit_admitted(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
+    fn commit_admitted(&self, locked: &mut LockedBlock<'_>, part: &BlockPart, take_huge: bool) -> u32 {
         debug_assert!(!take_huge || locked.state.backing == Backing::Empty, "only an empty block gets a huge page");
         debug_assert!(
             !self.maps.get(part.block).committed.contains_any(part.pages.clone()),
@@ -237,7 +237,7 @@ impl Arena {
     }
 
     /// Asserts that a block is charged for its resident pages, unless the parent is charged for some.
-    fn check_charge(&self, locked: &Locked<'_>, block: usize) {
+    fn check_charge(&self, locked: &LockedBlock<'_>, block: usize) {
         let maps = self.maps.get(block);
         debug_assert!(
             locked.state.is_inherited
@@ -247,7 +247,7 @@ impl Arena {
 
     /// Makes the units of a part resident if a software page is larger than the OS page. Otherwise the kernel provides
     /// each page on its first touch.
-    fn populate_units(&self, locked: &Locked<'_>, part: &BlockPart) {
+    fn populate_units(&self, locked: &LockedBlock<'_>, part: &BlockPart) {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         if unit == 1 {
             return;
@@ -270,7 +270,7 @@ impl Arena {
     pub unsafe fn decommit(&self, addr: usize, len_bytes: usize) -> u64 {
         let mut freed = 0;
         for part in self.split_at_blocks(addr, len_bytes) {
-            let mut locked = self.word(part.block).lock(&self.generation);
+            let mut locked = self.state_word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
                 freed += self.discard_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
@@ -285,7 +285,7 @@ impl Arena {
     }
 
     /// Returns overcommitted pages to the kernel. The pages read zero afterwards, even if the kernel refuses.
-    fn discard_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    fn discard_overcommitted(&self, locked: &mut LockedBlock<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
@@ -300,7 +300,7 @@ impl Arena {
     }
 
     /// Returns to the kernel the units of a part that have no committed page.
-    fn discard_unused_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    fn discard_unused_units(&self, locked: &mut LockedBlock<'_>, part: &BlockPart) -> u64 {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
@@ -326,7 +326,7 @@ impl Arena {
     }
 
     /// Returns a run of pages to the kernel, all of them in units without committed pages.
-    fn discard_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
+    fn discard_run(&self, locked: &mut LockedBlock<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
         debug_assert!(!self.maps.get(block).committed.contains_any(run.clone()), "no thread uses these pages");
         let addr = self.block_addr(block) + run.start * os_page_bytes();
@@ -347,7 +347,7 @@ impl Arena {
             if freed >= want_bytes {
                 break;
             }
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Huge {
                 mem::split_huge(self.block_addr(block), BLOCK_BYTES);
                 stats::add(Counter::BlocksSplit, 1);

@@ -161,7 +161,7 @@ pub enum ExpectedUse {
 
 /// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave one of these
 /// blocks partly unused, so huge pages for them need a larger process.
-const SPARSE_FACTOR: u64 = 4;
+const UNKNOWN_USE_FACTOR: u64 = 4;
 
 impl Layout {
     /// The layout for a program: more address space than a machine has memory, as far as `RLIMIT_AS` allows.
@@ -255,7 +255,7 @@ impl Arena {
     ///
     /// [`Error::System`] if less than 256 MiB of address space are available.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
-        let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
+        let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve_zones(&layout)?;
         assert!(base.is_multiple_of(BLOCK_BYTES));
         assert!((small_bytes | heap_bytes | pool_bytes).is_multiple_of(BLOCK_BYTES), "zones consist of blocks");
         let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
@@ -307,7 +307,7 @@ impl Arena {
     }
 
     #[inline]
-    pub(crate) fn word(&self, block: usize) -> &BlockWord {
+    pub(crate) fn state_word(&self, block: usize) -> &BlockWord {
         self.words.get(block)
     }
 
@@ -319,7 +319,7 @@ impl Arena {
     /// The current state of a block. Other threads may change it at any time.
     #[inline]
     pub fn block_state(&self, block: usize) -> BlockState {
-        self.word(block).state(&self.generation)
+        self.state_word(block).state(&self.generation)
     }
 
     /// Carves the next blocks of a zone and returns their address. The blocks are readable and writable and have no
@@ -427,7 +427,7 @@ impl Arena {
         }
         let is_filled = match expected_use {
             ExpectedUse::Full => true,
-            ExpectedUse::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
+            ExpectedUse::Unknown => resident >= UNKNOWN_USE_FACTOR * self.huge_from_bytes,
             ExpectedUse::Partial => self.huge_from_bytes == 0,
         };
         is_worth_it && is_filled
@@ -518,7 +518,7 @@ impl Arena {
 
 /// Reserves address space for all zones. The zones are smaller if address space is limited. Returns the base and the
 /// lengths of the zones.
-fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
+fn reserve_zones(layout: &Layout) -> Result<(usize, [usize; 3])> {
     /// Minimum total length of the zones.
     const LEAST_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;

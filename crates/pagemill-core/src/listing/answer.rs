@@ -2,7 +2,7 @@
 
 use super::control::ControlEndpoint;
 use super::figures::CounterValues;
-use super::{Head, ListWriter, MOST_RECORDS, Measured};
+use super::{AnswerHeader, FiguresSource, ListWriter, MOST_RECORDS};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::stats;
@@ -17,12 +17,12 @@ pub struct StatsResponder {
     /// The list writers, by subject.
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
-    measured: OnceLock<&'static dyn Measured>,
+    figures_source: OnceLock<&'static dyn FiguresSource>,
 }
 
 impl StatsResponder {
     pub fn new(control: &'static ControlEndpoint) -> Self {
-        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
+        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, figures_source: OnceLock::new() }
     }
 
     /// Adds a list writer for its subject. A request for a subject without a list writer gets an empty list.
@@ -32,16 +32,16 @@ impl StatsResponder {
     }
 
     /// Sets the object that measures the statistics before they are written.
-    pub fn set_measured(&self, measured: &'static dyn Measured) {
-        let _ = self.measured.set(measured);
+    pub fn set_figures_source(&self, figures_source: &'static dyn FiguresSource) {
+        let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of all ranges into an empty file, and the head last. So a file with a head has a complete
+    /// Writes the records of all ranges into an empty file, and the header last. So a file with a header has a complete
     /// list.
     ///
     /// # Errors
     ///
-    /// Errors of writing the head. An error of writing the records is reported in the head.
+    /// Errors of writing the header. An error of writing the records is reported in the header.
     pub fn write(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Ranges)
     }
@@ -72,13 +72,13 @@ impl StatsResponder {
             (_, Some(writer)) => writer.list(&mut response),
             (_, None) => Ok(()),
         };
-        response.write_head(number, subject, result)
+        response.write_header(number, subject, result)
     }
 
     /// Measures the figures and writes their record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
-        if let Some(measured) = self.measured.get() {
-            measured.measure();
+        if let Some(source) = self.figures_source.get() {
+            source.measure();
         }
         response.write_record(&CounterValues(*stats::snapshot().values()).to_record())
     }
@@ -103,12 +103,12 @@ impl Answer for StatsResponder {
     }
 }
 
-/// The file of an answer. The head is written at offset `from`, and the records follow it.
+/// The file of an answer. The header is written at offset `from`, and the records follow it.
 ///
 /// Example: [`ListWriter`].
 pub struct Response<'file> {
     file: &'file AnswerFile,
-    /// Offset of the head in the file.
+    /// Offset of the header in the file.
     from: u64,
     /// Number of records written so far.
     records: u64,
@@ -141,15 +141,15 @@ impl<'file> Response<'file> {
 
     /// Writes bytes after the existing records. `bytes` are whole records of `record_len` bytes.
     fn write(&self, bytes: &[u8], record_len: usize) -> io::Result<()> {
-        self.file.write_at(bytes, self.from + Head::LEN as u64 + self.records * record_len as u64)
+        self.file.write_at(bytes, self.from + AnswerHeader::LEN as u64 + self.records * record_len as u64)
     }
 
-    /// Writes the head, with the error number of `result`.
-    pub(super) fn write_head(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
+    /// Writes the header, with the error number of `result`.
+    pub(super) fn write_header(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
-        let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
-        // The magic is written last. A reader that finds it finds a complete head.
-        let bytes = head.to_bytes(subject);
+        let header = AnswerHeader { number, errno: errno as u32, records: self.records, left_out: self.left_out };
+        // The magic is written last. A reader that finds it finds a complete header.
+        let bytes = header.to_bytes(subject);
         let (magic, rest) = bytes.split_at(8);
         self.file.write_at(rest, self.from + 8)?;
         self.file.write_at(magic, self.from)

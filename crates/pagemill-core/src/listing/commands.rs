@@ -11,9 +11,9 @@
 //!   24  u64  number of the cache; for action 4 the bytes to return
 //! ```
 //!
-//! The answer follows the command: a head (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64 the
-//! field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and after;
-//! 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
+//! The answer follows the command: a header (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64
+//! the field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and
+//! after; 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;

@@ -22,10 +22,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 /// Maximum number of commands in the queue.
-const MAX_WAITING: usize = 8;
+const MAX_QUEUED_COMMANDS: usize = 8;
 
 /// Bytes requested from the shrinkers per step.
-const STEP_BYTES: u64 = 64 << 20;
+const TRIM_STEP_BYTES: u64 = 64 << 20;
 
 /// A command that is marked as accepted in its file.
 struct PendingCommand {
@@ -37,7 +37,7 @@ struct PendingCommand {
 /// The commands that the separate thread has to execute.
 struct CommandQueue {
     /// Oldest command first.
-    waiting: [Option<PendingCommand>; MAX_WAITING],
+    waiting: [Option<PendingCommand>; MAX_QUEUED_COMMANDS],
     /// The thread runs, and will check the queue again.
     is_working: bool,
 }
@@ -53,7 +53,7 @@ pub struct ControlEndpoint {
 
 impl ControlEndpoint {
     pub fn new(account: &'static Account) -> Self {
-        let queue = CommandQueue { waiting: [const { None }; MAX_WAITING], is_working: false };
+        let queue = CommandQueue { waiting: [const { None }; MAX_QUEUED_COMMANDS], is_working: false };
         Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
@@ -136,7 +136,7 @@ impl ControlEndpoint {
         let mut freed = 0;
         for urgency in [Urgency::Request, Urgency::Split] {
             while freed < want_bytes {
-                let part = STEP_BYTES.min(want_bytes - freed);
+                let part = TRIM_STEP_BYTES.min(want_bytes - freed);
                 let given = self.account.give_back(part, Context::Outside, urgency, Reason::Program);
                 freed = freed.saturating_add(given);
                 // Do not wait for memory that a busy program frees meanwhile.
@@ -179,5 +179,5 @@ impl thread::Work for ControlEndpoint {
 fn write_answer(pending: &PendingCommand, outcome: Outcome) {
     let mut response = Response::after_request(&pending.file, ControlCommand::LEN);
     let result = response.write_record(&outcome.to_record());
-    let _ = response.write_head(pending.number, Subject::Command, result);
+    let _ = response.write_header(pending.number, Subject::Command, result);
 }

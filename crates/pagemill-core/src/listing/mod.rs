@@ -8,14 +8,14 @@
 //!   creates a file in the folder of its figures file
 //!   stores the request number on its page of figures,
 //!   wakes the helper                          ---->   the helper opens the file, after checks
-//!   waits for the head, 2 s at most           <----   writes the records, the head last
+//!   waits for the header, 2 s at most           <----   writes the records, the header last
 //!   reads and checks the answer, removes the file
 //! ```
 //!
-//! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
-//! caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
-//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and
-//! `commands`, and the modules `records` of the crates that add a [`ListWriter`], define the records.
+//! All numbers are little-endian. The header has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2`
+//! slab caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
+//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and `commands`, and
+//! the modules `records` of the crates that add a [`ListWriter`], define the records.
 //!
 //! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
 //! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
@@ -42,9 +42,9 @@ use std::io;
 /// Maximum number of records in a file. That many records of ranges have 8 MiB.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
-/// The head of a list, before its records.
+/// The header of a list, before its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Head {
+struct AnswerHeader {
     number: u32,
     errno: u32,
     records: u64,
@@ -63,7 +63,7 @@ const fn magic_of(subject: Subject) -> u64 {
     })
 }
 
-impl Head {
+impl AnswerHeader {
     const LEN: usize = 32;
 
     fn to_bytes(self, subject: Subject) -> [u8; Self::LEN] {
@@ -76,22 +76,22 @@ impl Head {
         bytes
     }
 
-    /// Parses a head. Returns `None` if it is not the head of a list of this subject.
+    /// Parses a header. Returns `None` if it is not the header of a list of this subject.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
-        let head = Self {
+        let header = Self {
             number: u32_at(bytes, 8),
             errno: u32_at(bytes, 12),
             records: u64_at(bytes, 16),
             left_out: u64_at(bytes, 24),
         };
-        (u64_at(bytes, 0) == magic_of(subject)).then_some(head)
+        (u64_at(bytes, 0) == magic_of(subject)).then_some(header)
     }
 }
 
 /// Measures the figures when another process requests them.
 ///
 /// Example: [`ListWriter`].
-pub trait Measured: Sync {
+pub trait FiguresSource: Sync {
     /// Updates the counters. Must neither allocate nor take long.
     fn measure(&self);
 }
@@ -177,15 +177,15 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A head must be read as it was written. Each subject must have a different magic.
+    /// A header must be read as it was written. Each subject must have a different magic.
     #[test]
-    fn heads_are_read_as_written() {
-        let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };
+    fn headers_are_read_as_written() {
+        let header = AnswerHeader { number: 3, errno: 28, records: 5, left_out: 6 };
         for subject in Subject::ALL {
-            let bytes = head.to_bytes(subject);
-            let read = Subject::ALL.map(|subject| Head::from_bytes(&bytes, subject));
-            assert_eq!(read, Subject::ALL.map(|other| (other == subject).then_some(head)));
-            assert_eq!(Head::from_bytes(&[0; Head::LEN], subject), None);
+            let bytes = header.to_bytes(subject);
+            let read = Subject::ALL.map(|subject| AnswerHeader::from_bytes(&bytes, subject));
+            assert_eq!(read, Subject::ALL.map(|other| (other == subject).then_some(header)));
+            assert_eq!(AnswerHeader::from_bytes(&[0; AnswerHeader::LEN], subject), None);
         }
     }
 }

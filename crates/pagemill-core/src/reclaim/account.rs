@@ -107,7 +107,7 @@ pub struct Account {
     pub(super) siblings_first_after_ns: AtomicU64,
     /// The helper thread. Woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
-    /// Bytes of new memory since the last step of [`Account::make_up_for`].
+    /// Bytes of new memory since the last step of [`Account::offset_new_memory`].
     not_offset_bytes: AtomicU64,
     /// Earliest time of the next search for cold memory, after a search that found too little.
     next_offset_ns: AtomicU64,
@@ -175,7 +175,7 @@ impl Account {
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> Result<()> {
         let what = "shrinkers of the program of one cost";
         let is_registered = self.owners.register_for_program(shrinker);
-        if is_registered { Ok(()) } else { Err(Error::TooMany { what, most: owners::SLOTS }) }
+        if is_registered { Ok(()) } else { Err(Error::TooMany { what, most: owners::SLOTS_PER_COST }) }
     }
 
     /// Sets the helper thread that is woken when there is memory to give back again.
@@ -214,15 +214,15 @@ impl Account {
 
     /// Resets the account in a fork child: the charge starts at zero, and the child gets its own slot on the tree's
     /// page.
-    pub fn forked(&self, identity: Identity) {
+    pub fn begin_child(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
         self.headroom.drop_credit();
-        self.owners.forked();
+        self.owners.begin_child();
         self.reclaim_paused_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
-            page.count_start();
+            page.count_started_program();
             self.membership.set(page, page.enter(identity));
         }
         self.publish();
@@ -305,7 +305,7 @@ impl Account {
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
-            place.page().note_peak(place.page().totals());
+            place.page().raise_peaks(place.page().totals());
         }
     }
 
@@ -317,7 +317,7 @@ impl Account {
     /// The bytes of `giveable` that this account is charged for. Returning other bytes lowers neither this charge nor
     /// the tree's.
     fn charged_giveable(&self, giveable: u64) -> u64 {
-        giveable.saturating_sub(self.owners.foreign())
+        giveable.saturating_sub(self.owners.foreign_bytes())
     }
 
     /// Whether a measurement may find more giveable memory than the shrinkers report.
@@ -403,7 +403,7 @@ impl Account {
     /// Counts `bytes` of new memory. Once a step's worth was counted, returns free memory to offset it, so that free
     /// memory of unused size classes does not accumulate. With little free memory returns none; with more, up to as
     /// many cold bytes as were counted; with very much, up to twice as many bytes, cold or not.
-    pub fn make_up_for(&self, bytes: u64) {
+    pub fn offset_new_memory(&self, bytes: u64) {
         let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {
             return;
@@ -531,7 +531,7 @@ impl Account {
 
     /// Runs `on_first_charge` once: at the first charge, or when the program first makes a range volatile.
     #[inline]
-    pub fn note_use(&self) {
+    pub fn note_first_use(&self) {
         if !self.has_charged.load(Relaxed)
             && !self.has_charged.swap(true, Relaxed)
             && let Some(act) = self.on_first_charge.get()
@@ -542,7 +542,7 @@ impl Account {
 
     /// Adds to the charge without a check of the limit.
     fn charge(&self, bytes: u64) {
-        self.note_use();
+        self.note_first_use();
         let charged = self.resident.fetch_add(bytes, Relaxed);
         debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
         self.publish();
@@ -552,8 +552,8 @@ impl Account {
 impl Account {
     /// Charges memory that the C library allocates for the program, or discharges what the C library frees. Never
     /// refuses and never reclaims.
-    pub fn count_c_library(&self, change_bytes: i64) {
-        self.note_use();
+    pub fn charge_c_library(&self, change_bytes: i64) {
+        self.note_first_use();
         let amount = change_bytes.unsigned_abs();
         if change_bytes >= 0 {
             stats::add(Counter::CLibrary, amount);
@@ -570,12 +570,12 @@ impl Account {
 impl Account {
     /// Records the peak of a process that ends and that allocated from the C library only. A process that never charged
     /// memory records its peak on the tree's page, any other process in its own statistics.
-    pub fn note_small(&self, peak_bytes: u64) {
+    pub fn record_libc_peak(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);
             stats::raise(Counter::NetPeak, peak_bytes);
         } else if let Some(page) = self.membership.page() {
-            page.note_small(peak_bytes);
+            page.record_unpublished_peak(peak_bytes);
         }
     }
 }
@@ -599,7 +599,7 @@ impl Budget for Account {
         }
         self.make_system_room(bytes, context)?;
         if context == Context::Nested {
-            self.make_up_for(bytes);
+            self.offset_new_memory(bytes);
         }
         self.charge(bytes);
         Ok(())
@@ -635,7 +635,7 @@ impl Budget for Account {
         // Programs touch large ranges gradually, if at all. So reclaim only what may become resident before the next
         // sample, and refuse only if not even one block may.
         self.make_system_room_or(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
-        self.note_use();
+        self.note_first_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
         Ok(())

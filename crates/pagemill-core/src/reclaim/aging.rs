@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// An age is divided into this many parts of equal length.
-const PARTS: u64 = 4;
+const PARTS_PER_AGE: u64 = 4;
 /// Number of parts whose minimum is stored: those of one age and the current part.
-const STORED_PARTS: usize = PARTS as usize + 1;
+const STORED_PARTS: usize = PARTS_PER_AGE as usize + 1;
 
 /// The minimum of an amount over an age. One thread updates it; others may read it.
 ///
@@ -28,14 +28,14 @@ const STORED_PARTS: usize = PARTS as usize + 1;
 /// ```
 #[derive(Default)]
 pub struct LeastOver {
-    /// The minimum for ages below [`LONG_FROM`].
+    /// The minimum for ages below [`MIN_LONG_AGE`].
     short: SingleAgeMinimum,
-    /// The minimum for ages from [`LONG_FROM`] on.
+    /// The minimum for ages from [`MIN_LONG_AGE`] on.
     long: SingleAgeMinimum,
 }
 
-/// Ages below this are used only to offset new memory ([`super::Account::make_up_for`]).
-const LONG_FROM: Duration = Duration::from_secs(1);
+/// Ages below this are used only to offset new memory ([`super::Account::offset_new_memory`]).
+const MIN_LONG_AGE: Duration = Duration::from_secs(1);
 
 impl LeastOver {
     /// Records `amount` at `now_ns`. Returns the minimum of the last `age`, or 0 if the records do not reach back that
@@ -46,7 +46,7 @@ impl LeastOver {
     pub fn least(&self, amount: u64, now_ns: u64, age: Duration) -> u64 {
         if age.is_zero() {
             amount
-        } else if age < LONG_FROM {
+        } else if age < MIN_LONG_AGE {
             self.short.least(amount, now_ns, age, Gap::DiscardsRecords)
         } else {
             self.long.least(amount, now_ns, age, Gap::IsUnchanged)
@@ -90,7 +90,7 @@ struct SingleAgeMinimum {
 
 impl SingleAgeMinimum {
     fn least(&self, amount: u64, now_ns: u64, age: Duration, gap: Gap) -> u64 {
-        let part_ns = (age.as_nanos() as u64 / PARTS).max(1);
+        let part_ns = (age.as_nanos() as u64 / PARTS_PER_AGE).max(1);
         let part = now_ns / part_ns + 1;
         let is_other_age = self.part_ns.swap(part_ns, Relaxed) != part_ns;
         if is_other_age || gap == Gap::DiscardsRecords && part > self.current_part.load(Relaxed).saturating_add(1) {

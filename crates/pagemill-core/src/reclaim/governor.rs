@@ -111,7 +111,7 @@ impl Clock for SystemClock {
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum NextStep {
     /// After this pause.
     After(Duration),
     /// There is nothing to give back: the helper sleeps until a shrinker has giveable memory.
@@ -124,7 +124,7 @@ pub enum Next {
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Signs {
+pub struct KernelEvents {
     /// A thread stalled on memory in this process's group.
     pub group_stalls: bool,
     /// A thread stalled on memory on the machine.
@@ -138,12 +138,12 @@ pub struct Signs {
 /// The state that the governor keeps between steps.
 ///
 /// ```
-/// use pagemill_core::reclaim::governor::{Governor, Signs, SystemClock};
+/// use pagemill_core::reclaim::governor::{Governor, KernelEvents, SystemClock};
 /// use pagemill_testbed::Testbed;
 /// use pagemill_core::reclaim::Return;
 ///
 /// let pagemill = Testbed::for_test(); // without a helper of its own
-/// let next = Governor::new(SystemClock).step(pagemill.account, Signs::default(), Return::BALANCED);
+/// let next = Governor::new(SystemClock).step(pagemill.account, KernelEvents::default(), Return::BALANCED);
 /// println!("next step: {next:?}");
 /// ```
 #[derive(Debug)]
@@ -208,7 +208,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Samples the limits once, and gives back memory that is due. Returns when the next step is due.
-    pub fn step(&mut self, account: &Account, signs: Signs, policy: Return) -> Next {
+    pub fn step(&mut self, account: &Account, signs: KernelEvents, policy: Return) -> NextStep {
         if account.giveable() < WORTHWHILE_BYTES
             && let Some(next) = self.step_without_giveable(account, signs)
         {
@@ -216,19 +216,19 @@ impl<C: Clock> Governor<C> {
         }
         let watch = self.watch_limits(account, signs);
         let aged = policy.age().map(|age| self.give_aged(account, age));
-        watch.into_iter().chain(aged).min().map_or(Next::WhenAsked, Next::After)
+        watch.into_iter().chain(aged).min().map_or(NextStep::WhenAsked, NextStep::After)
     }
 
     /// Runs a step for a process that reports less than [`WORTHWHILE_BYTES`] of giveable memory. Returns `None` if this
     /// step must watch the limits nevertheless.
-    fn step_without_giveable(&mut self, account: &Account, signs: Signs) -> Option<Next> {
+    fn step_without_giveable(&mut self, account: &Account, signs: KernelEvents) -> Option<NextStep> {
         let has_used_cpu = self.has_used_cpu();
         if !account.may_have_more() {
             account.measure();
             let has_none = account.giveable() < WORTHWHILE_BYTES;
             return has_none.then(|| {
                 self.next_search_ns = 0;
-                Next::WhenGiveable
+                NextStep::WhenGiveable
             });
         }
         if has_used_cpu || signs.is_woken {
@@ -238,7 +238,7 @@ impl<C: Clock> Governor<C> {
         if std::mem::take(&mut self.is_unmeasured) {
             account.measure();
         }
-        (account.giveable() < WORTHWHILE_BYTES).then(|| Next::After(self.lengthen_idle_pause(signs)))
+        (account.giveable() < WORTHWHILE_BYTES).then(|| NextStep::After(self.lengthen_idle_pause(signs)))
     }
 
     /// Whether the process used CPU since this function last returned true.
@@ -254,7 +254,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Lengthens and returns the pause of an idle process, which freed nothing because it did not run.
-    fn lengthen_idle_pause(&mut self, signs: Signs) -> Duration {
+    fn lengthen_idle_pause(&mut self, signs: KernelEvents) -> Duration {
         let is_warned = signs.has_thresholds || self.last_sample.is_none();
         self.idle_pause =
             (2 * self.idle_pause).min(if is_warned { LONGEST_IDLE_PAUSE } else { LONGEST_IDLE_PAUSE_WITHOUT_EVENTS });
@@ -263,7 +263,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Gives memory back if a group or the machine runs short. Returns the pause, or `None` without limits.
-    fn watch_limits(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
+    fn watch_limits(&mut self, account: &Account, signs: KernelEvents) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
         let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
@@ -369,7 +369,7 @@ fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
 
 /// Near a limit, offers memory to the kernel. If threads stall on memory because of this limit, also gives memory back.
 /// At other stalls the function gives nothing back, because free memory of this process would not end them.
-fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
+fn offer_near_limit(account: &Account, room: &Room, signs: KernelEvents, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
     }
@@ -393,7 +393,7 @@ mod tests {
     use crate::arena::Budget;
     use crate::error::Error;
     use crate::reclaim::Shrinker;
-    use crate::reclaim::limits::{Kill, Limits};
+    use crate::reclaim::limits::{KillLimit, Limits};
     use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
     const MIB: u64 = 1 << 20;
@@ -455,12 +455,12 @@ mod tests {
     impl Limits for FakeGroup {
         fn sample(&self) -> Room {
             let bytes = self.room.load(Relaxed);
-            let unused = Kill { limit_bytes: 320 * MIB, used_bytes: 0 };
+            let unused = KillLimit { limit_bytes: 320 * MIB, used_bytes: 0 };
             let used_bytes = (unused.room_bytes() as i64 - 16 * MIB as i64 - bytes) as u64;
             Room {
                 bound: Bound::Group,
                 bytes,
-                kill: Kill { used_bytes, ..unused },
+                kill: KillLimit { used_bytes, ..unused },
                 limit_bytes: 256 * MIB,
                 is_far: self.is_far.load(Relaxed),
                 machine_bytes: i64::MAX,
@@ -494,9 +494,9 @@ mod tests {
 
     /// The pause of a step that sets one.
     #[track_caller]
-    fn pause_of(next: Next) -> Duration {
+    fn pause_of(next: NextStep) -> Duration {
         match next {
-            Next::After(pause) => pause,
+            NextStep::After(pause) => pause,
             other => panic!("{other:?}"),
         }
     }
@@ -521,10 +521,10 @@ mod tests {
     fn without_giveable_memory_or_limit_there_is_no_timeout() {
         let clock = FakeClock::default();
         let (_, poor) = fake_group(MIB - 1, Some(-5));
-        let signs = Signs::default();
-        assert_eq!(Governor::new(&clock).step(&poor, signs, Return::BALANCED), Next::WhenGiveable);
+        let signs = KernelEvents::default();
+        assert_eq!(Governor::new(&clock).step(&poor, signs, Return::BALANCED), NextStep::WhenGiveable);
         let (_, alone) = fake_group(100 * MIB, None);
-        assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), Next::WhenAsked);
+        assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), NextStep::WhenAsked);
     }
 
     /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
@@ -534,7 +534,7 @@ mod tests {
         let (fake, account) = fake_group(200 * MIB, None);
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let mut step = |account| pause_of(governor.step(account, Signs::default(), Return::After(AGE)));
+        let mut step = |account| pause_of(governor.step(account, KernelEvents::default(), Return::After(AGE)));
         let first = step(&account);
         assert_eq!(first, AGE / SEARCHES_PER_AGE);
         fake.aged.store(100 * MIB, Relaxed);
@@ -560,7 +560,7 @@ mod tests {
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
         let mut pass = |cpu| {
-            let pause = pause_of(governor.step(&account, Signs::default(), Return::After(AGE)));
+            let pause = pause_of(governor.step(&account, KernelEvents::default(), Return::After(AGE)));
             clock.advance(pause, cpu);
             pause
         };
@@ -584,14 +584,14 @@ mod tests {
             (pause, governor.last_sample.is_some_and(|last| last.now_ns == (&clock).now_ns()))
         };
         clock.advance(Duration::from_secs(1), Duration::from_secs(1));
-        assert!(step(Signs::default()).1, "watched");
+        assert!(step(KernelEvents::default()).1, "watched");
         clock.advance(Duration::from_secs(1), Duration::ZERO);
-        let steps: Vec<_> = (0..20).map(|_| step(Signs::default())).collect();
+        let steps: Vec<_> = (0..20).map(|_| step(KernelEvents::default())).collect();
         assert_eq!(fake.measured.load(Relaxed), 1);
         assert!(steps[0].0 < steps[1].0 && steps[19] == (LONGEST_IDLE_PAUSE_WITHOUT_EVENTS, false), "{steps:?}");
         fake.stock.store(100 * MIB, Relaxed);
         fake.room.store(-(30 * MIB as i64), Relaxed);
-        step(Signs { is_woken: true, ..Signs::default() });
+        step(KernelEvents { is_woken: true, ..KernelEvents::default() });
         assert!(fake.stock.load(Relaxed) <= 70 * MIB, "the missing bytes and the extrapolated ones");
     }
 
@@ -601,16 +601,16 @@ mod tests {
         let (fake, account) = fake_group(100 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let far = pause_of(governor.step(&account, Signs::default(), Return::Keep));
+        let far = pause_of(governor.step(&account, KernelEvents::default(), Return::Keep));
         let minute = Duration::from_secs(60);
         clock.advance(minute, Duration::ZERO);
         fake.room.store(20 * MIB as i64, Relaxed);
-        let near = pause_of(governor.step(&account, Signs::default(), Return::Keep));
+        let near = pause_of(governor.step(&account, KernelEvents::default(), Return::Keep));
         assert!(near < far && near >= SHORTEST_PAUSE, "{near:?} {far:?}");
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "nothing is given without need");
         clock.advance(minute, Duration::ZERO);
         fake.room.store(-(30 * MIB as i64), Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         // Slightly more than the missing bytes is given back, because the usage is extrapolated at this rate.
         assert_eq!((fake.stock.load(Relaxed) / MIB, fake.room.load(Relaxed) / MIB as i64), (69, 0));
     }
@@ -622,23 +622,23 @@ mod tests {
         let (fake, account) = fake_group(100 * MIB, Some(60 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         let take = |mib: u64| {
             fake.room.fetch_sub((mib * MIB) as i64, Relaxed);
             clock.advance(Duration::from_millis(10), Duration::ZERO);
         };
         take(40);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "the extrapolated bytes still fit");
         assert!(fake.offered.load(Relaxed) >= 100 * MIB, "all free memory is offered");
         take(10);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.room.load(Relaxed)), (94 * MIB, 16 * MIB as i64));
         fake.room.store(60 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         account.admit(50 * MIB, Context::Outside).unwrap();
         take(50);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 94 * MIB, "the process itself took them");
     }
 
@@ -649,14 +649,14 @@ mod tests {
         let (fake, account) = fake_group(1000 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let stalled = Signs { group_stalls: true, ..Signs::default() };
+        let stalled = KernelEvents { group_stalls: true, ..KernelEvents::default() };
         governor.step(&account, stalled, Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, 0));
         clock.advance(Duration::from_secs(60), Duration::ZERO);
         fake.room.store(30 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
-        governor.step(&account, Signs { machine_stalls: true, ..Signs::default() }, Return::Keep);
+        governor.step(&account, KernelEvents { machine_stalls: true, ..KernelEvents::default() }, Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 1000 * MIB, "stalls of the machine, near the group's limit");
         governor.step(&account, stalled, Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 875 * MIB);
@@ -668,11 +668,11 @@ mod tests {
         let (fake, account) = fake_group(100 * MIB, Some(100 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let warned = Signs { has_thresholds: true, ..Signs::default() };
+        let warned = KernelEvents { has_thresholds: true, ..KernelEvents::default() };
         assert!(pause_of(governor.step(&account, warned, Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS, "near already");
         fake.is_far.store(true, Relaxed);
         assert_eq!(pause_of(governor.step(&account, warned, Return::Keep)), LONGEST_PAUSE_WITH_EVENTS);
-        assert!(pause_of(governor.step(&account, Signs::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
+        assert!(pause_of(governor.step(&account, KernelEvents::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
     }
 
     /// Pauses must grow while memory is short and nothing can be given back.
@@ -681,9 +681,9 @@ mod tests {
         let (fake, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 0);
-        assert_eq!(governor.step(&account, Signs::default(), Return::Keep), Next::WhenGiveable);
+        assert_eq!(governor.step(&account, KernelEvents::default(), Return::Keep), NextStep::WhenGiveable);
         // A shrinker that reports giveable memory and gives nothing back.
         struct ShrinkerWithoutMemory;
         impl Shrinker for ShrinkerWithoutMemory {
@@ -702,7 +702,7 @@ mod tests {
         }
         account.register(&ShrinkerWithoutMemory);
         let pauses: Vec<_> =
-            (0..20).map(|_| pause_of(governor.step(&account, Signs::default(), Return::Keep))).collect();
+            (0..20).map(|_| pause_of(governor.step(&account, KernelEvents::default(), Return::Keep))).collect();
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST_PAUSE, "{pauses:?}");
     }
 

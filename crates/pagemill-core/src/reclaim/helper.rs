@@ -5,8 +5,8 @@
 //! fork child has no helper until it holds that much itself. If there is memory to give back and a limit to watch, a
 //! second thread waits for kernel events and wakes the helper.
 
-use super::alarms::{Alarms, Covered};
-use super::governor::{Governor, Next, Signs, SystemClock, WORTHWHILE_BYTES};
+use super::alarms::{Alarms, CoveredEvents};
+use super::governor::{Governor, KernelEvents, NextStep, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
 use super::{Account, Return};
 use crate::arena::Arena;
@@ -37,7 +37,7 @@ const EVENT_PAUSE: Duration = Duration::from_millis(5);
 const LATE_AFTER: Duration = Duration::from_millis(20);
 
 /// Maximum number of requests that are answered at once. If more have arrived, only the latest ones are answered.
-const MAX_ANSWERED: u32 = 8;
+const MAX_ANSWERED_REQUESTS: u32 = 8;
 
 /// Answers requests of other processes, which have ascending numbers.
 ///
@@ -107,7 +107,7 @@ impl Helper {
             return false;
         }
         let resident = account.resident();
-        let is_near_limit = || account.is_limited() || account.headroom.known().bound == Bound::Group;
+        let is_near_limit = || account.is_limited() || account.headroom.latest_sample().bound == Bound::Group;
         resident >= HELPER_BYTES || (resident >= HELPER_IF_LIMITED_BYTES && is_near_limit())
     }
 
@@ -153,11 +153,11 @@ impl Helper {
 
     /// Answers the requests of other processes with numbers above `answered`. Returns the number of the latest request.
     fn answer_others(&self, answered: u32) -> u32 {
-        let asked = stats::current().asked();
+        let asked = stats::current().latest_request();
         if asked != answered
             && let Some(answers) = self.answers.get()
         {
-            let first = answered.min(asked).max(asked.saturating_sub(MAX_ANSWERED));
+            let first = answered.min(asked).max(asked.saturating_sub(MAX_ANSWERED_REQUESTS));
             (first..asked).for_each(|before| answers.answer(before + 1));
         }
         asked
@@ -186,10 +186,10 @@ impl Helper {
             account.answer();
             while arena.prefault() {}
             let next = governor.step(account, self.take_events(account, &mut alarms), self.policy());
-            if matches!(next, Next::After(_)) && can_set_alarms {
+            if matches!(next, NextStep::After(_)) && can_set_alarms {
                 can_set_alarms = self.update_alarms(&mut alarms);
             }
-            if next == Next::WhenGiveable {
+            if next == NextStep::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
                 // Memory that was freed since the step above did not wake the helper, so check again.
                 if account.giveable() >= WORTHWHILE_BYTES || account.may_have_more() {
@@ -198,8 +198,8 @@ impl Helper {
                 }
             }
             let pause = match next {
-                Next::After(pause) => Some(pause),
-                Next::WhenGiveable | Next::WhenAsked => None,
+                NextStep::After(pause) => Some(pause),
+                NextStep::WhenGiveable | NextStep::WhenAsked => None,
             };
             let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE_AFTER).as_nanos() as u64));
             futex::wait(word, seen, pause, Scope::Shared);
@@ -211,18 +211,18 @@ impl Helper {
     }
 
     /// Reads and clears the kernel events that happened since the last step.
-    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
+    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> KernelEvents {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
-            signs = alarms.confirm(signs);
+            signs = alarms.genuine_signs(signs);
         }
         if signs != 0 {
             stats::add(Counter::Signs, 1);
-            trace::event(Event::Sign, signs, account.headroom.known().bytes.max(0) as u64);
+            trace::event(Event::Sign, signs, account.headroom.latest_sample().bytes.max(0) as u64);
         }
-        let covered = alarms.as_ref().map_or(Covered::default(), |alarms| alarms.covered);
+        let covered = alarms.as_ref().map_or(CoveredEvents::default(), |alarms| alarms.covered);
         let has = |sign: Sign| signs & sign as u64 != 0;
-        Signs {
+        KernelEvents {
             group_stalls: has(Sign::GroupStall),
             machine_stalls: has(Sign::MachineStall),
             has_thresholds: covered.has_thresholds,
@@ -234,19 +234,19 @@ impl Helper {
     /// this process can set alarms.
     fn update_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
-        if headroom.known().bound == Bound::None {
+        if headroom.latest_sample().bound == Bound::None {
             return true;
         }
         if alarms.is_none() {
             let Ok(new) = Alarms::new() else { return false };
-            self.alarms.store(new.number(), Relaxed);
+            self.alarms.store(new.descriptor(), Relaxed);
             if thread::spawn(c"pagemill-signs", self).is_err() {
                 return false;
             }
             *alarms = Some(new);
         }
         if let Some(alarms) = alarms
-            && let Some(plan) = headroom.plan(alarms.set_for())
+            && let Some(plan) = headroom.plan(alarms.limits_version())
         {
             alarms.set_all(&plan);
         }

@@ -3,8 +3,8 @@
 //! Uses `sys`. Locks: one, around `ControlGroups`; it is only tried, so no thread waits for it.
 #![allow(unsafe_code)] // a call on a separate stack
 
-use super::alarms::Plan;
-use super::limits::{self, Kill, Limits, Room};
+use super::alarms::AlarmPlan;
+use super::limits::{self, KillLimit, Limits, Room};
 use crate::stats::{self, Counter};
 use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
 use pagemill_sys::file::Path;
@@ -119,14 +119,14 @@ impl ControlGroups {
     }
 
     /// Returns the limits and files for which alarms are to be set.
-    fn plan(&self, root: &str) -> Plan {
+    fn plan(&self, root: &str) -> AlarmPlan {
         let version = self.groups.as_ref().map(|groups| groups.version);
         let mut limited = self.limited_groups();
         let groups = std::array::from_fn(|_| limited.next());
         let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
         let of_group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
         let of_machine = Path::format(format_args!("{root}/proc/pressure/memory"));
-        Plan {
+        AlarmPlan {
             state: self.state,
             version,
             groups,
@@ -167,14 +167,14 @@ impl Limits for Kernel {
         let Some(group) = group else { return room };
         // With free swap the kernel writes pages to swap before it kills, so no charge is refused.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
-        let kill = if has_swap { Kill::NONE } else { group.kill };
+        let kill = if has_swap { KillLimit::NONE } else { group.kill };
         let nearer = if group.bytes <= room.bytes { group } else { room };
         Room { kill, is_far: group.is_far, machine_bytes: room.machine_bytes, ..nearer }
     }
 
-    fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+    fn plan(&self, limits_version: Option<u32>) -> Option<AlarmPlan> {
         let groups = self.groups.try_lock().ok()?;
-        (set_for != Some(groups.state)).then(|| groups.plan(self.root))
+        (limits_version != Some(groups.state)).then(|| groups.plan(self.root))
     }
 }
 
@@ -192,7 +192,7 @@ mod tests {
     /// The ancestor with the least room must count. File pages that the kernel can reclaim must not count as used.
     /// Values that cannot be read must be ignored.
     #[test]
-    fn the_limit_with_the_least_room_counts() {
+    fn the_limit_with_the_least_room_is_used() {
         let folder = tempfile::tempdir().unwrap();
         let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
         write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
@@ -209,11 +209,11 @@ mod tests {
         system.groups.lock().unwrap().next_refresh_ns = 0;
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
-        assert_eq!(room.kill, Kill { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
+        assert_eq!(room.kill, KillLimit { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
         write(root, "/cg/app/worker/memory.current", "1500000000\n");
         write(root, "/cg/app/worker/memory.max", "1600000000\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
-        let nearest = Kill { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
+        let nearest = KillLimit { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
         assert_eq!(system.sample().kill, nearest, "the nearest killing limit, also if another limit has less room");
         write(root, "/cg/app/worker/memory.current", "1000000\n");
         write(root, "/cg/app/worker/memory.max", "2147483648\n");

@@ -7,7 +7,7 @@
 //!
 //! Uses `sync`. Locks: one, around a sample; a charge with credit does not take it.
 
-use super::alarms::Plan;
+use super::alarms::AlarmPlan;
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use pagemill_sys::cgroup::Limit;
@@ -32,14 +32,14 @@ pub enum Bound {
 ///
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kill {
+pub struct KillLimit {
     /// The limit; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// Usage of the group, without the memory that the kernel could reclaim.
     pub used_bytes: u64,
 }
 
-impl Kill {
+impl KillLimit {
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
     /// Bytes that may still become resident before charges are refused. Charges may not use a reserve below the limit,
@@ -48,7 +48,7 @@ impl Kill {
         self.room_above_reserve(self.reserve_bytes())
     }
 
-    /// As [`Kill::room_bytes`] for nested charges, which may use half of the reserve.
+    /// As [`KillLimit::room_bytes`] for nested charges, which may use half of the reserve.
     pub fn debt_room_bytes(&self) -> u64 {
         self.room_above_reserve(self.reserve_bytes() / 2)
     }
@@ -71,10 +71,10 @@ impl Kill {
 /// How much memory may still become resident below the nearest limit.
 ///
 /// ```
-/// use pagemill_core::reclaim::limits::{Bound, Kill, Room};
+/// use pagemill_core::reclaim::limits::{Bound, KillLimit, Room};
 ///
 /// let room = Room::of_machine(16 << 30, 3 << 30); // 3 of 16 GiB are available
-/// assert_eq!((room.bound, room.kill), (Bound::Machine, Kill::NONE));
+/// assert_eq!((room.bound, room.kill), (Bound::Machine, KillLimit::NONE));
 /// assert_eq!((room.bytes, room.shortage(5 << 30)), (2 << 30, 3 << 30)); // a sixteenth stays for others
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ pub struct Room {
     /// Bytes left before usage enters the margin, in which free memory is given back. Negative inside the margin.
     pub bytes: i64,
     /// The nearest limit beyond which processes are killed. May differ from `limit_bytes`.
-    pub kill: Kill,
+    pub kill: KillLimit,
     /// The limit with the least room; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// No group has used three quarters of its limit, including file pages. Until a group has, an alarm suffices to
@@ -98,7 +98,7 @@ impl Room {
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
-        kill: Kill::NONE,
+        kill: KillLimit::NONE,
         limit_bytes: u64::MAX,
         is_far: true,
         machine_bytes: i64::MAX,
@@ -111,8 +111,8 @@ impl Room {
         let working_set = usage_bytes.saturating_sub(idle_bytes);
         let before_margin = soft - margin_bytes(limit);
         let kill = match limit.hard_bytes {
-            u64::MAX => Kill::NONE,
-            limit_bytes => Kill { limit_bytes, used_bytes: working_set.saturating_sub(other_bytes) },
+            u64::MAX => KillLimit::NONE,
+            limit_bytes => KillLimit { limit_bytes, used_bytes: working_set.saturating_sub(other_bytes) },
         };
         Self {
             bound: Bound::Group,
@@ -130,7 +130,7 @@ impl Room {
         Self {
             bound: Bound::Machine,
             bytes,
-            kill: Kill::NONE,
+            kill: KillLimit::NONE,
             limit_bytes: total_bytes,
             is_far: true,
             machine_bytes: bytes,
@@ -202,9 +202,9 @@ pub trait Limits: Sync {
     /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Returns the alarms for these limits, or `None` if the alarms that were set for version `set_for` of the limits
-    /// are still valid.
-    fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
+    /// Returns the alarms for these limits, or `None` if the alarms that were set for version `limits_version` of the
+    /// limits are still valid.
+    fn plan(&self, _limits_version: Option<u32>) -> Option<AlarmPlan> {
         None
     }
 }
@@ -234,7 +234,7 @@ const CREDIT_DIVISOR: i64 = 4;
 pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
 
 /// The credit of a sample expires after this time at the latest.
-const VALID_NS: u64 = 100_000_000;
+const MAX_CREDIT_NS: u64 = 100_000_000;
 
 impl Default for Headroom {
     fn default() -> Self {
@@ -257,7 +257,7 @@ impl Headroom {
     }
 
     /// Returns the latest sample without taking a new one: kind of limit and bytes left.
-    pub fn known(&self) -> Room {
+    pub fn latest_sample(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
             (u64::MAX, _) => Bound::None,
@@ -269,11 +269,11 @@ impl Headroom {
 
     /// Returns the alarms for the limits ([`Limits::plan`]). The caller sets the alarms outside of the lock, because
     /// setting takes long.
-    pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+    pub(super) fn plan(&self, limits_version: Option<u32>) -> Option<AlarmPlan> {
         let limits = self.limits.get()?;
         // The lock keeps the source of limits consistent in a fork child.
         let _guard = self.sampling.lock();
-        limits.plan(set_for)
+        limits.plan(limits_version)
     }
 
     /// Takes a sample now.
@@ -292,7 +292,7 @@ impl Headroom {
         self.is_group.store(room.bound == Bound::Group, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
         self.credit.store(credit, Relaxed);
-        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(VALID_NS);
+        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(MAX_CREDIT_NS);
         self.valid_until_ns.store(clock::fine_ns() + valid_ns, Relaxed);
         room
     }
@@ -346,12 +346,12 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     /// Returns the room that the test sets, and counts samples.
-    struct Fake {
+    struct FakeLimits {
         bytes: AtomicI64,
         samples: AtomicUsize,
     }
 
-    impl Limits for Fake {
+    impl Limits for FakeLimits {
         fn sample(&self) -> Room {
             self.samples.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
@@ -360,8 +360,8 @@ mod tests {
     }
 
     /// A headroom whose source of limits is a fake with `bytes` of room.
-    fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
-        let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
+    fn headroom(bytes: i64) -> (Headroom, &'static FakeLimits) {
+        let fake = Box::leak(Box::new(FakeLimits { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();
         headroom.set_limits(fake);
         (headroom, fake)
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!((short(1), short(0)), (51, 50));
         headroom.grant_credit(100, u64::MAX / 4);
         assert_eq!((headroom.is_short(60), headroom.is_short(60).is_some()), (None, true));
-        assert_eq!(headroom.known().bound, Bound::Group);
+        assert_eq!(headroom.latest_sample().bound, Bound::Group);
     }
 
     /// Without a source of limits, no charge may be short of room.
@@ -420,7 +420,7 @@ mod tests {
             Room {
                 bound: Bound::Group,
                 bytes: -10,
-                kill: Kill { limit_bytes: 140, used_bytes: 40 },
+                kill: KillLimit { limit_bytes: 140, used_bytes: 40 },
                 limit_bytes: 100,
                 is_far: false,
                 machine_bytes: i64::MAX

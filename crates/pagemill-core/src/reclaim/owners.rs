@@ -17,11 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Orde
 use std::time::Duration;
 
 /// Maximum number of Pagemill's own owners for each cost, and also of the program's.
-pub const SLOTS: usize = 3;
+pub const SLOTS_PER_COST: usize = 3;
 
 /// Number of slots in [`Owners`]. The slots are in the order of calls: by cost, and within one cost Pagemill's own
 /// before the program's.
-const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
+const MAX_OWNERS: usize = 2 * SLOTS_PER_COST * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
 const STEP_BYTES: u64 = 64 << 20;
@@ -143,37 +143,38 @@ impl Owners {
     ///
     /// # Panics
     ///
-    /// If Pagemill has more than [`SLOTS`] owners of this cost.
+    /// If Pagemill has more than [`SLOTS_PER_COST`] owners of this cost.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let first = shrinker.cost() as usize * 2 * SLOTS;
-        assert!(self.fill(first, shrinker), "{SLOTS} owners of Pagemill for each cost");
+        let first = shrinker.cost() as usize * 2 * SLOTS_PER_COST;
+        assert!(self.store_in_free_slot(first, shrinker), "{SLOTS_PER_COST} owners of Pagemill for each cost");
     }
 
     /// Registers an owner of the program, after all others of the same cost. Returns whether there was a free slot: the
-    /// program has [`SLOTS`] for each cost.
+    /// program has [`SLOTS_PER_COST`] for each cost.
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> bool {
-        self.fill((shrinker.cost() as usize * 2 + 1) * SLOTS, shrinker)
+        self.store_in_free_slot((shrinker.cost() as usize * 2 + 1) * SLOTS_PER_COST, shrinker)
     }
 
-    /// Stores the owner in the first free one of [`SLOTS`] slots from `first` on.
-    fn fill(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
-        assert!(first.is_multiple_of(SLOTS) && first < MAX_OWNERS, "slots of one cost");
-        self.0[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
+    /// Stores the owner in the first free one of [`SLOTS_PER_COST`] slots from `first` on.
+    fn store_in_free_slot(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
+        assert!(first.is_multiple_of(SLOTS_PER_COST) && first < MAX_OWNERS, "slots of one cost");
+        self.0[first..first + SLOTS_PER_COST].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
     }
 
-    fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
+    fn callable_owners(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
 
     /// Bytes that all owners callable in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
-        let each = self.callable(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
+        let each = self.callable_owners(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
     /// The bytes of [`Owners::giveable`] that no account is charged for.
-    pub fn foreign(&self) -> u64 {
-        let each = self.callable(Context::Outside).filter_map(|owner| owner.query(|shrinker| shrinker.foreign_bytes()));
+    pub fn foreign_bytes(&self) -> u64 {
+        let each =
+            self.callable_owners(Context::Outside).filter_map(|owner| owner.query(|shrinker| shrinker.foreign_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
@@ -184,7 +185,7 @@ impl Owners {
 
     /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
     pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
-        self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
+        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
             left => freed.saturating_add(owner.give(left, urgency)),
         })
@@ -192,7 +193,7 @@ impl Owners {
 
     /// Makes the owners give back memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
-        self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
+        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
             left => freed.saturating_add(owner.give_aged(left, age)),
         })
@@ -200,7 +201,7 @@ impl Owners {
 
     /// Makes the owners offer memory to the kernel ([`Shrinker::offer`]). Returns the bytes offered.
     pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
-        self.callable(Context::Outside).fold(0, |offered, owner| {
+        self.callable_owners(Context::Outside).fold(0, |offered, owner| {
             let left = want_bytes.saturating_sub(offered);
             offered.saturating_add(owner.call(|shrinker| shrinker.offer(left, which)).unwrap_or(0))
         })
@@ -222,7 +223,7 @@ impl Owners {
     }
 
     /// Forgets the threads inside calls, which do not exist in a fork child. Called in the child.
-    pub fn forked(&self) {
+    pub fn begin_child(&self) {
         self.0.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
 }
@@ -326,7 +327,7 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.0[2 * SLOTS].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.0[2 * SLOTS_PER_COST].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
@@ -341,14 +342,18 @@ mod tests {
     #[test]
     fn slots_of_the_program_are_separate() {
         let owners = Owners::default();
-        let of_program = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        let of_program = [(); SLOTS_PER_COST].map(|()| scripted_shrinker(MIB, MIB, false));
         assert!(of_program.iter().all(|shrinker| owners.register_for_program(*shrinker)));
         assert!(!owners.register_for_program(scripted_shrinker(MIB, MIB, false)));
-        let own = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        let own = [(); SLOTS_PER_COST].map(|()| scripted_shrinker(MIB, MIB, false));
         own.iter().for_each(|shrinker| owners.register(*shrinker));
-        assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS as u64 * MIB);
-        assert_eq!(owners.give(SLOTS as u64 * MIB, Context::Outside, Urgency::Request), SLOTS as u64 * MIB);
-        let calls = |shrinkers: &[&ScriptedShrinker; SLOTS]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
-        assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS], [0; SLOTS]));
+        assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS_PER_COST as u64 * MIB);
+        assert_eq!(
+            owners.give(SLOTS_PER_COST as u64 * MIB, Context::Outside, Urgency::Request),
+            SLOTS_PER_COST as u64 * MIB
+        );
+        let calls =
+            |shrinkers: &[&ScriptedShrinker; SLOTS_PER_COST]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
+        assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS_PER_COST], [0; SLOTS_PER_COST]));
     }
 }

@@ -20,7 +20,7 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 /// Maximum number of members that a tree can list. Further members obey the limit, but their charge is not counted.
-pub const CAPACITY: usize = 1024;
+pub const MAX_MEMBERS: usize = 1024;
 
 /// Maximum time, in milliseconds, to wait for answers of siblings to a request.
 pub const ANSWER_MS: u64 = 25;
@@ -29,9 +29,9 @@ pub const ANSWER_MS: u64 = 25;
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
 /// Value of [`Member::helper_state`]: a helper runs and answers requests.
-const LISTENS: u32 = 1;
+const HELPER_LISTENS: u32 = 1;
 /// Value of [`Member::helper_state`]: the helper did not answer the last request in time.
-const UNRESPONSIVE: u32 = 2;
+const HELPER_UNRESPONSIVE: u32 = 2;
 
 /// The value that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
@@ -51,7 +51,7 @@ struct Member {
     wake: AtomicU32,
     /// Number of the latest request that the member has answered.
     answered: AtomicU32,
-    /// [`LISTENS`] while a helper runs, [`UNRESPONSIVE`] after the helper did not answer in time, else 0.
+    /// [`HELPER_LISTENS`] while a helper runs, [`HELPER_UNRESPONSIVE`] after the helper did not answer in time, else 0.
     helper_state: AtomicU32,
     /// Unused.
     reserved: AtomicU32,
@@ -105,7 +105,7 @@ pub struct TreePage {
     high_water: AtomicU32,
     /// Number of programs that were started, and of fork children that entered.
     started: AtomicU32,
-    members: [Member; CAPACITY],
+    members: [Member; MAX_MEMBERS],
 }
 
 /// The sums over all members of a tree, at one time.
@@ -171,7 +171,7 @@ impl TreePage {
 
     /// The slots that were ever used.
     fn used_slots(&self) -> &[Member] {
-        &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
+        &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]
     }
 
     /// Takes a slot for this process: the slot it had before an `exec`, or a free one. Returns `None` if all are taken.
@@ -258,7 +258,7 @@ impl TreePage {
     }
 
     /// Updates the two peaks with `totals`.
-    pub fn note_peak(&self, totals: Totals) {
+    pub fn raise_peaks(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
@@ -270,14 +270,14 @@ impl TreePage {
     }
 
     /// Counts the start of a program or of a fork child. Most programs are too small to take a slot.
-    pub fn count_start(&self) {
+    pub fn count_started_program(&self) {
         self.started.fetch_add(1, Relaxed);
     }
 
     /// Records the peak of a process that ends and has published no charge.
-    pub fn note_small(&self, peak_bytes: u64) {
+    pub fn record_unpublished_peak(&self, peak_bytes: u64) {
         let totals = self.totals();
-        self.note_peak(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
+        self.raise_peaks(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
     }
 
     /// Number of programs that were started, and of fork children. A process counts again for each `exec`.
@@ -303,13 +303,13 @@ impl TreePage {
         self.wanted.fetch_add(bytes, Relaxed);
         let request = self.request.fetch_add(1, AcqRel).wrapping_add(1);
         // A member that did not answer an earlier request in time gets this request, but is not waited for.
-        let mut awaited = [0u64; CAPACITY / 64];
+        let mut awaited = [0u64; MAX_MEMBERS / 64];
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
             if is_own || member.id.load(Relaxed) == 0 || member.helper_state.load(Relaxed) == 0 {
                 continue;
             }
-            if member.helper_state.load(Relaxed) == LISTENS {
+            if member.helper_state.load(Relaxed) == HELPER_LISTENS {
                 awaited[index / 64] |= 1 << (index % 64);
             }
             member.wake();
@@ -321,10 +321,10 @@ impl TreePage {
     }
 
     /// Waits for the members in the bit set `awaited`. Marks late ones as unresponsive.
-    fn wait_for_answers(&self, awaited: &[u64; CAPACITY / 64], request: u32, is_enough: impl Fn() -> bool) {
+    fn wait_for_answers(&self, awaited: &[u64; MAX_MEMBERS / 64], request: u32, is_enough: impl Fn() -> bool) {
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
-            let is_open = (0..CAPACITY).any(|index| {
+            let is_open = (0..MAX_MEMBERS).any(|index| {
                 let member = &self.members[index];
                 awaited[index / 64] >> (index % 64) & 1 == 1
                     && member.id.load(Relaxed) != 0
@@ -338,7 +338,7 @@ impl TreePage {
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_late = (member.answered.load(Relaxed).wrapping_sub(request) as i32) < 0;
             if awaited[index / 64] >> (index % 64) & 1 == 1 && is_late {
-                let _ = member.helper_state.compare_exchange(LISTENS, UNRESPONSIVE, Relaxed, Relaxed);
+                let _ = member.helper_state.compare_exchange(HELPER_LISTENS, HELPER_UNRESPONSIVE, Relaxed, Relaxed);
             }
         }
     }
@@ -406,7 +406,7 @@ impl MemberSlot {
     /// Publishes whether this process has a helper that answers requests.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
-        self.member().helper_state.store(if is_listening { LISTENS } else { 0 }, Release);
+        self.member().helper_state.store(if is_listening { HELPER_LISTENS } else { 0 }, Release);
     }
 
     /// Answers an open request. Calls `give` with the bytes that this member accepts of the request, at most
@@ -426,7 +426,7 @@ impl MemberSlot {
         let given = if part > 0 { give(part) } else { 0 };
         page.wanted.fetch_add(part.saturating_sub(given), Relaxed);
         member.answered.store(request, Release);
-        let _ = member.helper_state.compare_exchange(UNRESPONSIVE, LISTENS, Relaxed, Relaxed);
+        let _ = member.helper_state.compare_exchange(HELPER_UNRESPONSIVE, HELPER_LISTENS, Relaxed, Relaxed);
         page.answers.fetch_add(1, AcqRel);
         futex::wake(&page.answers, i32::MAX, Scope::Shared);
         Some(given)
@@ -467,7 +467,7 @@ impl Membership {
 
     pub fn place(&self) -> Option<MemberSlot> {
         let index = self.index.load(Relaxed).checked_sub(1)?;
-        debug_assert!(index < CAPACITY);
+        debug_assert!(index < MAX_MEMBERS);
         Some(MemberSlot { page: self.page()?, index })
     }
 }
@@ -522,10 +522,10 @@ mod tests {
     #[test]
     fn a_full_page_reuses_slots_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
-        for number in 0..CAPACITY as u32 {
+        for number in 0..MAX_MEMBERS as u32 {
             page.enter(fake_identity(number)).unwrap();
         }
-        assert_eq!(page.totals().members, CAPACITY);
+        assert_eq!(page.totals().members, MAX_MEMBERS);
         assert!(page.enter(process::own_identity()).is_some(), "the dead were swept");
         assert_eq!(page.unlisted(), 0);
     }

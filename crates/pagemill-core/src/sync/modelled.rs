@@ -16,13 +16,13 @@ use std::time::Duration;
 const TICK_NS: u64 = 1 << 22;
 
 /// Whether this thread runs inside a shuttle test.
-fn is_modelled() -> bool {
+fn is_shuttle_test() -> bool {
     try_get_current_task().is_some()
 }
 
 /// Lets shuttle's scheduler switch to another thread.
 pub fn scheduling_point() {
-    if is_modelled() {
+    if is_shuttle_test() {
         // Unlike `yield_now`, a sleep of zero is no hint that this thread cannot progress.
         shuttle::thread::sleep(Duration::ZERO);
     }
@@ -30,7 +30,7 @@ pub fn scheduling_point() {
 
 /// Yields to other threads. A thread calls this in a loop while it waits for a change.
 pub fn pause() {
-    if !is_modelled() {
+    if !is_shuttle_test() {
         return thread::pause();
     }
     if std::thread::panicking() {
@@ -49,7 +49,7 @@ thread_local! {
 
 /// The simulated time. Each read advances the clock by one tick with a probability of 1/4.
 pub fn coarse_ns() -> u64 {
-    if !is_modelled() {
+    if !is_shuttle_test() {
         return clock::coarse_ns();
     }
     if thread_rng().gen_bool(0.25) {

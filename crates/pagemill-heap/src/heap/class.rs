@@ -12,9 +12,9 @@ pub(crate) const GRANULE_BYTES: usize = MIN_BYTES;
 pub(crate) const STEP_BYTES: usize = MIN_BYTES / 4;
 
 /// Number of classes. The largest class has slots of 16 TiB.
-pub(crate) const COUNT: usize = 4 * 28 + 1;
+pub(crate) const CLASS_COUNT: usize = 4 * 28 + 1;
 
-const _: () = assert!(COUNT <= 1 << 8, "a slot stores its class in 8 bits");
+const _: () = assert!(CLASS_COUNT <= 1 << 8, "a slot stores its class in 8 bits");
 
 /// A size class: all its slots have the same size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,8 +30,8 @@ impl Class {
         let exponent = usize::BITS - 1 - (size - 1).leading_zeros(); // of the largest power of two below `size`
         let step = (size - 1) >> (exponent - 2) & 3;
         let index = (exponent as usize - 16) * 4 + step + 1;
-        debug_assert!(index >= COUNT || Self(index as u8).bytes() >= size);
-        (index < COUNT).then_some(Self(index as u8))
+        debug_assert!(index >= CLASS_COUNT || Self(index as u8).bytes() >= size);
+        (index < CLASS_COUNT).then_some(Self(index as u8))
     }
 
     /// A class for `size` bytes whose slots all start at multiples of `align`: the smallest class for `size` if its
@@ -42,7 +42,7 @@ impl Class {
     }
 
     pub fn from_index(index: usize) -> Option<Self> {
-        (index < COUNT).then_some(Self(index as u8))
+        (index < CLASS_COUNT).then_some(Self(index as u8))
     }
 
     #[inline]
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn classes_waste_at_most_a_fifth_and_fill_spans() {
         let mut below = 0;
-        for class in (0..COUNT).filter_map(Class::from_index) {
+        for class in (0..CLASS_COUNT).filter_map(Class::from_index) {
             assert_eq!(Class::of(class.bytes()), Some(class));
             assert_eq!(Class::of(below + 1), Some(class));
             assert!(class.index() == 0 || (class.bytes() - below) * 5 <= class.bytes(), "{class:?}");

@@ -171,8 +171,8 @@ impl Heap {
             account,
             helper,
             slots: Table::new(zone_bytes / GRANULE_BYTES)?,
-            free_list_heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
-            carve_cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
+            free_list_heads: Table::new_open(nodes * shards_per_node * class::CLASS_COUNT)?,
+            carve_cursors: Table::new_open(nodes * class::CLASS_COUNT * CURSOR_WORDS)?,
             spans: Table::new(zone_bytes / BLOCK_BYTES)?,
             carving: Lock::new(),
             purging: Lock::new(),
@@ -211,7 +211,7 @@ impl Heap {
     #[inline]
     fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
         debug_assert!(node < self.arena.nodes.count() && shard < self.shards_per_node);
-        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
+        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::CLASS_COUNT + class.index()))
     }
 
     /// Allocates at least `size` bytes at a multiple of `align`. The contents are undefined unless `is_zero` is set.
@@ -331,7 +331,7 @@ impl Heap {
     /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
     #[cold]
     fn pop_larger_slot(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
-        let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
+        let larger = (class.index() + 1..class::CLASS_COUNT).filter_map(Class::from_index);
         larger.filter(|class| class.align() >= align).find_map(|class| self.pop_free_slot(node, class))
     }
 
@@ -456,7 +456,7 @@ impl Heap {
     /// The words of `carve_cursors` for a node and a class.
     fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         debug_assert!(node < self.arena.nodes.count());
-        let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
+        let first = (node * class::CLASS_COUNT + class.index()) * CURSOR_WORDS;
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
@@ -515,8 +515,8 @@ impl Heap {
                     is_recycled |= self.recycle_block(place, block, expected_use);
                 }
                 match self.arena.block_state(block).backing {
-                    Backing::Empty => self.account.make_up_for(BLOCK_BYTES as u64),
-                    Backing::Lazy => self.account.make_up_for(part),
+                    Backing::Empty => self.account.offset_new_memory(BLOCK_BYTES as u64),
+                    Backing::Lazy => self.account.offset_new_memory(part),
                     Backing::Huge | Backing::Small => {}
                 }
                 self.arena.back_block(block, expected_use)?;
@@ -542,7 +542,7 @@ impl Heap {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
             let moved_bytes = if wanted == InitialContents::Any { self.move_free_pages_in(place, size) } else { 0 };
             is_recycled = moved_bytes > 0;
-            self.account.make_up_for(missing_bytes.saturating_sub(moved_bytes) as u64);
+            self.account.offset_new_memory(missing_bytes.saturating_sub(moved_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
@@ -668,6 +668,8 @@ impl Heap {
         let used = self.arena.heap.carved_bytes();
         self.slots.resident_bytes(0, used / GRANULE_BYTES)
             + self.spans.resident_bytes(0, used / BLOCK_BYTES)
-            + self.free_list_heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
+            + self
+                .free_list_heads
+                .resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::CLASS_COUNT)
     }
 }

@@ -432,12 +432,12 @@ impl Heap {
         debug_assert!(self.slots_of_block(span, block) == (claims.first..claims.first + claims.count));
         // SAFETY: every slot that reaches into the block is claimed.
         let freed = unsafe { self.arena.discard(block, 1) };
-        self.restore_all(span, block, claims);
+        self.restore_claimed_slots(span, block, claims);
         freed
     }
 
     /// Ends the claims on the slots of a block that may have been discarded.
-    pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
+    pub(super) fn restore_claimed_slots(&self, span: Span, block: usize, claims: &Claims) {
         // `is_emptied` does not follow from the bytes freed: discarding a block that was never touched frees no bytes,
         // either.
         let is_emptied = self.arena.block_state(block).backing == Backing::Empty;

@@ -210,7 +210,7 @@ impl Heap {
                 // address was not returned yet.
                 unsafe { self.move_to_recipient(recipient, block, 1) };
             }
-            self.restore_all(span, block, &claims);
+            self.restore_claimed_slots(span, block, &claims);
         }
     }
 

@@ -32,7 +32,7 @@ impl Heap {
         let here = || NonNull::new(addr as *mut u8).ok_or(pagemill_core::error::Error::NotAllocated { addr });
         if size <= old_bytes && (size * 2 > old_bytes || old.class.is_big()) {
             if old.class.is_big() {
-                self.trim(old, size);
+                self.trim_big_slot(old, size);
             }
             return here();
         }
@@ -62,7 +62,7 @@ impl Heap {
 
     /// Returns the memory of whole blocks that a big slot does not need after it shrank. The blocks stay accessible,
     /// because the program may use all bytes of its slot.
-    fn trim(&self, place: LocatedSlot, size: usize) {
+    fn trim_big_slot(&self, place: LocatedSlot, size: usize) {
         debug_assert!(place.class.is_big() && size <= place.class.bytes());
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);

@@ -63,15 +63,15 @@ impl SlotBytes {
 const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
 /// Mask of the phase in the state word.
-const PHASE: u64 = 3;
+const PHASE_MASK: u64 = 3;
 /// [`SlotBytes::is_resident`] in the state word.
-const RESIDENT: u64 = 1 << 2;
+const RESIDENT_BIT: u64 = 1 << 2;
 /// [`SlotBytes::is_zero`] in the state word.
-const ZERO: u64 = 1 << 3;
+const ZERO_BIT: u64 = 1 << 3;
 /// [`SlotBytes::is_offered`] in the state word.
-const OFFERED: u64 = 1 << 4;
+const OFFERED_BIT: u64 = 1 << 4;
 /// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
-const NONZERO: u64 = 1 << 5;
+const NONZERO_BIT: u64 = 1 << 5;
 /// Position of the time stamp (16 bits) in the state word.
 const STAMP_SHIFT: u32 = 16;
 /// Position of [`SlotBytes::counted`] (32 bits) in the state word.
@@ -80,15 +80,15 @@ const COUNT_SHIFT: u32 = 32;
 /// Packs the phase, the attributes and the time stamp into a state word.
 fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
     phase as u64
-        | if bytes.is_resident { RESIDENT } else { 0 }
-        | if bytes.is_zero { ZERO } else { 0 }
-        | if bytes.is_offered { OFFERED } else { 0 }
+        | if bytes.is_resident { RESIDENT_BIT } else { 0 }
+        | if bytes.is_zero { ZERO_BIT } else { 0 }
+        | if bytes.is_offered { OFFERED_BIT } else { 0 }
         | u64::from(stamp) << STAMP_SHIFT
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
 fn phase(word: u64) -> SlotPhase {
-    match word & PHASE {
+    match word & PHASE_MASK {
         0 => SlotPhase::None,
         1 => SlotPhase::Live,
         2 => SlotPhase::Free,
@@ -98,9 +98,9 @@ fn phase(word: u64) -> SlotPhase {
 
 fn bytes(word: u64) -> SlotBytes {
     SlotBytes {
-        is_resident: word & RESIDENT != 0,
-        is_zero: word & ZERO != 0,
-        is_offered: word & OFFERED != 0,
+        is_resident: word & RESIDENT_BIT != 0,
+        is_zero: word & ZERO_BIT != 0,
+        is_offered: word & OFFERED_BIT != 0,
         counted: (word >> COUNT_SHIFT) as u32,
     }
 }
@@ -121,8 +121,8 @@ impl SlotClaim {
     /// Returns the claim with the slot recorded as not zero, after pages of another slot were moved into it.
     pub fn as_nonzero(self) -> Self {
         match self.phase() {
-            SlotPhase::None => Self(self.0 | NONZERO),
-            _ => Self(self.0 & !ZERO),
+            SlotPhase::None => Self(self.0 | NONZERO_BIT),
+            _ => Self(self.0 & !ZERO_BIT),
         }
     }
 }
@@ -183,7 +183,7 @@ impl Slot {
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
         while phase(word) == SlotPhase::None {
-            let fresh = SlotBytes { is_zero: word & NONZERO == 0, ..SlotBytes::UNTOUCHED };
+            let fresh = SlotBytes { is_zero: word & NONZERO_BIT == 0, ..SlotBytes::UNTOUCHED };
             match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
                 Err(now) => word = now,
@@ -224,7 +224,7 @@ impl Slot {
     pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
         while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
-            match self.state.compare_exchange(word, word | PHASE, Acquire, Relaxed) {
+            match self.state.compare_exchange(word, word | PHASE_MASK, Acquire, Relaxed) {
                 Ok(_) => return Some(SlotClaim(word)),
                 Err(now) => word = now,
             }
@@ -438,7 +438,7 @@ mod tests {
     }
 
     /// All combinations of attributes, with some counts.
-    fn all_bytes() -> impl Iterator<Item = SlotBytes> {
+    fn all_attributes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
         (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
             [0, 1, u32::MAX].map(|counted| SlotBytes { is_resident, is_zero, is_offered, counted })
@@ -448,7 +448,7 @@ mod tests {
     /// Packs every combination of phase, attributes and stamp into a word. Unpacking must return the same values.
     #[test]
     fn state_word_packs_all_fields() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
@@ -463,7 +463,7 @@ mod tests {
     /// only.
     #[test]
     fn allocation_clears_offer_and_count() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 7));
             assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), SlotPhase::Live));
             assert_eq!(slot.bytes(), SlotBytes { is_offered: false, counted: 0, ..known });
@@ -490,7 +490,7 @@ mod tests {
     /// store the new attributes.
     #[test]
     fn claimed_slot_refuses_operations_until_restored() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 0xA5F1));
             assert_eq!(slot.is_offered(), known.is_offered);
             let claim = slot.try_claim().unwrap();
@@ -499,7 +499,7 @@ mod tests {
             assert!(slot.free(SlotBytes::USED, 1) == Err(SlotPhase::Purging) && !slot.is_offered());
             let stale = claim.as_nonzero();
             assert_eq!((stale.phase(), stale.bytes()), (SlotPhase::Free, SlotBytes { is_zero: false, ..known }));
-            for next in all_bytes() {
+            for next in all_attributes() {
                 slot.restore(stale, next);
                 assert_eq!((slot.phase(), slot.bytes(), slot.stamp()), (SlotPhase::Free, next, 0xA5F1));
             }

@@ -48,7 +48,7 @@ impl Shrinker for UnmeasuredShrinker {
 fn the_governor_acts_from_the_worthwhile_amount_on() {
     let (fake, account) = fake_group(WORTHWHILE_BYTES, None);
     let clock = FakeClock::default();
-    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::WhenAsked);
+    assert_eq!(Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep), NextStep::WhenAsked);
     assert_eq!(fake.measured.load(Relaxed), 0, "known without a measurement");
     for may_have_more in [false, true] {
         for (hidden, is_worthwhile) in [(WORTHWHILE_BYTES - 1, false), (WORTHWHILE_BYTES, true)] {
@@ -57,8 +57,8 @@ fn the_governor_acts_from_the_worthwhile_amount_on() {
             owner.may_have_more.store(may_have_more, Relaxed);
             let account = Account::new(u64::MAX);
             account.register(owner);
-            let next = Governor::new(&clock).step(&account, Signs::default(), Return::Keep);
-            assert_eq!(next == Next::WhenAsked, is_worthwhile, "{next:?}");
+            let next = Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep);
+            assert_eq!(next == NextStep::WhenAsked, is_worthwhile, "{next:?}");
             assert_eq!(owner.measured.load(Relaxed), 1);
         }
     }
@@ -100,25 +100,25 @@ fn without_threshold_events_idle_pauses_stay_short() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let longest = |governor: &mut Governor<_>, has_thresholds| {
-        let signs = Signs { has_thresholds, ..Signs::default() };
+        let signs = KernelEvents { has_thresholds, ..KernelEvents::default() };
         (0..30).map(|_| governor.lengthen_idle_pause(signs)).max()
     };
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE), "no limit");
-    governor.watch_limits(&account, Signs::default());
+    governor.watch_limits(&account, KernelEvents::default());
     assert_eq!(longest(&mut governor, true), Some(LONGEST_IDLE_PAUSE));
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE_WITHOUT_EVENTS));
 }
 
 /// All free memory must be offered only if the limit is near and other processes used up more than 4 MiB in 20 ms.
 #[test]
-fn all_is_offered_only_in_a_rush_near_a_limit() {
+fn all_free_memory_is_offered_only_in_a_rush_near_a_limit() {
     let (fake, account) = fake_group(100 * MIB, Some(80 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let mut offered_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.advance(Duration::from_millis(20), Duration::ZERO);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
     assert_eq!(offered_after(0), 0);
@@ -137,7 +137,7 @@ fn reused_memory_is_not_offered() {
     let mut offered_of = |stock: u64| {
         fake.stock.store(stock, Relaxed);
         clock.advance(Duration::from_secs(1), Duration::ZERO);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
     // The fake shrinker offers at most its stock if all may be offered.
@@ -149,7 +149,7 @@ fn reused_memory_is_not_offered() {
 fn a_stall_returns_64_mib_at_least() {
     let (fake, account) = fake_group(100 * MIB, Some(30 * MIB as i64));
     let clock = FakeClock::default();
-    let stalled = Signs { group_stalls: true, ..Signs::default() };
+    let stalled = KernelEvents { group_stalls: true, ..KernelEvents::default() };
     Governor::new(&clock).step(&account, stalled, Return::Keep);
     assert_eq!(fake.stock.load(Relaxed), 36 * MIB);
 }
@@ -164,7 +164,7 @@ fn pauses_grow_while_the_room_stays() {
     let mut pause_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.advance(Duration::from_secs(60), Duration::ZERO);
-        pause_of(governor.step(&account, Signs::default(), Return::Keep)).as_nanos() as u64
+        pause_of(governor.step(&account, KernelEvents::default(), Return::Keep)).as_nanos() as u64
     };
     let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_PAUSE_FACTOR;
     assert_eq!([0; 5].map(&mut pause_after), [5_000_000, 5_000_000, 8_000_000, longest(40 * MIB), longest(40 * MIB)]);
@@ -229,7 +229,7 @@ fn the_sample_is_updated_after_giving_back() {
     account.headroom.set_limits(fake);
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    assert_eq!(governor.step(account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
+    assert_eq!(governor.step(account, KernelEvents::default(), Return::Keep), NextStep::After(SHORTEST_PAUSE));
     let (last, given) = (governor.last_sample.unwrap(), 100 * MIB - fake.stock.load(Relaxed));
     assert!(given >= 30 * MIB);
     assert_eq!((last.room_bytes, last.own_bytes), (fake.room.load(Relaxed), 100 * MIB - given));
@@ -240,7 +240,10 @@ fn the_sample_is_updated_after_giving_back() {
 fn giving_back_something_keeps_the_pause_short() {
     let (_, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
     let clock = FakeClock::default();
-    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
+    assert_eq!(
+        Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep),
+        NextStep::After(SHORTEST_PAUSE)
+    );
 }
 
 /// Between two searches for aged memory, the remaining pause must be returned. The pauses of an idle process must grow.
@@ -271,7 +274,7 @@ fn finding_aged_memory_ends_long_pauses() {
 
 /// The random pauses must be spread evenly between a half and one and a half of the period.
 #[test]
-fn jitter_is_spread_over_a_period() {
+fn random_pauses_are_spread_evenly() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let period = Duration::from_nanos(1 << 20);
