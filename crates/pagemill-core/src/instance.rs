@@ -22,7 +22,8 @@ use crate::trace::{self, Event};
 use pagemill_sys::{clock, file, process, thread};
 use std::sync::OnceLock;
 
-/// The products that can have a part, in the order in which their locks are acquired before a fork.
+/// The products (kinds of memory for programs) of an instance, in the order in which their locks are acquired before a
+/// fork.
 ///
 /// Example: [`Instance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +46,8 @@ pub trait Part: Sync {
     /// Resident bytes of the product's metadata.
     fn metadata_bytes(&self) -> u64;
 
-    /// Updates the counters that no operation updates. Must neither allocate nor take more than 20 ms.
+    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take more
+    /// than 20 ms.
     fn measure(&self) {}
 
     /// Acquires the product's locks in the thread that is about to fork. Waits for threads that hold them.
@@ -55,10 +57,10 @@ pub trait Part: Sync {
     ///
     /// # Safety
     ///
-    /// Follows one call of [`Part::acquire_for_fork`] by the same thread.
+    /// The same thread has called [`Part::acquire_for_fork`] before, once for each call of this function.
     unsafe fn release_after_fork(&self);
 
-    /// Resets the state in a fork child.
+    /// Resets the product's state in a fork child.
     ///
     /// # Safety
     ///
@@ -69,7 +71,7 @@ pub trait Part: Sync {
     fn at_exit(&self) {}
 }
 
-/// What the products of one process share. Built once and never torn down.
+/// What the products of one process share. It is created once and never freed.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;
@@ -106,7 +108,7 @@ pub struct Instance {
     pub responder: &'static StatsResponder,
     /// Executes commands of other processes of the same user.
     pub control: &'static ControlEndpoint,
-    /// Indexed by [`Product`].
+    /// The part of each product, indexed by [`Product`].
     parts: [OnceLock<&'static dyn Part>; Product::COUNT],
 }
 
@@ -165,13 +167,13 @@ impl Instance {
         stats::set(Counter::MeasuredAt, now);
     }
 
-    /// Sets after which time free memory returns to the system even without a request or pressure. The default is
+    /// Sets the time after which free memory returns to the system without a request or pressure. The default is
     /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches.
     pub fn set_return(&self, policy: Return) {
         self.helper.set_return(policy);
     }
 
-    /// Acquires all locks before `fork`, in the forking thread. Waits for purges that other threads do.
+    /// Acquires all locks of the instance before `fork`, in the forking thread. Waits for purges of other threads.
     ///
     /// # Safety
     ///
@@ -272,7 +274,7 @@ impl Instance {
     }
 }
 
-/// The part of a product in the instance of the process.
+/// The part of one product in the instance of the process; created on first use.
 ///
 /// Example: `Slabs::of_process` of `pagemill-slab`.
 pub struct PartOfProcess<T: 'static>(OnceLock<&'static T>);
@@ -283,8 +285,8 @@ impl<T: Sync> PartOfProcess<T> {
         Self(OnceLock::new())
     }
 
-    /// Returns the part. The first call creates it with `create`, which must add it to the instance, and must not call
-    /// `get_or_create` itself.
+    /// Returns the part. The first call creates the part with `create`, which must add the part to the instance, and
+    /// must not call `get_or_create` itself.
     ///
     /// # Errors
     ///

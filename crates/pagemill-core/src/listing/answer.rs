@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
-    /// The list writers, by subject.
+    /// The list writers, indexed by [`Subject`].
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
     figures_source: OnceLock<&'static dyn FiguresSource>,
@@ -25,19 +25,19 @@ impl StatsResponder {
         Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, figures_source: OnceLock::new() }
     }
 
-    /// Adds a list writer for its subject. A request for a subject without a list writer gets an empty list.
+    /// Adds a list writer. A request for a list that no list writer writes gets an empty list.
     pub fn add(&self, writer: &'static dyn ListWriter) {
         let is_first = self.list_writers[writer.subject() as usize].set(writer).is_ok();
         assert!(is_first, "one list for each subject");
     }
 
-    /// Sets the object that measures the statistics before they are written.
+    /// Sets the object that measures the figures before they are written into an answer.
     pub fn set_figures_source(&self, figures_source: &'static dyn FiguresSource) {
         let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of all ranges into an empty file, and the header last. So a file with a header has a complete
-    /// list.
+    /// Writes the records of all volatile ranges into the empty `file`, and then the header. So a file with a header
+    /// has a complete list.
     ///
     /// # Errors
     ///
@@ -46,7 +46,7 @@ impl StatsResponder {
         self.write_list(file, number, Subject::Ranges)
     }
 
-    /// As [`StatsResponder::write`], but lists the usage of caches.
+    /// As [`StatsResponder::write`], but lists the memory use of page caches.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl StatsResponder {
         self.write_list(file, number, Subject::Slabs)
     }
 
-    /// Writes the list of a subject, or the figures, into an empty file.
+    /// Writes the list of a subject, or the figures, into the empty `file`.
     fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
         let result = match (subject, self.list_writers[subject as usize].get()) {
@@ -75,7 +75,7 @@ impl StatsResponder {
         response.write_header(number, subject, result)
     }
 
-    /// Measures the figures and writes their record.
+    /// Measures the figures of this process and writes their record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(source) = self.figures_source.get() {
             source.measure();
@@ -103,7 +103,7 @@ impl Answer for StatsResponder {
     }
 }
 
-/// The file of an answer. The header is written at offset `from`, and the records follow it.
+/// The file of an answer, while the answer is written. The header is at offset `from`, and the records follow it.
 ///
 /// Example: [`ListWriter`].
 pub struct Response<'file> {
@@ -122,7 +122,8 @@ impl<'file> Response<'file> {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 
-    /// Writes records of `record_len` bytes each up to [`MOST_RECORDS`] in total, and counts the rest.
+    /// Appends the records in `records`, each of `record_len` bytes. The answer gets [`MOST_RECORDS`] records at most;
+    /// all others are counted as left out.
     pub fn write_records(&mut self, records: &[u8], record_len: usize) -> io::Result<()> {
         let count = (records.len() / record_len) as u64;
         let written = count.min(MOST_RECORDS - self.records);
@@ -132,19 +133,19 @@ impl<'file> Response<'file> {
         Ok(())
     }
 
-    /// Writes one record after the existing ones.
+    /// Appends one record.
     pub fn write_record(&mut self, record: &[u8]) -> io::Result<()> {
         self.write(record, record.len())?;
         self.records += 1;
         Ok(())
     }
 
-    /// Writes bytes after the existing records. `bytes` are whole records of `record_len` bytes.
+    /// Writes `bytes`, which are whole records of `record_len` bytes each, after the existing records.
     fn write(&self, bytes: &[u8], record_len: usize) -> io::Result<()> {
         self.file.write_at(bytes, self.from + AnswerHeader::LEN as u64 + self.records * record_len as u64)
     }
 
-    /// Writes the header, with the error number of `result`.
+    /// Writes the header, which completes the answer. If `result` is an error, the header contains its error number.
     pub(super) fn write_header(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
         let header = AnswerHeader { number, errno: errno as u32, records: self.records, left_out: self.left_out };

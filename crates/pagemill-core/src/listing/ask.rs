@@ -20,10 +20,10 @@ pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// Pause between two checks for an answer.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// A request whose number was used before is repeated after this time.
+/// Time after which a request is sent again if its number was used before, because the process may have missed it.
 const REPEAT_AFTER: Duration = Duration::from_millis(100);
 
-/// Maximum number of open requests to a process, including those of commands that were killed while they waited.
+/// Maximum number of request files of one process. Files of commands that were killed while they waited count, too.
 const MAX_REQUESTS: u32 = 64;
 
 /// Why a request has no result.
@@ -31,7 +31,7 @@ const MAX_REQUESTS: u32 = 64;
 /// Example: [`ListWriter`](super::ListWriter).
 #[derive(Debug)]
 pub enum Unanswered {
-    /// The request could not be made.
+    /// The request could not be sent.
     Refused(io::Error),
     /// The process did not answer in time.
     Late,
@@ -41,7 +41,7 @@ pub enum Unanswered {
     Stopped,
     /// The process could not write its answer.
     Failed(io::Error),
-    /// The answer is malformed.
+    /// The answer does not have the expected format.
     Damaged,
     /// The process has accepted the command but has not finished it in time. The process continues to run the command.
     InProgress,
@@ -63,7 +63,7 @@ impl fmt::Display for Unanswered {
     }
 }
 
-/// A file with a request, in which the process writes its answer. The file is removed on drop.
+/// The file of a request, in which the requested process writes its answer. Dropping the value removes the file.
 struct Request {
     path: Path,
     file: File,
@@ -140,7 +140,7 @@ pub fn command(
 /// The records of a list, and the number of records that were left out.
 pub type Records<R> = (Vec<R>, u64);
 
-/// Sends one request, with a command or without, and waits for the answer.
+/// Sends one request, which may contain a command, and waits for the answer.
 fn request_and_wait<R: Record>(
     figures: &Path,
     identity: Identity,
@@ -151,7 +151,7 @@ fn request_and_wait<R: Record>(
     wait_for_results(vec![asked], should_stop).remove(0)
 }
 
-/// A request that waits for its answer, or its result.
+/// A request that waits for its answer, or the result of a finished request.
 enum RequestState<'a, R> {
     Waiting(Box<PendingRequest<'a, R>>),
     Done(Result<Records<R>, Unanswered>),
@@ -165,7 +165,7 @@ impl<'a, R: Record> RequestState<'a, R> {
         }
     }
 
-    /// Checks for the answer. Returns whether the result is known.
+    /// Checks for the answer of a waiting request. Returns whether the request is finished.
     fn is_done(&mut self) -> bool {
         if let Self::Waiting(pending) = self
             && let Some(result) = pending.poll()
@@ -183,7 +183,7 @@ impl<'a, R: Record> RequestState<'a, R> {
     }
 }
 
-/// Waits until the results of all requests are known, or `should_stop` returns true.
+/// Waits until all requests are finished, or `should_stop` returns true. Returns the result of each request.
 fn wait_for_results<R: Record>(
     mut asked: Vec<RequestState<'_, R>>,
     should_stop: impl Fn() -> bool,
@@ -227,7 +227,8 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
     }
 
-    /// Returns the result, once it is known.
+    /// Checks for the answer. Returns the result of the request, or `None` if the request must wait longer. Sends the
+    /// request again if the process may have missed it.
     fn poll(&mut self) -> Option<Result<Records<R>, Unanswered>> {
         match read_header(&self.request, R::SUBJECT) {
             Ok(Some(header)) => return Some(read_records(&self.request, header)),
@@ -265,7 +266,7 @@ fn is_command_accepted(request: &Request) -> bool {
     request.answer_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 
-/// Creates the file of a request, with the first free request number. Existing files, also links, are not touched.
+/// Creates the file of a request, with the first free request number. Does not touch existing files or follow links.
 fn create_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
     let last = stats::with_page_of_process(figures.as_c_str(), Figures::latest_request)?;
     for number in (1..=MAX_REQUESTS).filter_map(|more| last.checked_add(more)) {
@@ -288,7 +289,7 @@ fn create_request(figures: &Path, subject: Subject, command: Option<ControlComma
     Err(io::Error::other("too many requests to it wait already"))
 }
 
-/// Wakes the helper of a process in a tree. That helper sleeps on the tree's page.
+/// Wakes the helper thread of a process that belongs to a process tree. Such a helper sleeps on the tree's shared page.
 fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
@@ -298,7 +299,8 @@ fn wake_in_tree(figures: &Path, identity: Identity) {
     }
 }
 
-/// Reads the header of the answer; `None` if it was not written yet. Other contents are an error.
+/// Reads the header of the answer to `request`. Returns `None` if no header was written yet, and an error if other
+/// bytes are in its place.
 fn read_header(request: &Request, subject: Subject) -> io::Result<Option<AnswerHeader>> {
     let mut magic = [0; 8];
     match request.file.read_exact_at(&mut magic, request.answer_at) {
@@ -314,7 +316,7 @@ fn read_header(request: &Request, subject: Subject) -> io::Result<Option<AnswerH
     AnswerHeader::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Reads the records after the header, and checks all of them.
+/// Reads the records of an answer, which follow `header`. Rejects the answer if its length or a record is invalid.
 fn read_records<R: Record>(request: &Request, header: AnswerHeader) -> Result<(Vec<R>, u64), Unanswered> {
     if header.errno != 0 {
         return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(header.errno).unwrap_or(0))));

@@ -18,7 +18,7 @@
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
 
-/// First word of a command.
+/// First word of the file of a command. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.
@@ -26,15 +26,15 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Moves objects of relocatable caches together, and returns empty slabs.
+    /// Moves the objects together, if the cache can move objects, and returns the memory of empty slabs.
     Shrink,
-    /// Sets `defrag_used_ratio`, in percent.
+    /// Sets the cache's setting `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),
-    /// Sets `remote_node_defrag_ratio`, in percent.
+    /// Sets the cache's setting `remote_node_defrag_ratio`, in percent.
     SetRemoteRatio(u32),
 }
 
-/// A command to a process.
+/// A command that one process sends to another process of the same user.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;
@@ -52,32 +52,32 @@ pub enum Action {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
-    /// An action on the slab cache that has this number in the list.
+    /// Executes an action on the slab cache whose number in the list of slab caches is `cache`.
     Slab { action: Action, cache: u64 },
     /// Returns about this many bytes of free memory to the system.
     Trim { want_bytes: u64 },
 }
 
-/// The outcome of a command.
+/// The outcome of a [`ControlCommand`], which the process that executed the command reports.
 ///
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Number of the cache that the command acted on, or for [`ControlCommand::Trim`] the wanted bytes.
     pub of: u64,
-    /// What a shrink did; zeros for other actions. For [`ControlCommand::Trim`] only `freed_bytes` is set.
+    /// The result of a shrink; zeros after other actions. After [`ControlCommand::Trim`] only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
     /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ECANCELED` if code of the program
     /// panicked, `EAGAIN` if too many commands wait or no thread could be started.
     pub errno: i32,
 }
 
-/// Result of shrinking a cache on request of another process.
+/// Result of shrinking a slab cache on request of another process.
 ///
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
-    /// Bytes that were freed, as the `shrink` of the cache returns.
+    /// Bytes that were freed: the return value of the cache's `shrink`.
     pub freed_bytes: u64,
     /// Objects that the shrink moved.
     pub moved: u64,
@@ -94,7 +94,7 @@ impl ControlCommand {
     /// Offset of the field in which the process marks the command as accepted, by a 1 (u32).
     pub(super) const ACCEPTED_AT: usize = 20;
 
-    /// The value that identifies the command in its outcome.
+    /// Returns the value that the outcome of the command repeats in [`Outcome::of`].
     pub(super) fn target(self) -> u64 {
         match self {
             Self::Slab { cache, .. } => cache,
@@ -102,7 +102,7 @@ impl ControlCommand {
         }
     }
 
-    /// The command in the format of the module documentation, with the request id `number`.
+    /// Returns the command in the format of the module documentation, with the request id `number`.
     pub(super) fn to_bytes(self, number: u32) -> [u8; Self::LEN] {
         let (action, percent) = match self {
             Self::Slab { action: Action::Shrink, .. } => (1, 0),
@@ -119,7 +119,8 @@ impl ControlCommand {
         bytes
     }
 
-    /// Reads a command. Returns `None` if it is invalid, was accepted before, or has another request id than `number`.
+    /// Parses a command. Returns `None` if the command is invalid, was accepted before, or has a request id other than
+    /// `number`.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
@@ -137,7 +138,7 @@ impl ControlCommand {
 }
 
 impl Outcome {
-    /// The outcome of a command that had no effect, with the reason `errno`.
+    /// Returns the outcome of a command that failed with the error number `errno`.
     pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
         Self { of: command.target(), shrunk: ShrinkReport::default(), errno }
     }
@@ -176,8 +177,9 @@ impl Record for Outcome {
 mod tests {
     use super::*;
 
-    /// A command must be read as it was written, with its own request id only. A command that is invalid, or was
-    /// accepted before, must be rejected.
+    /// Writes commands and parses them. Each parsed command must equal the written one, and must be rejected if another
+    /// request id is expected. A command with a changed magic or action, or one that was accepted before, must be
+    /// rejected.
     #[test]
     fn commands_are_read_as_written() {
         let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
@@ -199,7 +201,8 @@ mod tests {
         }
     }
 
-    /// An outcome must be read as it was written.
+    /// Writes an outcome into a record and parses it. The parsed outcome must equal the written one. An invalid record
+    /// must be rejected.
     #[test]
     fn outcomes_are_read_as_written() {
         let shrunk = ShrinkReport {

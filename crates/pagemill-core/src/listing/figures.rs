@@ -5,7 +5,7 @@ use super::{Record, u64_at};
 use crate::published::Subject;
 use crate::stats::MAX_COUNTERS;
 
-/// The counters that a process measured.
+/// The values of all counters of a process, indexed by [`Counter`](crate::stats::Counter).
 pub(super) struct CounterValues(pub [u64; MAX_COUNTERS]);
 
 impl CounterValues {
@@ -31,7 +31,7 @@ impl Record for CounterValues {
 mod tests {
     use super::*;
 
-    /// A record must be read as it was written.
+    /// Writes counter values into a record and parses it. All values must be the same.
     #[test]
     fn records_are_read_as_written() {
         let values: [u64; MAX_COUNTERS] = std::array::from_fn(|at| (at as u64) << 40 | 7);

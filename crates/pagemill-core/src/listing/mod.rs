@@ -39,20 +39,20 @@ use crate::error::Result;
 use crate::published::Subject;
 use std::io;
 
-/// Maximum number of records in a file. That many records of ranges have 8 MiB.
+/// Maximum number of records in the file of an answer. As many records of volatile ranges take 8 MiB.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
-/// The header of a list, before its records.
+/// The header of an answer, before its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AnswerHeader {
     number: u32,
     errno: u32,
     records: u64,
-    /// Number of records that are not in the file, because the list has more than [`MOST_RECORDS`].
+    /// Number of listed objects without a record in the file, because the list has more than [`MOST_RECORDS`] records.
     left_out: u64,
 }
 
-/// The first word of a list of this subject.
+/// Returns the first word of an answer about this subject, which identifies the file format.
 const fn magic_of(subject: Subject) -> u64 {
     u64::from_le_bytes(match subject {
         Subject::Ranges => *b"pm-vrng1",
@@ -76,7 +76,7 @@ impl AnswerHeader {
         bytes
     }
 
-    /// Parses a header. Returns `None` if it is not the header of a list of this subject.
+    /// Parses the header of an answer. Returns `None` if the answer is not about `subject`.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let header = Self {
             number: u32_at(bytes, 8),
@@ -88,19 +88,20 @@ impl AnswerHeader {
     }
 }
 
-/// Measures the figures when another process requests them.
+/// An object that measures the figures of its process when another process requests them.
 ///
 /// Example: [`ListWriter`].
 pub trait FiguresSource: Sync {
-    /// Updates the counters. Must neither allocate nor take long.
+    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take long.
     fn measure(&self);
 }
 
-/// Time limit for inspecting the listed objects. The helper has other work, and siblings wait for it for at most 25 ms.
+/// Maximum time that a list writer spends on inspecting the objects that it lists. It runs in the helper thread, and
+/// other processes of the tree wait for answers of that thread for at most 25 ms.
 pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
-/// Writes one kind of list for other processes, such as that of slab caches. The crate of the listed objects implements
-/// this trait, and adds the implementation to the [`StatsResponder`] of an instance.
+/// Writes one kind of list for other processes, such as the list of slab caches. The crate of the listed objects
+/// implements this trait, and adds the implementation to the [`StatsResponder`] of an instance.
 ///
 /// ```
 /// use pagemill_core::listing::{ListWriter, Record, Response};
@@ -135,7 +136,8 @@ pub trait ListWriter: Sync {
     /// The subject of the list that [`ListWriter::list`] writes.
     fn subject(&self) -> Subject;
 
-    /// Writes all records. Must not allocate, and end soon after [`MAX_INSPECTION_NS`].
+    /// Writes the records of all listed objects to `response`. Must not allocate, and must end soon after
+    /// [`MAX_INSPECTION_NS`].
     ///
     /// # Errors
     ///
@@ -143,16 +145,16 @@ pub trait ListWriter: Sync {
     fn list(&self, response: &mut Response<'_>) -> io::Result<()>;
 }
 
-/// Executes commands on slab caches. The slab caches implement the trait, and [`control::ControlEndpoint::set_slabs`]
-/// gets them.
+/// Executes commands of other processes on the slab caches of this process. `pagemill-slab` implements this trait, and
+/// passes the implementation to [`control::ControlEndpoint::set_slabs`].
 ///
 /// Example: [`ControlCommand`].
 pub trait SlabCommands: Sync {
-    /// Executes `action` on the cache with the number `cache`. Returns `None` if there is no such cache.
+    /// Executes `action` on the slab cache with the number `cache`. Returns `None` if there is no such cache.
     fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>>;
 }
 
-/// A record of a list; each subject has a format of its own.
+/// A record of a list. Each kind of list has its own format of records.
 ///
 /// Example: [`ListWriter`].
 pub trait Record: Sized {
@@ -163,7 +165,7 @@ pub trait Record: Sized {
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
-/// Reads the little-endian number at this offset.
+/// Reads the little-endian 64-bit number at offset `at` of `bytes`.
 pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
@@ -177,7 +179,8 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A header must be read as it was written. Each subject must have a different magic.
+    /// Writes a header for each subject and parses it. The parsed header must equal the written one. It must be
+    /// rejected if another subject is expected.
     #[test]
     fn headers_are_read_as_written() {
         let header = AnswerHeader { number: 3, errno: 28, records: 5, left_out: 6 };
