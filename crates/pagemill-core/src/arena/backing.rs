@@ -13,8 +13,7 @@ use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
-/// Maximum number of blocks that one system call discards or moves. The maximum bounds the time that other threads
-/// wait.
+/// Maximum number of blocks that one system call discards or moves. It bounds the time for which other threads wait.
 const BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.
@@ -24,14 +23,15 @@ pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
 }
 
 impl Arena {
-    /// Makes an empty block usable: resident as a huge page if [`Arena::may_take_huge`] allows one, else overcommitted.
+    /// Makes an empty block usable. If [`Arena::may_take_huge`] allows a huge page, the block becomes resident as a
+    /// huge page; otherwise the block is overcommitted.
     ///
     /// Does not wait for another thread that backs the same block, because the kernel provides the pages of an
     /// overcommitted block when they are touched.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`].
+    /// [`Error::NoMemory`] if the limit has been reached.
     pub fn back_block(&self, block: usize, expected_use: ExpectedUse) -> Result<()> {
         debug_assert!(self.heap.contains(self.block_addr(block)), "the gauge of the heap counts the block");
         if self.block_state(block).backing != Backing::Empty {
@@ -66,7 +66,8 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. After an error all blocks are empty.
+    /// [`Error::NoMemory`] if the blocks do not fit below the limit; [`Error::System`] if the kernel has no page. After
+    /// an error all blocks are empty.
     ///
     /// # Safety
     ///
@@ -89,7 +90,7 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
+    /// Makes all pages of an empty block resident, which is charged already. Returns whether the block got a huge page.
     fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.state_word(block).lock(&self.generation);
         debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
@@ -108,8 +109,8 @@ impl Arena {
         Ok(state.backing == Backing::Huge)
     }
 
-    /// Populates an empty block with a huge page. If none is available, returns the state of an overcommitted block,
-    /// for which the kernel provides small pages on touch.
+    /// Populates an empty block with a huge page, and returns the new state of the block. If no huge page is available,
+    /// returns the state of an overcommitted block, for which the kernel provides small pages on touch.
     pub(super) fn populate_huge(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
@@ -150,7 +151,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Overcommits blocks of a live allocation again after [`Arena::discard`]. Cannot fail.
+    /// Overcommits the empty blocks of a live allocation again, after [`Arena::discard`]. Cannot fail.
     fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.state_word(block).lock(&self.generation);
@@ -195,7 +196,7 @@ impl Arena {
         }
     }
 
-    /// Makes a range of overcommitted blocks resident in whole software pages, if these are larger than the OS page.
+    /// Makes a range of overcommitted blocks resident, if the software page is larger than the OS page.
     pub fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
@@ -218,7 +219,8 @@ impl Arena {
         }
     }
 
-    /// Measures the resident pages of a locked *Lazy* block and updates its charge.
+    /// Measures the resident pages of a block whose backing is [`Backing::Lazy`], and updates the block's charge. The
+    /// caller must hold the block's lock; `state` is the block's state.
     pub(super) fn measure(&self, block: usize, state: &mut BlockState) {
         if state.is_inherited {
             return;
@@ -231,7 +233,8 @@ impl Arena {
         self.set_charge(block, state, count);
     }
 
-    /// Sets the charge of a *Lazy* block to `pages`. The rest of the block stays overcommitted.
+    /// Charges exactly `pages` OS pages of a block whose backing is [`Backing::Lazy`]. The rest of the block stays
+    /// overcommitted.
     fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
         debug_assert!(!state.is_inherited, "the parent is charged for inherited memory");
         debug_assert!(pages as usize <= os_pages_per_block());
@@ -243,7 +246,7 @@ impl Arena {
         }
     }
 
-    /// Returns the memory of whole blocks to the kernel. Returns the bytes that were resident.
+    /// Gives the memory of whole blocks back to the kernel. Returns the number of bytes that were resident.
     ///
     /// # Safety
     ///
@@ -260,7 +263,7 @@ impl Arena {
         freed
     }
 
-    /// As [`Arena::discard`], with one system call.
+    /// As [`Arena::discard`], for at most [`BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
@@ -301,8 +304,8 @@ impl Arena {
         Some((first..first + blocks).map(|block| Self::charged_bytes(self.block_state(block).charged_pages)).sum())
     }
 
-    /// Ends the charge for memory that the kernel took from offered blocks, and returns the number of these bytes. The
-    /// blocks that lost memory become *Lazy*.
+    /// Ends the charge for memory that the kernel took from offered blocks. Returns the number of bytes that the kernel
+    /// took. The backing of the blocks that lost memory becomes [`Backing::Lazy`].
     pub fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
@@ -320,8 +323,8 @@ impl Arena {
         taken
     }
 
-    /// Marks a locked block as empty. Ends its charge, and no longer counts it as overcommitted. Returns the bytes that
-    /// were charged.
+    /// Marks a block as empty. Ends the block's charge, and no longer counts the block as overcommitted. Returns the
+    /// bytes that were charged. The caller must hold the block's lock; `state` is the block's state.
     fn mark_empty(&self, block: usize, state: &mut BlockState) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
         Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
@@ -335,8 +338,8 @@ impl Arena {
         bytes
     }
 
-    /// Returns a part of a *Lazy* block to the kernel. Returns the number of bytes freed; `None` if the kernel refused.
-    /// Does nothing for a block with another backing.
+    /// Gives a part of a block whose backing is [`Backing::Lazy`] back to the kernel. Returns the number of bytes
+    /// freed; `None` if the kernel refused. Does nothing for a block with another backing.
     ///
     /// # Safety
     ///
@@ -350,7 +353,8 @@ impl Arena {
     }
 
     /// As [`Arena::discard_part`] for several parts, which must be in the order of their addresses and may be empty.
-    /// Calls `refused` with the index of each part that the kernel refused. `None` if the block is not *Lazy*.
+    /// Calls `refused` with the index of each part that the kernel refused. Returns `None` if the block's backing is
+    /// not [`Backing::Lazy`].
     ///
     /// Cost: two measurements of the block (some 15 us), and one system call for each run of adjacent parts.
     ///
@@ -436,7 +440,7 @@ impl Arena {
         Ok(done * BLOCK_BYTES)
     }
 
-    /// As [`Arena::move_blocks`], with one system call.
+    /// As [`Arena::move_blocks`], for at most [`BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
@@ -467,7 +471,7 @@ impl Arena {
         Ok(moved)
     }
 
-    /// Requests that the helper makes a block resident, because it will be needed soon.
+    /// Requests that the helper thread makes a block resident, because an allocation will need the block soon.
     pub fn request_prefault(&self, block: usize) {
         debug_assert!(self.heap.contains(self.block_addr(block)));
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Backing {
-    /// The block has no page and reads zero.
+    /// The block has no memory and reads zero.
     Empty = 0,
     /// The block may be touched. The kernel provides pages on touch, which are charged when they are measured.
     Lazy = 1,
@@ -25,7 +25,7 @@ pub enum Backing {
     Huge = 3,
 }
 
-/// A state word, unpacked.
+/// The state of a block, unpacked from its state word.
 ///
 /// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,17 +33,18 @@ pub struct BlockState {
     pub backing: Backing,
     /// Number of OS pages charged to this process's account.
     pub charged_pages: u32,
-    /// Whether the block got its memory before `fork`. The parent is charged for it; this process never measures it.
+    /// Whether the block got its memory before `fork`. The parent is charged for this memory; this process never
+    /// measures it.
     pub is_inherited: bool,
 }
 
-/// A thread holds the block's lock.
+/// Bit of the state word: a thread holds the block's lock.
 const LOCKED_BIT: u64 = 1 << 2;
-/// The block got its memory before `fork`.
+/// Bit of the state word: the block got its memory before `fork`.
 const INHERITED_BIT: u64 = 1 << 3;
-/// Position of the generation (16 bits) in which the word was written.
+/// Position, in the state word, of the fork generation (16 bits) in which the word was written.
 const GENERATION_SHIFT: u32 = 16;
-/// Position of the number of charged OS pages (16 bits).
+/// Position, in the state word, of the number of charged OS pages (16 bits).
 const CHARGED_SHIFT: u32 = 32;
 
 impl BlockState {
@@ -56,7 +57,7 @@ impl BlockState {
         Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }
     }
 
-    /// The word for this state, unlocked.
+    /// Returns the state word for this state, with the lock bit clear.
     fn pack(self, generation: u16) -> u64 {
         let (pages, full) = (self.charged_pages as usize, os_pages_per_block());
         debug_assert!(pages <= full, "a block is charged once");
@@ -72,7 +73,8 @@ impl BlockState {
             | u64::from(self.charged_pages) << CHARGED_SHIFT
     }
 
-    /// Unpacks a word. Of a word of another generation only the backing is valid.
+    /// Unpacks a state word. If the word was written in another fork generation, only its backing is valid: the block
+    /// is not charged, and its memory is inherited.
     fn unpack(word: u64, generation: u16) -> Self {
         let backing = match word & 3 {
             0 => Backing::Empty,
@@ -99,7 +101,7 @@ impl BlockWord {
         Self(AtomicU64::new(0))
     }
 
-    /// The current state. Other threads may change it at any time.
+    /// Returns the current state of the block. Other threads may change the state at any time.
     #[inline]
     pub fn state(&self, generation: &Generation) -> BlockState {
         BlockState::unpack(self.0.load(Acquire), generation.get())
@@ -115,7 +117,8 @@ impl BlockWord {
         self.lock_if_unchanged(word, generation)
     }
 
-    /// Acquires the lock of a word that was read as `seen`, unlocked; returns `None` if the word has changed since.
+    /// Acquires the block's lock if the state word is still `seen`, which the caller has read and found unlocked.
+    /// Returns `None` if the word has changed.
     fn lock_if_unchanged(&self, seen: u64, generation: u16) -> Option<LockedBlock<'_>> {
         let is_void = (seen >> GENERATION_SHIFT) as u16 != generation;
         debug_assert!(seen & LOCKED_BIT == 0 || is_void, "the word was read unlocked");
@@ -125,7 +128,8 @@ impl BlockWord {
         Some(LockedBlock { word: self, generation, state })
     }
 
-    /// Acquires the block's lock. It is held for some hundred microseconds at most, so waiting threads yield in a loop.
+    /// Acquires the block's lock. Threads hold the lock for some hundred microseconds at most, so a waiting thread
+    /// yields in a loop.
     pub fn lock<'word>(&'word self, generation: &Generation) -> LockedBlock<'word> {
         loop {
             if let Some(locked) = self.try_lock(generation) {
@@ -136,7 +140,7 @@ impl BlockWord {
     }
 }
 
-/// A locked block. Dropping it stores `state` and releases the lock.
+/// The guard of a block's lock. Dropping the guard stores `state` in the state word and releases the lock.
 pub(crate) struct LockedBlock<'word> {
     word: &'word BlockWord,
     generation: u16,
@@ -154,7 +158,7 @@ impl Drop for LockedBlock<'_> {
 mod tests {
     use super::*;
 
-    /// Locks a block, advances the generation as in a fork child, and locks the block again, which must succeed.
+    /// Locks a block, and advances the generation as in a fork child. Locking the block again must then succeed.
     #[test]
     fn lock_of_older_generation_is_void() {
         let (word, generation) = (BlockWord::new(), Generation::default());
@@ -169,8 +173,8 @@ mod tests {
         assert_eq!(locked.state, BlockState { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
     }
 
-    /// Reads a word unlocked, locks the block, then claims the word as read. The claim must fail, and the lock must
-    /// stay.
+    /// Reads the state word of an unlocked block and locks the block. Another attempt to lock, with the word as read,
+    /// must then fail, and must not release the lock.
     #[test]
     fn failed_lock_keeps_lock_of_other_thread() {
         let (word, generation) = (BlockWord::new(), Generation::default());

@@ -53,7 +53,6 @@ unsafe impl Zeroed for AtomicU64 {}
 
 impl<T: Zeroed> Table<T> {
     /// Creates a table whose entries are inaccessible until [`Table::open`].
-    ///
     pub fn new(len: usize) -> Result<Self> {
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
         let base = mem::reserve(bytes, BLOCK_BYTES, 0).map_err(Error::system("reserving metadata"))?;
@@ -95,7 +94,7 @@ impl<T: Zeroed> Table<T> {
         Ok(())
     }
 
-    /// The entry with this index, which must be accessible.
+    /// Returns the entry with this index. The entry must be accessible ([`Table::open`]).
     #[inline]
     pub fn get(&self, index: usize) -> &T {
         assert!(index < self.len);
@@ -103,7 +102,7 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Address of the first entry, whether or not that entry is accessible.
+    /// Returns the address of the first entry, whether that entry is accessible or not.
     pub fn start(&self) -> *const T {
         self.base as *const T
     }
@@ -133,8 +132,8 @@ impl<T: Zeroed> Table<T> {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }
 
-    /// Returns the memory of `count` entries to the kernel. They read as zero bits afterwards. The entries must occupy
-    /// whole OS pages.
+    /// Returns the memory of `count` entries from index `first` on to the kernel. The entries read as zero bits
+    /// afterwards. They must occupy whole OS pages.
     ///
     /// # Errors
     ///
@@ -166,7 +165,7 @@ impl<T> Drop for Table<T> {
     }
 }
 
-/// Moves a value into memory that exists until the process ends. Does not use the global allocator.
+/// Moves a value into new memory that is never freed. Does not use the global allocator.
 ///
 /// # Errors
 ///
