@@ -9,12 +9,13 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// An age is divided into this many parts of equal length.
+/// Number of parts of equal length into which an age is divided. Each part has a minimum of its own.
 const PARTS_PER_AGE: u64 = 4;
-/// Number of parts whose minimum is stored: those of one age and the current part.
+/// Number of parts whose minimum is stored: the parts of one age, and the current part.
 const STORED_PARTS: usize = PARTS_PER_AGE as usize + 1;
 
-/// The minimum of an amount over an age. One thread updates it; others may read it.
+/// Keeps the minimum of an amount over an age, which is the time up to now of a given length. One thread updates the
+/// value; other threads may read it.
 ///
 /// ```
 /// use pagemill_core::reclaim::aging::LeastOver;
@@ -34,12 +35,12 @@ pub struct LeastOver {
     long: SingleAgeMinimum,
 }
 
-/// Ages below this are used only to offset new memory ([`super::Account::offset_new_memory`]).
+/// Ages below this one are used only to offset new memory ([`super::Account::offset_new_memory`]).
 const MIN_LONG_AGE: Duration = Duration::from_secs(1);
 
 impl LeastOver {
-    /// Records `amount` at `now_ns`. Returns the minimum of the last `age`, or 0 if the records do not reach back that
-    /// far. An age of 0 returns `amount` itself.
+    /// Records `amount` at the time `now_ns`. Returns the minimum of the amounts within the last `age`, or 0 if the
+    /// records do not reach back that far. For an age of 0, returns `amount` itself.
     ///
     /// Time without records counts as time without change, since recording stops only while the process uses no CPU.
     /// For ages below a second, time without records discards all earlier records instead.
@@ -53,14 +54,14 @@ impl LeastOver {
         }
     }
 
-    /// Subtracts bytes that were returned on request from all minima. The free time of the remaining bytes does not
-    /// change.
+    /// Subtracts `amount`, bytes that were returned on request, from all minima. The time for which the remaining bytes
+    /// have been free does not change.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);
     }
 
-    /// Discards all records.
+    /// Discards all recorded amounts.
     pub fn forget(&self) {
         self.short.forget();
         self.long.forget();
@@ -75,16 +76,16 @@ enum Gap {
     DiscardsRecords,
 }
 
-/// The minimum over one age. A different age discards the records.
+/// The minimum of an amount over one age. A record for a different age discards the earlier records.
 #[derive(Default)]
 struct SingleAgeMinimum {
-    /// The minimum of each part. Index: the part's number modulo [`STORED_PARTS`].
+    /// The minimum in each part of the age. The index is the part's number modulo [`STORED_PARTS`].
     least: [AtomicU64; STORED_PARTS],
-    /// Number of the current part plus one; 0 before the first record.
+    /// Number plus one of the part of the age to which the latest record belongs; 0 before the first record.
     current_part: AtomicU64,
-    /// Number of consecutive parts with records, up to and including the current one.
+    /// Number of consecutive parts of the age that have a minimum, up to and including the current part.
     parts_seen: AtomicU64,
-    /// Length of a part at the last record.
+    /// Length, in nanoseconds, of a part of the age at the last record.
     part_ns: AtomicU64,
 }
 
@@ -125,7 +126,7 @@ impl SingleAgeMinimum {
         self.parts_seen.store(0, Relaxed);
     }
 
-    /// The stored minimum of the part with this number.
+    /// Returns the stored minimum of the part of the age that has this number.
     fn minimum_of(&self, part: u64) -> &AtomicU64 {
         &self.least[(part % STORED_PARTS as u64) as usize]
     }
@@ -139,7 +140,7 @@ mod tests {
     const AGE: Duration = Duration::from_secs(4);
     const SECOND: u64 = 1_000_000_000;
 
-    /// The result must be 0 until the records cover an age, and then the minimum over the last age.
+    /// `least` must return 0 until the records cover an age, and then the minimum of the amounts within the last age.
     #[test]
     fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
@@ -155,8 +156,8 @@ mod tests {
         assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
     }
 
-    /// Records for a short age must not count for a long one. A pause in the records of the short age must discard
-    /// them.
+    /// Amounts are recorded for a short age and for a long one. The records of one age must not count for the other. A
+    /// long pause must discard the records of the short age.
     #[test]
     fn records_of_two_ages_are_independent() {
         const MS: u64 = 1_000_000;
@@ -172,7 +173,7 @@ mod tests {
     }
 
     proptest! {
-        /// The result must never exceed an amount that was recorded within the age.
+        /// `least` must never return more than an amount that was recorded within the age.
         #[test]
         fn the_result_never_exceeds_a_recorded_amount(records in prop::collection::vec((0u64..3000, 0u64..100), 1..80)) {
             let least = LeastOver::default();

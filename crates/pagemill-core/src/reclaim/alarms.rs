@@ -15,7 +15,8 @@ use std::io;
 /// Maximum number of control groups that get alarms: the innermost ones that have a limit.
 pub const MAX_GROUPS: usize = 4;
 
-/// Two alarms for each group, plus one for stalls of the group and one for stalls of the machine.
+/// Maximum number of alarms: two for each group, one for stalls of the process's group, and one for stalls of the
+/// machine.
 const MAX_ALARMS: usize = 2 * MAX_GROUPS + 2;
 
 /// Tasks that wait for memory for this long within two seconds raise a stall event.
@@ -29,18 +30,18 @@ const RETRY_AFTER_NS: u64 = 60_000_000_000;
 ///
 /// Example: [`Alarms`].
 pub struct AlarmPlan {
-    /// Version number of the limits that this plan was made for.
+    /// Version number of the limits for which this plan was made.
     pub state: u32,
     pub version: Option<Version>,
     /// The groups with a limit, innermost first.
     pub groups: [Option<(Path, Limit)>; MAX_GROUPS],
     /// Whether `groups` contains all groups that have a limit.
     pub is_complete: bool,
-    /// The files that report stalls of the group and of the machine.
+    /// The files that report stalls of the process's group and of the machine.
     pub stalls: [Option<Path>; 2],
 }
 
-/// Which events wake the helper.
+/// The kinds of kernel events that wake the helper thread, because alarms for them are set.
 ///
 /// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,7 +50,7 @@ pub struct CoveredEvents {
     pub has_thresholds: bool,
     /// A group that meets its limit wakes the helper.
     pub has_limits: bool,
-    /// Tasks that stall on memory wake the helper.
+    /// Tasks that stall on memory, in the process's group or on the machine, wake the helper.
     pub has_stalls: bool,
 }
 
@@ -63,11 +64,11 @@ pub struct CoveredEvents {
 pub struct Alarms {
     events: Events,
     sources: [Option<Source>; MAX_ALARMS],
-    /// Version number of the limits that the alarms were set for; `None` before the first call of `set_all`.
+    /// Version number of the limits for which the alarms were set; `None` before the first call of `set_all`.
     limits_version: Option<u32>,
-    /// Time at which a refused alarm is tried again; `None` if none was refused.
+    /// Time at which a refused alarm is tried again; `None` if no alarm was refused.
     retry_ns: Option<u64>,
-    /// The events that wake the helper with these alarms.
+    /// The kinds of events for which alarms are set.
     pub covered: CoveredEvents,
 }
 
@@ -87,18 +88,18 @@ impl Alarms {
         })
     }
 
-    /// The descriptor that becomes readable when an alarm fires.
+    /// Returns the descriptor that becomes readable when an alarm fires.
     pub fn descriptor(&self) -> i32 {
         self.events.number()
     }
 
-    /// Version number of the limits that the alarms are set for. `None`: the alarms must be set again.
+    /// Returns the version number of the limits for which the alarms are set; `None` if the alarms must be set again.
     pub fn limits_version(&self) -> Option<u32> {
         self.limits_version.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }
 
-    /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: closing an alarm waits for the
-    /// kernel's readers (RCU).
+    /// Removes all alarms and sets the alarms of the plan. May take some tens of milliseconds: closing an alarm waits
+    /// for the kernel's readers (RCU).
     ///
     /// Cgroup version 1 supports thresholds. Two are set for each group: one where its limit gets near, and one well
     /// before its margin begins. Version 2 reports when a group meets its limit or stalls. Stalls of the machine are
@@ -129,7 +130,8 @@ impl Alarms {
         self.publish();
     }
 
-    /// Returns those bits of `signs` whose event really happened. The kernel also wakes waiters for other reasons.
+    /// Returns those bits of `signs`, the reported kernel events, whose event really happened. The kernel also wakes
+    /// waiters for other reasons.
     pub fn genuine_signs(&mut self, signs: u64) -> u64 {
         let mut false_signs = 0;
         for source in self.sources.iter_mut().flatten() {
@@ -155,7 +157,7 @@ impl Alarms {
         is_set
     }
 
-    /// Publishes in the statistics which events wake the helper.
+    /// Publishes in the counters which kinds of events wake the helper.
     fn publish(&self) {
         let CoveredEvents { has_thresholds, has_limits, has_stalls } = self.covered;
         stats::set(Counter::HelpersWarned, u64::from(has_thresholds || has_limits));
@@ -175,7 +177,8 @@ mod tests {
         AlarmPlan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// An alarm that the kernel refuses must be counted, cover nothing, and be retried after a minute.
+    /// Sets an alarm that the kernel refuses. The refusal must be counted, no event may be covered, and the alarm must
+    /// be set again after a minute.
     #[test]
     fn a_refused_alarm_is_counted_and_retried() {
         let mut alarms = Alarms::new().unwrap();
@@ -191,8 +194,8 @@ mod tests {
         assert_eq!((alarms.covered, alarms.limits_version()), (CoveredEvents::default(), Some(2)));
     }
 
-    /// Alarms of this process's own group, if its files can be written, must cover the events of its cgroup version. A
-    /// plan that lacks a group must cover no limits.
+    /// Sets alarms for this process's own group, if the group's files can be written. The alarms must cover the events
+    /// that the group's cgroup version supports. With a plan that lacks a group, no limits may be covered.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {

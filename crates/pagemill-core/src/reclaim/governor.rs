@@ -16,7 +16,7 @@ use crate::arena::Context;
 use pagemill_sys::clock;
 use std::time::Duration;
 
-/// Giveable memory below this amount is not worth a wake-up of the helper.
+/// Less giveable memory than this number of bytes is not worth a wake-up of the helper thread.
 pub const WORTHWHILE_BYTES: u64 = 1 << 20;
 
 /// Number of searches for aged memory within the age that [`Return`] sets. More searches would cost CPU. Fewer searches
@@ -31,33 +31,34 @@ const AGED_STEP_BYTES: u64 = 16 << 20;
 /// Pause after a step that returned [`AGED_STEP_BYTES`]. It limits the rate to 800 MiB a second.
 const AGED_PAUSE: Duration = Duration::from_millis(20);
 
-/// Shortest pause between two samples of the room.
+/// Shortest pause between two samples of the room, which is the bytes left below the nearest limit.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
-/// Shortest pause between two samples of the room while no limit is near.
+/// Shortest pause between two samples of the room below the limits while no limit is near.
 const SHORTEST_FAR_PAUSE: Duration = Duration::from_millis(5);
-/// Longest pause between two samples of the room.
+/// Longest pause between two samples of the room below the limits.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest pause between two samples of the room if the kernel reports that a group gets near its limit. Samples are
-/// needed nevertheless, because limits may change.
+/// Longest pause between two samples of the room below the limits, if a kernel event reports that a group gets near its
+/// limit. Samples are needed nevertheless, because limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds other processes
-/// calm. The pause until the next sample is at least `calm_pause`, or at least `CALM_PAUSE_FACTOR` times the time in
-/// which the room could be used up, if that is shorter.
+/// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds that other
+/// processes use almost no room (are *calm*). The pause until the next sample is at least `calm_pause`, or at least
+/// `CALM_PAUSE_FACTOR` times the time in which the room could be used up, if that is shorter.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
-/// While other processes use up no room, the room is assumed to last this factor longer than at the fastest rate of
-/// use.
+/// While other processes use up none of the room below the limits, the room is assumed to last longer by this factor
+/// than at the fastest rate of use.
 const CALM_PAUSE_FACTOR: u64 = 4;
 
-/// The time for which the usage by other processes is extrapolated.
+/// Time for which the memory use of other processes is extrapolated.
 const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
-/// The extrapolated usage counts only up to the limit divided by this number.
+/// The extrapolated use by other processes counts only up to the limit divided by this number.
 const EXTRAPOLATED_DIVISOR: u64 = 16;
 
-/// Other processes *rush* if their extrapolated usage exceeds this number of bytes.
+/// Other processes *rush* (use memory up fast) if their extrapolated use exceeds this number of bytes.
 const RUSH_BYTES: u64 = 4 << 20;
-/// Other processes are *calm* if the room shrank by at most this number of bytes since the last sample.
+/// Other processes are *calm* if the room below the limits shrank by at most this number of bytes since the last
+/// sample.
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
 /// A process that used no more CPU time than this since it was last busy counts as idle.
@@ -68,7 +69,7 @@ const LONGEST_IDLE_PAUSE: Duration = Duration::from_secs(640);
 /// The longest pause of an idle process that has nothing to give back, if no threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE_WITHOUT_EVENTS: Duration = Duration::from_secs(5);
 
-/// The room of the machine is assumed to last this factor longer than a group's room of the same size.
+/// The room below the machine's limit is assumed to last longer by this factor than as much room below a group's limit.
 const MACHINE_PAUSE_FACTOR: u64 = 4;
 
 /// Minimum number of bytes to give back, coldest first, when a thread stalls on memory and a limit is near.
@@ -107,7 +108,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// When the next step is due.
+/// When the next step of the governor is due.
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +121,7 @@ pub enum NextStep {
     WhenAsked,
 }
 
-/// Kernel events since the last step.
+/// The kernel events since the governor's last step.
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -129,13 +130,14 @@ pub struct KernelEvents {
     pub group_stalls: bool,
     /// A thread stalled on memory on the machine.
     pub machine_stalls: bool,
-    /// The kernel would report when a group gets near its limit.
+    /// Alarms are set that report when a group gets near its limit.
     pub has_thresholds: bool,
     /// The kernel reported an event since the last step.
     pub is_woken: bool,
 }
 
-/// The state that the governor keeps between steps.
+/// The governor: it watches memory limits and returns free memory, one step at a time. The fields are its state between
+/// two steps.
 ///
 /// ```
 /// use pagemill_core::reclaim::governor::{Governor, KernelEvents, SystemClock};
@@ -151,25 +153,25 @@ pub struct Governor<C> {
     clock: C,
     /// CPU time of the process when it last counted as busy.
     busy_cpu_ns: u64,
-    /// The process has run since its giveable memory was last measured.
+    /// The process has used CPU since its giveable memory was last measured.
     is_unmeasured: bool,
     /// The pause while the process is idle and has nothing to give back; it grows with each step.
     idle_pause: Duration,
     /// Time of the next search for aged memory; 0 if none is planned.
     next_search_ns: u64,
-    /// The age that `next_search_ns` was computed for.
+    /// The age for which `next_search_ns` was computed.
     searched_age: Duration,
     /// State of a pseudo-random generator. Random pauses keep the searches from following a program's own rhythm.
     random_state: u64,
-    /// The latest sample of the room; `None` before the first.
+    /// The latest sample of the room below the limits; `None` before the first sample.
     last_sample: Option<RoomSample>,
-    /// The pause after a sample near a limit, doubled while nothing uses up the room.
+    /// The pause after a sample near a limit. It doubles while other processes do not use up the room.
     calm_pause: Duration,
-    /// The pause after a step that could give nothing back, doubled each time.
+    /// The pause after a step that could give nothing back. It doubles with each further such step.
     futile_pause: Duration,
 }
 
-/// A sample of the room, with the bytes that were resident then.
+/// A sample of the room (bytes left below the nearest limit), and of the bytes that were resident at that time.
 #[derive(Clone, Copy, Debug)]
 struct RoomSample {
     now_ns: u64,
@@ -241,7 +243,7 @@ impl<C: Clock> Governor<C> {
         (account.giveable() < WORTHWHILE_BYTES).then(|| NextStep::After(self.lengthen_idle_pause(signs)))
     }
 
-    /// Whether the process used CPU since this function last returned true.
+    /// Returns whether the process used CPU since this function last returned true.
     fn has_used_cpu(&mut self) -> bool {
         let cpu = self.clock.cpu_ns();
         let has_used_cpu = cpu.saturating_sub(self.busy_cpu_ns) > BUSY_CPU_NS;
@@ -262,7 +264,8 @@ impl<C: Clock> Governor<C> {
         self.idle_pause
     }
 
-    /// Gives memory back if a group or the machine runs short. Returns the pause, or `None` without limits.
+    /// Samples the room, and gives memory back if a group or the machine runs short. Returns the pause until the next
+    /// sample, or `None` if no limit is known.
     fn watch_limits(&mut self, account: &Account, signs: KernelEvents) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
@@ -362,7 +365,7 @@ impl<C: Clock> Governor<C> {
     }
 }
 
-/// The time in which processes use up `bytes` at the fastest rate, times `factor`.
+/// Returns the time in which processes use up `bytes` at the fastest possible rate, times `factor`.
 fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(factor))
 }
@@ -398,7 +401,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A shrinker with a fixed stock, in a fake group with a limit of 256 MiB that gains what the shrinker gives back.
+    /// A shrinker with a fixed stock of bytes, and a fake control group with a limit of 256 MiB. The bytes that the
+    /// shrinker gives back are added to the group's room.
     #[derive(Default)]
     struct FakeGroup {
         stock: AtomicU64,
@@ -492,7 +496,7 @@ mod tests {
         }
     }
 
-    /// The pause of a step that sets one.
+    /// Returns the pause that a step requested. Panics if the step requested none.
     #[track_caller]
     fn pause_of(next: NextStep) -> Duration {
         match next {
@@ -501,7 +505,8 @@ mod tests {
         }
     }
 
-    /// An account whose only shrinker has `stock` bytes. With `room`, the group is also its source of limits.
+    /// Returns an account whose only shrinker has `stock` bytes. If `room` is given, the fake group is also the
+    /// account's source of limits, with this room in bytes.
     fn fake_group(stock: u64, room: Option<i64>) -> (&'static FakeGroup, Account) {
         let fake: &'static FakeGroup = Box::leak(Box::default());
         fake.stock.store(stock, Relaxed);
@@ -527,8 +532,8 @@ mod tests {
         assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), NextStep::WhenAsked);
     }
 
-    /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
-    /// about ten searches must be made within the age.
+    /// Half of the free memory is old enough to be returned. It must be returned in steps with pauses, also while the
+    /// process is busy. Younger memory must stay. About ten searches must be made within the age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);
@@ -595,7 +600,8 @@ mod tests {
         assert!(fake.stock.load(Relaxed) <= 70 * MIB, "the missing bytes and the extrapolated ones");
     }
 
-    /// Near the limit the pauses must get shorter. Inside the margin the missing bytes must be given back.
+    /// A group's usage gets near its limit: the pauses must get shorter. Then usage enters the margin below the limit:
+    /// the missing bytes must be given back.
     #[test]
     fn memory_is_given_back_inside_the_margin_of_a_group() {
         let (fake, account) = fake_group(100 * MIB, Some(200 * MIB as i64));
@@ -615,8 +621,8 @@ mod tests {
         assert_eq!((fake.stock.load(Relaxed) / MIB, fake.room.load(Relaxed) / MIB as i64), (69, 0));
     }
 
-    /// Other processes use 40 MiB in 10 ms. Near the limit the extrapolated bytes must be given back before the margin
-    /// is reached. Growth of this process itself must not count.
+    /// Other processes use 40 MiB in 10 ms. Near the limit, the bytes that they will use by extrapolation must be given
+    /// back before usage reaches the margin. Growth of this process itself must not be extrapolated.
     #[test]
     fn memory_is_given_back_early_if_others_rush() {
         let (fake, account) = fake_group(100 * MIB, Some(60 * MIB as i64));
@@ -642,8 +648,8 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 94 * MIB, "the process itself took them");
     }
 
-    /// A thread stalls on memory. An eighth of the free memory must be given back near the group's limit, and none far
-    /// from the limit.
+    /// A thread stalls on memory. Near the group's limit an eighth of the free memory must be given back. Far from the
+    /// limit nothing may be given back.
     #[test]
     fn a_stall_gives_memory_back_near_the_limit() {
         let (fake, account) = fake_group(1000 * MIB, Some(200 * MIB as i64));

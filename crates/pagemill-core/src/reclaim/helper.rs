@@ -22,24 +22,25 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Resident bytes from which a process gets a helper if its tree or its control group has a limit.
+/// Resident bytes from which a process gets a helper thread if its tree or its control group has a limit.
 const HELPER_IF_LIMITED_BYTES: u64 = 4 << 20;
 
-/// Resident bytes from which every process gets a helper, which returns memory by age. Most smaller processes end
-/// before memory ages.
+/// Resident bytes from which every process gets a helper thread, which returns memory that was free for long. Most
+/// smaller processes end before their memory is old enough.
 const HELPER_BYTES: u64 = 16 << 20;
 
-/// Shortest pause between two forwarded kernel events. Events come in bursts while a group's usage oscillates around a
-/// threshold.
+/// Shortest pause between two kernel events that the second thread forwards to the helper. Events come in bursts while
+/// a group's usage oscillates around a threshold.
 const EVENT_PAUSE: Duration = Duration::from_millis(5);
 
 /// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
 const LATE_AFTER: Duration = Duration::from_millis(20);
 
-/// Maximum number of requests that are answered at once. If more have arrived, only the latest ones are answered.
+/// Maximum number of requests that the helper answers one after the other. If more have arrived, only the latest ones
+/// are answered.
 const MAX_ANSWERED_REQUESTS: u32 = 8;
 
-/// Answers requests of other processes, which have ascending numbers.
+/// An object that answers requests of other processes. The requests have ascending numbers.
 ///
 /// Example: [`Helper`].
 pub trait Answer: Sync {
@@ -57,9 +58,9 @@ pub trait Answer: Sync {
 /// ```
 pub struct Helper {
     account: &'static Account,
-    /// The helper runs, or a thread has claimed the right to start it.
+    /// The helper thread runs, or another thread has claimed the right to start it.
     is_started: AtomicBool,
-    /// The helper sleeps without a timeout until there is something to give back.
+    /// The helper sleeps without a timeout until there is memory to give back.
     is_parked: AtomicBool,
     /// Answers requests of other processes; empty until [`Helper::set_answer`].
     answers: OnceLock<&'static dyn Answer>,
@@ -90,7 +91,7 @@ impl Helper {
         self.wake(self.account);
     }
 
-    /// The policy that [`Helper::set_return`] has set.
+    /// Returns the policy that [`Helper::set_return`] has set.
     fn policy(&self) -> Return {
         Return::after_seconds(self.return_after_s.load(Relaxed)).unwrap_or(Return::Keep)
     }
@@ -100,7 +101,7 @@ impl Helper {
         let _ = self.answers.set(answer);
     }
 
-    /// Whether a helper should be started now: none runs, and the process holds enough memory.
+    /// Returns whether a helper should be started now: none runs, and the process holds enough memory.
     #[inline]
     pub fn is_due(&self, account: &Account) -> bool {
         if self.is_started.load(Relaxed) {
@@ -121,19 +122,19 @@ impl Helper {
         !self.is_started.swap(true, AcqRel)
     }
 
-    /// Undoes [`Helper::claim`] after the thread could not be started or was not copied by `fork`. Then another thread
-    /// may claim the right.
+    /// Undoes [`Helper::claim`] if the helper thread could not be started, or in a fork child, which has no helper
+    /// thread. Afterwards a thread may claim the right again.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
     }
 
-    /// Whether the helper sleeps until there is something to give back.
+    /// Returns whether the helper sleeps until there is memory to give back.
     #[inline]
     pub(super) fn is_parked(&self) -> bool {
         self.is_parked.load(Relaxed)
     }
 
-    /// Wakes the helper if it sleeps because there is nothing to give back. Neither allocates nor locks.
+    /// Wakes the helper if it sleeps until there is memory to give back. Neither allocates nor locks.
     #[inline]
     pub(super) fn unpark(&self, account: &Account) {
         if self.is_parked.load(Relaxed) && self.is_parked.swap(false, AcqRel) {
@@ -163,7 +164,7 @@ impl Helper {
         asked
     }
 
-    /// The main loop of the thread. Runs as long as the process lives.
+    /// The main loop of the helper thread. Runs as long as the process lives.
     pub fn run(&'static self, arena: &Arena) -> ! {
         let account = self.account;
         // Other threads may use all CPU time, so this thread requests a higher priority. A program may rely on the
@@ -254,7 +255,7 @@ impl Helper {
     }
 }
 
-/// The age of a policy in whole seconds, at least 1; 0 for [`Return::Keep`].
+/// Returns the age of a policy in whole seconds, at least 1; 0 for [`Return::Keep`].
 fn return_after_seconds(policy: Return) -> u64 {
     policy.age().map_or(0, |age| age.as_secs().max(1))
 }

@@ -40,7 +40,7 @@ struct ControlGroups {
     limits: [Limit; MAX_LEVELS],
     /// Time of the next refresh.
     next_refresh_ns: u64,
-    /// The last search for groups failed because no descriptor or no memory was free.
+    /// The last search for control groups failed because no descriptor or no memory was free.
     search_failed: bool,
 }
 
@@ -48,10 +48,11 @@ struct ControlGroups {
 /// limit, is noticed within this time.
 const REFRESH_NS: u64 = 1_000_000_000;
 
-/// The interval if the process is in no control group.
+/// Interval, in nanoseconds, between two searches for control groups if the process is in none.
 const REFRESH_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
 
-/// Size of the stack for the search. A thread with a small stack may have less left when it calls malloc.
+/// Size of the stack for the search for control groups. A thread with a small stack may have less left when it calls
+/// malloc.
 const SEARCH_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
@@ -68,7 +69,7 @@ impl Kernel {
 }
 
 impl ControlGroups {
-    /// Calls [`Self::refresh`] on a new stack, if the interval has passed.
+    /// Calls [`Self::refresh`] on a new stack, if the time of the next refresh has come.
     fn refresh_if_due(&mut self, root: &'static str) {
         struct GroupSearch<'groups> {
             groups: &'groups mut ControlGroups,
@@ -91,7 +92,8 @@ impl ControlGroups {
         self.next_refresh_ns = now + if is_final { REFRESH_WITHOUT_GROUPS_NS } else { REFRESH_NS };
     }
 
-    /// Searches for the groups if they have changed, and reads their limits.
+    /// Reads the limits of the control groups. If the process is in other groups than before, searches for the groups
+    /// first.
     fn refresh(&mut self, root: &str) {
         let is_current = self.groups.as_ref().is_some_and(|groups| groups.is_current(root));
         if !is_current {
@@ -112,7 +114,7 @@ impl ControlGroups {
         self.limits = limits;
     }
 
-    /// Returns the groups with a limit, innermost first.
+    /// Returns the control groups that have a limit, innermost first.
     fn limited_groups(&self) -> impl Iterator<Item = (Path, Limit)> {
         let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
@@ -189,8 +191,8 @@ mod tests {
         std::fs::write(path, text).unwrap();
     }
 
-    /// The ancestor with the least room must count. File pages that the kernel can reclaim must not count as used.
-    /// Values that cannot be read must be ignored.
+    /// Fake files describe two nested groups with limits. The sample must be that of the group with the least room.
+    /// File pages that the kernel can reclaim must not count as used. Limits that cannot be read must be ignored.
     #[test]
     fn the_limit_with_the_least_room_is_used() {
         let folder = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ use pagemill_sys::clock;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
-/// Which kind of limit is nearest.
+/// The kind of the nearest limit.
 ///
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,12 +48,13 @@ impl KillLimit {
         self.room_above_reserve(self.reserve_bytes())
     }
 
-    /// As [`KillLimit::room_bytes`] for nested charges, which may use half of the reserve.
+    /// As [`KillLimit::room_bytes`] for nested charges (made inside the small allocator), which may use half of the
+    /// reserve.
     pub fn debt_room_bytes(&self) -> u64 {
         self.room_above_reserve(self.reserve_bytes() / 2)
     }
 
-    /// Bytes between the usage and the reserve below the limit.
+    /// Returns the bytes between the usage and a reserve of `reserve_bytes` below the limit.
     fn room_above_reserve(&self, reserve_bytes: u64) -> u64 {
         match self.limit_bytes {
             u64::MAX => u64::MAX,
@@ -61,7 +62,7 @@ impl KillLimit {
         }
     }
 
-    /// Size of the reserve below the limit.
+    /// Returns the size of the reserve below the limit.
     fn reserve_bytes(&self) -> u64 {
         let most = self.limit_bytes / MAX_RESERVE_DIVISOR;
         (self.limit_bytes / RESERVE_DIVISOR).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end).min(most)
@@ -94,7 +95,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room without any limit.
+    /// The room if there is no limit.
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
@@ -104,8 +105,8 @@ impl Room {
         machine_bytes: i64::MAX,
     };
 
-    /// The room below a group's limits. The kernel can reclaim `idle_bytes` of its usage easily, and `other_bytes` with
-    /// more effort.
+    /// Returns the room below a group's limits. The kernel can reclaim `idle_bytes` of the group's usage easily, and
+    /// `other_bytes` with more effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
         let soft = limit.soft_bytes;
         let working_set = usage_bytes.saturating_sub(idle_bytes);
@@ -124,7 +125,8 @@ impl Room {
         }
     }
 
-    /// The room of the machine. A sixteenth of its memory is the margin, left to other processes.
+    /// Returns the room of the machine. A sixteenth of the machine's memory is the margin, which is left to other
+    /// processes.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = as_signed(available_bytes) - as_signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self {
@@ -137,24 +139,24 @@ impl Room {
         }
     }
 
-    /// Bytes that must be given back before `bytes` more become resident.
+    /// Returns the bytes that must be given back before `bytes` more become resident.
     pub fn shortage(&self, bytes: u64) -> u64 {
         as_signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
 }
 
-/// Usage from which a group counts as near its limit.
+/// Returns the usage from which a group counts as near its limit.
 pub(super) fn alarm_bytes(limit: Limit) -> u64 {
     limit.soft_bytes - limit.soft_bytes / NEAR_DIVISOR
 }
 
-/// Size of the margin below a group's limit.
+/// Returns the size of the margin below a group's limit.
 pub(super) fn margin_bytes(limit: Limit) -> u64 {
     let margin = (limit.soft_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
     margin.min(limit.soft_bytes / 2)
 }
 
-/// Converts to a signed number; a larger number becomes `i64::MAX`.
+/// Converts a number of bytes to a signed number, which is at most `i64::MAX`.
 fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
@@ -180,7 +182,7 @@ pub(super) const NEAR_DIVISOR: u64 = 4;
 /// The margin of the machine is its memory divided by this number.
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
-/// A source of limits: the kernel, or a fake in tests.
+/// A source of memory limits: the kernel, or a fake in tests.
 ///
 /// ```
 /// use pagemill_core::reclaim::limits::{Headroom, Limits, Room};
@@ -202,8 +204,8 @@ pub trait Limits: Sync {
     /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Returns the alarms for these limits, or `None` if the alarms that were set for version `limits_version` of the
-    /// limits are still valid.
+    /// Returns the alarms for the current limits, or `None` if these are still the limits of version `limits_version`,
+    /// for which alarms were set.
     fn plan(&self, _limits_version: Option<u32>) -> Option<AlarmPlan> {
         None
     }
@@ -214,7 +216,7 @@ pub trait Limits: Sync {
 /// Example: [`Limits`].
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
-    /// Bytes that may still be charged before the next sample.
+    /// The credit: bytes that may still be charged before the next sample.
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
@@ -227,13 +229,14 @@ pub struct Headroom {
     sampling: Lock,
 }
 
-/// A sample gives credit for the room divided by this, because other processes use the room, too.
+/// After a sample, charges may use up the room divided by this number (the *credit*) before the next sample. The rest
+/// is left to other processes, which use the room, too.
 const CREDIT_DIVISOR: i64 = 4;
 
 /// Upper bound of the rate at which memory can be used up, in bytes per nanosecond.
 pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
 
-/// The credit of a sample expires after this time at the latest.
+/// The credit of a sample expires after this time, in nanoseconds, at the latest.
 const MAX_CREDIT_NS: u64 = 100_000_000;
 
 impl Default for Headroom {
@@ -256,7 +259,7 @@ impl Headroom {
         let _ = self.limits.set(limits);
     }
 
-    /// Returns the latest sample without taking a new one: kind of limit and bytes left.
+    /// Returns the kind of limit and the bytes left in the latest sample, without taking a new sample.
     pub fn latest_sample(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
@@ -267,8 +270,8 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// Returns the alarms for the limits ([`Limits::plan`]). The caller sets the alarms outside of the lock, because
-    /// setting takes long.
+    /// Returns the alarms for the current limits ([`Limits::plan`]). The caller must set the alarms after this call,
+    /// outside of the lock, because setting them takes long.
     pub(super) fn plan(&self, limits_version: Option<u32>) -> Option<AlarmPlan> {
         let limits = self.limits.get()?;
         // The lock keeps the source of limits consistent in a fork child.
@@ -276,14 +279,14 @@ impl Headroom {
         limits.plan(limits_version)
     }
 
-    /// Takes a sample now.
+    /// Samples the room now.
     pub fn sample(&self) -> Room {
         let Some(limits) = self.limits.get() else { return Room::ENDLESS };
         let _guard = self.sampling.lock();
         self.sample_locked(*limits)
     }
 
-    /// Takes a sample and replaces the credit. The caller must hold `sampling`.
+    /// Samples the room and replaces the credit. The caller must hold `sampling`.
     fn sample_locked(&self, limits: &dyn Limits) -> Room {
         let room = limits.sample();
         stats::add(Counter::RoomSampled, 1);
@@ -297,7 +300,8 @@ impl Headroom {
         room
     }
 
-    /// Returns the room if `bytes` more do not fit before the margin. Mostly returns `None`, which costs one atomic
+    /// Returns the room if `bytes` more do not fit before the margin below the nearest limit. Otherwise subtracts them
+    /// from the credit and returns `None`. The credit usually suffices without a sample; the call then costs one atomic
     /// subtraction and one read of the clock.
     pub fn is_short(&self, bytes: u64) -> Option<Room> {
         let limits = self.limits.get()?;
@@ -324,7 +328,7 @@ impl Headroom {
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 
-    /// Drops the credit of the parent. Called in a fork child.
+    /// Drops the credit that a fork child has inherited from its parent.
     pub(super) fn drop_credit(&self) {
         self.valid_until_ns.store(0, Relaxed);
     }
@@ -345,7 +349,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Returns the room that the test sets, and counts samples.
+    /// A source of limits that returns the room that the test sets, and counts samples.
     struct FakeLimits {
         bytes: AtomicI64,
         samples: AtomicUsize,
@@ -359,7 +363,7 @@ mod tests {
         }
     }
 
-    /// A headroom whose source of limits is a fake with `bytes` of room.
+    /// Returns a headroom whose source of limits is a fake with `bytes` of room.
     fn headroom(bytes: i64) -> (Headroom, &'static FakeLimits) {
         let fake = Box::leak(Box::new(FakeLimits { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();
@@ -380,7 +384,7 @@ mod tests {
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// With little room, every charge must take a sample, unless credit was granted.
+    /// There is little room. Every charge must take a sample, unless credit was granted.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
@@ -396,7 +400,7 @@ mod tests {
         assert_eq!(headroom.latest_sample().bound, Bound::Group);
     }
 
-    /// Without a source of limits, no charge may be short of room.
+    /// Without a source of limits, a charge of any size must fit.
     #[test]
     fn without_a_source_of_limits_room_is_unlimited() {
         let headroom = Headroom::default();

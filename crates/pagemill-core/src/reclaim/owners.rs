@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Maximum number of Pagemill's own owners for each cost, and also of the program's.
+/// Maximum number of owners of one [`Cost`] that Pagemill itself registers. The program may register as many.
 pub const SLOTS_PER_COST: usize = 3;
 
 /// Number of slots in [`Owners`]. The slots are in the order of calls: by cost, and within one cost Pagemill's own
@@ -28,17 +28,18 @@ const STEP_BYTES: u64 = 64 << 20;
 /// One call may always request the bytes wanted divided by this number.
 const STEP_DIVISOR: u64 = 16;
 
-/// An owner inside which threads made no progress for this long is skipped as blocked. A call usually takes some
-/// milliseconds.
+/// An owner is skipped as blocked if no thread inside its calls has made progress for this time, in nanoseconds. A call
+/// usually takes some milliseconds.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
 /// A slot for an owner of memory, and the state of the calls to this owner.
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
-    /// Number of threads inside a call that may take long.
+    /// Number of threads inside those calls to the owner that may take long.
     threads_inside: AtomicU32,
-    /// Time at which the first of the threads inside entered, or at which the latest one left.
+    /// Time at which a thread last left such a call, or, if none left since, at which the first of the threads inside
+    /// entered.
     progress_ns: AtomicU64,
     /// The owner has panicked, and is not called any more.
     has_failed: AtomicBool,
@@ -58,7 +59,8 @@ impl Drop for CallGuard<'_> {
 }
 
 impl RegisteredOwner {
-    /// Makes a call that returns at once. Returns `None` if the slot is free or its owner has panicked.
+    /// Calls `act` with the owner, for calls that return at once. Returns `None` if the slot is free or its owner has
+    /// panicked.
     fn query<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
@@ -72,8 +74,8 @@ impl RegisteredOwner {
         result.ok()
     }
 
-    /// Makes a call that may take long. Returns `None` if threads inside such a call made no progress for
-    /// [`BLOCKED_NS`].
+    /// Calls `act` with the owner, for calls that may take long. Returns `None` without a call if threads inside such
+    /// calls made no progress for [`BLOCKED_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         self.call_within(BLOCKED_NS, act)
     }
@@ -92,12 +94,12 @@ impl RegisteredOwner {
         self.query(act)
     }
 
-    /// Whether the owner may be called by a thread that holds the locks of `context`.
+    /// Returns whether a thread that holds the locks of `context` may call the owner.
     fn may_be_called(&self, context: Context) -> bool {
         context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
 
-    /// Makes the owner give back memory that was not reused for `age`. Returns the bytes freed.
+    /// Makes the owner give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         if let Some(freed) = self.call(|shrinker| shrinker.shrink_aged(want_bytes, age)).flatten() {
             return freed;
@@ -139,7 +141,8 @@ impl RegisteredOwner {
 pub struct Owners([RegisteredOwner; MAX_OWNERS]);
 
 impl Owners {
-    /// Registers an owner of Pagemill itself, after its others of the same cost.
+    /// Registers an owner of Pagemill itself. It is called after Pagemill's owners of the same cost that registered
+    /// before.
     ///
     /// # Panics
     ///
@@ -149,13 +152,14 @@ impl Owners {
         assert!(self.store_in_free_slot(first, shrinker), "{SLOTS_PER_COST} owners of Pagemill for each cost");
     }
 
-    /// Registers an owner of the program, after all others of the same cost. Returns whether there was a free slot: the
-    /// program has [`SLOTS_PER_COST`] for each cost.
+    /// Registers an owner of the program. It is called after all owners of the same cost that registered before.
+    /// Returns whether there was a free slot: the program has [`SLOTS_PER_COST`] slots for each cost.
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> bool {
         self.store_in_free_slot((shrinker.cost() as usize * 2 + 1) * SLOTS_PER_COST, shrinker)
     }
 
-    /// Stores the owner in the first free one of [`SLOTS_PER_COST`] slots from `first` on.
+    /// Stores the owner in the first free one of the [`SLOTS_PER_COST`] slots from `first` on. Returns whether one was
+    /// free.
     fn store_in_free_slot(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
         assert!(first.is_multiple_of(SLOTS_PER_COST) && first < MAX_OWNERS, "slots of one cost");
         self.0[first..first + SLOTS_PER_COST].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
@@ -165,20 +169,20 @@ impl Owners {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
 
-    /// Bytes that all owners callable in `context` could give back at once.
+    /// Returns the number of bytes that the owners that may be called in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
         let each = self.callable_owners(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// The bytes of [`Owners::giveable`] that no account is charged for.
+    /// Returns the part of [`Owners::giveable`] for which no account is charged.
     pub fn foreign_bytes(&self) -> u64 {
         let each =
             self.callable_owners(Context::Outside).filter_map(|owner| owner.query(|shrinker| shrinker.foreign_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// Whether any owner may have more giveable memory than it reports ([`Shrinker::may_have_more`]).
+    /// Returns whether any owner may have more giveable memory than it reports ([`Shrinker::may_have_more`]).
     pub fn may_have_more(&self) -> bool {
         self.0.iter().any(|owner| owner.query(|shrinker| shrinker.may_have_more()).unwrap_or(false))
     }
@@ -191,7 +195,7 @@ impl Owners {
         })
     }
 
-    /// Makes the owners give back memory that was not reused for `age`. Returns the bytes freed.
+    /// Makes the owners give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
         self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
@@ -222,7 +226,7 @@ impl Owners {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
-    /// Forgets the threads inside calls, which do not exist in a fork child. Called in the child.
+    /// Resets the number of threads inside each owner's calls, in a fork child, which does not have these threads.
     pub fn begin_child(&self) {
         self.0.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
@@ -281,7 +285,8 @@ mod tests {
         owners
     }
 
-    /// A large amount must be requested in steps, until a step frees too little.
+    /// A large amount must be requested from a shrinker in steps. After a step that frees less than requested, no
+    /// further step may follow.
     #[test]
     fn steps_are_bounded() {
         let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);

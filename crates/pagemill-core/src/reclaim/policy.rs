@@ -27,7 +27,7 @@ pub enum Return {
     After(Duration),
 }
 
-/// The error of a text that is not a form of [`Return`].
+/// The error of parsing a text that is not the text form of a [`Return`].
 ///
 /// Example: [`Return`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +51,7 @@ impl Return {
     /// The longest age that is accepted. The time stamps of free slots reach back 36 minutes.
     pub const LONGEST: Duration = Duration::from_secs(30 * 60);
 
-    /// Parses the text form. Allocates nothing.
+    /// Parses the text form of a policy. Allocates nothing.
     ///
     /// # Errors
     ///

@@ -28,15 +28,15 @@ pub const ANSWER_MS: u64 = 25;
 /// First word of the page. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
-/// Value of [`Member::helper_state`]: a helper runs and answers requests.
+/// Value of [`Member::helper_state`]: the member has a helper thread that answers requests.
 const HELPER_LISTENS: u32 = 1;
-/// Value of [`Member::helper_state`]: the helper did not answer the last request in time.
+/// Value of [`Member::helper_state`]: the member's helper thread did not answer the last request in time.
 const HELPER_UNRESPONSIVE: u32 = 2;
 
-/// The value that means no limit.
+/// The value of a limit in bytes that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
-/// A member's slot on the page.
+/// The slot of a member process on the shared page of its tree.
 #[repr(C, align(64))]
 struct Member {
     /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
@@ -88,14 +88,14 @@ impl Member {
 pub struct TreePage {
     magic: AtomicU64,
     limit: AtomicU64,
-    /// Bytes requested that no member has accepted yet.
+    /// Requested bytes that no member has accepted yet.
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
     /// Largest sum so far of the members' resident bytes, minus the bytes that the members could have given back at
     /// once.
     net_peak: AtomicU64,
-    /// Number of processes that found no free slot.
+    /// Number of processes of the tree that found no free slot.
     unlisted: AtomicU64,
     /// Number of the latest request.
     request: AtomicU32,
@@ -103,12 +103,12 @@ pub struct TreePage {
     answers: AtomicU32,
     /// Slots from this index on were never used.
     high_water: AtomicU32,
-    /// Number of programs that were started, and of fork children that entered.
+    /// Number of programs that were started in the tree, and of fork children.
     started: AtomicU32,
     members: [Member; MAX_MEMBERS],
 }
 
-/// The sums over all members of a tree, at one time.
+/// The sums of the published charges of all members of a tree, at one time.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -160,7 +160,7 @@ impl TreePage {
         Ok(unsafe { &*(addr as *const Self) })
     }
 
-    /// Bytes that all members together may have resident.
+    /// Returns the number of bytes that all members together may have resident.
     pub fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
@@ -169,7 +169,7 @@ impl TreePage {
         self.limit.store(limit, Relaxed);
     }
 
-    /// The slots that were ever used.
+    /// Returns the slots that were ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]
     }
@@ -196,7 +196,7 @@ impl TreePage {
         None
     }
 
-    /// Resets the words of a slot that this process has got.
+    /// Resets the words of a slot that this process has taken.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
@@ -257,19 +257,19 @@ impl TreePage {
         self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
-    /// Updates the two peaks with `totals`.
+    /// Raises the two peaks of the tree to the sums in `totals`, if these are larger.
     pub fn raise_peaks(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum of resident bytes so far, and the largest sum minus the bytes that could have been given back at
-    /// once.
+    /// Returns the largest sum of the members' resident bytes so far, and the largest sum minus the bytes that could
+    /// have been given back at once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
 
-    /// Counts the start of a program or of a fork child. Most programs are too small to take a slot.
+    /// Counts a program or a fork child that was started in the tree. Most programs are too small to take a slot.
     pub fn count_started_program(&self) {
         self.started.fetch_add(1, Relaxed);
     }
@@ -280,12 +280,13 @@ impl TreePage {
         self.raise_peaks(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
     }
 
-    /// Number of programs that were started, and of fork children. A process counts again for each `exec`.
+    /// Returns the number of programs that were started in the tree, and of fork children. A process counts again for
+    /// each `exec`.
     pub fn started(&self) -> u32 {
         self.started.load(Relaxed)
     }
 
-    /// Number of processes that found no free slot.
+    /// Returns the number of processes of the tree that found no free slot.
     pub fn unlisted(&self) -> u64 {
         self.unlisted.load(Relaxed)
     }
@@ -320,7 +321,8 @@ impl TreePage {
         before.saturating_sub(others())
     }
 
-    /// Waits for the members in the bit set `awaited`. Marks late ones as unresponsive.
+    /// Waits until the members in the bit set `awaited` have answered `request`, at most [`ANSWER_MS`]. Marks members
+    /// that are late as unresponsive.
     fn wait_for_answers(&self, awaited: &[u64; MAX_MEMBERS / 64], request: u32, is_enough: impl Fn() -> bool) {
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
@@ -344,7 +346,7 @@ impl TreePage {
     }
 }
 
-/// Identifies the process of one member.
+/// The process id of a member, with a part of the process's start time.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -379,7 +381,7 @@ impl MemberSlot {
         self.page
     }
 
-    /// The word that the helper of this process sleeps on.
+    /// Returns the word on which the helper thread of this process sleeps.
     pub fn wake_word(&self) -> &'static AtomicU32 {
         &self.member().wake
     }
@@ -389,7 +391,7 @@ impl MemberSlot {
         self.member().wake();
     }
 
-    /// Publishes the charge of this process.
+    /// Publishes the charge and the giveable bytes of this process.
     pub fn publish(&self, resident: u64, untouched: u64, giveable: u64) {
         debug_assert!(giveable <= resident, "only resident bytes can be given back");
         let member = self.member();
@@ -398,12 +400,12 @@ impl MemberSlot {
         member.giveable.store(giveable, Relaxed);
     }
 
-    /// The giveable bytes that this process last published.
+    /// Returns the giveable bytes that this process last published.
     pub fn published_giveable(&self) -> u64 {
         self.member().giveable.load(Relaxed)
     }
 
-    /// Publishes whether this process has a helper that answers requests.
+    /// Publishes whether this process has a helper thread that answers requests of its siblings.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
         self.member().helper_state.store(if is_listening { HELPER_LISTENS } else { 0 }, Release);
@@ -432,7 +434,7 @@ impl MemberSlot {
         Some(given)
     }
 
-    /// Frees the slot at the end of the process.
+    /// Frees the slot of this process, at the end of the process.
     pub fn leave(&self) {
         self.publish(0, 0, 0);
         self.member().helper_state.store(0, Relaxed);
@@ -530,7 +532,7 @@ mod tests {
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// A process that enters again, as after `exec`, must get the same slot.
+    /// A process takes a slot twice, as after `exec`. Both slots must be the same one, and the charge must be reset.
     #[test]
     fn a_process_that_enters_twice_keeps_its_slot() {
         let (_folder, page) = page(UNLIMITED);
@@ -541,7 +543,8 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members together must give back exactly the requested bytes, although neither member has that many.
+    /// A request is for more bytes than each of two members has. The two members together must give back exactly the
+    /// requested bytes.
     #[test]
     fn siblings_together_give_back_the_requested_bytes() {
         let (_folder, page) = page(UNLIMITED);
@@ -570,7 +573,8 @@ mod tests {
         assert_eq!(page.wanted.load(Relaxed), 0);
     }
 
-    /// A request must wait for a member that never answers; later requests must not.
+    /// A member never answers. The first request must wait for that member as long as allowed. The second request must
+    /// not wait.
     #[test]
     fn an_unresponsive_member_is_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);

@@ -7,7 +7,7 @@ fn room_of(fake: &FakeGroup, bound: Bound, bytes: u64) -> Room {
     Room { bound, bytes: bytes as i64, ..fake.sample() }
 }
 
-/// A shrinker that knows its giveable bytes only after they were measured.
+/// A shrinker that reports its giveable bytes only after it has measured them.
 #[derive(Default)]
 struct UnmeasuredShrinker {
     hidden: AtomicU64,
@@ -109,7 +109,8 @@ fn without_threshold_events_idle_pauses_stay_short() {
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE_WITHOUT_EVENTS));
 }
 
-/// All free memory must be offered only if the limit is near and other processes used up more than 4 MiB in 20 ms.
+/// All free memory must be offered to the kernel at once only if the limit is near and other processes have used more
+/// than 4 MiB in 20 ms.
 #[test]
 fn all_free_memory_is_offered_only_in_a_rush_near_a_limit() {
     let (fake, account) = fake_group(100 * MIB, Some(80 * MIB as i64));
@@ -128,7 +129,8 @@ fn all_free_memory_is_offered_only_in_a_rush_near_a_limit() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
 }
 
-/// Near a limit all free memory must be offered, or only the cold part if some was reused since the last sample.
+/// Near a limit, all free memory must be offered to the kernel. If some of it was reused since the last sample, only
+/// the cold part may be offered.
 #[test]
 fn reused_memory_is_not_offered() {
     let (fake, account) = fake_group(10 * MIB, Some(30 * MIB as i64));
@@ -144,7 +146,8 @@ fn reused_memory_is_not_offered() {
     assert_eq!([10, 8, 8, 9].map(|mib| offered_of(mib * MIB)), [10 * MIB, 32 * MIB, 8 * MIB, 9 * MIB]);
 }
 
-/// A stall must give back 64 MiB, or an eighth of the stock if that is more.
+/// Near a limit, a thread stalls on memory. The shrinker must give back 64 MiB, or an eighth of its stock if that is
+/// more.
 #[test]
 fn a_stall_returns_64_mib_at_least() {
     let (fake, account) = fake_group(100 * MIB, Some(30 * MIB as i64));
@@ -154,8 +157,8 @@ fn a_stall_returns_64_mib_at_least() {
     assert_eq!(fake.stock.load(Relaxed), 36 * MIB);
 }
 
-/// Near a limit, the pauses must double while nothing uses up the room, as far as the room allows. A loss of more than
-/// 1 MiB must make them short again.
+/// Near a limit, the pauses must double while the room stays the same, up to a maximum that depends on the room. If the
+/// room shrinks by more than 1 MiB, the next pause must be short again.
 #[test]
 fn pauses_grow_while_the_room_stays() {
     let (fake, account) = fake_group(100 * MIB, Some(40 * MIB as i64));
@@ -216,8 +219,8 @@ impl Shrinker for DischargingShrinker {
     }
 }
 
-/// The stored sample must be that after memory was given back, so that the given bytes do not count as usage by other
-/// processes.
+/// A step gives memory back. The stored sample must be one that was taken afterwards, so that the next step does not
+/// count the bytes as usage by other processes.
 #[test]
 fn the_sample_is_updated_after_giving_back() {
     let fake: &'static FakeGroup = Box::leak(Box::default());
@@ -246,8 +249,8 @@ fn giving_back_something_keeps_the_pause_short() {
     );
 }
 
-/// Between two searches for aged memory, the remaining pause must be returned. The pauses of an idle process must grow.
-/// A search that finds aged memory must make them short again.
+/// `give_aged` must return the time that remains until the next search. The pauses of an idle process must grow. A
+/// search that finds aged memory must make the pauses short again.
 #[test]
 fn finding_aged_memory_ends_long_pauses() {
     let (fake, account) = fake_group(100 * MIB, None);
@@ -272,7 +275,7 @@ fn finding_aged_memory_ends_long_pauses() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
 }
 
-/// The random pauses must be spread evenly between a half and one and a half of the period.
+/// The random pauses must be spread evenly from half of the period to one and a half of it.
 #[test]
 fn random_pauses_are_spread_evenly() {
     let clock = FakeClock::default();
