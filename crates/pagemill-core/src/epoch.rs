@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
-/// A guard. While a guard exists, objects that its thread reaches are not freed or reused.
+/// A guard of epoch-based reclamation. While a guard exists, objects that its thread can reach are not freed or reused.
 ///
 /// Only [`pin`] creates guards, because a guard of another collector would not protect the objects of this crate.
 ///
@@ -31,7 +31,7 @@ pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
     guard.0.defer(act);
 }
 
-/// Advances the epoch if possible, and runs the deferred functions that are due.
+/// Advances the epoch if possible, and runs the functions of [`defer`] that are due.
 pub fn flush(guard: &Guard) {
     guard.0.flush();
 }
@@ -46,7 +46,7 @@ static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 /// Never freed.
 static LATER_GENERATION_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
-/// The collector of generation 0; the first call creates it.
+/// Returns the collector of generation 0; the first call creates it.
 fn collector_of_first_generation() -> &'static Collector {
     static FIRST: OnceLock<Collector> = OnceLock::new();
     FIRST.get_or_init(|| {
@@ -55,7 +55,7 @@ fn collector_of_first_generation() -> &'static Collector {
     })
 }
 
-/// The collector of the current generation, which is not 0; the first call creates it.
+/// Returns the collector of the current generation, which is not 0; the first call in a generation creates it.
 fn collector_of_later_generation() -> &'static Collector {
     debug_assert!(GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
     let mut found = LATER_GENERATION_COLLECTOR.load(Acquire);
@@ -75,15 +75,14 @@ fn collector_of_later_generation() -> &'static Collector {
 }
 
 thread_local! {
-    /// Whether [`FIRST_GENERATION_HANDLE`] exists. Tested first where accessing `FIRST_GENERATION_HANDLE` must not
-    /// create it.
+    /// Whether [`FIRST_GENERATION_HANDLE`] exists in this thread. Tested before code that must not create the handle.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
-    /// This thread's handle of generation 0.
+    /// This thread's handle of the collector of generation 0.
     static FIRST_GENERATION_HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
         collector_of_first_generation().register()
     };
-    /// This thread's handle of a later generation, with the number of that generation.
+    /// This thread's handle of the collector of a later generation, with the number of that generation.
     static LATER_GENERATION_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
@@ -104,7 +103,7 @@ pub fn pin() -> Guard {
     }
 }
 
-/// As [`pin`], for a generation after 0.
+/// As [`pin`], for the collector of a generation after 0.
 #[cold]
 fn pin_in_later_generation(generation: u32) -> Guard {
     let pinned = LATER_GENERATION_HANDLE.try_with(|handle| {

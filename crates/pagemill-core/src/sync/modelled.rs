@@ -12,7 +12,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Step of the simulated clock: one tick of the time stamps in `volatile`.
+/// Step of the simulated clock, in nanoseconds: one tick of the time stamps of volatile ranges.
 const TICK_NS: u64 = 1 << 22;
 
 /// Whether this thread runs inside a shuttle test.
@@ -28,7 +28,7 @@ pub fn scheduling_point() {
     }
 }
 
-/// Yields to other threads. A thread calls this in a loop while it waits for a change.
+/// Yields to other threads. A thread calls this function in a loop while it waits for a change.
 pub fn pause() {
     if !is_shuttle_test() {
         return thread::pause();
@@ -43,11 +43,11 @@ pub fn pause() {
 pub use pause as spin_loop;
 
 thread_local! {
-    /// The simulated time.
+    /// The simulated time in nanoseconds.
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The simulated time. Each read advances the clock by one tick with a probability of 1/4.
+/// Returns the simulated time in nanoseconds. Each read advances the clock by one tick with a probability of 1/4.
 pub fn coarse_ns() -> u64 {
     if !is_shuttle_test() {
         return clock::coarse_ns();
@@ -58,12 +58,12 @@ pub fn coarse_ns() -> u64 {
     NOW_NS.get()
 }
 
-/// Advances the simulated clock.
+/// Advances the simulated clock by this number of ticks.
 pub fn skip_ticks(ticks: u64) {
     NOW_NS.set(NOW_NS.get() + ticks * TICK_NS);
 }
 
-/// Resets the simulated clock to its start value. Each execution of a shuttle test begins with this.
+/// Resets the simulated clock to its start value. Each execution of a shuttle test begins with this call.
 pub fn reset_clock() {
     NOW_NS.set(TICK_NS);
 }
