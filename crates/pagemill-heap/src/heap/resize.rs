@@ -9,7 +9,8 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
-/// From this number of bytes on, pages are moved instead of copied. Copying fewer bytes is as fast as the system calls.
+/// From this number of bytes on, a resize moves pages instead of copying bytes. Copying fewer bytes is as fast as the
+/// system calls.
 const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
@@ -72,8 +73,8 @@ impl Heap {
         }
     }
 
-    /// Moves the pages of whole blocks from one big slot to another whose memory was never touched. Returns the bytes
-    /// moved; 0 if the pages cannot be moved.
+    /// Moves the pages of the whole blocks in the first `keep` bytes from one big slot to another slot, whose memory
+    /// was never touched. Returns the bytes moved; 0 if the pages cannot be moved.
     ///
     /// # Safety
     ///

@@ -43,9 +43,9 @@ pub(crate) struct SlotBytes {
 }
 
 impl SlotBytes {
-    /// A slot without memory.
+    /// The attributes of a slot without memory.
     pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
-    /// A slot that the program has used.
+    /// The attributes of a slot that the program has used.
     pub const USED: Self = Self { is_resident: true, is_zero: false, is_offered: false, counted: 0 };
 
     /// Returns a copy with `counted` set to `bytes`.
@@ -62,15 +62,16 @@ impl SlotBytes {
 /// Unit of [`SlotBytes::counted`].
 const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
-/// Mask of the phase in the state word.
+/// Mask of the bits of the state word that contain the phase.
 const PHASE_MASK: u64 = 3;
-/// [`SlotBytes::is_resident`] in the state word.
+/// Bit of the state word for [`SlotBytes::is_resident`].
 const RESIDENT_BIT: u64 = 1 << 2;
-/// [`SlotBytes::is_zero`] in the state word.
+/// Bit of the state word for [`SlotBytes::is_zero`].
 const ZERO_BIT: u64 = 1 << 3;
-/// [`SlotBytes::is_offered`] in the state word.
+/// Bit of the state word for [`SlotBytes::is_offered`].
 const OFFERED_BIT: u64 = 1 << 4;
-/// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
+/// Bit of the state word: the slot was never allocated, but pages of another slot were moved into it, so its bytes are
+/// not zero.
 const NONZERO_BIT: u64 = 1 << 5;
 /// Position of the time stamp (16 bits) in the state word.
 const STAMP_SHIFT: u32 = 16;
@@ -105,7 +106,7 @@ fn bytes(word: u64) -> SlotBytes {
     }
 }
 
-/// A purge's claim on a slot: the state word before the claim, from which the slot is restored.
+/// A purge's claim on a slot. It contains the state word before the claim, from which the word is restored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotClaim(u64);
 
@@ -118,7 +119,7 @@ impl SlotClaim {
         bytes(self.0)
     }
 
-    /// Returns the claim with the slot recorded as not zero, after pages of another slot were moved into it.
+    /// Returns a claim from which the slot is restored as not zero, because pages of another slot were moved into it.
     pub fn as_nonzero(self) -> Self {
         match self.phase() {
             SlotPhase::None => Self(self.0 | NONZERO_BIT),
@@ -132,7 +133,7 @@ impl SlotClaim {
 pub(crate) struct Slot {
     /// Phase, attributes of the bytes, and time of the last free (`pack`).
     state: AtomicU64,
-    /// The next slot in the free list: its number plus one; 0 at the end.
+    /// Number of the next slot in the free list, plus one; 0 at the end of the list.
     next: AtomicU32,
     /// A packed [`SlotInfo`].
     info: AtomicU32,
@@ -172,13 +173,13 @@ impl Slot {
         bytes(self.state.load(Acquire))
     }
 
-    /// Whether the slot is free and was offered to the kernel.
+    /// Returns whether the slot is free and was offered to the kernel.
     pub fn is_offered(&self) -> bool {
         let word = self.state.load(Acquire);
         phase(word) == SlotPhase::Free && bytes(word).is_offered
     }
 
-    /// Allocates a slot for the first time. Returns `None` while a purge has claimed it.
+    /// Allocates the slot for the first time. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
@@ -192,7 +193,7 @@ impl Slot {
         None
     }
 
-    /// Allocates a free slot. Returns `None` while a purge has claimed it.
+    /// Allocates the slot, which was free. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_allocate(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
@@ -206,8 +207,8 @@ impl Slot {
         None
     }
 
-    /// Frees a live slot and stores the attributes of its bytes and the time. If the slot is not live, returns its
-    /// phase as `Err`.
+    /// Frees the slot, and stores the attributes of its bytes and the time. If the slot is not live, returns its phase
+    /// as `Err`.
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
@@ -220,7 +221,7 @@ impl Slot {
         Err(phase(word))
     }
 
-    /// Claims a slot that is free or was never allocated. The caller may then discard its bytes.
+    /// Claims the slot if it is free or was never allocated. The caller may then discard the slot's bytes.
     pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
         while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
@@ -248,7 +249,7 @@ impl Slot {
     }
 }
 
-/// A table of slots.
+/// A table of slots, indexed by slot number.
 pub(crate) trait Slots {
     fn slot(&self, number: u32) -> &Slot;
 }
@@ -291,7 +292,8 @@ impl FreeList<'_> {
     }
 }
 
-/// The tag after that of `head`, in the upper half of the word. A tag recurs only after 2^32 changes of the list.
+/// Returns the tag that follows the tag of the head word `head`, in the upper half of a word. A tag recurs only after
+/// 2^32 changes of the list.
 fn next_tag(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
@@ -437,7 +439,7 @@ mod tests {
         Slot { state: AtomicU64::new(word), next: AtomicU32::new(0), info: AtomicU32::new(0) }
     }
 
-    /// All combinations of attributes, with some counts.
+    /// Returns all combinations of the attributes of a slot's bytes, each with several values of `counted`.
     fn all_attributes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
         (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
@@ -459,8 +461,8 @@ mod tests {
         assert_eq!(bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
     }
 
-    /// `try_allocate` must return the attributes of a free slot. In the word it must clear `is_offered` and `counted`
-    /// only.
+    /// `try_allocate` must return the attributes that the free slot had. In the state word it must clear `is_offered`
+    /// and `counted`, and no other attribute.
     #[test]
     fn allocation_clears_offer_and_count() {
         for known in all_attributes() {
@@ -471,7 +473,7 @@ mod tests {
         }
     }
 
-    /// `info` must return the values of `set_info`, and `None` before it.
+    /// `info` must return `None` before `set_info`, and afterwards the values that `set_info` stored.
     #[test]
     fn described_slot_returns_its_info() {
         for class in [0, 1, 0x5A, u8::MAX] {
@@ -509,7 +511,8 @@ mod tests {
         assert_eq!((live.free(SlotBytes::USED, 9), live.phase(), live.stamp()), (Ok(()), SlotPhase::Free, 9));
     }
 
-    /// Carving a slot must report zeros, unless pages of another slot were moved into it before.
+    /// The first allocation of a slot must report that its bytes are zero, unless pages of another slot were moved into
+    /// it before.
     #[test]
     fn carved_slot_is_zero_unless_pages_were_moved_in() {
         let slot = slot_of(0);
@@ -536,8 +539,8 @@ mod tests {
         }
     }
 
-    /// Compares random pushes and pops with a `Vec`. The list must be last in, first out, and each change must
-    /// increment its tag.
+    /// Pushes and pops slots, and compares the free list with a `Vec`. The list must be last in, first out, and each
+    /// change must increment its tag.
     #[test]
     fn free_list_is_last_in_first_out() {
         const SLOTS: u32 = 5;
