@@ -15,19 +15,19 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 /// Small allocations start at multiples of this many bytes.
 const STEP_BYTES: usize = 8;
 
-/// First address that has a bit.
+/// First address that has a bit in the table.
 static FIRST_ADDR: AtomicUsize = AtomicUsize::new(0);
-/// End of the addresses that have a bit.
+/// End of the addresses that have a bit in the table.
 static END_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Address of the table of bits; 0 if checking is off.
 static BIT_TABLE: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether frees of small allocations are checked.
+/// Returns whether frees of small allocations are checked.
 pub fn is_on() -> bool {
     BIT_TABLE.load(Relaxed) != 0
 }
 
-/// Turns checking on; returns whether that succeeded.
+/// Turns the check of small frees on. Returns whether the table of bits could be mapped.
 pub fn start(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP_BYTES / 8, pagemill_core::units::BLOCK_BYTES) else {
@@ -51,14 +51,14 @@ fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     Some((word, 1 << (index % 64)))
 }
 
-/// Records a small allocation.
+/// Records in the table that a small allocation starts at `pointer`. Does nothing if checking is off.
 pub fn record_allocation(pointer: *mut c_void) {
     if let Some((word, bit)) = table_bit(pointer as usize) {
         word.fetch_or(bit, Relaxed);
     }
 }
 
-/// Ends the process with a message if there is no small allocation at this address.
+/// Ends the process with a message, which names `function`, if no small allocation starts at `pointer`.
 pub fn assert_live(function: &str, pointer: *mut c_void) {
     if is_on() {
         record_free(function, pointer);
@@ -66,8 +66,8 @@ pub fn assert_live(function: &str, pointer: *mut c_void) {
     }
 }
 
-/// Records that a small allocation is freed. Ends the process with a message if there is no small allocation at this
-/// address.
+/// Records in the table that the small allocation at `pointer` is freed. Ends the process with a message, which names
+/// `function`, if no small allocation starts there.
 pub fn record_free(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {

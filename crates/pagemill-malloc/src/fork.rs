@@ -40,13 +40,13 @@ fn register_of_c_library() -> Option<RegisterAtforkFn> {
     unsafe { std::mem::transmute::<usize, Option<RegisterAtforkFn>>(address) }
 }
 
-/// Lock around the registration of this library's fork handlers. They are registered once: a fork child inherits the
-/// registered handlers and [`IS_REGISTERED`], and does not register them again.
+/// Lock around the registration of this library's fork handlers. The handlers are registered once: a fork child
+/// inherits them and [`IS_REGISTERED`], and does not register them again.
 static REGISTRATION_LOCK: Lock = Lock::new();
 /// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Registers this library's fork handlers, unless they are registered.
+/// Registers this library's fork handlers, unless they are registered already.
 pub fn register() {
     if !IS_REGISTERED.load(Acquire)
         && let Some(register_handlers) = register_of_c_library()
@@ -55,7 +55,7 @@ pub fn register() {
     }
 }
 
-/// Registers this library's fork handlers by `register_handlers`, unless they are registered.
+/// Registers this library's fork handlers by calling `register_handlers`, unless they are registered already.
 fn register_own_handlers(register_handlers: RegisterAtforkFn) {
     let _guard = REGISTRATION_LOCK.lock();
     if !IS_REGISTERED.load(Relaxed) {
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: ForkHandler, parent: For
     0
 }
 
-/// Calls the handler that jemalloc registered for this stage, if it has started.
+/// Calls the fork handler of jemalloc for this stage, if jemalloc has started.
 fn call_jemalloc_handler(stage: ForkStage) {
     let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
@@ -123,7 +123,7 @@ fn call_jemalloc_handler(stage: ForkStage) {
 /// Whether [`before_fork`] has acquired the locks of jemalloc and of Pagemill for the current fork.
 static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
-/// The handler before a fork: acquires all locks.
+/// The fork handler that runs before a fork: acquires all locks of this library.
 extern "C" fn before_fork() {
     globals::GROWTH_LOCK.acquire();
     if let Some(pagemill) = globals::pagemill() {
@@ -163,7 +163,8 @@ extern "C" fn in_child() {
 /// A page that the kernel zeroes in every child process (`MADV_WIPEONFORK`), also if no fork handlers ran.
 static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
-/// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.
+/// Stores 1 in the page at [`WIPED_PAGE`], so that [`detect_raw_clone`] recognises a child made by a bare `clone`: the
+/// child reads 0 there. The first call maps the page.
 pub fn arm_raw_clone_detection() {
     let page_bytes = pagemill_core::units::os_page_bytes();
     let known = WIPED_PAGE.load(Acquire);
@@ -180,8 +181,8 @@ pub fn arm_raw_clone_detection() {
     WIPED_PAGE.store(page, Release);
 }
 
-/// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets its state. Slow
-/// paths call this.
+/// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets the child's
+/// state. Slow paths of malloc call this function.
 pub fn detect_raw_clone() {
     // SAFETY: the pointer is null or refers to a page that is never unmapped.
     if let Some(mark) = unsafe { WIPED_PAGE.load(Acquire).as_ref() }
@@ -197,7 +198,8 @@ pub fn pagemill_of_process() -> Option<&'static Base> {
     globals::pagemill().inspect(|_| detect_raw_clone())
 }
 
-/// Resets the state in a child process: existing memory is charged to the parent, and all counters start at 0.
+/// Resets the state of this library in a child process: existing memory is charged to the parent, and all counters
+/// start at 0.
 fn begin_child() {
     process::forget_own_identity();
     libc_fallback::begin_child();

@@ -29,7 +29,8 @@ fn abort_for_misuse(function: &str, error: &Error) -> ! {
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
 }
 
-/// Does deferred work while no lock is held: pays the small allocator's debt, starts the helper thread.
+/// Does the work that had to wait while jemalloc held its locks: pays the small allocator's debt, starts the helper
+/// thread. The caller must hold no lock.
 fn do_deferred_work(pagemill: &'static Base) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
@@ -48,7 +49,7 @@ fn start_helper_if_due(pagemill: &'static Base) {
     }
 }
 
-/// The contents that an allocation must have.
+/// The contents that the caller requires of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroing {
     Any,
@@ -122,11 +123,11 @@ pub fn allocate_aligned(align: usize, size: usize) -> *mut c_void {
 
 /// The allocator that owns a pointer.
 enum PointerOwner {
-    /// The pointer is null.
+    /// No allocator, because the pointer is null.
     None,
     /// The C library, which serves the program before it has grown and while this library starts.
     CLibrary,
-    /// jemalloc.
+    /// jemalloc, which serves sizes below 64 KiB once the program has grown.
     Small,
     /// The heap of this library's instance.
     Heap(&'static Base),
@@ -149,7 +150,7 @@ fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     }
 }
 
-/// [`crate::free`] of large allocations, and of all if other work is due.
+/// [`crate::free`] of large allocations; also of small ones if other work must be done first.
 ///
 /// # Safety
 ///
@@ -199,8 +200,8 @@ fn remove_marks(pagemill: &'static Base, pointer: *mut c_void) {
     }
 }
 
-/// Returns the [`Base`] of this library; creates it if the C library still serves the program. `None` if it cannot be
-/// created.
+/// Returns the [`Base`] of this library. If the C library still serves the program, creates the [`Base`] first; returns
+/// `None` if that fails.
 pub fn grown_pagemill() -> Option<&'static Base> {
     loop {
         match start::state() {
@@ -240,7 +241,7 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     }
 }
 
-/// [`crate::realloc`] of large allocations, and of all if other work is due.
+/// [`crate::realloc`] of large allocations; also of small ones if other work must be done first.
 ///
 /// # Safety
 ///

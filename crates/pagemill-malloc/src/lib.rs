@@ -113,7 +113,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     unsafe { large::free(pointer) }
 }
 
-/// Allocates a zeroed array; returns null and `ENOMEM` on failure, also if the size overflows.
+/// Allocates a zeroed array of `count` elements of `size` bytes; returns null and `ENOMEM` on failure, also if the size
+/// of the array overflows.
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     match count.checked_mul(size) {
@@ -126,7 +127,7 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     }
 }
 
-/// Resizes an allocation; a size of 0 frees it.
+/// Resizes an allocation to `size` bytes; a size of 0 frees the allocation.
 ///
 /// # Safety
 ///
@@ -155,20 +156,21 @@ pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: 
     }
 }
 
-/// Allocates at a multiple of `align`, a power of two; returns null and `EINVAL` for any other value.
+/// Allocates `size` bytes at a multiple of `align`, which must be a power of two; returns null and `EINVAL` for any
+/// other value.
 #[unsafe(no_mangle)]
 pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
     large::allocate_aligned(align, size)
 }
 
-/// Allocates at a multiple of the smallest power of two that is at least `align`.
+/// Allocates `size` bytes at a multiple of the smallest power of two that is at least `align`.
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
     large::allocate_aligned(align.checked_next_power_of_two().unwrap_or(0), size)
 }
 
-/// Stores an allocation at a multiple of `align` in `result`; on failure returns `EINVAL` or `ENOMEM` and stores
-/// nothing.
+/// Allocates `size` bytes at a multiple of `align`, and stores the address in `result`. On failure returns `EINVAL` or
+/// `ENOMEM` and stores nothing.
 ///
 /// # Safety
 ///
@@ -189,13 +191,13 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
     0
 }
 
-/// Allocates at a page boundary.
+/// Allocates `size` bytes at a page boundary; returns null and `ENOMEM` on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(size: usize) -> *mut c_void {
     large::allocate_aligned(pagemill_core::units::os_page_bytes(), size)
 }
 
-/// Allocates whole pages.
+/// Allocates `size` bytes, rounded up to whole pages, at a page boundary; returns null and `ENOMEM` on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     let page = pagemill_core::units::os_page_bytes();

@@ -22,13 +22,14 @@ use std::sync::atomic::{
 /// Default of `PAGEMILL_AFTER`: a program with no more live bytes than this is small.
 pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
 
-/// If the program's address space is limited to less than this, the C library's malloc serves all its calls.
+/// If the program's address space is limited to less than this number of bytes, the C library's malloc serves all its
+/// calls.
 const NARROW_ADDRESS_SPACE_BYTES: usize = 64 << 30;
 
 /// Value of [`WEIGHTED_CALLS`] above which a program counts as grown, however little it has allocated.
 const MAX_WEIGHTED_CALLS: usize = 1 << 17;
-/// A call counts as one more call for each full 64 KiB that it requests, because the C library may map and unmap a
-/// large allocation at each call.
+/// A call that requests this number of bytes counts as one more call, twice as many bytes as two more calls, and so on:
+/// the C library may map and unmap a large allocation at each call.
 const BYTES_PER_EXTRA_CALL: usize = 64 << 10;
 
 /// Alignment of large allocations of the C library.
@@ -37,10 +38,10 @@ const CACHE_LINE_BYTES: usize = 64;
 /// In a process tree, the account is updated when the bytes to charge for the C library have changed by more than this.
 const CHARGE_STEP_BYTES: usize = 1 << 20;
 
-/// Whether a thread is updating the account now.
+/// Whether a thread is updating the account with the bytes to charge for the C library.
 static IS_CHARGING: AtomicBool = AtomicBool::new(false);
 
-/// The C library's functions, as indexes of [`LIBC_FUNCTIONS`].
+/// The C library's functions that serve allocations. The value is the function's index in [`LIBC_FUNCTIONS`].
 #[derive(Clone, Copy)]
 enum LibcFunction {
     Malloc,
@@ -52,11 +53,11 @@ enum LibcFunction {
     Trim,
 }
 
-/// Addresses of the C library's functions; 0 if not found. They are looked up by version, because an allocator to which
-/// the program is linked exports the same names, including `__libc_malloc`.
+/// Addresses of the C library's functions; 0 if not found. The functions are looked up by version, because an allocator
+/// to which the program is linked exports the same names, including `__libc_malloc`.
 static LIBC_FUNCTIONS: [AtomicUsize; 7] = [const { AtomicUsize::new(0) }; 7];
 
-/// Address of a function of the C library, if it was found.
+/// Returns the address of a function of the C library, if the function was found.
 fn function_address(function: LibcFunction) -> Option<usize> {
     let address = LIBC_FUNCTIONS[function as usize].load(Relaxed);
     (address != 0).then_some(address)
@@ -96,8 +97,8 @@ static INHERITED_BYTES: AtomicIsize = AtomicIsize::new(0);
 /// The part of `LIVE_BYTES` that is charged to the account.
 static CHARGED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Makes the C library serve the program until it has grown, if the C library's functions were found and `after_bytes`
-/// is not 0. Returns whether the C library serves the program.
+/// Makes the C library serve the program until the program has grown, if the C library's functions were found and
+/// `after_bytes` is not 0. Returns whether the C library serves the program.
 pub fn enable(after_bytes: usize) -> bool {
     let has_all = LIBC_FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
     let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_ADDRESS_SPACE_BYTES);
@@ -107,7 +108,7 @@ pub fn enable(after_bytes: usize) -> bool {
     may_be
 }
 
-/// Counts a call, and returns whether the program is still small with `size` more live bytes.
+/// Counts a call of malloc for `size` bytes. Returns whether the program is still small with `size` more live bytes.
 pub fn is_small_with(size: usize) -> bool {
     let live = LIVE_BYTES.load(Relaxed).max(0) as usize;
     let weighted_calls = WEIGHTED_CALLS.fetch_add(1 + size / BYTES_PER_EXTRA_CALL, Relaxed);
@@ -120,7 +121,7 @@ pub fn live_bytes() -> usize {
     LIVE_BYTES.load(Relaxed).max(0) as usize
 }
 
-/// Adds a new allocation to the live bytes. Returns `pointer`.
+/// Adds the new allocation `pointer` to the live bytes. Returns `pointer`.
 fn count_allocation(pointer: *mut c_void) -> *mut c_void {
     if !pointer.is_null() {
         // SAFETY: the caller has just allocated the pointer.
@@ -170,7 +171,7 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     new
 }
 
-/// Frees an allocation of the C library, which aborts with a message for a pointer that it did not allocate.
+/// Frees an allocation of the C library. For a pointer that the C library did not allocate, it aborts with a message.
 ///
 /// # Safety
 ///
@@ -188,15 +189,15 @@ pub unsafe fn free(pointer: *mut c_void) {
 ///
 /// # Safety
 ///
-/// The pointer is live.
+/// The pointer is a live allocation of the C library.
 pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     let Some(address) = function_address(LibcFunction::UsableSize) else { return 0 };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void) -> usize>(address)(pointer) }
 }
 
-/// Makes the C library return its free memory to the system, if it has ever served an allocation. Returns whether any
-/// memory was returned.
+/// Makes the C library return its free memory to the system, if the C library has ever served an allocation. Returns
+/// whether any memory was returned.
 pub fn trim() -> bool {
     let Some(address) = function_address(LibcFunction::Trim).filter(|_| PEAK_BYTES.load(Relaxed) > 0) else {
         return false;
@@ -210,12 +211,13 @@ pub fn is_charge_due() -> bool {
     chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) > CHARGE_STEP_BYTES
 }
 
-/// Updates the account if the bytes to charge have changed by more than [`CHARGE_STEP_BYTES`].
+/// Updates the account if the bytes to charge for the C library's memory have changed by more than
+/// [`CHARGE_STEP_BYTES`].
 pub fn charge_roughly(account: &Account) {
     charge(account, CHARGE_STEP_BYTES);
 }
 
-/// Updates the account with the exact number of bytes to charge.
+/// Updates the account with the exact number of bytes to charge for the C library's memory.
 pub fn charge_exactly(account: &Account) {
     charge(account, 0);
 }
@@ -232,7 +234,7 @@ pub fn peak_bytes() -> u64 {
     PEAK_BYTES.load(Relaxed).saturating_sub(inherited) as u64
 }
 
-/// Returns the bytes to charge to this process: the live bytes without the inherited ones.
+/// Returns the bytes to charge to this process for the C library's memory: the live bytes without the inherited ones.
 fn chargeable_bytes() -> usize {
     let live = LIVE_BYTES.load(Relaxed);
     // Inherited bytes can only become fewer: the program frees some of them.
@@ -240,7 +242,7 @@ fn chargeable_bytes() -> usize {
     (live - inherited).max(0) as usize
 }
 
-/// Updates the account if the bytes to charge have changed by more than `slack_bytes`.
+/// Updates the account if the bytes to charge for the C library's memory have changed by more than `slack_bytes`.
 fn charge(account: &Account, slack_bytes: usize) {
     if chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) <= slack_bytes {
         return;
@@ -255,7 +257,7 @@ fn charge(account: &Account, slack_bytes: usize) {
     IS_CHARGING.store(false, Release);
 }
 
-/// Resets the state in a fork child. Existing memory is charged to the parent.
+/// Resets the counts of this module in a fork child. Memory that exists at the fork is charged to the parent.
 pub fn begin_child() {
     INHERITED_BYTES.store(LIVE_BYTES.load(Relaxed), Relaxed);
     PEAK_BYTES.store(live_bytes(), Relaxed);

@@ -101,7 +101,7 @@ fn policy() -> Option<Return> {
 }
 
 impl Settings {
-    /// The defaults, before [`read_environment`].
+    /// Returns the default settings, which are valid before [`read_environment`].
     const fn defaults() -> Self {
         Self {
             limit_bytes: UNLIMITED,
@@ -143,7 +143,7 @@ impl Settings {
     }
 }
 
-/// Prints a message to standard error.
+/// Prints a message to standard error, with a newline.
 pub fn warn(message: std::fmt::Arguments<'_>) {
     if let Some(line) = Text::<512>::format(format_args!("{message}\n")) {
         file::write_stderr(line.as_bytes());
@@ -158,12 +158,13 @@ fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     }
 }
 
-/// The value of an environment variable; `None` if it is missing, empty or not UTF-8.
+/// Returns the value of an environment variable; `None` if the variable is missing, empty or not UTF-8.
 fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Reads a variable whose value must be one of `words`. Warns about any other value and ignores it.
+/// Reads an environment variable whose value must be one of `words`. Returns the meaning of that word. Warns about any
+/// other value and ignores it.
 fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
@@ -175,7 +176,8 @@ fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     found
 }
 
-/// Reads a variable whose value must be a size. Warns about an invalid value and ignores it.
+/// Reads an environment variable whose value must be a whole number, with a suffix such as `K` if it is a size. Warns
+/// about an invalid value and ignores it.
 fn size_variable(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());

@@ -18,7 +18,8 @@ unsafe extern "C" {
     fn ssignal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
 }
 
-/// Intercepts `sigaction`.
+/// Intercepts the program's calls of `sigaction`: stores the program's action for `SIGSEGV`, and passes other signals
+/// on.
 ///
 /// # Safety
 ///
@@ -51,7 +52,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     }
 }
 
-/// The first word of the C library's signal set, which is all that the kernel uses.
+/// Returns the first word of the C library's signal set. The kernel uses only this word.
 fn mask_of(set: &libc::sigset_t) -> u64 {
     // SAFETY: the set is larger than a word and aligned like one.
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
@@ -85,7 +86,7 @@ fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::si
     }
 }
 
-/// Intercepts `signal`.
+/// Intercepts the program's calls of `signal`: stores the program's handler for `SIGSEGV`, and passes other signals on.
 ///
 /// # Safety
 ///

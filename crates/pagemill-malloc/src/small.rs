@@ -30,7 +30,7 @@ const JEMALLOC_PAGE_BYTES: usize = 4096;
 /// Maximum number of jemalloc arenas. Each costs some ten microseconds when jemalloc starts.
 const MAX_ARENAS: usize = 16;
 
-/// jemalloc reads its settings from this symbol when it starts.
+/// The text of jemalloc's settings. jemalloc reads this symbol when it starts.
 #[unsafe(export_name = "_rjem_malloc_conf")]
 pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
@@ -55,7 +55,7 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     merge: Some(merge_extents),
 });
 
-/// Extent hook: allocates addresses for an extent. They read zero and have no memory until they are committed.
+/// Extent hook: allocates addresses for an extent. The addresses read zero and have no memory until they are committed.
 unsafe extern "C" fn alloc_extent(
     _hooks: *mut je::extent_hooks_t,
     new_addr: *mut c_void,
@@ -165,7 +165,7 @@ unsafe extern "C" {
     ) -> *mut c_void;
 }
 
-/// Replaces `mmap` in this library. Maps memory from the arena while jemalloc starts.
+/// Replaces the calls of `mmap` in this library. While jemalloc starts, takes the memory from the arena.
 ///
 /// jemalloc maps memory before its hooks can be set, and later also serves the program from it. So that memory must be
 /// in the arena, too.
@@ -207,7 +207,7 @@ fn call_mallctl_command(name: &CStr) -> bool {
     call_mallctl(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
 
-/// The text of all settings.
+/// The buffer for the text of all settings of jemalloc.
 type Settings = Text<2048>;
 
 /// Writes the setting `slab_sizes`: slabs of about 32 KiB, where jemalloc's default is mostly one page.
@@ -230,8 +230,8 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether that succeeded. jemalloc has not started
-/// before, because its constructor was removed (build.rs).
+/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether jemalloc has started. jemalloc does not
+/// start on its own, because its constructor was removed (build.rs).
 pub fn start(pagemill: &'static Base) -> bool {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
@@ -314,7 +314,8 @@ const WORTHWHILE_BYTES: u64 = 256 << 10;
 /// because jemalloc reports its free bytes only on request.
 const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 
-/// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.
+/// The shrinker of jemalloc's memory: it returns free pages that jemalloc caches, and stale pages (decommitted, but
+/// resident) inside huge pages.
 ///
 /// jemalloc can purge all free pages of an arena at once, or by a decay that runs in the program's threads. A `fork`
 /// during such a decay would leave a child whose arena never purges again. So decay is off. [`Shrinker::shrink_aged`]
@@ -322,26 +323,26 @@ const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 pub struct ExtentShrinker {
     pagemill: &'static Base,
     unused: [UnusedPages; MAX_ARENAS],
-    /// Bytes of stale pages that splitting huge pages would free, with their age.
+    /// The minimum, over an age, of the bytes of stale pages that splitting huge pages would free.
     sparse: LeastOver,
 }
 
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
 struct UnusedPages {
-    /// The minimum of the free bytes during some time. At least that many bytes were not reused during this time.
+    /// The minimum of the arena's free bytes over an age. At least as many bytes were not reused during that age.
     least: LeastOver,
-    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which at least half of the free bytes were
-    /// old, but not most of them. Reset to 0 when few bytes are old.
+    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which half or more of the free bytes were
+    /// old, but not enough for a purge. Reset to 0 when few bytes are old.
     postponed: AtomicU32,
 }
 
 impl UnusedPages {
-    /// Value of `postponed` at which the arena is purged although only half of its free bytes are old.
+    /// Value of `postponed` from which the arena is purged although only half of its free bytes are old.
     const MAX_POSTPONED: u32 = 20;
 
-    /// Returns whether to purge the arena, which has `free_bytes` of free pages. Purges if most of the free bytes are
-    /// old (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
+    /// Returns whether to purge the arena, which has `free_bytes` of free pages. True if most of the free bytes are old
+    /// (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {
@@ -373,7 +374,7 @@ impl ExtentShrinker {
         before.saturating_sub(stats::get(Counter::Small))
     }
 
-    /// Updates the figure of the bytes that splitting huge pages would free.
+    /// Updates the counter of the bytes that splitting huge pages of extents would free.
     fn publish_stale_bytes(&self) {
         stats::set(Counter::SmallStale, self.pagemill.instance.arena.sparse_extent_bytes());
     }
@@ -448,12 +449,13 @@ impl Shrinker for ExtentShrinker {
 /// Lock that is held during purges of jemalloc and during `fork`, so that a child does not inherit an unfinished purge.
 static PURGE_LOCK: Lock = Lock::new();
 
-/// Waits before `fork` until no thread purges jemalloc. Must be called before jemalloc's locks are acquired.
+/// Waits before `fork` until no thread purges jemalloc, and prevents further purges. Must be called before jemalloc's
+/// locks are acquired.
 pub fn before_fork() {
     PURGE_LOCK.acquire();
 }
 
-/// Allows purges again after `fork`, in both processes.
+/// Allows purges of jemalloc again after `fork`, in both processes.
 pub fn after_fork() {
     PURGE_LOCK.release();
 }
@@ -464,13 +466,13 @@ fn update_statistics() {
     call_mallctl(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
-/// Returns the charged bytes of extents, without the free pages that jemalloc caches.
+/// Returns the charged bytes of jemalloc's extents, without the free pages that jemalloc caches.
 pub fn used_bytes() -> u64 {
     update_statistics();
     stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
 }
 
-/// Returns the bytes of free pages that an arena caches, as of the last [`update_statistics`].
+/// Returns the bytes of free pages that an arena of jemalloc caches, as of the last [`update_statistics`].
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };

@@ -52,7 +52,7 @@ pub enum State {
     Unmanaged,
 }
 
-/// Returns the state; starts the library if needed.
+/// Returns the state of the library; the first call starts the library.
 pub fn state() -> State {
     let own = mem::thread_token();
     loop {
@@ -210,12 +210,12 @@ fn tree_page() -> Option<&'static TreePage> {
     unsafe { TREE_PAGE.load(Acquire).as_ref() }
 }
 
-/// The limit of the process tree; [`UNLIMITED`] if this process is in none.
+/// Returns the limit of the process tree in bytes; [`UNLIMITED`] if this process is in none.
 fn tree_limit() -> u64 {
     tree_page().map_or(UNLIMITED, TreePage::limit)
 }
 
-/// Path of the tree's shared page; `None` if this process was not started in a tree.
+/// Returns the path of the file of the process tree's shared page; `None` if this process was not started in a tree.
 fn tree_file() -> Option<Path> {
     let folder = settings().tree.as_str();
     if folder.is_empty() { None } else { Path::format(format_args!("{folder}/{}", published::TREE_FILE)) }
@@ -284,7 +284,7 @@ extern "C" fn on_unload() {
 #[unsafe(link_section = ".init_array.00099")]
 static CONSTRUCTOR: extern "C" fn() = on_load;
 
-/// Starts the library.
+/// Called by the loader: starts the library, unless a call of malloc has started it.
 extern "C" fn on_load() {
     state();
 }
