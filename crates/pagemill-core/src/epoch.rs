@@ -37,7 +37,7 @@ pub fn flush(guard: &Guard) {
 }
 
 /// Generation of the current collector: 0 for the first one. Each fork child that starts a new collector increments it.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
+static COLLECTOR_GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// Id of the process that created the current collector; 0 while there is no collector.
 static OWNER_PID: AtomicU32 = AtomicU32::new(0);
@@ -48,8 +48,8 @@ static LATER_GENERATION_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::nu
 
 /// Returns the collector of generation 0; the first call creates it.
 fn collector_of_first_generation() -> &'static Collector {
-    static FIRST: OnceLock<Collector> = OnceLock::new();
-    FIRST.get_or_init(|| {
+    static FIRST_COLLECTOR: OnceLock<Collector> = OnceLock::new();
+    FIRST_COLLECTOR.get_or_init(|| {
         OWNER_PID.store(process::id(), Relaxed);
         Collector::new()
     })
@@ -57,7 +57,7 @@ fn collector_of_first_generation() -> &'static Collector {
 
 /// Returns the collector of the current generation, which is not 0; the first call in a generation creates it.
 fn collector_of_later_generation() -> &'static Collector {
-    debug_assert!(GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
+    debug_assert!(COLLECTOR_GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
     let mut found = LATER_GENERATION_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
@@ -92,7 +92,7 @@ thread_local! {
 /// while it exists.
 #[inline]
 pub fn pin() -> Guard {
-    match GENERATION.load(Relaxed) {
+    match COLLECTOR_GENERATION.load(Relaxed) {
         // The thread-local handle is gone while a thread ends. Destructors may still read, through a new handle.
         0 => Guard(
             FIRST_GENERATION_HANDLE
@@ -132,7 +132,7 @@ pub unsafe fn begin_child() {
         return;
     }
     OWNER_PID.store(own, Relaxed);
-    let is_reading = match GENERATION.load(Relaxed) {
+    let is_reading = match COLLECTOR_GENERATION.load(Relaxed) {
         0 => HAS_HANDLE.get() && FIRST_GENERATION_HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
         generation => {
             let is_pinned = |(of, handle): &(u32, LocalHandle)| *of == generation && handle.is_pinned();
@@ -141,6 +141,6 @@ pub unsafe fn begin_child() {
     };
     if !is_reading {
         LATER_GENERATION_COLLECTOR.store(ptr::null_mut(), Relaxed);
-        GENERATION.fetch_add(1, Relaxed);
+        COLLECTOR_GENERATION.fetch_add(1, Relaxed);
     }
 }

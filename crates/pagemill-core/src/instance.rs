@@ -242,7 +242,7 @@ impl thread::Work for Instance {
 /// Held while the instance of the process or one of its parts is created, and during `fork`.
 static CREATION_LOCK: Lock = Lock::new();
 static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
-static KERNEL: Kernel = Kernel::new("");
+static KERNEL_LIMITS: Kernel = Kernel::new("");
 
 impl Instance {
     /// Returns the instance of this process; the first call creates it. Its helper thread observes the limits of the
@@ -311,7 +311,7 @@ fn create_instance() -> Result<&'static Instance> {
         return Ok(known);
     }
     let instance = Instance::new(Layout::for_program(), Account::make(UNLIMITED)?)?;
-    instance.account.headroom.set_limits(&KERNEL);
+    instance.account.headroom.set_limits(&KERNEL_LIMITS);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     published::set_publish_folder("", runtime.unwrap_or_default());
     process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;

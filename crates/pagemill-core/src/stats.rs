@@ -588,7 +588,7 @@ impl Snapshot {
         sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
     }
 
-    /// Time since the last measurement of all figures; `None` if there was none.
+    /// Returns the time since the last measurement of all figures; `None` if the figures were never measured.
     pub fn age(&self) -> Option<Duration> {
         let measured_ns = self.get(Counter::MeasuredAt);
         (measured_ns > 0).then(|| Duration::from_nanos(clock::fine_ns().saturating_sub(measured_ns)))

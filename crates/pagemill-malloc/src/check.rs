@@ -28,7 +28,7 @@ pub fn is_on() -> bool {
 }
 
 /// Turns the check of small frees on. Returns whether the table of bits could be mapped.
-pub fn start(pagemill: &'static Base) -> bool {
+pub fn start_checking(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP_BYTES / 8, pagemill_core::units::BLOCK_BYTES) else {
         return false;

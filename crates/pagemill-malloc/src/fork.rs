@@ -32,10 +32,11 @@ type RegisterAtforkFn = unsafe extern "C" fn(ForkHandler, ForkHandler, ForkHandl
 /// Finds the C library's `__register_atfork`.
 ///
 /// The symbol has one version for each processor architecture. A lookup by version allocates no memory.
-fn register_of_c_library() -> Option<RegisterAtforkFn> {
-    const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
+fn find_register_atfork() -> Option<RegisterAtforkFn> {
+    const SYMBOL_VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
     // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
-    let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), VERSION.as_ptr()) } as usize;
+    let address =
+        unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), SYMBOL_VERSION.as_ptr()) } as usize;
     // SAFETY: the address is 0 or that of a function of this type.
     unsafe { std::mem::transmute::<usize, Option<RegisterAtforkFn>>(address) }
 }
@@ -47,9 +48,9 @@ static REGISTRATION_LOCK: Lock = Lock::new();
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
 /// Registers this library's fork handlers, unless they are registered already.
-pub fn register() {
+pub fn register_fork_handlers() {
     if !IS_REGISTERED.load(Acquire)
-        && let Some(register_handlers) = register_of_c_library()
+        && let Some(register_handlers) = find_register_atfork()
     {
         register_own_handlers(register_handlers);
     }
@@ -80,7 +81,7 @@ pub unsafe extern "C" fn __register_atfork(
     child: ForkHandler,
     library: *mut c_void,
 ) -> c_int {
-    let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
+    let Some(register_handlers) = find_register_atfork() else { return libc::ENOMEM };
     register_own_handlers(register_handlers);
     // SAFETY: the caller's promise.
     unsafe { register_handlers(prepare, parent, child, library) }

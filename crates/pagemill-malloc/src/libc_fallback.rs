@@ -75,9 +75,9 @@ unsafe extern "C" {
 ///
 /// Allocates nothing if they are found, unlike a search with `dlopen`.
 pub fn find_functions() {
-    const NAMES: [&CStr; 7] =
+    const FUNCTION_NAMES: [&CStr; 7] =
         [c"malloc", c"calloc", c"realloc", c"memalign", c"free", c"malloc_usable_size", c"malloc_trim"];
-    for (place, name) in LIBC_FUNCTIONS.iter().zip(NAMES) {
+    for (place, name) in LIBC_FUNCTIONS.iter().zip(FUNCTION_NAMES) {
         // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
         place.store(unsafe { dlvsym(libc::RTLD_NEXT, name.as_ptr(), SYMBOL_VERSION.as_ptr()) } as usize, Relaxed);
     }
@@ -85,14 +85,14 @@ pub fn find_functions() {
 
 /// Live bytes above which the program counts as grown; 0 if the fallback is not used, `usize::MAX` if it is used
 /// permanently.
-static GROWTH_BYTES: AtomicUsize = AtomicUsize::new(0);
+static GROWN_ABOVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Usable bytes of the C library's live allocations.
 static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
 /// Maximum of `LIVE_BYTES` so far.
 static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Number of calls so far, in which a call for a large size counts as several ([`BYTES_PER_EXTRA_CALL`]).
 static WEIGHTED_CALLS: AtomicUsize = AtomicUsize::new(0);
-/// The part of `LIVE_BYTES` that a fork child inherited. The parent is charged for it.
+/// The part of `LIVE_BYTES` that a fork child inherited. The parent is charged for this part.
 static INHERITED_BYTES: AtomicIsize = AtomicIsize::new(0);
 /// The part of `LIVE_BYTES` that is charged to the account.
 static CHARGED_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -104,7 +104,7 @@ pub fn enable(after_bytes: usize) -> bool {
     let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_ADDRESS_SPACE_BYTES);
     let after_bytes = if is_narrow && after_bytes > 0 { usize::MAX } else { after_bytes };
     let may_be = after_bytes > 0 && has_all;
-    GROWTH_BYTES.store(if may_be { after_bytes } else { 0 }, Relaxed);
+    GROWN_ABOVE_BYTES.store(if may_be { after_bytes } else { 0 }, Relaxed);
     may_be
 }
 
@@ -112,7 +112,7 @@ pub fn enable(after_bytes: usize) -> bool {
 pub fn is_small_with(size: usize) -> bool {
     let live = LIVE_BYTES.load(Relaxed).max(0) as usize;
     let weighted_calls = WEIGHTED_CALLS.fetch_add(1 + size / BYTES_PER_EXTRA_CALL, Relaxed);
-    let after = GROWTH_BYTES.load(Relaxed);
+    let after = GROWN_ABOVE_BYTES.load(Relaxed);
     after == usize::MAX || weighted_calls < MAX_WEIGHTED_CALLS && live.saturating_add(size) <= after
 }
 

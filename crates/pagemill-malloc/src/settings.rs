@@ -72,13 +72,13 @@ pub fn read_environment() {
     settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
     settings.after_bytes = size_variable(c"PAGEMILL_AFTER");
     settings.is_checking =
-        choice(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
-    settings.may_have_helper = choice(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.observes_limits = choice(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.policy = policy().unwrap_or(Return::BALANCED);
+        word_variable(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
+    settings.may_have_helper = word_variable(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.observes_limits = word_variable(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.policy = return_policy().unwrap_or(Return::BALANCED);
     settings.page_bytes = size_variable(c"PAGEMILL_PAGE_SIZE");
     settings.nodes = size_variable(c"PAGEMILL_NODES");
-    settings.huge = choice(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
+    settings.huge = word_variable(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
         .unwrap_or(HugePolicy::IfMostlyUsed);
     let path = |name| Path::format(format_args!("{}", variable(name)?));
     settings.tree = path(TREE_VARIABLE).unwrap_or_default();
@@ -86,7 +86,7 @@ pub fn read_environment() {
 }
 
 /// Returns the policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
-fn policy() -> Option<Return> {
+fn return_policy() -> Option<Return> {
     if let Some(text) = variable(c"PAGEMILL_RETURN") {
         let policy = Return::parse(text);
         if let Err(error) = policy {
@@ -165,7 +165,7 @@ fn variable(name: &CStr) -> Option<&'static str> {
 
 /// Reads an environment variable whose value must be one of `words`. Returns the meaning of that word. Warns about any
 /// other value and ignores it.
-fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
+fn word_variable<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
     if found.is_none() {

@@ -34,7 +34,7 @@ const MAX_ARENAS: usize = 16;
 #[unsafe(export_name = "_rjem_malloc_conf")]
 pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
-/// Number of jemalloc arenas; 0 before [`start`].
+/// Number of jemalloc arenas; 0 before [`start_jemalloc`].
 static ARENA_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// jemalloc's table of extent hooks, which threads may share.
@@ -232,8 +232,8 @@ fn write_slab_sizes(settings: &mut Settings) {
 
 /// Starts jemalloc with extents in the arena of `pagemill`. Returns whether jemalloc has started. jemalloc does not
 /// start on its own, because its constructor was removed (build.rs).
-pub fn start(pagemill: &'static Base) -> bool {
-    static TEXT: OnceLock<Settings> = OnceLock::new();
+pub fn start_jemalloc(pagemill: &'static Base) -> bool {
+    static SETTINGS_TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
     let _ = write!(
@@ -242,7 +242,7 @@ pub fn start(pagemill: &'static Base) -> bool {
          oversize_threshold:0,tcache_max:65536,tcache_nslots_large:8,slab_sizes:"
     );
     write_slab_sizes(&mut settings);
-    SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
+    SETTINGS.store(SETTINGS_TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
     ARENA_COUNT.store(arenas, Relaxed);
     BOOTSTRAP_PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
@@ -312,7 +312,7 @@ const WORTHWHILE_BYTES: u64 = 256 << 10;
 
 /// Once this much memory is charged for jemalloc, the governor watches the limits even if no free memory is known,
 /// because jemalloc reports its free bytes only on request.
-const OBSERVE_FROM_BYTES: u64 = 8 << 20;
+const MIN_OBSERVED_BYTES: u64 = 8 << 20;
 
 /// The shrinker of jemalloc's memory: it returns free pages that jemalloc caches, and stale pages (decommitted, but
 /// resident) inside huge pages.
@@ -398,7 +398,7 @@ impl Shrinker for ExtentShrinker {
     }
 
     fn may_have_more(&self) -> bool {
-        stats::get(Counter::Small) >= OBSERVE_FROM_BYTES
+        stats::get(Counter::Small) >= MIN_OBSERVED_BYTES
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {

@@ -108,7 +108,7 @@ fn enter_phase(phase: usize) {
 fn start_library() -> usize {
     settings::read_environment();
     libc_fallback::find_functions();
-    fork::register();
+    fork::register_fork_handlers();
     join_tree();
     let limit = tree_limit().min(settings().limit_bytes);
     let may_fall_back = limit == UNLIMITED && !settings().is_checking;
@@ -147,7 +147,7 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
     fork::arm_raw_clone_detection();
     let folder = tree_page().map_or("", |_| settings().tree.as_str());
     published::set_publish_folder(folder, settings().runtime.as_str());
-    account.on_first_charge(publish);
+    account.on_first_charge(publish_figures);
     account.on_debt(globals::take_large_path_next);
     if let Some(page) = tree_page() {
         account.join(page, process::own_identity());
@@ -185,12 +185,12 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
     let pagemill = Base::new(Instance::new(settings().layout(), account)?)?;
     if settings().observes_limits {
-        static KERNEL: Kernel = Kernel::new("");
-        account.headroom.set_limits(&KERNEL);
+        static KERNEL_LIMITS: Kernel = Kernel::new("");
+        account.headroom.set_limits(&KERNEL_LIMITS);
     }
     // Stored before jemalloc starts, because its extent hooks read this pointer.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
-    if !small::start(pagemill) {
+    if !small::start_jemalloc(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
         let cause = std::io::ErrorKind::OutOfMemory.into();
         return Err(pagemill_core::Error::System { doing: "starting jemalloc", cause });
@@ -198,7 +198,7 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     register_extents(pagemill);
     pagemill.instance.helper.set_return(settings().policy);
     if settings().is_checking {
-        check::start(pagemill);
+        check::start_checking(pagemill);
     }
     libc_fallback::charge_exactly(account);
     Ok(READY)
@@ -234,17 +234,17 @@ fn join_tree() {
 
 /// Registers the shrinker of jemalloc's memory.
 fn register_extents(pagemill: &'static Base) {
-    struct Cell(UnsafeCell<Option<small::ExtentShrinker>>);
+    struct ShrinkerCell(UnsafeCell<Option<small::ExtentShrinker>>);
     // SAFETY: one thread writes the value once, before any read.
-    unsafe impl Sync for Cell {}
-    static EXTENTS: Cell = Cell(UnsafeCell::new(None));
+    unsafe impl Sync for ShrinkerCell {}
+    static EXTENT_SHRINKER: ShrinkerCell = ShrinkerCell(UnsafeCell::new(None));
     // SAFETY: as above.
-    let extents = unsafe { (*EXTENTS.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
+    let extents = unsafe { (*EXTENT_SHRINKER.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
     pagemill.instance.account.register(extents);
 }
 
 /// Publishes the figures at the first charge, on a separate stack, because the thread's stack may be small.
-fn publish() {
+fn publish_figures() {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = published::publish();
     }

@@ -14,7 +14,7 @@ use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
 /// Maximum number of blocks that one system call discards or moves. It bounds the time for which other threads wait.
-const BATCH_BLOCKS: usize = 32;
+const MAX_BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.
 pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
@@ -152,7 +152,7 @@ impl Arena {
     }
 
     /// Overcommits the empty blocks of a live allocation again, after [`Arena::discard`]. Cannot fail.
-    fn reopen(&self, first: usize, blocks: usize) {
+    fn overcommit_again(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
@@ -172,7 +172,7 @@ impl Arena {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
         let is_gone = (first..first + blocks).all(|block| self.block_state(block).backing == Backing::Empty);
-        self.reopen(first, blocks);
+        self.overcommit_again(first, blocks);
         is_gone.then_some(freed)
     }
 
@@ -214,14 +214,14 @@ impl Arena {
             }
             let Some(mut locked) = self.state_word(block).try_lock(&self.generation) else { continue };
             if locked.state.backing == Backing::Lazy {
-                self.measure(block, &mut locked.state);
+                self.measure_block(block, &mut locked.state);
             }
         }
     }
 
     /// Measures the resident pages of a block whose backing is [`Backing::Lazy`], and updates the block's charge. The
     /// caller must hold the block's lock; `state` is the block's state.
-    pub(super) fn measure(&self, block: usize, state: &mut BlockState) {
+    pub(super) fn measure_block(&self, block: usize, state: &mut BlockState) {
         if state.is_inherited {
             return;
         }
@@ -255,7 +255,7 @@ impl Arena {
         let mut freed = 0;
         let mut at = first;
         while at < first + blocks {
-            let count = (first + blocks - at).min(BATCH_BLOCKS);
+            let count = (first + blocks - at).min(MAX_BATCH_BLOCKS);
             // SAFETY: guaranteed by the caller for all blocks.
             freed += unsafe { self.discard_batch(at, count) };
             at += count;
@@ -263,13 +263,13 @@ impl Arena {
         freed
     }
 
-    /// As [`Arena::discard`], for at most [`BATCH_BLOCKS`] blocks, with one system call.
+    /// As [`Arena::discard`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
-        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
+        debug_assert!(blocks > 0 && blocks <= MAX_BATCH_BLOCKS);
         debug_assert!(!self.small.contains(self.block_addr(first)), "extents have maps, too");
         let mut range = first..first + blocks;
         if range.all(|block| self.block_state(block).backing == Backing::Empty) {
@@ -311,7 +311,7 @@ impl Arena {
         for block in first..first + blocks {
             let mut locked = self.state_word(block).lock(&self.generation);
             let before = locked.state.charged_pages;
-            self.measure(block, &mut locked.state);
+            self.measure_block(block, &mut locked.state);
             let gone = Self::charged_bytes(before.saturating_sub(locked.state.charged_pages));
             if gone > 0 {
                 locked.state.backing = Backing::Lazy;
@@ -379,7 +379,7 @@ impl Arena {
         if parts.iter().all(Range::is_empty) {
             return Some(0);
         }
-        self.measure(block, &mut locked.state);
+        self.measure_block(block, &mut locked.state);
         let before = locked.state.charged_pages;
         let mut first = 0;
         while first < parts.len() {
@@ -395,7 +395,7 @@ impl Arena {
             }
             first = next;
         }
-        self.measure(block, &mut locked.state);
+        self.measure_block(block, &mut locked.state);
         Some(Self::charged_bytes(before.saturating_sub(locked.state.charged_pages)))
     }
 
@@ -427,7 +427,7 @@ impl Arena {
         debug_assert!(self.gauge_of_block(from) == self.gauge_of_block(to), "one gauge counts the moved memory");
         let mut done = 0;
         while done < blocks {
-            let count = (blocks - done).min(BATCH_BLOCKS);
+            let count = (blocks - done).min(MAX_BATCH_BLOCKS);
             // SAFETY: guaranteed by the caller for the whole ranges.
             let result = unsafe { self.move_batch(to + done, from + done, count) };
             match result {
@@ -440,16 +440,16 @@ impl Arena {
         Ok(done * BLOCK_BYTES)
     }
 
-    /// As [`Arena::move_blocks`], for at most [`BATCH_BLOCKS`] blocks, with one system call.
+    /// As [`Arena::move_blocks`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
     /// As [`Arena::move_blocks`].
     unsafe fn move_batch(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
-        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
+        debug_assert!(blocks > 0 && blocks <= MAX_BATCH_BLOCKS);
         // All blocks are locked during the move, so that no page is measured both in its source and in its target.
         let lock = |first: usize| {
-            std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
+            std::array::from_fn::<_, MAX_BATCH_BLOCKS, _>(|index| {
                 (index < blocks).then(|| self.state_word(first + index).lock(&self.generation))
             })
         };

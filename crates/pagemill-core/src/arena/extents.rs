@@ -300,7 +300,7 @@ impl Arena {
             // SAFETY: as above, and the pages are writable.
             unsafe { std::ptr::write_bytes(addr as *mut u8, 0, len_bytes) };
         }
-        self.measure(part.block, &mut locked.state);
+        self.measure_block(part.block, &mut locked.state);
         Self::charged_bytes(before.saturating_sub(locked.state.charged_pages))
     }
 

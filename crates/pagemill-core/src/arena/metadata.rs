@@ -81,12 +81,12 @@ impl<T: Zeroed> Table<T> {
     ///
     /// Works in steps of 1 MiB, so most calls do nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
-        const STEP_BYTES: usize = 1 << 20;
+        const OPEN_STEP_BYTES: usize = 1 << 20;
         assert!(end <= self.len);
         debug_assert!(first <= next, "entries are opened in order");
         let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
-        let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
-        let to = to.next_multiple_of(STEP_BYTES);
+        let from = if next == first { from & !(OPEN_STEP_BYTES - 1) } else { from.next_multiple_of(OPEN_STEP_BYTES) };
+        let to = to.next_multiple_of(OPEN_STEP_BYTES);
         if from < to {
             // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
             unsafe { mem::open(from, to - from) }.map_err(Error::system("opening metadata"))?;

@@ -525,7 +525,7 @@ impl Arena {
 /// lengths of the zones.
 fn reserve_zones(layout: &Layout) -> Result<(usize, [usize; 3])> {
     /// Minimum total length of the zones.
-    const LEAST_BYTES: usize = 256 << 20;
+    const MIN_RESERVATION_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
     let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];
     if zones.iter().sum::<usize>() > allowed {
@@ -542,7 +542,7 @@ fn reserve_zones(layout: &Layout) -> Result<(usize, [usize; 3])> {
         };
         match result {
             Ok(base) => return Ok((base, zones)),
-            Err(cause) if total / 2 < LEAST_BYTES => {
+            Err(cause) if total / 2 < MIN_RESERVATION_BYTES => {
                 return Err(Error::System { doing: "reserving address space", cause });
             }
             Err(_) => zones = zones.map(|bytes| (bytes / 2).next_multiple_of(BLOCK_BYTES)),

@@ -262,7 +262,7 @@ impl<'a, R: Record> PendingRequest<'a, R> {
 /// Whether the process has marked the command as accepted.
 fn is_command_accepted(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
-    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::ACCEPTED_AT as u64).is_ok();
+    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::ACCEPTED_OFFSET as u64).is_ok();
     request.answer_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 

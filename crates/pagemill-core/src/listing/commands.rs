@@ -92,7 +92,7 @@ impl ControlCommand {
     pub(super) const LEN: usize = 32;
 
     /// Offset of the field in which the process marks the command as accepted, by a 1 (u32).
-    pub(super) const ACCEPTED_AT: usize = 20;
+    pub(super) const ACCEPTED_OFFSET: usize = 20;
 
     /// Returns the value that the outcome of the command repeats in [`Outcome::of`].
     pub(super) fn target(self) -> u64 {
@@ -112,7 +112,7 @@ impl ControlCommand {
         };
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        for (place, word) in bytes[8..Self::ACCEPTED_AT].chunks_exact_mut(4).zip([number, action, percent]) {
+        for (place, word) in bytes[8..Self::ACCEPTED_OFFSET].chunks_exact_mut(4).zip([number, action, percent]) {
             place.copy_from_slice(&u32::to_le_bytes(word));
         }
         bytes[24..].copy_from_slice(&self.target().to_le_bytes());
@@ -132,7 +132,7 @@ impl ControlCommand {
             _ => return None,
         };
         let is_command =
-            u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::ACCEPTED_AT) == 0;
+            u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::ACCEPTED_OFFSET) == 0;
         is_command.then_some(command)
     }
 }
@@ -192,7 +192,7 @@ mod tests {
                     (ControlCommand::from_bytes(&bytes, 5), ControlCommand::from_bytes(&bytes, 6)),
                     (Some(command), None)
                 );
-                for at in [0, 15, ControlCommand::ACCEPTED_AT] {
+                for at in [0, 15, ControlCommand::ACCEPTED_OFFSET] {
                     let mut bytes = bytes;
                     bytes[at] ^= 0x80;
                     assert_eq!(ControlCommand::from_bytes(&bytes, 5), None, "byte {at}");

@@ -82,7 +82,7 @@ impl ControlEndpoint {
     /// Queues a command for the thread that executes the queued commands. Starts that thread if it does not run.
     fn enqueue(&'static self, pending: PendingCommand) {
         // The command is marked before it is queued, because the requester must not find it finished but not accepted.
-        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
+        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_OFFSET as u64);
         let mut queue = self.queue.lock();
         let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
             drop(queue);

@@ -61,7 +61,7 @@ const COLD_AGE: Duration = Duration::from_millis(67);
 const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
 /// Free memory up to the resident bytes divided by this number, plus one block, is not returned to offset new memory.
-const KEEP_FREE_DIVISOR: u64 = 16;
+const KEPT_FREE_DIVISOR: u64 = 16;
 
 /// Free memory above the resident bytes divided by this number, plus one block, is returned even if it is not cold.
 const MAX_FREE_DIVISOR: u64 = 3;
@@ -324,7 +324,7 @@ impl Account {
         giveable.saturating_sub(self.owners.foreign_bytes())
     }
 
-    /// Whether a measurement may find more giveable memory than the shrinkers report.
+    /// Returns whether a measurement may find more giveable memory than the shrinkers report.
     pub(super) fn may_have_more(&self) -> bool {
         self.owners.may_have_more()
     }
@@ -415,7 +415,7 @@ impl Account {
         }
         self.not_offset_bytes.store(0, Relaxed);
         let (free, resident) = (self.owners.giveable(Context::Nested), self.resident());
-        if free <= resident / KEEP_FREE_DIVISOR + BLOCK_BYTES as u64 {
+        if free <= resident / KEPT_FREE_DIVISOR + BLOCK_BYTES as u64 {
             return;
         }
         let excess = free.saturating_sub(resident / MAX_FREE_DIVISOR + BLOCK_BYTES as u64);
@@ -713,7 +713,7 @@ mod tests {
         }
     }
 
-    fn account(limit: u64, stock: u64, may_nest: bool) -> (&'static Account, &'static FixedStock) {
+    fn account_with_stock(limit: u64, stock: u64, may_nest: bool) -> (&'static Account, &'static FixedStock) {
         let account = place(Account::new(limit)).unwrap();
         account.admit(stock, Context::Outside).unwrap();
         let stock = place(FixedStock { account, stock_bytes: AtomicU64::new(stock), may_nest }).unwrap();
@@ -725,7 +725,7 @@ mod tests {
     /// has too few bytes must fail, and must leave the account unchanged except for the bytes freed.
     #[test]
     fn a_charge_over_the_limit_reclaims_the_missing_bytes() {
-        let (account, stock) = account(100, 60, true);
+        let (account, stock) = account_with_stock(100, 60, true);
         account.admit(70, Context::Outside).unwrap();
         assert_eq!((account.resident(), stock.stock_bytes.load(Relaxed)), (100, 30));
         let error = account.admit(31, Context::Outside).unwrap_err();
@@ -737,7 +737,7 @@ mod tests {
     /// left, nested charges must be refused.
     #[test]
     fn nested_charges_exceed_the_limit_until_nothing_is_left_to_reclaim() {
-        let (account, stock) = account(100, 90, false);
+        let (account, stock) = account_with_stock(100, 90, false);
         account.admit(20, Context::Nested).unwrap();
         assert_eq!(account.resident(), 110);
         assert!(account.has_debt());
@@ -753,7 +753,7 @@ mod tests {
     /// overcommitting one byte more must fail.
     #[test]
     fn overcommitting_is_refused_only_at_the_limit() {
-        let (account, _) = account(100, 0, true);
+        let (account, _) = account_with_stock(100, 0, true);
         account.overcommit(1 << 40, Context::Outside).unwrap();
         account.reconciled(100, 100);
         assert_eq!(account.resident(), 100);

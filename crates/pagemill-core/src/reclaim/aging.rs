@@ -138,38 +138,38 @@ mod tests {
     use proptest::prelude::*;
 
     const AGE: Duration = Duration::from_secs(4);
-    const SECOND: u64 = 1_000_000_000;
+    const SECOND_NS: u64 = 1_000_000_000;
 
     /// `least` must return 0 until the records cover an age, and then the minimum of the amounts within the last age.
     #[test]
     fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
         let records = [(0, 50), (1, 50), (2, 30), (3, 60)];
-        assert!(records.iter().all(|(second, amount)| least.least(*amount, second * SECOND, AGE) == 0));
-        assert_eq!(least.least(60, 4 * SECOND, AGE), 30);
-        assert_eq!(least.least(10, 5 * SECOND, AGE), 10);
-        assert_eq!(least.least(60, 9 * SECOND, AGE), 10, "no record since second 5 counts as unchanged");
-        assert_eq!(least.least(60, 13 * SECOND, AGE), 60);
+        assert!(records.iter().all(|(second, amount)| least.least(*amount, second * SECOND_NS, AGE) == 0));
+        assert_eq!(least.least(60, 4 * SECOND_NS, AGE), 30);
+        assert_eq!(least.least(10, 5 * SECOND_NS, AGE), 10);
+        assert_eq!(least.least(60, 9 * SECOND_NS, AGE), 10, "no record since second 5 counts as unchanged");
+        assert_eq!(least.least(60, 13 * SECOND_NS, AGE), 60);
         least.take(25);
-        assert_eq!(least.least(35, 13 * SECOND, AGE), 35);
+        assert_eq!(least.least(35, 13 * SECOND_NS, AGE), 35);
         least.forget();
-        assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
+        assert_eq!(least.least(35, 14 * SECOND_NS, AGE), 0);
     }
 
     /// Amounts are recorded for a short age and for a long one. The records of one age must not count for the other. A
     /// long pause must discard the records of the short age.
     #[test]
     fn records_of_two_ages_are_independent() {
-        const MS: u64 = 1_000_000;
+        const MS_NS: u64 = 1_000_000;
         let (least, cold) = (LeastOver::default(), Duration::from_millis(67));
         assert_eq!(least.least(100, 0, AGE), 0);
-        assert_eq!(least.least(100, MS, cold), 0);
-        assert_eq!(least.least(100, 2 * MS, AGE), 0, "recorded for 2 ms only");
-        assert_eq!(least.least(100, 2 * MS, Duration::ZERO), 100);
-        assert_eq!(least.least(100, 500 * MS, cold), 0, "the pause discarded the records");
-        assert!((1..=3).all(|step| least.least(100, (500 + 17 * step) * MS, cold) == 0));
-        assert_eq!(least.least(100, 568 * MS, cold), 100);
-        assert_eq!(least.least(100, SECOND, Duration::from_secs(2)), 0, "another age discards the records");
+        assert_eq!(least.least(100, MS_NS, cold), 0);
+        assert_eq!(least.least(100, 2 * MS_NS, AGE), 0, "recorded for 2 ms only");
+        assert_eq!(least.least(100, 2 * MS_NS, Duration::ZERO), 100);
+        assert_eq!(least.least(100, 500 * MS_NS, cold), 0, "the pause discarded the records");
+        assert!((1..=3).all(|step| least.least(100, (500 + 17 * step) * MS_NS, cold) == 0));
+        assert_eq!(least.least(100, 568 * MS_NS, cold), 100);
+        assert_eq!(least.least(100, SECOND_NS, Duration::from_secs(2)), 0, "another age discards the records");
     }
 
     proptest! {

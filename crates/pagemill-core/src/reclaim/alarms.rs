@@ -169,7 +169,7 @@ impl Alarms {
 mod tests {
     use super::*;
 
-    fn plan(state: u32, folder: &str, version: Version) -> AlarmPlan {
+    fn plan_for(state: u32, folder: &str, version: Version) -> AlarmPlan {
         let limit = Limit { soft_bytes: 1 << 30, hard_bytes: 1 << 30 };
         let path = Path::format(format_args!("{folder}")).unwrap();
         let mut groups = [const { None }; MAX_GROUPS];
@@ -184,12 +184,12 @@ mod tests {
         let mut alarms = Alarms::new().unwrap();
         let before = stats::get(Counter::AlarmsRefused);
         assert_eq!(alarms.limits_version(), None);
-        alarms.set_all(&plan(1, "/nowhere", Version::V1));
+        alarms.set_all(&plan_for(1, "/nowhere", Version::V1));
         assert!(stats::get(Counter::AlarmsRefused) > before);
         assert_eq!((alarms.covered, alarms.limits_version()), (CoveredEvents::default(), Some(1)));
         alarms.retry_ns = Some(0);
         assert_eq!(alarms.limits_version(), None, "a minute has passed");
-        let nothing = AlarmPlan { groups: [const { None }; MAX_GROUPS], ..plan(2, "", Version::V2) };
+        let nothing = AlarmPlan { groups: [const { None }; MAX_GROUPS], ..plan_for(2, "", Version::V2) };
         alarms.set_all(&nothing);
         assert_eq!((alarms.covered, alarms.limits_version()), (CoveredEvents::default(), Some(2)));
     }
@@ -207,10 +207,10 @@ mod tests {
             return println!("skipped: the group cannot be written");
         }
         let mut alarms = Alarms::new().unwrap();
-        alarms.set_all(&plan(7, own.as_str(), groups.version));
+        alarms.set_all(&plan_for(7, own.as_str(), groups.version));
         let is_v1 = groups.version == Version::V1;
         assert_eq!((alarms.covered.has_limits, alarms.covered.has_thresholds), (true, is_v1));
-        let partial = AlarmPlan { is_complete: false, ..plan(8, own.as_str(), groups.version) };
+        let partial = AlarmPlan { is_complete: false, ..plan_for(8, own.as_str(), groups.version) };
         alarms.set_all(&partial);
         assert_eq!(alarms.covered, CoveredEvents::default(), "a limit without an alarm");
     }

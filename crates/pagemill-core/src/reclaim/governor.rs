@@ -62,7 +62,7 @@ const RUSH_BYTES: u64 = 4 << 20;
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
 /// A process that used no more CPU time than this since it was last busy counts as idle.
-const BUSY_CPU_NS: u64 = 50_000;
+const MAX_IDLE_CPU_NS: u64 = 50_000;
 
 /// The longest pause of an idle process that has nothing to give back, if a threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE: Duration = Duration::from_secs(640);
@@ -73,14 +73,14 @@ const LONGEST_IDLE_PAUSE_WITHOUT_EVENTS: Duration = Duration::from_secs(5);
 const MACHINE_PAUSE_FACTOR: u64 = 4;
 
 /// Minimum number of bytes to give back, coldest first, when a thread stalls on memory and a limit is near.
-const STALL_BYTES: u64 = 64 << 20;
+const MIN_STALL_RETURN_BYTES: u64 = 64 << 20;
 /// When a thread stalls on memory and a limit is near, at least the giveable bytes divided by this number are given
 /// back.
-const STALL_DIVISOR: u64 = 8;
+const STALL_RETURN_DIVISOR: u64 = 8;
 
 /// Near a limit (less than `1/NEAR_DIVISOR` of it is left), each step offers up to this many bytes of free memory to
 /// the kernel.
-const OFFER_BYTES: u64 = 32 << 20;
+const OFFER_STEP_BYTES: u64 = 32 << 20;
 
 /// The governor's source of time. Tests supply their own.
 ///
@@ -246,7 +246,7 @@ impl<C: Clock> Governor<C> {
     /// Returns whether the process used CPU since this function last returned true.
     fn has_used_cpu(&mut self) -> bool {
         let cpu = self.clock.cpu_ns();
-        let has_used_cpu = cpu.saturating_sub(self.busy_cpu_ns) > BUSY_CPU_NS;
+        let has_used_cpu = cpu.saturating_sub(self.busy_cpu_ns) > MAX_IDLE_CPU_NS;
         if has_used_cpu {
             self.busy_cpu_ns = cpu;
             self.idle_pause = SHORTEST_SEARCH_PAUSE;
@@ -376,14 +376,14 @@ fn offer_near_limit(account: &Account, room: &Room, signs: KernelEvents, which: 
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
     }
-    account.offer(OFFER_BYTES, which);
+    account.offer(OFFER_STEP_BYTES, which);
     let is_stalled = match room.bound {
         Bound::Group => signs.group_stalls,
         Bound::Machine => signs.machine_stalls,
         Bound::None => false,
     };
     if is_stalled {
-        let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
+        let part = MIN_STALL_RETURN_BYTES.max(account.giveable() / STALL_RETURN_DIVISOR);
         account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
     }
 }
@@ -661,7 +661,7 @@ mod tests {
         clock.advance(Duration::from_secs(60), Duration::ZERO);
         fake.room.store(30 * MIB as i64, Relaxed);
         governor.step(&account, KernelEvents::default(), Return::Keep);
-        assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
+        assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_STEP_BYTES));
         governor.step(&account, KernelEvents { machine_stalls: true, ..KernelEvents::default() }, Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 1000 * MIB, "stalls of the machine, near the group's limit");
         governor.step(&account, stalled, Return::Keep);

@@ -46,10 +46,10 @@ struct ControlGroups {
 
 /// Interval, in nanoseconds, between two refreshes of the groups and their limits. A move to another group, or a new
 /// limit, is noticed within this time.
-const REFRESH_NS: u64 = 1_000_000_000;
+const REFRESH_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Interval, in nanoseconds, between two searches for control groups if the process is in none.
-const REFRESH_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
+const REFRESH_INTERVAL_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
 
 /// Size of the stack for the search for control groups. A thread with a small stack may have less left when it calls
 /// malloc.
@@ -89,7 +89,7 @@ impl ControlGroups {
         // SAFETY: `run_search` returns, and its argument outlives the call.
         unsafe { stack::call_on_new(SEARCH_STACK_BYTES, run_search, (&raw mut argument).cast()) };
         let is_final = self.groups.is_none() && !self.search_failed;
-        self.next_refresh_ns = now + if is_final { REFRESH_WITHOUT_GROUPS_NS } else { REFRESH_NS };
+        self.next_refresh_ns = now + if is_final { REFRESH_INTERVAL_WITHOUT_GROUPS_NS } else { REFRESH_INTERVAL_NS };
     }
 
     /// Reads the limits of the control groups. If the process is in other groups than before, searches for the groups
@@ -185,7 +185,7 @@ mod tests {
     use super::*;
     use crate::reclaim::limits::Bound;
 
-    fn write(root: &str, path: &str, text: &str) {
+    fn write_file(root: &str, path: &str, text: &str) {
         let path = std::path::PathBuf::from(format!("{root}{path}"));
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
@@ -197,36 +197,36 @@ mod tests {
     fn the_limit_with_the_least_room_is_used() {
         let folder = tempfile::tempdir().unwrap();
         let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
-        write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
+        write_file(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
         let system = Kernel::new(root);
         assert_eq!(system.sample().bound, Bound::Machine);
 
-        write(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
-        write(root, "/proc/self/cgroup", "0::/app/worker\n");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
-        write(root, "/cg/app/memory.current", "900000000\n");
-        write(root, "/cg/app/memory.max", "1073741824\n");
-        write(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
+        write_file(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
+        write_file(root, "/proc/self/cgroup", "0::/app/worker\n");
+        write_file(root, "/cg/app/worker/memory.current", "1000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write_file(root, "/cg/app/memory.current", "900000000\n");
+        write_file(root, "/cg/app/memory.max", "1073741824\n");
+        write_file(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
         assert_eq!(room.kill, KillLimit { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
-        write(root, "/cg/app/worker/memory.current", "1500000000\n");
-        write(root, "/cg/app/worker/memory.max", "1600000000\n");
+        write_file(root, "/cg/app/worker/memory.current", "1500000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "1600000000\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
         let nearest = KillLimit { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
         assert_eq!(system.sample().kill, nearest, "the nearest killing limit, also if another limit has less room");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write_file(root, "/cg/app/worker/memory.current", "1000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "2147483648\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
 
-        write(root, "/cg/app/memory.current", "-5\n");
+        write_file(root, "/cg/app/memory.current", "-5\n");
         assert_eq!(system.sample().limit_bytes, 2 << 30, "the limit of the inner group counts");
-        write(root, "/cg/app/worker/memory.max", "max\n");
+        write_file(root, "/cg/app/worker/memory.max", "max\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
         assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
-        write(root, "/proc/meminfo", "\n");
+        write_file(root, "/proc/meminfo", "\n");
         assert_eq!(system.sample(), Room::ENDLESS);
     }
 }

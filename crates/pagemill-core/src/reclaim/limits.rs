@@ -279,7 +279,7 @@ impl Headroom {
         limits.plan(limits_version)
     }
 
-    /// Samples the room now.
+    /// Measures the room below the nearest limit now, and replaces the latest sample.
     pub fn sample(&self) -> Room {
         let Some(limits) = self.limits.get() else { return Room::ENDLESS };
         let _guard = self.sampling.lock();

@@ -30,7 +30,7 @@ const STEP_DIVISOR: u64 = 16;
 
 /// An owner is skipped as blocked if no thread inside its calls has made progress for this time, in nanoseconds. A call
 /// usually takes some milliseconds.
-const BLOCKED_NS: u64 = 1_000_000_000;
+const BLOCKED_AFTER_NS: u64 = 1_000_000_000;
 
 /// A slot for an owner of memory, and the state of the calls to this owner.
 #[derive(Default)]
@@ -75,9 +75,9 @@ impl RegisteredOwner {
     }
 
     /// Calls `act` with the owner, for calls that may take long. Returns `None` without a call if threads inside such
-    /// calls made no progress for [`BLOCKED_NS`].
+    /// calls made no progress for [`BLOCKED_AFTER_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
-        self.call_within(BLOCKED_NS, act)
+        self.call_within(BLOCKED_AFTER_NS, act)
     }
 
     /// As [`RegisteredOwner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
@@ -120,7 +120,7 @@ impl RegisteredOwner {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         debug_assert!(want_bytes > 0, "the caller wants bytes");
         // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
-        let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
+        let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_AFTER_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
             let part = step.min(want_bytes - freed);
@@ -332,7 +332,7 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.0[2 * SLOTS_PER_COST].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.0[2 * SLOTS_PER_COST].progress_ns.store(clock::fine_ns() - BLOCKED_AFTER_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();

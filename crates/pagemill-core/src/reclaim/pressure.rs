@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering::Relaxed;
 const MIN_STEP_BYTES: u64 = 4 << 20;
 
 /// While nothing can be given back, the room before a kill divided by this number may become resident without a sample.
-const GRANT_DIVISOR: u64 = 16;
+const CREDIT_GRANT_DIVISOR: u64 = 16;
 
 /// Time, in nanoseconds, for which this process reclaims its own memory first, after requests to siblings did not help.
 const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
@@ -133,8 +133,10 @@ impl Account {
             self.reclaim_paused_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
             self.reclaim_pause_ns
                 .store((2 * pause_ns).clamp(*RECLAIM_PAUSE_NS.start(), *RECLAIM_PAUSE_NS.end()), Relaxed);
-            self.headroom
-                .grant_credit((room.kill.room_bytes() / GRANT_DIVISOR).min(MIN_STEP_BYTES), *RECLAIM_PAUSE_NS.start());
+            self.headroom.grant_credit(
+                (room.kill.room_bytes() / CREDIT_GRANT_DIVISOR).min(MIN_STEP_BYTES),
+                *RECLAIM_PAUSE_NS.start(),
+            );
         }
     }
 }

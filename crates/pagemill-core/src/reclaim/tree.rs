@@ -130,7 +130,7 @@ impl TreePage {
     ///
     /// [`Error::System`] if the file cannot be created or mapped.
     pub fn create(path: &CStr, limit: u64) -> Result<&'static Self> {
-        let page = Self::map(path, Access::Create)?;
+        let page = Self::map_page(path, Access::Create)?;
         page.limit.store(limit, Relaxed);
         page.magic.store(MAGIC, Release);
         Ok(page)
@@ -142,7 +142,7 @@ impl TreePage {
     ///
     /// [`Error::System`] if the file cannot be mapped, or is not the page of a tree.
     pub fn join(path: &CStr) -> Result<&'static Self> {
-        let page = Self::map(path, Access::Update)?;
+        let page = Self::map_page(path, Access::Update)?;
         if page.magic.load(Acquire) == MAGIC {
             Ok(page)
         } else {
@@ -152,7 +152,7 @@ impl TreePage {
     }
 
     /// Maps the file of a tree's page.
-    fn map(path: &CStr, access: Access) -> Result<&'static Self> {
+    fn map_page(path: &CStr, access: Access) -> Result<&'static Self> {
         // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
             .map_err(Error::system("mapping the page of the process tree"))?;

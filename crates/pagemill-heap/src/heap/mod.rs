@@ -41,14 +41,14 @@ const MAX_SHARDS: usize = 16;
 
 /// If the request leaves more than 1/10 of a slot unused, the slot's blocks get no huge pages, because huge pages would
 /// make the unused part resident.
-const UNUSED_DIVISOR: usize = 10;
+const MAX_UNUSED_DIVISOR: usize = 10;
 
 /// Number of words in `Heap::carve_cursors` for each NUMA node and size class.
 const CURSOR_WORDS: usize = 3;
 
 /// Maximum number of claimed slots that an allocation skips in a free list. At the next claimed slot, the allocation
 /// waits until the purge ends its claim.
-const MAX_SKIPPED: usize = 8;
+const MAX_SKIPPED_SLOTS: usize = 8;
 
 /// A `free` publishes the account's statistics if it raises the free bytes of a shard past a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
@@ -342,14 +342,14 @@ impl Heap {
         if head.is_empty() {
             return None;
         }
-        let mut skipped = [0u32; MAX_SKIPPED];
+        let mut skipped = [0u32; MAX_SKIPPED_SLOTS];
         let mut skipped_count = 0;
         let mut found = None;
         while found.is_none() {
             let Some(number) = head.pop(self) else { break };
             match self.slot(number).try_allocate() {
                 Some(bytes) => found = Some((number, bytes)),
-                None if skipped_count < MAX_SKIPPED => {
+                None if skipped_count < MAX_SKIPPED_SLOTS => {
                     skipped[skipped_count] = number;
                     skipped_count += 1;
                 }
@@ -464,7 +464,7 @@ impl Heap {
     /// Returns how much of a new block is expected to be used for slots of this slot's class. `Full` if slots of the
     /// class have filled a block before and the request uses most of a slot.
     fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
-        if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
+        if (place.class.bytes() - size.min(place.class.bytes())) * MAX_UNUSED_DIVISOR > place.class.bytes() {
             return ExpectedUse::Partial;
         }
         let [_, _, carved] = self.carve_cursor(place.node, place.class);

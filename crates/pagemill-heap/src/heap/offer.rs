@@ -22,11 +22,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 const MIN_OFFER_AGE_GROUP: usize = 2;
 
 /// Minimum time, in nanoseconds, between two walks over the heap that offer cold memory or that reap.
-const MIN_WALK_DISTANCE_NS: u64 = 50_000_000;
+const MIN_WALK_INTERVAL_NS: u64 = 50_000_000;
 /// The time between two walks is at least the duration of the last walk times this factor.
 const WALK_TIME_FACTOR: u64 = 100;
 /// Minimum time, in nanoseconds, between two walks that offer free memory of any age.
-const URGENT_WALK_DISTANCE_NS: u64 = 5_000_000;
+const MIN_URGENT_WALK_INTERVAL_NS: u64 = 5_000_000;
 
 /// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
 const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
@@ -50,7 +50,7 @@ pub(super) struct OfferSchedule {
 /// Returns the earliest time of the next walk, after a walk that began at `start_ns` and ends now.
 fn next_walk_ns(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
-    end_ns + MIN_WALK_DISTANCE_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
+    end_ns + MIN_WALK_INTERVAL_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
 }
 
 impl Heap {
@@ -62,7 +62,7 @@ impl Heap {
         let now = clock::fine_ns();
         let (after, from_age) = match which {
             Which::Cold => (self.offers.offer_after_ns.load(Relaxed), MIN_OFFER_AGE_GROUP),
-            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + URGENT_WALK_DISTANCE_NS, 0),
+            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + MIN_URGENT_WALK_INTERVAL_NS, 0),
         };
         if now < after || now < self.offers.refused_until_ns.load(Relaxed) {
             return 0;
@@ -70,12 +70,12 @@ impl Heap {
         if which == Which::All {
             self.offers.last_urgent_walk_ns.store(now, Relaxed);
         }
-        self.offer_from(want_bytes, from_age)
+        self.offer_from_age_group(want_bytes, from_age)
     }
 
     /// As [`Heap::offer_free`], for free memory whose age group is at least `from_age`, however recent the last walk
     /// was.
-    fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
+    fn offer_from_age_group(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
         let now = super::current_stamp();
@@ -137,7 +137,7 @@ impl Heap {
         let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
         let is_offered = offer.record(unsafe { self.arena.offer(block, 1) });
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
             self.restore(self.any_slot_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
@@ -216,7 +216,7 @@ impl Heap {
             self.discard_claimed_block(span, block, &claims);
             return;
         }
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
     }
@@ -303,8 +303,8 @@ mod tests {
         let heap = pagemill.heap;
         let cold = heap.offer_free(u64::MAX, Which::Cold);
         assert!(cold == 0 || freed.elapsed().as_millis() > 60, "nothing is cold that was free just now");
-        let offered = cold + heap.offer_from(u64::MAX, 0);
-        assert_eq!((offered, heap.offer_from(u64::MAX, 0)), (16 * MIB as u64, 0), "offered once");
+        let offered = cold + heap.offer_from_age_group(u64::MAX, 0);
+        assert_eq!((offered, heap.offer_from_age_group(u64::MAX, 0)), (16 * MIB as u64, 0), "offered once");
         assert_eq!(heap.free_bytes(), offered);
 
         let (resident, taken) = (pagemill.account.resident(), stats::get(Counter::Taken));
@@ -337,7 +337,7 @@ mod tests {
             if stats::get(Counter::BlocksFallback) > fallbacks {
                 return println!("skipped: no huge pages to be had");
             }
-            let offered = heap.offer_from(u64::MAX, 0);
+            let offered = heap.offer_from_age_group(u64::MAX, 0);
             assert!(offered >= 24 * len as u64, "{offered} of 24 x {len}");
             let taken = stats::get(Counter::Taken);
             make_kernel_reclaim(pagemill);
@@ -361,7 +361,7 @@ mod tests {
         let own = allocate(pagemill, big, 1);
         shared.iter().for_each(|addr| free(pagemill, *addr));
         free(pagemill, own);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 16 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 16 * MIB as u64);
         let taken = stats::get(Counter::Taken);
         make_kernel_reclaim(pagemill);
         assert_eq!(allocate(pagemill, big, 2), own);
@@ -389,7 +389,7 @@ mod tests {
             return println!("skipped: nothing may be locked here");
         }
         held.iter().for_each(|addr| free(pagemill, *addr));
-        pagemill.heap.offer_from(u64::MAX, 0);
+        pagemill.heap.offer_from_age_group(u64::MAX, 0);
         assert!(pagemill.heap.offers.refused_until_ns.load(Relaxed) > clock::fine_ns());
         assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
@@ -401,12 +401,12 @@ mod tests {
         let pagemill = TestProcess::for_test();
         let first = allocate(pagemill, 4 * MIB, 1);
         free(pagemill, first);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 4 * MIB as u64);
         assert_eq!(allocate(pagemill, 4 * MIB, 2), first);
         make_kernel_reclaim(pagemill);
         assert!(is_filled(first, 4 * MIB, 2));
         free(pagemill, first);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 4 * MIB as u64);
     }
 
     /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
@@ -439,7 +439,7 @@ mod tests {
                 .collect();
             scope.spawn(|| {
                 while !is_over.load(Relaxed) {
-                    pagemill.heap.offer_from(u64::MAX, 0);
+                    pagemill.heap.offer_from_age_group(u64::MAX, 0);
                     make_kernel_reclaim(pagemill);
                     pagemill.heap.offers.reap_after_ns.fetch_min(1, Relaxed);
                     pagemill.heap.reap_offered();

@@ -156,11 +156,11 @@ pub(super) struct Claims {
 
 impl Claims {
     pub fn iter(&self) -> impl Iterator<Item = SlotClaim> {
-        self.indices().map(|(_, claim)| claim)
+        self.indexed_claims().map(|(_, claim)| claim)
     }
 
     /// The claims, each with the index of its slot within the span.
-    pub fn indices(&self) -> impl Iterator<Item = (usize, SlotClaim)> {
+    pub fn indexed_claims(&self) -> impl Iterator<Item = (usize, SlotClaim)> {
         let claims = self.claims[..self.count].iter();
         (self.first..).zip(claims).filter_map(|(index, claim)| Some((index, (*claim)?)))
     }
@@ -357,7 +357,7 @@ impl Heap {
         // SAFETY: the slots are claimed, and the parts are whole OS pages of them inside the block.
         let discarded = unsafe { self.arena.discard_parts(block, &parts[..count], |at| refused[at] = true) };
         let mut freed = discarded.unwrap_or(0);
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             let place = self.any_slot_at(span, index);
             if claim.phase() != SlotPhase::Free {
                 self.slot(place.number).restore(claim, claim.bytes());
@@ -442,7 +442,7 @@ impl Heap {
         // `is_emptied` does not follow from the bytes freed: discarding a block that was never touched frees no bytes,
         // either.
         let is_emptied = self.arena.block_state(block).backing == Backing::Empty;
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             let addr = span.start + index * span.class.bytes();
             let bytes =
                 if is_emptied { self.bytes_after_discard(addr, span.class, claim.bytes()) } else { claim.bytes() };
@@ -474,7 +474,7 @@ impl Heap {
         for index in indices.clone().filter(|index| !is_own(*index)) {
             claims.claims[index - indices.start] = slot(index).try_claim();
             if claims.claims[index - indices.start].is_none() {
-                for (index, claim) in claims.indices() {
+                for (index, claim) in claims.indexed_claims() {
                     slot(index).restore(claim, claim.bytes());
                 }
                 return None;

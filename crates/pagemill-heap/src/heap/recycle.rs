@@ -101,7 +101,7 @@ impl Heap {
         if self.arena.block_state(block).backing == Backing::Empty {
             self.move_from_donors(&mut recipient);
         }
-        for (index, claim) in others.indices() {
+        for (index, claim) in others.indexed_claims() {
             let claim = if recipient.done_bytes > 0 { claim.as_nonzero() } else { claim };
             self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
@@ -267,7 +267,7 @@ mod tests {
     }
 
     /// Returns the bytes that were moved between slots while `act` ran, also those of tests that run concurrently.
-    fn refilled(act: impl FnOnce()) -> u64 {
+    fn bytes_moved_by(act: impl FnOnce()) -> u64 {
         let before = stats::get(Counter::Refilled);
         act();
         stats::get(Counter::Refilled) - before
@@ -289,7 +289,7 @@ mod tests {
             // Small pages are charged only when they are measured.
             pagemill.account.reconcile();
             let resident = pagemill.account.resident();
-            let moved = refilled(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
+            let moved = bytes_moved_by(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
             assert!(moved >= 8 * MIB, "{from} to {to}: {moved}");
             pagemill.account.reconcile();
             let grown = pagemill.account.resident().saturating_sub(resident);

@@ -35,7 +35,8 @@ pub(crate) struct SlotBytes {
     pub is_resident: bool,
     /// Whether all bytes are known to read zero.
     pub is_zero: bool,
-    /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
+    /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation of the slot clears the
+    /// flag.
     pub is_offered: bool,
     /// For a free slot: the part of `Heap::free_bytes` that the slot accounts for, in units of 4 KiB. The thread that
     /// allocates the slot subtracts this part again.
@@ -88,7 +89,7 @@ fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
-fn phase(word: u64) -> SlotPhase {
+fn unpack_phase(word: u64) -> SlotPhase {
     match word & PHASE_MASK {
         0 => SlotPhase::None,
         1 => SlotPhase::Live,
@@ -97,7 +98,7 @@ fn phase(word: u64) -> SlotPhase {
     }
 }
 
-fn bytes(word: u64) -> SlotBytes {
+fn unpack_bytes(word: u64) -> SlotBytes {
     SlotBytes {
         is_resident: word & RESIDENT_BIT != 0,
         is_zero: word & ZERO_BIT != 0,
@@ -112,11 +113,11 @@ pub(crate) struct SlotClaim(u64);
 
 impl SlotClaim {
     pub fn phase(self) -> SlotPhase {
-        phase(self.0)
+        unpack_phase(self.0)
     }
 
     pub fn bytes(self) -> SlotBytes {
-        bytes(self.0)
+        unpack_bytes(self.0)
     }
 
     /// Returns a claim from which the slot is restored as not zero, because pages of another slot were moved into it.
@@ -166,24 +167,24 @@ impl Slot {
     }
 
     pub fn phase(&self) -> SlotPhase {
-        phase(self.state.load(Acquire))
+        unpack_phase(self.state.load(Acquire))
     }
 
     pub fn bytes(&self) -> SlotBytes {
-        bytes(self.state.load(Acquire))
+        unpack_bytes(self.state.load(Acquire))
     }
 
     /// Returns whether the slot is free and was offered to the kernel.
     pub fn is_offered(&self) -> bool {
         let word = self.state.load(Acquire);
-        phase(word) == SlotPhase::Free && bytes(word).is_offered
+        unpack_phase(word) == SlotPhase::Free && unpack_bytes(word).is_offered
     }
 
     /// Allocates the slot for the first time. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::None {
+        while unpack_phase(word) == SlotPhase::None {
             let fresh = SlotBytes { is_zero: word & NONZERO_BIT == 0, ..SlotBytes::UNTOUCHED };
             match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
@@ -197,10 +198,10 @@ impl Slot {
     #[inline]
     pub fn try_allocate(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::Free {
-            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..bytes(word) }, 0);
+        while unpack_phase(word) == SlotPhase::Free {
+            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..unpack_bytes(word) }, 0);
             match self.state.compare_exchange(word, live, Acquire, Relaxed) {
-                Ok(_) => return Some(bytes(word)),
+                Ok(_) => return Some(unpack_bytes(word)),
                 Err(now) => word = now,
             }
         }
@@ -212,19 +213,19 @@ impl Slot {
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::Live {
+        while unpack_phase(word) == SlotPhase::Live {
             match self.state.compare_exchange(word, pack(SlotPhase::Free, bytes, stamp), Release, Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(now) => word = now,
             }
         }
-        Err(phase(word))
+        Err(unpack_phase(word))
     }
 
     /// Claims the slot if it is free or was never allocated. The caller may then discard the slot's bytes.
     pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
-        while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
+        while matches!(unpack_phase(word), SlotPhase::Free | SlotPhase::None) {
             match self.state.compare_exchange(word, word | PHASE_MASK, Acquire, Relaxed) {
                 Ok(_) => return Some(SlotClaim(word)),
                 Err(now) => word = now,
@@ -454,11 +455,17 @@ mod tests {
             for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
-                    assert_eq!((phase(word), bytes(word), (word >> STAMP_SHIFT) as u16), (of, known, stamp));
+                    assert_eq!(
+                        (unpack_phase(word), unpack_bytes(word), (word >> STAMP_SHIFT) as u16),
+                        (of, known, stamp)
+                    );
                 }
             }
         }
-        assert_eq!(bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
+        assert_eq!(
+            unpack_bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(),
+            12 << 10
+        );
     }
 
     /// `try_allocate` must return the attributes that the free slot had. In the state word it must clear `is_offered`

@@ -81,12 +81,12 @@ fn only_usage_by_others_is_extrapolated() {
     assert_eq!(sample(5, 59, 0).extrapolated_use_bytes(&sample(5, 60, 0)), 20_000_000 * MIB, "no time has passed");
 }
 
-/// A process must count as busy only if it used more than [`BUSY_CPU_NS`] of CPU since it last counted as busy.
+/// A process must count as busy only if it used more than [`MAX_IDLE_CPU_NS`] of CPU since it last counted as busy.
 #[test]
 fn little_cpu_counts_as_idle() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    clock.advance(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
+    clock.advance(Duration::ZERO, Duration::from_nanos(MAX_IDLE_CPU_NS));
     assert!(!governor.has_used_cpu());
     clock.advance(Duration::ZERO, Duration::from_nanos(1));
     assert!(governor.has_used_cpu() && !governor.has_used_cpu());
