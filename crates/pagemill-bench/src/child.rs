@@ -225,7 +225,7 @@ pub fn run_under(
 ) -> Result<Outcome> {
     let mut command = workload_command(arguments)?;
     ready.apply(&mut command);
-    finish(ready.name(), &mut command, limit)
+    run_to_end(ready.name(), &mut command, limit)
 }
 
 /// Runs a hidden subcommand under the C library's allocator, because it measures something else than the allocator.
@@ -252,16 +252,16 @@ pub fn run_with_settings(
     let mut command = workload_command(arguments)?;
     crate::subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
-    finish(subject, &mut command, limit)
+    run_to_end(subject, &mut command, limit)
 }
 
 /// Runs a command from start to end, and classifies how it ended.
-pub fn finish(subject: &str, command: &mut Command, limit: Duration) -> Result<Outcome> {
+pub fn run_to_end(subject: &str, command: &mut Command, limit: Duration) -> Result<Outcome> {
     classify(subject, &RunningGroup::start(command)?.finish(limit)?)
 }
 
 /// Returns the words of a command line: first words, then numeric options.
-pub fn words(first: &[&str], numbers: &[(&str, u64)]) -> Vec<String> {
+pub fn command_words(first: &[&str], numbers: &[(&str, u64)]) -> Vec<String> {
     first.iter().map(|word| (*word).to_owned()).chain(numeric_options(numbers)).collect()
 }
 

@@ -151,7 +151,7 @@ fn measure_alone(
         ("--threads", case.threads),
         ("--sum-every", SUM_EVERY),
     ];
-    let line = child::words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
+    let line = child::command_words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
     let (name, settings) = (memory_kind.name, memory_kind.settings);
     let outcome = child::run_with_settings(name, line, settings, Duration::from_secs(60))?;
     samples.add_outcome(case, name, &METRICS, &outcome);

@@ -160,7 +160,7 @@ fn measure(
                 progress.step(subject.name);
                 let numbers =
                     [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
-                let line = child::words(&["__hit", "--subject", subject.argument], &numbers);
+                let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
                 let outcome = sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
@@ -168,7 +168,7 @@ fn measure(
         if has_files {
             progress.step(FILES);
             let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
-            let line = child::words(&["__small-files"], &numbers);
+            let line = child::command_words(&["__small-files"], &numbers);
             let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
             samples.add_outcome(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
         }

@@ -96,14 +96,15 @@ fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<S
             for &(name, way) in rotated(&ways, round) {
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
-                let outcome = child::run_plain(name, child::words(&["__toggle", "--way", way], &numbers), LIMIT)?;
+                let outcome =
+                    child::run_plain(name, child::command_words(&["__toggle", "--way", way], &numbers), LIMIT)?;
                 samples.add_outcome(&case, name, &[NS, FAULTS], &outcome);
             }
         }
         if is_wanted(PURGING) {
             progress.step(PURGING);
             let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full(500, 3000))];
-            let outcome = child::run_plain(PURGING, child::words(&["__purging"], &numbers), LIMIT)?;
+            let outcome = child::run_plain(PURGING, child::command_words(&["__purging"], &numbers), LIMIT)?;
             samples.add_outcome(&PURGE_CASE, PURGING, &[RATE, VRANGE_RATE, STRICT_RATE, WAIT], &outcome);
         }
     }

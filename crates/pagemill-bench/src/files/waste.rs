@@ -102,7 +102,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
 
 fn arguments(kind: &FileKind) -> Vec<String> {
     let numbers = [("--files", kind.files), ("--bytes", kind.bytes), ("--step", kind.step)];
-    child::words(&["__waste"], &numbers)
+    child::command_words(&["__waste"], &numbers)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {

@@ -79,7 +79,8 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
 }
 
 fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
-    let mut line = child::words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
+    let mut line =
+        child::command_words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
     line.extend(case.then(|| "--defrag".to_owned()));
     child::run_plain(kind, line, Duration::from_secs(60))
 }

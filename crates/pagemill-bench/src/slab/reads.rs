@@ -65,7 +65,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
-    let line = child::words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
+    let line = child::command_words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
     child::run_plain(HANDLE, line, Duration::from_secs(60))
 }
 

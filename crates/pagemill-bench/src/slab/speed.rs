@@ -95,7 +95,7 @@ impl Subject {
         let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
         let mut command = child::workload_command([""; 0])?;
         self.add_arguments(&mut command, (pattern, size), &numbers);
-        child::finish(self.name(), &mut command, Duration::from_secs(60))
+        child::run_to_end(self.name(), &mut command, Duration::from_secs(60))
     }
 }
 

@@ -162,7 +162,7 @@ fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Res
 }
 
 fn run(work: &str, subject: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
-    let mut line = child::words(&["__slab", work], numbers);
+    let mut line = child::command_words(&["__slab", work], numbers);
     line.extend(flag.map(str::to_owned));
     child::run_plain(subject, line, LIMIT)
 }

@@ -180,7 +180,7 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
         Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
     };
-    let line = child::words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
+    let line = child::command_words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 

@@ -209,7 +209,7 @@ fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(
 
 fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<RunningGroup> {
     let own = child::own_executable()?.display().to_string();
-    let mut line = child::words(&[&own, "__file-writers"], options);
+    let mut line = child::command_words(&[&own, "__file-writers"], options);
     line.extend(place_arguments(mounted));
     start_in_group(group, &line)
 }

@@ -216,7 +216,7 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
         }
     };
     let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
-    sample(subject.name, target, child::words(&words, &numbers), Duration::from_secs(120))
+    sample(subject.name, target, child::command_words(&words, &numbers), Duration::from_secs(120))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
