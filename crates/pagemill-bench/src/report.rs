@@ -277,7 +277,7 @@ impl Report {
         self.transposed.push(table.into());
     }
 
-    /// Adds a verdict. In JSON mode, also prints a row that says whether the target was reached.
+    /// Adds a verdict. In JSON mode, also prints a row with 0 if the target was missed, otherwise 1.
     pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
