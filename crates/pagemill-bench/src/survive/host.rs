@@ -239,8 +239,8 @@ fn resident_bytes(running: &RunningGroup) -> u64 {
     proc::resident_memory(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// Returns the JSON line of a sample: the rates and the minimum of available memory from the trace, and the values that
-/// server and filler report.
+/// Returns the JSON line of a sample: rates and minimum of available memory, computed from `trace`, and the values that
+/// the server and the process that fills the machine (filler) reported.
 fn sample_json(
     plan: &MemoryPlan,
     trace: &[MachineSample],
