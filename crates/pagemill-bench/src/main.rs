@@ -61,7 +61,7 @@ enum Experiment {
     /// Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; cost of
     /// watching memory limits
     Ebizzy(ebizzy::Options),
-    /// Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone
+    /// Time of small allocations with Pagemill preloaded, compared with plain jemalloc preloaded
     Small(small::Options),
     /// Time to return 1 GiB of free memory on request, and the longest malloc meanwhile
     Giveback(CommonOptions),
@@ -69,8 +69,8 @@ enum Experiment {
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
-    /// OOM kills while another process has free memory that it could return: writers, a handover, a sibling's request,
-    /// a full machine
+    /// OOM kills while a process holds free memory that it could return: threads that write and free memory, another
+    /// process that needs the memory, a request by another process of the same tree, a full machine
     Survive(survive::Options),
     /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and unmapped, compared with tmpfs and the
     /// results of 2013
@@ -79,28 +79,28 @@ enum Experiment {
     Waste(files::FileOptions),
     /// Create, stat, read, list and remove many small files, compared with tmpfs
     Metadata(files::FileOptions),
-    /// Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
+    /// Cost to mark memory volatile and to unmark it, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
     /// ebizzy with its copies in volatile ranges
     Volatile(CommonOptions),
     /// Resident pages copied out and pinned in random order: the page cache compared with memcpy, files and other
     /// caches; its metadata
     Hit(hit::Options),
     /// Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and collapse
-    /// them, compared with a copy
+    /// huge folios, compared with a copy
     Refs(CommonOptions),
     /// Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE
     Traces(traces::Options),
     /// Random 4 KiB reads of a file six times as large as the cache, by 1 to 32 threads and by one thread with many
     /// requests in flight, compared with fio
     Miss(storage::miss::Options),
-    /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared with fio
-    /// and the results of 2013
+    /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, with buffers in huge pages and in small pages,
+    /// compared with fio and the results of 2013
     Orion(storage::orion::Options),
     /// Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same offsets
     Writeback(storage::writeback::Options),
-    /// Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move
-    /// concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of relocatable
-    /// objects
+    /// Objects of one size in slabs, compared with allocators and keyed maps: time to allocate, free and read an
+    /// object; effect of moves on concurrent readers; memory that remains after nine tenths of the objects were freed
+    /// at random; stalls; walks of objects that can be moved
     Slab(slab::Options),
     /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
@@ -110,8 +110,8 @@ enum Experiment {
     Workload(Workload),
 }
 
-/// Defines the hidden subcommands from a table. Each line has the subcommand's name, its arguments, and the function that
-/// runs it.
+/// Defines the hidden subcommands of the bench from a table. Each line has the subcommand's name, its arguments, and
+/// the function that runs it.
 macro_rules! workloads {
     ($($name:literal $variant:ident($arguments:ty) => $run:path,)*) => {
         #[derive(Debug, Subcommand)]
@@ -194,7 +194,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The exit status if nothing could be measured.
+/// Exit status of the bench if nothing could be measured.
 const EXIT_NOTHING_MEASURED: u8 = 2;
 
 /// Runs an experiment and prints its report, or its error. Returns the exit status.
@@ -207,7 +207,7 @@ fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> E
                 eprintln!("pagemill-bench: cannot run: nothing was measured");
                 return ExitCode::from(EXIT_NOTHING_MEASURED);
             }
-            ExitCode::from(u8::from(common.strict && report.fell_short()))
+            ExitCode::from(u8::from(common.strict && report.has_missed_target()))
         }
         Err(error) => {
             eprintln!("pagemill-bench: {error}");
