@@ -9,16 +9,17 @@ use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 use super::Failure;
 use crate::native::{Pages, WordAllocation};
 
-/// The kind of memory for a copy, and what is done with it after its record.
+/// The kind of memory that holds a copy, and how the memory is given up after the search in the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Memory {
     /// An allocation of malloc, which is freed.
     Malloc,
-    /// A volatile range with a handle. It is marked after the record and unmarked for a later record.
+    /// A volatile range with a handle. After the search it is marked, so that it may be purged; a later copy unmarks
+    /// and overwrites it.
     Handles,
-    /// Anonymous pages, to which `MADV_FREE` is applied.
+    /// Anonymous pages, to which `MADV_FREE` is applied after the search.
     Free,
-    /// Anonymous pages, to which `MADV_DONTNEED` is applied.
+    /// Anonymous pages, to which `MADV_DONTNEED` is applied after the search.
     Dontneed,
 }
 
@@ -49,7 +50,7 @@ enum Storage {
 }
 
 impl Copies {
-    /// Starts without chunks. Each later chunk has room for `chunk_bytes`.
+    /// Creates the memory of one thread, without any chunk yet. Each later chunk has `chunk_bytes` bytes.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
             Memory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
@@ -58,14 +59,14 @@ impl Copies {
         Ok(Self { memory, pagemill, chunk_bytes, free_chunks: Vec::new(), purged: 0 })
     }
 
-    /// Copies `words`, which must fit into a chunk. Returns none if there is no memory.
+    /// Copies `words`, which must fit into a chunk. Returns none if memory for the copy cannot be allocated.
     pub fn copy_of(&mut self, words: &[u64]) -> Option<Copy> {
         let len_bytes = size_of_val(words);
         if self.memory == Memory::Malloc {
             return Some(Copy { storage: Storage::WordAllocation(WordAllocation::copy_of(words)?), len_bytes });
         }
         let mut chunk = match self.free_chunks.pop() {
-            Some(chunk) => self.take_back(chunk)?,
+            Some(chunk) => self.prepare_for_reuse(chunk)?,
             None => self.new_chunk()?,
         };
         let (places, _) = chunk.bytes_mut(len_bytes)?.as_chunks_mut();
@@ -80,7 +81,7 @@ impl Copies {
         }
     }
 
-    fn take_back(&mut self, chunk: Chunk) -> Option<Chunk> {
+    fn prepare_for_reuse(&mut self, chunk: Chunk) -> Option<Chunk> {
         if let Chunk::VolatileBuf(range) = &chunk {
             // The old contents do not matter, since the chunk is overwritten in any case.
             self.purged += u64::from(range.unmark().ok()? != Contents::Kept);
@@ -88,12 +89,12 @@ impl Copies {
         Some(chunk)
     }
 
-    /// Frees a copy's allocation. If the copy is in a chunk, allows its contents to be discarded until a later copy
-    /// uses the chunk.
+    /// Frees the allocation of a copy. If the copy is in a chunk, allows the chunk's contents to be discarded until a
+    /// later copy uses the chunk.
     ///
     /// # Errors
     ///
-    /// A message if the chunk cannot be marked or advised.
+    /// A message if the chunk cannot be marked volatile, or if `madvise` fails.
     pub fn release(&mut self, copy: Copy) -> Result<(), String> {
         let Storage::Chunk(mut chunk) = copy.storage else {
             return Ok(());
@@ -118,8 +119,8 @@ impl Chunk {
 }
 
 impl Copy {
-    /// Calls `read` with the words of a chunk, as arrays of eight bytes, and returns its result. Returns none for an
-    /// allocation of malloc, or if the chunk cannot be pinned.
+    /// Calls `read` with the words of a copy in a chunk, as arrays of eight bytes, and returns the result of `read`.
+    /// Returns none for a copy in an allocation of malloc, or if the chunk cannot be pinned.
     fn with_words<T>(&self, read: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.storage {
             Storage::WordAllocation(_) => None,
@@ -131,7 +132,7 @@ impl Copy {
         }
     }
 
-    /// Returns the index of the key among the words, which ascend.
+    /// Returns the index of `key` among the copied words, which are in ascending order.
     pub fn find(&self, key: u64) -> Option<usize> {
         match &self.storage {
             Storage::WordAllocation(piece) => piece.words().binary_search(&key).ok(),
@@ -157,7 +158,8 @@ pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// In every kind of memory, copies of several lengths must contain their words. The next copy must reuse a chunk.
+    /// In every kind of memory, copies of several lengths must contain the words of their source. A copy must reuse the
+    /// chunk that the previous copy has released.
     #[test]
     fn copies_equal_their_source() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();

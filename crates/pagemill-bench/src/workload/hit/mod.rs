@@ -4,7 +4,7 @@
 //! Every subject stores the same records ([`crate::pattern`]). Before the measurement, every byte of the records is
 //! compared. The timed loop checks only the stamp of each record, and counts wrong stamps without a branch.
 
-mod own;
+mod page_cache;
 mod peers;
 mod plain;
 
@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
-use super::steps::in_threads;
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult};
 use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
+pub use page_cache::{SmallFilesArguments, cache, cache_of, failed, measure_files, write_all};
 
-/// The subjects, named after the place where the pages are stored.
+/// The caches and building blocks that are measured, named after the place where the pages are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.
@@ -42,9 +42,9 @@ pub enum Subject {
     QuickCache,
 }
 
-/// Arguments of one run with one subject.
+/// Arguments of one measurement of one subject: a cache, or a building block of a cache.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Hit {
+pub struct HitArguments {
     #[arg(long)]
     pub subject: Subject,
     #[arg(long)]
@@ -53,22 +53,22 @@ pub struct Hit {
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
-    /// The folder of the file, for subjects that use one.
+    /// The folder of the file, for subjects that use a file.
     #[command(flatten)]
     pub place: Option<FilePlace>,
 }
 
 type Record = [u8; RECORD_BYTES];
 
-/// A subject with all its pages filled.
+/// A cache, or a building block of a cache, with all its pages filled.
 trait PageStore: Sync {
-    /// Copies a page out; returns whether it was resident.
+    /// Copies a page to `to`; returns whether the page was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
 
     /// Pins a page, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
 
-    /// Whether the subject supports [`PageStore::pin`].
+    /// Whether [`PageStore::pin`] is supported.
     const CAN_PIN: bool;
 
     /// Returns names and values of further metrics, in bytes per page.
@@ -78,12 +78,12 @@ trait PageStore: Sync {
 }
 
 /// Fills a subject, checks its contents, and measures it.
-pub fn run(arguments: &Hit) -> WorkloadResult {
+pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
-        Subject::Huge => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Huge)),
-        Subject::Dense => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Dense)),
+        Subject::Huge => measure(arguments, pages, || page_cache::Cached::new(pages, page_cache::Folios::Huge)),
+        Subject::Dense => measure(arguments, pages, || page_cache::Cached::new(pages, page_cache::Folios::Dense)),
         Subject::Memcpy => measure(arguments, pages, || plain::Memory::new(pages)),
         Subject::Frames => measure(arguments, pages, || plain::Frames::new(pages)),
         Subject::Mmap => measure(arguments, pages, || plain::Mapped::new(pages, place()?)),
@@ -93,7 +93,11 @@ pub fn run(arguments: &Hit) -> WorkloadResult {
     }
 }
 
-fn measure<D: PageStore>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result<D, Failure>) -> WorkloadResult {
+fn measure<D: PageStore>(
+    arguments: &HitArguments,
+    pages: usize,
+    make: impl FnOnce() -> Result<D, Failure>,
+) -> WorkloadResult {
     let before = resident_bytes()?;
     let store = make()?;
     let grown = resident_bytes()?.saturating_sub(before);
@@ -104,9 +108,9 @@ fn measure<D: PageStore>(arguments: &Hit, pages: usize, make: impl FnOnce() -> R
     let share = proc::own_huge_bytes().unwrap_or(0) as f64 / data_bytes;
     line.insert("huge_share".to_owned(), share.min(1.0).into());
     line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
-    line.insert("copy_ns".to_owned(), time_by_threads(arguments, pages, &store, copy_random_pages)?.into());
+    line.insert("copy_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, copy_random_pages)?.into());
     if D::CAN_PIN {
-        line.insert("pin_ns".to_owned(), time_by_threads(arguments, pages, &store, pin_random_pages)?.into());
+        line.insert("pin_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, pin_random_pages)?.into());
     }
     Ok(line.into())
 }
@@ -137,7 +141,7 @@ fn for_all_records(
     Ok(())
 }
 
-/// Checks every byte of every page.
+/// Checks every byte of every page that the store returns.
 fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     let mut record = [0; RECORD_BYTES];
     for page in 0..pages {
@@ -152,7 +156,8 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// An operation that is repeated on random pages. Returns the number of wrong results.
+/// A function that repeats an operation on random pages and returns the number of wrong results. Its arguments are the
+/// store, the number of pages, the random generator, a buffer, and the number of repetitions.
 type BatchOperation<D> = fn(&D, usize, &mut Rng, &mut Record, usize) -> u64;
 
 #[inline]
@@ -191,9 +196,10 @@ fn pin_random_pages<D: PageStore>(
     wrong
 }
 
-/// Returns the nanoseconds per operation in one thread. All threads use the same pages, each in an order of its own.
-fn time_by_threads<D: PageStore>(
-    arguments: &Hit,
+/// Returns the mean time that a thread needs for one operation, in nanoseconds. All threads use the same pages, each in
+/// its own random order.
+fn mean_ns_in_threads<D: PageStore>(
+    arguments: &HitArguments,
     pages: usize,
     store: &D,
     operation: BatchOperation<D>,
@@ -208,21 +214,21 @@ fn time_by_threads<D: PageStore>(
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
         start.wait();
         // A tenth of the time is warm-up, in which CPUs leave their idle states and caches fill.
-        time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH))?;
-        time_repeated(run, || operation(store, pages, &mut random, to, BATCH))
+        time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH_OPERATIONS))?;
+        time_repeated(run, || operation(store, pages, &mut random, to, BATCH_OPERATIONS))
     };
-    let each = in_threads(arguments.threads, work)?;
+    let each = run_in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
 /// Number of operations between two reads of the clock.
-const BATCH: usize = 128;
+const BATCH_OPERATIONS: usize = 128;
 
 fn time_repeated(run: Duration, mut operation: impl FnMut() -> u64) -> Result<f64, Failure> {
     let (begun, mut done, mut wrong) = (Instant::now(), 0, 0);
     while begun.elapsed() < run || done == 0 {
         wrong += operation();
-        done += BATCH;
+        done += BATCH_OPERATIONS;
     }
     let took = begun.elapsed();
     match wrong {

@@ -9,7 +9,7 @@ use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Memory of the cache beyond its data, so that the cache does not come near its limit.
+/// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
 /// The kind of folio that the file's pages must have.
@@ -30,12 +30,12 @@ pub fn failed(error: impl Into<pagemill_core::Error>) -> Failure {
     Failure::Other(error.into().to_string())
 }
 
-/// Makes a cache whose pages have the size of a record.
+/// Makes a page cache whose pages have the size of a record.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<PageCache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
-/// Makes a cache with pages of the given size.
+/// Makes a page cache with pages of `page_bytes` bytes.
 pub fn cache_of(
     page_bytes: usize,
     limit_bytes: u64,
@@ -54,7 +54,7 @@ pub fn cache_of(
 }
 
 impl Cached {
-    /// Fills a file and checks that its folios are of the requested kind.
+    /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind.
     pub fn new(pages: usize, folios: Folios) -> Result<Self, Failure> {
         let bytes = (pages * RECORD_BYTES) as u64;
         let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
@@ -105,16 +105,16 @@ impl PageStore for Cached {
 
 /// Arguments of a run with many small files in one cache.
 #[derive(Clone, Debug, clap::Args)]
-pub struct SmallFiles {
+pub struct SmallFilesArguments {
     #[arg(long)]
     pub files: usize,
     #[arg(long)]
     pub bytes: usize,
 }
 
-/// Measures the memory of the files, divided by their bytes rounded up to pages. Reports two values: the memory that
-/// the kernel counts, and the memory that the cache counts.
-pub fn measure_files(arguments: &SmallFiles) -> WorkloadResult {
+/// Measures the memory that the files use, divided by their bytes rounded up to pages. The resulting JSON has this
+/// ratio for the memory that the kernel counts, and for the memory that the cache counts.
+pub fn measure_files(arguments: &SmallFilesArguments) -> WorkloadResult {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);
     let byte = |file: usize| file as u8;
