@@ -146,7 +146,7 @@ workloads! {
     "__filler" Filler(workload::host::FillerArguments) => workload::host::run_filler,
     "__idle" Idle(workload::idle::IdleArguments) => workload::idle::run,
     "__small" Small(workload::small::SmallArguments) => workload::small::run,
-    "__slab" Slab(workload::slab::Slab) => workload::slab::run,
+    "__slab" Slab(workload::slab::SlabArguments) => workload::slab::run,
     "__giveback" Giveback(workload::giveback::GivebackArguments) => workload::giveback::run,
     "__iozone" Iozone(workload::iozone::IozoneArguments) => workload::iozone::run,
     "__iozone-part" IozonePart(workload::iozone::WorkerArguments) => workload::iozone::run_worker,

@@ -1,4 +1,5 @@
-//! Caches by handle for the random operations. All threads change the values on the board, and each change is counted.
+//! Caches of values that are accessed by handle, for the random operations. All threads change the values on the board,
+//! and each change is counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
 use fastrand::Rng;
@@ -10,23 +11,23 @@ use pagemill_slab as slab;
 use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slabs};
 
 use super::stamped::{Counters, Stamp, Stamped};
-use super::{BOARD, RemoveOutcome, Subject};
+use super::{BOARD_OBJECTS, RemoveOutcome, Subject};
 
 // SAFETY: the value contains only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
-/// A cache by handle that is tested.
-pub struct Values<const WORDS: usize> {
+/// The slab cache under test, whose values are accessed by handle.
+pub struct HandleCache<const WORDS: usize> {
     cache: HandleMap<Stamped<WORDS>>,
     counters: &'static Counters,
     board: Vec<Handle<Stamped<WORDS>>>,
-    /// Number of changes made to each value of the board.
+    /// Number of changes made to each value of the board, that is, of the values that all threads use.
     changes: Vec<AtomicU64>,
 }
 
-impl<const WORDS: usize> Values<WORDS> {
+impl<const WORDS: usize> HandleCache<WORDS> {
     /// Changes a value. Returns whether the change was made; `None` if the value is missing. Sets `is_right` to false
-    /// if the old value was torn, or if `old` returns false for its stamp.
+    /// if the old value was torn, or if `old` returns false for the stamp of the old value.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
             *is_right &= old(value.stamp()) && value.is_intact();
@@ -39,15 +40,15 @@ impl<const WORDS: usize> Values<WORDS> {
     }
 }
 
-impl<const WORDS: usize> Subject for Values<WORDS> {
+impl<const WORDS: usize> Subject for HandleCache<WORDS> {
     type Key = Handle<Stamped<WORDS>>;
     type Pin<'a> = Pinned<'a, Stamped<WORDS>>;
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cache = slabs.by_handle(Settings::new("values"))?;
         let insert = |at| Ok(cache.insert(Stamped::new(Stamp::of_board(at), counters))?);
-        let board = (0..BOARD).map(insert).collect::<Result<_>>()?;
-        Ok(Self { cache, counters, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
+        let board = (0..BOARD_OBJECTS).map(insert).collect::<Result<_>>()?;
+        Ok(Self { cache, counters, board, changes: (0..BOARD_OBJECTS).map(|_| AtomicU64::new(0)).collect() })
     }
 
     fn insert(&self, stamp: Stamp, _node: Option<usize>) -> Result<Self::Key> {
@@ -122,7 +123,8 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         self.cache.info().expect("a cache of this process")
     }
 
-    /// Removes half of the values. The others are dropped with the cache.
+    /// Checks the values of the board and removes half of the values in `left`. All other values are dropped with the
+    /// cache. Returns the number of wrong or missing values.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
             let guard = slab::enter();
@@ -135,6 +137,6 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(Some(_))));
         let missing = left.len().div_ceil(2) - removed.count();
         // While readers have guards, the cache may still count values that were removed.
-        wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
+        wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD_OBJECTS)
     }
 }
