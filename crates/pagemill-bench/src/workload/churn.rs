@@ -31,7 +31,7 @@ const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 pub struct ChurnArguments {
     #[arg(long)]
     pub threads: usize,
-    /// Size of the live allocations of all threads together, in MiB.
+    /// Total size of the live allocations of all threads together, in MiB.
     #[arg(long)]
     pub mib: usize,
     /// Time in ms for which the threads replace allocations.
@@ -84,7 +84,8 @@ pub fn run(arguments: &ChurnArguments) -> WorkloadResult {
         state.is_over.store(true, Ordering::Relaxed);
         emptied.wait();
         let cpu = native::own_cpu_time() - cpu_before;
-        let rested = state.free_shared().and_then(|()| allocate_slowly(Duration::from_millis(arguments.rest_ms)));
+        let rested =
+            state.free_allocations_in_slots().and_then(|()| allocate_slowly(Duration::from_millis(arguments.rest_ms)));
         let after_mib = mib(proc::own_resident_bytes());
         ended.wait();
         let joined =
@@ -173,8 +174,8 @@ impl SharedState {
         }
     }
 
-    /// Frees the allocations that are still in the slots.
-    fn free_shared(&self) -> Result<(), Failure> {
+    /// Frees the allocations that are still in the slots through which threads pass allocations to each other.
+    fn free_allocations_in_slots(&self) -> Result<(), Failure> {
         let places = self.shared.iter();
         let mut all = places.filter_map(|place| place.lock().unwrap_or_else(PoisonError::into_inner).take());
         all.try_for_each(|held| self.free(held))

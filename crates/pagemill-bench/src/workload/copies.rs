@@ -1,5 +1,5 @@
-//! Memory for the copies of a search server's records: allocations of malloc, or chunks. After a record, the contents
-//! of a chunk may be discarded until a later record uses the chunk again.
+//! Memory for the copies that a search server makes: allocations of malloc, or chunks. After the search in a copy, the
+//! contents of its chunk may be discarded until a later copy uses the chunk again.
 //!
 //! The chunk freed last is used first (LIFO), as in most allocators.
 
@@ -11,8 +11,8 @@ use crate::native::{Pages, WordAllocation};
 
 /// The kind of memory that holds a copy, and how the memory is given up after the search in the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Memory {
-    /// An allocation of malloc, which is freed.
+pub enum CopyMemory {
+    /// An allocation of malloc, which is freed after the search.
     Malloc,
     /// A volatile range with a handle. After the search it is marked, so that it may be purged; a later copy unmarks
     /// and overwrites it.
@@ -25,11 +25,11 @@ pub enum Memory {
 
 /// The memory for the copies of one thread, including its unused chunks.
 pub struct Copies {
-    memory: Memory,
+    memory: CopyMemory,
     pagemill: Option<&'static Testbed>,
     chunk_bytes: usize,
     free_chunks: Vec<Chunk>,
-    /// Number of chunks that were purged before they were used again.
+    /// Number of chunks whose contents were purged before the chunk was used again.
     pub purged: u64,
 }
 
@@ -38,22 +38,22 @@ enum Chunk {
     Pages(Pages),
 }
 
-/// A copy of words, in an allocation or a chunk.
+/// A copy of words, stored in an allocation of malloc or in a chunk.
 pub struct Copy {
-    storage: Storage,
+    storage: CopyStorage,
     len_bytes: usize,
 }
 
-enum Storage {
+enum CopyStorage {
     WordAllocation(WordAllocation),
     Chunk(Chunk),
 }
 
 impl Copies {
     /// Creates the memory of one thread, without any chunk yet. Each later chunk has `chunk_bytes` bytes.
-    pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
+    pub fn new(memory: CopyMemory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
-            Memory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
+            CopyMemory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
             _ => None,
         };
         Ok(Self { memory, pagemill, chunk_bytes, free_chunks: Vec::new(), purged: 0 })
@@ -62,8 +62,8 @@ impl Copies {
     /// Copies `words`, which must fit into a chunk. Returns none if memory for the copy cannot be allocated.
     pub fn copy_of(&mut self, words: &[u64]) -> Option<Copy> {
         let len_bytes = size_of_val(words);
-        if self.memory == Memory::Malloc {
-            return Some(Copy { storage: Storage::WordAllocation(WordAllocation::copy_of(words)?), len_bytes });
+        if self.memory == CopyMemory::Malloc {
+            return Some(Copy { storage: CopyStorage::WordAllocation(WordAllocation::copy_of(words)?), len_bytes });
         }
         let mut chunk = match self.free_chunks.pop() {
             Some(chunk) => self.prepare_for_reuse(chunk)?,
@@ -71,7 +71,7 @@ impl Copies {
         };
         let (places, _) = chunk.bytes_mut(len_bytes)?.as_chunks_mut();
         places.iter_mut().zip(words).for_each(|(place, word)| *place = word.to_ne_bytes());
-        Some(Copy { storage: Storage::Chunk(chunk), len_bytes })
+        Some(Copy { storage: CopyStorage::Chunk(chunk), len_bytes })
     }
 
     fn new_chunk(&self) -> Option<Chunk> {
@@ -96,12 +96,12 @@ impl Copies {
     ///
     /// A message if the chunk cannot be marked volatile, or if `madvise` fails.
     pub fn release(&mut self, copy: Copy) -> Result<(), String> {
-        let Storage::Chunk(mut chunk) = copy.storage else {
+        let CopyStorage::Chunk(mut chunk) = copy.storage else {
             return Ok(());
         };
         match (&mut chunk, self.memory) {
             (Chunk::VolatileBuf(range), _) => range.mark().map_err(|error| error.to_string())?,
-            (Chunk::Pages(pages), Memory::Free) => pages.advise_free(0, self.chunk_bytes)?,
+            (Chunk::Pages(pages), CopyMemory::Free) => pages.advise_free(0, self.chunk_bytes)?,
             (Chunk::Pages(pages), _) => pages.discard(0, self.chunk_bytes)?,
         }
         self.free_chunks.push(chunk);
@@ -123,20 +123,20 @@ impl Copy {
     /// Returns none for a copy in an allocation of malloc, or if the chunk cannot be pinned.
     fn with_words<T>(&self, read: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.storage {
-            Storage::WordAllocation(_) => None,
-            Storage::Chunk(Chunk::VolatileBuf(range)) => {
+            CopyStorage::WordAllocation(_) => None,
+            CopyStorage::Chunk(Chunk::VolatileBuf(range)) => {
                 let pin = range.pin().ok()?;
                 Some(read(pin.whole()?[..self.len_bytes].as_chunks().0))
             }
-            Storage::Chunk(Chunk::Pages(pages)) => Some(read(pages.bytes(self.len_bytes).as_chunks().0)),
+            CopyStorage::Chunk(Chunk::Pages(pages)) => Some(read(pages.bytes(self.len_bytes).as_chunks().0)),
         }
     }
 
     /// Returns the index of `key` among the copied words, which are in ascending order.
     pub fn find(&self, key: u64) -> Option<usize> {
         match &self.storage {
-            Storage::WordAllocation(piece) => piece.words().binary_search(&key).ok(),
-            Storage::Chunk(_) => {
+            CopyStorage::WordAllocation(piece) => piece.words().binary_search(&key).ok(),
+            CopyStorage::Chunk(_) => {
                 self.with_words(|words| words.binary_search_by_key(&key, |word| u64::from_ne_bytes(*word)).ok())?
             }
         }
@@ -144,8 +144,8 @@ impl Copy {
 
     pub fn sum(&self) -> Option<u64> {
         match &self.storage {
-            Storage::WordAllocation(piece) => Some(sum(piece.words().iter().copied())),
-            Storage::Chunk(_) => self.with_words(|words| sum(words.iter().map(|word| u64::from_ne_bytes(*word)))),
+            CopyStorage::WordAllocation(piece) => Some(sum(piece.words().iter().copied())),
+            CopyStorage::Chunk(_) => self.with_words(|words| sum(words.iter().map(|word| u64::from_ne_bytes(*word)))),
         }
     }
 }
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn copies_equal_their_source() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();
-        for memory in [Memory::Malloc, Memory::Handles, Memory::Free, Memory::Dontneed] {
+        for memory in [CopyMemory::Malloc, CopyMemory::Handles, CopyMemory::Free, CopyMemory::Dontneed] {
             let mut copies = Copies::new(memory, 2 * size_of_val(&*words)).expect("a Pagemill");
             for len in [words.len(), 100, words.len()] {
                 let copy = copies.copy_of(&words[..len]).expect("64 KiB are there");

@@ -19,15 +19,15 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::copies::{self, Copies, Copy, Memory};
+use super::copies::{self, Copies, Copy, CopyMemory};
 use super::{Failure, WorkloadResult};
 use crate::native::{self, WordAllocation};
 use crate::proc;
 
-/// Number of words of a chunk, and of each copy, with [`Sizes::Fixed`]: 256 KiB, as in ebizzy.
+/// Number of words of a chunk, and of each copy, with [`CopySizes::Fixed`]: 256 KiB, as in ebizzy.
 const FIXED_COPY_WORDS: usize = 256 * 1024 / 8;
 
-/// Smallest and largest number of words of a copy with [`Sizes::Mixed`]: 64 KiB to 1 MiB.
+/// Smallest and largest number of words of a copy with [`CopySizes::Mixed`]: 64 KiB to 1 MiB.
 const MIXED_COPY_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
 /// Minimum number of records (a copy and a search in it) that each thread makes before the measurement, and again
@@ -37,9 +37,9 @@ const MIN_RECORDS: u64 = 4;
 /// Maximum time to wait until every thread has made [`MIN_RECORDS`] records.
 const MIN_RECORDS_TIME_LIMIT: Duration = Duration::from_secs(30);
 
-/// The sizes of the copies.
+/// The sizes of the copies that are made of the chunks of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Sizes {
+pub enum CopySizes {
     /// Each copy has 256 KiB
     Fixed,
     /// Each copy has a uniformly random size from 64 KiB to 1 MiB
@@ -55,10 +55,10 @@ pub struct EbizzyArguments {
     #[arg(long)]
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
-    pub sizes: Sizes,
+    pub sizes: CopySizes,
     /// The kind of memory in which the copies are stored.
     #[arg(long, default_value = "malloc")]
-    pub memory: Memory,
+    pub memory: CopyMemory,
     /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
@@ -78,7 +78,7 @@ pub struct EbizzyArguments {
 
 struct SharedState {
     chunks: Vec<WordAllocation>,
-    sizes: Sizes,
+    sizes: CopySizes,
     sum_every: u64,
     is_over: AtomicBool,
     counters: Vec<Counters>,
@@ -107,8 +107,8 @@ struct Bursts {
 /// and a search in it) per second, the page faults per record, and the number of failed allocations.
 pub fn run(arguments: &EbizzyArguments) -> WorkloadResult {
     let words = match arguments.sizes {
-        Sizes::Fixed => FIXED_COPY_WORDS,
-        Sizes::Mixed => MIXED_COPY_WORDS.1,
+        CopySizes::Fixed => FIXED_COPY_WORDS,
+        CopySizes::Mixed => MIXED_COPY_WORDS.1,
     };
     let shared = SharedState {
         chunks: make_working_set(arguments.chunks, words)?,
@@ -135,7 +135,7 @@ pub fn run(arguments: &EbizzyArguments) -> WorkloadResult {
         shared.is_over.store(true, Ordering::Relaxed);
         measured
     });
-    let mismatches = shared.sum(|counters| &counters.mismatches);
+    let mismatches = shared.sum_over_threads(|counters| &counters.mismatches);
     if mismatches > 0 {
         return Err(Failure::WrongAnswer(format!("{mismatches} searches ended at a wrong key")));
     }
@@ -187,7 +187,12 @@ fn measure(shared: &SharedState, arguments: &EbizzyArguments) -> WorkloadResult 
     shared.await_records(&vec![0; arguments.threads])?;
     let snapshot = || {
         let faults = proc::process_stat(std::process::id()).map_or(0, |own| own.minor_faults);
-        (shared.sum(|counters| &counters.records), faults, shared.sum(|counters| &counters.purged), Instant::now())
+        (
+            shared.sum_over_threads(|counters| &counters.records),
+            faults,
+            shared.sum_over_threads(|counters| &counters.purged),
+            Instant::now(),
+        )
     };
     let (before, made) = (snapshot(), shared.records_per_thread());
     thread::sleep(Duration::from_millis(arguments.measure_ms));
@@ -199,7 +204,7 @@ fn measure(shared: &SharedState, arguments: &EbizzyArguments) -> WorkloadResult 
         "records_per_second": records as f64 / seconds,
         "faults_per_record": (after.1 - before.1) as f64 / records.max(1) as f64,
         "purged_per_record": (after.2 - before.2) as f64 / records.max(1) as f64,
-        "refused": shared.sum(|counters| &counters.refused),
+        "refused": shared.sum_over_threads(|counters| &counters.refused),
         "bursts": shared.bursts.load(Ordering::Relaxed),
     }))
 }
@@ -247,7 +252,7 @@ fn make_burst(shared: &SharedState, bursts: &mut Bursts, counters: &Counters, co
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, and the key to find in it.
+/// One record of the workload: a copy of a chunk, and the key to find in the copy.
 struct Query {
     copy: Copy,
     chunk: usize,
@@ -261,8 +266,8 @@ impl Query {
         let chunk = random.usize(..shared.chunks.len());
         let source = shared.chunks[chunk].words();
         let words = match shared.sizes {
-            Sizes::Fixed => source.len(),
-            Sizes::Mixed => MIXED_COPY_WORDS.0 + random.usize(..MIXED_COPY_WORDS.1 - MIXED_COPY_WORDS.0 + 1),
+            CopySizes::Fixed => source.len(),
+            CopySizes::Mixed => MIXED_COPY_WORDS.0 + random.usize(..MIXED_COPY_WORDS.1 - MIXED_COPY_WORDS.0 + 1),
         };
         let place = random.usize(..words);
         let copy = copies.copy_of(&source[..words])?;
@@ -332,7 +337,7 @@ impl SharedState {
         Ok(())
     }
 
-    fn sum(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
+    fn sum_over_threads(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
         let counters = self.counters.iter().map(counter);
         counters.map(|counter| counter.load(Ordering::Relaxed)).sum()
     }
@@ -345,7 +350,7 @@ mod tests {
     fn shared_state() -> SharedState {
         SharedState {
             chunks: make_working_set(3, MIXED_COPY_WORDS.1).expect("3 MiB are there"),
-            sizes: Sizes::Mixed,
+            sizes: CopySizes::Mixed,
             sum_every: 1,
             is_over: AtomicBool::new(false),
             counters: vec![Counters::default()],
@@ -367,7 +372,7 @@ mod tests {
     #[test]
     fn damaged_copy_is_counted() {
         let shared = shared_state();
-        let mut copies = Copies::new(Memory::Malloc, 0).expect("nothing is made yet");
+        let mut copies = Copies::new(CopyMemory::Malloc, 0).expect("nothing is made yet");
         let mut query = Query::make(&shared, &mut copies, &mut Rng::with_seed(1)).expect("1 MiB is there");
         assert!(query.finds_key(&shared) && query.equals_source(&shared));
 
@@ -380,6 +385,6 @@ mod tests {
         assert!(!query.finds_key(&shared) && !query.equals_source(&shared));
         shared.counters[0].count_record(&shared, &query);
 
-        assert_eq!(shared.sum(|counters| &counters.mismatches), 1);
+        assert_eq!(shared.sum_over_threads(|counters| &counters.mismatches), 1);
     }
 }

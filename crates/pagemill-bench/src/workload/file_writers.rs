@@ -29,10 +29,10 @@ pub struct FileWritersArguments {
     pub place: FilePlace,
     #[arg(long)]
     pub writers: u64,
-    /// Length of each volatile file
+    /// Length of each volatile file in MiB
     #[arg(long)]
     pub file_mib: u64,
-    /// Total length of the files that must be kept
+    /// Total length in MiB of the files that must be kept
     #[arg(long)]
     pub kept_mib: u64,
     /// Number of volatile files that must still exist at the end: those that were closed last
@@ -45,7 +45,7 @@ pub struct FileWritersArguments {
     pub run_ms: u64,
 }
 
-/// Counters shared by all writers.
+/// Counters shared by all threads that write files.
 #[derive(Default)]
 struct Counters {
     /// Index of the next file to write, from 0.
@@ -154,7 +154,7 @@ fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
     Ok(output)
 }
 
-/// Returns whether the file exists and has every byte that was written.
+/// Returns whether the file exists and has exactly the bytes that its writer wrote.
 fn is_intact(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }

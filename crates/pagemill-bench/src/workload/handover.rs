@@ -14,7 +14,7 @@ use crate::signs::Signs;
 
 /// Smallest and largest size of a large allocation, in bytes.
 const LARGE_SIZES: (usize, usize) = (64 << 10, 1 << 20);
-/// Number of small allocations for each large one.
+/// Number of small allocations that are made for each large one.
 const SMALL_PER_LARGE: usize = 4;
 /// Smallest and largest size of a small allocation, in bytes.
 const SMALL_SIZES: (usize, usize) = (16, 4 << 10);

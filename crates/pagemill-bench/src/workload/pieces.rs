@@ -16,16 +16,16 @@ use crate::signs::Signs;
 
 /// Bytes of a run, that is, of consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
-/// Of this many consecutive runs of allocations, [`KEPT_RUNS`] are kept and the others are freed. If allocations are
-/// freed at random, the same fraction of them is kept.
+/// Of this many consecutive runs of allocations, [`KEPT_RUNS_PER_CYCLE`] are kept and the others are freed. If single
+/// allocations are freed at random, the same fraction of them is kept.
 const RUNS_PER_CYCLE: u64 = 20;
 /// Number of runs of allocations that are kept, of [`RUNS_PER_CYCLE`] consecutive runs.
-const KEPT_RUNS: u64 = 2;
+const KEPT_RUNS_PER_CYCLE: u64 = 2;
 
 /// The process measures its resident memory each time it has allocated this many bytes.
 const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
-/// Which allocations are freed.
+/// The allocations that are freed, and the pattern of those that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Freed {
     All,
@@ -116,8 +116,8 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     let mut random = Rng::with_seed(0x7069_6563);
     let wrong = chain.retain(|place| match freed {
         Freed::All => false,
-        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS,
-        Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS,
+        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS_PER_CYCLE,
+        Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS_PER_CYCLE,
     });
     match wrong {
         0 => Ok(()),
@@ -128,10 +128,10 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
 /// Length of a cycle of work and sleep with [`Load::Busy`].
 const BUSY_CYCLE: Duration = Duration::from_millis(10);
 /// Part of each cycle in which a process with [`Load::Busy`] works.
-const WORKING_TIME: Duration = Duration::from_millis(2);
+const WORKING_TIME_PER_CYCLE: Duration = Duration::from_millis(2);
 
 /// Bytes that a process with [`Load::Little`] allocates each millisecond.
-const LITTLE_BYTES: usize = 512;
+const LITTLE_LOAD_BYTES: usize = 512;
 
 impl Load {
     /// Does this work once, then sleeps: 1 ms in total with `Little`, 10 ms with `Busy`. Returns the number of failed
@@ -145,12 +145,12 @@ impl Load {
         let mut refused = 0;
         match self {
             Self::Little => {
-                refused += u64::from(TaggedAllocation::new(LITTLE_BYTES, 1).is_none());
+                refused += u64::from(TaggedAllocation::new(LITTLE_LOAD_BYTES, 1).is_none());
                 thread::sleep(Duration::from_millis(1));
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING_TIME {
+                while begun.elapsed() < WORKING_TIME_PER_CYCLE {
                     match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));

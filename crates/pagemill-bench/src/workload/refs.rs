@@ -35,7 +35,7 @@ pub struct RefsArguments {
     pub threads: usize,
     #[arg(long)]
     pub range_kib: usize,
-    /// Each thread uses a folio of its own.
+    /// Each thread pins ranges of a folio of its own; otherwise all threads use one folio.
     #[arg(long)]
     pub own: bool,
     #[arg(long)]

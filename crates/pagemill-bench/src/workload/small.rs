@@ -10,7 +10,7 @@ use crate::native::TaggedAllocation;
 
 /// Number of malloc and free pairs in a step of every pattern; number of allocations in a batch; number of live
 /// allocations in the pattern churn.
-pub const STEP_PAIRS: u64 = 1000;
+pub const PAIRS_PER_STEP: u64 = 1000;
 
 /// The order in which allocations are made and freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
@@ -64,7 +64,7 @@ pub fn run(arguments: &SmallArguments) -> WorkloadResult {
 
 fn run_pairs(arguments: &SmallArguments) -> WorkloadResult {
     let mut thread = ThreadState::new(arguments, 0)?;
-    for _ in 0..arguments.pairs / STEP_PAIRS {
+    for _ in 0..arguments.pairs / PAIRS_PER_STEP {
         thread.step()?;
     }
     thread.check_results()?;
@@ -73,7 +73,7 @@ fn run_pairs(arguments: &SmallArguments) -> WorkloadResult {
 
 fn run_timed(arguments: &SmallArguments, duration: Duration) -> WorkloadResult {
     let make = |index| ThreadState::new(arguments, index as u64).and_then(ThreadState::warm_up);
-    let times = steps::measure_threads(arguments.threads, duration, STEP_PAIRS, make)?;
+    let times = steps::measure_threads(arguments.threads, duration, PAIRS_PER_STEP, make)?;
     Ok(serde_json::json!({ "ns_per_pair": times.ns_per_operation(), "pairs": times.operations() }))
 }
 
@@ -83,7 +83,7 @@ impl ThreadState {
             return Err(Failure::Other("a block holds a tag of eight bytes".to_owned()));
         }
         let mut table: Vec<Option<TaggedAllocation>> = Vec::new();
-        table.resize_with(STEP_PAIRS as usize, || None);
+        table.resize_with(PAIRS_PER_STEP as usize, || None);
         if arguments.pattern == Pattern::Churn {
             for (tag, slot) in (0..).zip(&mut table) {
                 *slot = Some(TaggedAllocation::new(arguments.size, tag).ok_or_else(out_of_memory)?);
@@ -96,7 +96,7 @@ impl ThreadState {
     /// state. Under Pagemill, the C library serves the first hundred thousand calls of a program.
     fn warm_up(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_TIME_LIMIT;
-        for _ in 0..WARM_PAIRS / STEP_PAIRS {
+        for _ in 0..WARM_PAIRS / PAIRS_PER_STEP {
             self.step()?;
             if Instant::now() >= end {
                 break;
@@ -107,11 +107,11 @@ impl ThreadState {
 }
 
 impl StepWork for ThreadState {
-    /// Makes [`STEP_PAIRS`] pairs of malloc and free. The tag of each allocation is checked before the free.
+    /// Makes [`PAIRS_PER_STEP`] pairs of malloc and free. The tag of each allocation is checked before the free.
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
-                for tag in 0..STEP_PAIRS {
+                for tag in 0..PAIRS_PER_STEP {
                     let block = TaggedAllocation::new(self.size, tag).ok_or_else(out_of_memory)?;
                     self.wrong += u64::from(block.tag() != tag);
                 }
@@ -126,7 +126,7 @@ impl StepWork for ThreadState {
                 }
             }
             Pattern::Churn => {
-                for _ in 0..STEP_PAIRS {
+                for _ in 0..PAIRS_PER_STEP {
                     let tag = self.random.usize(..self.table.len());
                     let slot = &mut self.table[tag];
                     let block = slot.take();

@@ -19,7 +19,7 @@ pub trait StepWork {
 /// For each thread, its number of operations in the measured interval and the time that they took.
 pub struct ThreadTimes(Vec<ThreadTime>);
 
-/// Number of operations of one thread, and the time that they took.
+/// Number of operations that one thread made in the measured interval, and the time that they took.
 #[derive(Clone, Copy)]
 struct ThreadTime {
     nanoseconds: u64,

@@ -28,15 +28,15 @@ const BLOCK_BYTES: usize = 2 << 20;
 /// The method that allows memory to be discarded and later ends this permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Method {
-    /// Handles: mark volatile, then unmark.
+    /// A range with a handle is marked volatile and unmarked.
     Handles,
-    /// Handles: pin, then unpin.
+    /// A range with a handle, which is marked volatile, is pinned and unpinned.
     Pin,
-    /// `vrange` marks by address, with 100,000 other marked ranges.
+    /// A range is marked and unmarked by its address (`vrange`), while 100,000 other ranges are marked.
     Vrange,
-    /// `MADV_FREE`, then a write to each page.
+    /// `MADV_FREE` is applied to a range, then each page of the range is written.
     Free,
-    /// `MADV_DONTNEED`, then a write to each page.
+    /// `MADV_DONTNEED` is applied to a range, then each page of the range is written.
     Dontneed,
 }
 

@@ -30,13 +30,13 @@ pub enum Subject {
     Huge,
     /// The page cache with folios of one page.
     Dense,
-    /// Plain memory in huge pages.
+    /// Pages in plain memory that is backed by huge pages.
     Memcpy,
-    /// Plain memory in huge pages, with a state word for each page.
+    /// Pages in plain memory that is backed by huge pages, with a state word for each page.
     Frames,
-    /// A file, mapped into memory.
+    /// Pages of a file that is mapped into memory.
     Mmap,
-    /// A file, read by system calls.
+    /// Pages of a file that is read by system calls.
     Pread,
     Foyer,
     QuickCache,
@@ -62,13 +62,13 @@ type Record = [u8; RECORD_BYTES];
 
 /// A cache, or a building block of a cache, with all its pages filled.
 trait PageStore: Sync {
-    /// Copies a page to `to`; returns whether the page was resident.
+    /// Copies the page with index `page` to `to`; returns whether the page was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
 
-    /// Pins a page, reads its first word, and unpins it.
+    /// Pins the page with index `page`, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
 
-    /// Whether [`PageStore::pin`] is supported.
+    /// Whether pages can be pinned by [`PageStore::pin`].
     const CAN_PIN: bool;
 
     /// Returns names and values of further metrics, in bytes per page.
@@ -77,13 +77,15 @@ trait PageStore: Sync {
     }
 }
 
-/// Fills a subject, checks its contents, and measures it.
+/// Fills a cache or a building block of a cache with pages, checks its contents, and measures it.
 pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
-        Subject::Huge => measure(arguments, pages, || page_cache::Cached::new(pages, page_cache::Folios::Huge)),
-        Subject::Dense => measure(arguments, pages, || page_cache::Cached::new(pages, page_cache::Folios::Dense)),
+        Subject::Huge => measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Huge)),
+        Subject::Dense => {
+            measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Dense))
+        }
         Subject::Memcpy => measure(arguments, pages, || plain::Memory::new(pages)),
         Subject::Frames => measure(arguments, pages, || plain::Frames::new(pages)),
         Subject::Mmap => measure(arguments, pages, || plain::Mapped::new(pages, place()?)),
@@ -221,7 +223,7 @@ fn mean_ns_in_threads<D: PageStore>(
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Number of operations between two reads of the clock.
+/// Number of page copies, or pins, between two reads of the clock.
 const BATCH_OPERATIONS: usize = 128;
 
 fn time_repeated(run: Duration, mut operation: impl FnMut() -> u64) -> Result<f64, Failure> {

@@ -12,15 +12,15 @@ use crate::workload::{Failure, WorkloadResult};
 /// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// The kind of folio that the file's pages must have.
+/// The kind of folio in which the pages of a file must lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Folios {
+pub enum FolioKind {
     Huge,
     Dense,
 }
 
 /// A file in a page cache, with all its pages resident.
-pub struct Cached {
+pub struct CachedFile {
     cache: PageCache,
     file: Mapping,
     pages: usize,
@@ -53,16 +53,16 @@ pub fn cache_of(
     settings.build_in(pagemill.caches).map_err(failed)
 }
 
-impl Cached {
+impl CachedFile {
     /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind.
-    pub fn new(pages: usize, folios: Folios) -> Result<Self, Failure> {
+    pub fn new(pages: usize, folios: FolioKind) -> Result<Self, Failure> {
         let bytes = (pages * RECORD_BYTES) as u64;
-        let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
+        let policy: Box<dyn Policy> = if folios == FolioKind::Huge { Box::new(Always) } else { Box::new(Never) };
         let cache = cache(bytes + SPARE_BYTES, policy, true)?;
         let file = cache.create().map_err(failed)?;
         for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();
-        let expected = if folios == Folios::Huge { (bytes, 0) } else { (0, bytes) };
+        let expected = if folios == FolioKind::Huge { (bytes, 0) } else { (0, bytes) };
         if (usage.huge, usage.small) != expected {
             return Err(Failure::Other(format!("{folios:?}: the file lies elsewhere: {usage:?}")));
         }
@@ -77,7 +77,7 @@ pub fn write_all(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failur
     }
 }
 
-impl PageStore for Cached {
+impl PageStore for CachedFile {
     const CAN_PIN: bool = true;
 
     #[inline]

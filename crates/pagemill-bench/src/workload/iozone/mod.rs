@@ -96,7 +96,7 @@ pub struct WorkerArguments {
     job: String,
 }
 
-/// One operation of one worker on its file.
+/// One operation that one worker makes on the records of its file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Job {
     path: PathBuf,

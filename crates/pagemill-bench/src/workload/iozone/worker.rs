@@ -65,7 +65,7 @@ impl CachedFiles {
     }
 }
 
-/// How a worker accesses its file.
+/// The way in which a worker accesses its file.
 enum FileAccess {
     /// The worker reads and writes by system calls.
     Calls(File),
@@ -119,7 +119,7 @@ impl FileAccess {
     }
 }
 
-/// Checks that a whole record was transferred.
+/// Fails if a read or write failed, or did not transfer a whole record.
 #[inline]
 fn check_transferred(doing: &str, result: pagemill_core::Result<usize>) -> Result<(), String> {
     match result {
@@ -129,7 +129,7 @@ fn check_transferred(doing: &str, result: pagemill_core::Result<usize>) -> Resul
     }
 }
 
-/// The state of a worker that is ready to start.
+/// The state of a worker that is ready to run its operation.
 struct Worker {
     file_access: FileAccess,
     /// The indexes of all records in random order; empty if the operation is not random.

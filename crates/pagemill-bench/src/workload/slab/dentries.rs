@@ -20,7 +20,7 @@ const NAME_WORDS: usize = 5;
 
 /// State of an entry that is not in the directory tree. `construct` makes such an entry.
 const STATE_FREE: u64 = 0;
-/// State of an entry in the directory tree.
+/// State of an entry that is in the directory tree.
 const STATE_LIVE: u64 = 1;
 /// State of an entry in the directory tree while defragmentation moves it.
 const STATE_MOVING: u64 = 2;
@@ -33,9 +33,9 @@ pub struct Dentry {
     number: AtomicU64,
     is_directory: AtomicU64,
     parent: AtomicPtr<Dentry>,
-    /// First entry of this directory.
+    /// First entry in the list of this directory's entries.
     first: AtomicPtr<Dentry>,
-    /// Last entry of this directory.
+    /// Last entry in the list of this directory's entries.
     last: AtomicPtr<Dentry>,
     /// Previous entry in the list of the parent directory.
     before: AtomicPtr<Dentry>,
@@ -197,7 +197,7 @@ fn copy_fields(from: &Dentry, to: &Dentry) {
 /// A tree of directories and files. Entry number 0 is the root directory.
 pub struct DentryTree {
     cache: OwnerSlab<DentryOwner>,
-    /// The unused entry numbers.
+    /// The entry numbers that are not in use.
     free: Vec<u64>,
 }
 
@@ -210,17 +210,17 @@ impl DentryTree {
         // they are, and this workload adds and removes directories by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
-        tree.make(None, 0, true)?;
+        tree.make_entry(None, 0, true)?;
         Ok(tree)
     }
 
     /// Appends an entry to a directory and returns the entry's number. The serial number must be larger than those of
     /// all entries in the directory.
     pub fn add(&mut self, parent: u64, serial: u64, is_directory: bool) -> Result<u64, Failure> {
-        self.make(Some(parent), serial, is_directory)
+        self.make_entry(Some(parent), serial, is_directory)
     }
 
-    fn make(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
+    fn make_entry(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
         let number = self.free.pop().ok_or_else(|| Failure::Other("the table of entries is full".to_owned()))?;
         let owner = self.cache.owner();
         let new = self.cache.allocate().map_err(failed)?;

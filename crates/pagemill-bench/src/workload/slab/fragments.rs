@@ -73,13 +73,17 @@ impl SubjectOptions {
     /// as memory of the allocator or cache.
     pub fn run(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
         match self.size {
-            192 => self.with_words::<24>(provider, work),
-            576 => self.with_words::<72>(provider, work),
+            192 => self.run_with_object_words::<24>(provider, work),
+            576 => self.run_with_object_words::<72>(provider, work),
             other => Err(Failure::Other(format!("objects are of 192 or of 576 bytes, not of {other}"))),
         }
     }
 
-    fn with_words<const WORDS: usize>(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
+    fn run_with_object_words<const WORDS: usize>(
+        &self,
+        provider: SlabsProvider,
+        work: &impl SubjectWork,
+    ) -> WorkloadResult {
         match self.subject {
             Subject::OwnerSlab => {
                 let table = AddressTable::<WORDS>::new(self.objects + SPARE_OBJECT_NUMBERS);
@@ -116,7 +120,7 @@ impl<Reference> FragmentationPlan<Reference> {
         &self.order[..self.order.len() - self.order.len() / OBJECTS_PER_KEPT_ONE]
     }
 
-    /// Returns the numbers of the kept objects in ascending order.
+    /// Returns the numbers of the objects to keep, in ascending order.
     fn kept_numbers(&self) -> Vec<u32> {
         let mut kept_numbers = self.order[self.freed_numbers().len()..].to_vec();
         kept_numbers.sort_unstable();

@@ -41,9 +41,9 @@ const GROUP_COUNT: usize = 16;
 /// In each group, the writer keeps one object in this many on average, and frees the others.
 const OBJECTS_PER_KEPT_ONE: usize = 10;
 /// Number of reads or writes in a step of a thread. No clock is read during a step.
-const STEP_OPERATIONS: usize = 1024;
+const OPERATIONS_PER_STEP: usize = 1024;
 /// Number of reads that the reader makes under one epoch guard.
-const GUARDED_READS: usize = 64;
+const READS_PER_GUARD: usize = 64;
 
 /// After each step, the defragmenting thread sleeps this many times as long as the step took. So it uses a twentieth of
 /// a CPU.
@@ -72,7 +72,7 @@ fn measure<O: SharedObjects>(arguments: &MovesArguments, slabs: &'static Slabs, 
     };
     let rest = |took: Duration| (took * SLEEP_FACTOR).max(MIN_SLEEP);
     let times = run_with_defragmentation(arguments.defrag.then_some(slabs), rest, || {
-        steps::measure_threads(2, Duration::from_millis(arguments.run_ms), STEP_OPERATIONS as u64, make)
+        steps::measure_threads(2, Duration::from_millis(arguments.run_ms), OPERATIONS_PER_STEP as u64, make)
     })?;
     let took = begun.elapsed();
     let moved = objects.info()?.moved;
@@ -121,9 +121,9 @@ struct Reader<'objects, O> {
 
 impl<O: SharedObjects> Reader<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        for _ in 0..STEP_OPERATIONS / GUARDED_READS {
+        for _ in 0..OPERATIONS_PER_STEP / READS_PER_GUARD {
             let guard = slab::enter();
-            for _ in 0..GUARDED_READS {
+            for _ in 0..READS_PER_GUARD {
                 let number = self.random.usize(..self.count);
                 self.wrong += u64::from(self.objects.read(number, &guard).is_err());
             }
@@ -199,10 +199,11 @@ impl<'objects, O: SharedObjects> Writer<'objects, O> {
 
 impl<O: SharedObjects> Writer<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        (0..STEP_OPERATIONS).try_for_each(|_| self.replace_one())
+        (0..OPERATIONS_PER_STEP).try_for_each(|_| self.replace_one())
     }
 
-    /// Checks that exactly the expected objects exist, and that each was changed as often as expected.
+    /// Checks that exactly those objects exist which this writer made and did not free, and that each was changed as
+    /// often as the writer changed it.
     fn check_results(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::enter()).ok();
@@ -222,7 +223,7 @@ mod tests {
     /// The writer's check must fail after an object was removed, or changed, without the writer.
     #[test]
     fn lost_objects_and_changes_are_detected() {
-        fn losing(objects: &impl SharedObjects, lose: impl Fn(usize)) -> [bool; 2] {
+        fn check_before_and_after_loss(objects: &impl SharedObjects, lose: impl Fn(usize)) -> [bool; 2] {
             let mut writer = Writer::new(objects, 1600).expect("objects");
             let is_right = writer.check_results().is_ok();
             let there = writer.expected.iter().position(Option::is_some).expect("some stay");
@@ -233,8 +234,14 @@ mod tests {
         let handled = HandleObjects::new(slabs, 1600).expect("a cache");
         let owned = OwnerObjects::new(slabs, 1600).expect("a cache");
 
-        assert_eq!(losing(&handled, |number| handled.remove(number).expect("it is there")), [true, false]);
-        assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
+        assert_eq!(
+            check_before_and_after_loss(&handled, |number| handled.remove(number).expect("it is there")),
+            [true, false]
+        );
+        assert_eq!(
+            check_before_and_after_loss(&owned, |number| owned.change(number).expect("it is there")),
+            [true, false]
+        );
     }
 
     /// All objects must be found while they are moved, by handle and through their owner. Without defragmentation, no

@@ -56,7 +56,7 @@ pub struct SpeedArguments {
 }
 
 /// Number of pairs of allocation and free in a step of every pattern, and number of objects in a batch.
-pub const STEP_PAIRS: u64 = 1000;
+pub const PAIRS_PER_STEP: u64 = 1000;
 
 /// Number of pairs of allocation and free that each thread makes to warm up, in addition to two pairs for each of its
 /// live objects.
@@ -103,14 +103,14 @@ fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &SpeedArgu
 fn measure<A: ObjectAllocator>(arguments: &SpeedArguments, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut thread = ThreadState::new(arguments, access(), 0)?;
-        for _ in 0..arguments.pairs / STEP_PAIRS {
+        for _ in 0..arguments.pairs / PAIRS_PER_STEP {
             thread.step()?;
         }
         thread.check_results()?;
         return Ok(serde_json::json!({ "pairs": arguments.pairs }));
     };
     let make = |index| ThreadState::new(arguments, access(), index as u64).and_then(ThreadState::warm_up);
-    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
+    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), PAIRS_PER_STEP, make)?;
     let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns_per_operation();
     Ok(serde_json::json!({
         "ns": times.ns_per_operation(),
@@ -137,9 +137,9 @@ impl<A: ObjectAllocator> ThreadState<A> {
         let mut random = Rng::with_seed(seed);
         let count = match arguments.pattern {
             Pattern::Churn => arguments.live.div_ceil(arguments.threads),
-            Pattern::Pair | Pattern::Batch => STEP_PAIRS as usize,
+            Pattern::Pair | Pattern::Batch => PAIRS_PER_STEP as usize,
         };
-        let mut order: Vec<usize> = (0..STEP_PAIRS as usize).collect();
+        let mut order: Vec<usize> = (0..PAIRS_PER_STEP as usize).collect();
         random.shuffle(&mut order);
         let mut objects = Vec::new();
         objects.resize_with(count, || None);
@@ -156,7 +156,7 @@ impl<A: ObjectAllocator> ThreadState<A> {
     fn warm_up(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_TIME_LIMIT;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
-        for _ in 0..pairs / STEP_PAIRS {
+        for _ in 0..pairs / PAIRS_PER_STEP {
             self.step()?;
             if Instant::now() >= end {
                 break;
@@ -191,12 +191,12 @@ fn out_of_memory() -> Failure {
 }
 
 impl<A: ObjectAllocator> StepWork for ThreadState<A> {
-    /// Makes [`STEP_PAIRS`] pairs of allocation and free.
+    /// Makes [`PAIRS_PER_STEP`] pairs of allocation and free.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
-                for tag in 1..=STEP_PAIRS {
+                for tag in 1..=PAIRS_PER_STEP {
                     let object = self.access.make_object(tag).ok_or_else(out_of_memory)?;
                     self.wrong += u64::from(self.access.free_object(object) != tag);
                 }
@@ -211,7 +211,7 @@ impl<A: ObjectAllocator> StepWork for ThreadState<A> {
                 }
             }
             Pattern::Churn => {
-                for _ in 0..STEP_PAIRS {
+                for _ in 0..PAIRS_PER_STEP {
                     let index = self.random.usize(..self.objects.len());
                     self.free_at(index);
                     self.objects[index] = Some(self.access.make_object(tag_of(index)).ok_or_else(out_of_memory)?);

@@ -19,13 +19,13 @@ pub const DEFRAG_PAUSE: Duration = Duration::from_millis(10);
 /// that moves them.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TurnsArguments {
-    /// Number of turns. Each turn replaces as many objects as there are.
+    /// Number of turns. In each turn, as many objects are replaced as exist.
     #[arg(long)]
     pub turns: usize,
     /// Milliseconds for which the objects are walked in each turn.
     #[arg(long)]
     pub turn_ms: u64,
-    /// Compact partial slabs in a concurrent thread.
+    /// Let a concurrent thread compact partial slabs.
     #[arg(long)]
     pub moving: bool,
 }

@@ -11,7 +11,7 @@ use pagemill_core::stats::{self, Counter};
 use serde_json::json;
 
 use super::Source;
-use super::miss::{Cached, RequestQueue};
+use super::miss::{CachedSource, RequestQueue};
 use super::ring::{self, TransferLoop};
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
@@ -75,7 +75,7 @@ pub fn run(arguments: &HitsArguments) -> WorkloadResult {
 
 fn measure_cached(arguments: &HitsArguments) -> WorkloadResult {
     let source = &arguments.source;
-    let cached = Cached::open(source, arguments.cache_mib, RECORD_BYTES)?;
+    let cached = CachedSource::open(source, arguments.cache_mib, RECORD_BYTES)?;
     cached.fill(HOT_BYTES)?;
     let places = (source.len_bytes - HOT_BYTES) as usize / RECORD_BYTES;
     let copy = |record: &mut Record, offset: u64| -> Result<(), Failure> {

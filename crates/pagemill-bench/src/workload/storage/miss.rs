@@ -60,15 +60,15 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<PageCache
     }
 }
 
-/// A file, and a cache that is smaller than the file.
-pub struct Cached<'a> {
+/// A file that is read through a page cache, which is smaller than the file.
+pub struct CachedSource<'a> {
     pub cache: PageCache,
     pub file: Mapping,
     source: &'a Source,
     io_bytes: usize,
 }
 
-impl<'a> Cached<'a> {
+impl<'a> CachedSource<'a> {
     pub fn open(source: &'a Source, cache_mib: u64, io_bytes: usize) -> Result<Self, Failure> {
         let cache = cache_of_folios(cache_mib << 20, io_bytes)?;
         let file = cache.open(Arc::new(source.open_read_only()?)).map_err(failed)?;
@@ -132,7 +132,7 @@ pub struct RequestQueue<'a> {
 }
 
 impl<'a> RequestQueue<'a> {
-    pub fn new(cached: &'a Cached<'_>, depth: u32) -> Result<Self, Failure> {
+    pub fn new(cached: &'a CachedSource<'_>, depth: u32) -> Result<Self, Failure> {
         let queue = cached.cache.queue(depth).map_err(failed)?;
         let requests = vec![(0, Instant::now()); depth as usize];
         let free = (0..u64::from(depth)).collect();
@@ -189,7 +189,7 @@ fn pages_read_from_store(io_bytes: usize) -> u64 {
 /// Fills the cache, then reads pages of the file until the time is over. The resulting JSON has their rate and
 /// latencies.
 pub fn run(arguments: &MissArguments) -> WorkloadResult {
-    let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
+    let cached = CachedSource::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
     cached.fill(0)?;
     match (arguments.threads, arguments.depth) {
         (Some(threads), _) => measure_threads(arguments, &cached, threads),
@@ -207,7 +207,7 @@ fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &Hist
     Ok(metrics.into())
 }
 
-fn measure_queue(arguments: &MissArguments, cached: &Cached<'_>, depth: u32) -> WorkloadResult {
+fn measure_queue(arguments: &MissArguments, cached: &CachedSource<'_>, depth: u32) -> WorkloadResult {
     let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
     let mut record = [0; RECORD_BYTES];
     let mut queue_loop = RequestQueue::new(cached, depth)?;
@@ -238,7 +238,7 @@ const PHASE_MEASURED: u8 = 1;
 /// Phase of a run with threads in which the threads must end.
 const PHASE_OVER: u8 = 2;
 
-fn measure_threads(arguments: &MissArguments, cached: &Cached<'_>, threads: usize) -> WorkloadResult {
+fn measure_threads(arguments: &MissArguments, cached: &CachedSource<'_>, threads: usize) -> WorkloadResult {
     let phase = AtomicU8::new(PHASE_WARM_UP);
     let work = |thread: usize| -> Result<Histogram, Failure> {
         let mut random = Rng::with_seed(thread as u64 + 1);

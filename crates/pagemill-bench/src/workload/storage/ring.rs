@@ -146,7 +146,7 @@ impl<'a> TransferLoop<'a> {
         self.handle_completions()
     }
 
-    /// Waits until no transfer is in flight.
+    /// Waits until all transfers in flight have completed.
     pub fn drain(&mut self) -> Result<(), Failure> {
         while self.ring.in_flight() > 0 {
             self.handle_completions()?;

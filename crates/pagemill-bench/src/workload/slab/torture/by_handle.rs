@@ -96,7 +96,7 @@ impl<const WORDS: usize> Subject for HandleCache<WORDS> {
         self.cache.get(*handle, &slab::enter()).map_or(0, |value| std::ptr::from_ref(value) as usize)
     }
 
-    fn use_board(&self, at: u64, random: &mut Rng) -> bool {
+    fn use_board_object(&self, at: u64, random: &mut Rng) -> bool {
         let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
         let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_intact();
         match random.u64(..4) {
@@ -115,8 +115,8 @@ impl<const WORDS: usize> Subject for HandleCache<WORDS> {
         }
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        super::move_some_of(&self.cache, random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        super::move_some_objects_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {
@@ -125,7 +125,7 @@ impl<const WORDS: usize> Subject for HandleCache<WORDS> {
 
     /// Checks the values of the board and removes half of the values in `left`. All other values are dropped with the
     /// cache. Returns the number of wrong or missing values.
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
             let guard = slab::enter();
             let changes = self.changes[*at].load(Relaxed) & 0xffff;

@@ -22,7 +22,7 @@ const STATE_FREE: u32 = 0;
 const STATE_LIVE: u32 = 1;
 /// State of an item that a thread changes or pins.
 const STATE_HELD: u32 = 2;
-/// State of an item that defragmentation moves.
+/// State of an item while defragmentation moves it.
 const STATE_MOVING: u32 = 3;
 
 /// An object of the cache, which has a state, the number of its cell, and words.
@@ -222,19 +222,19 @@ impl<const WORDS: usize> Subject for OwnerCache<WORDS> {
         std::ptr::from_ref(self.item(*cell)) as usize
     }
 
-    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
+    fn use_board_object(&self, at: u64, _random: &mut Rng) -> bool {
         self.is_intact_with(self.board[at as usize], Stamp::of_board(at))
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        super::move_some_of(&self.cache, random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        super::move_some_objects_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {
         self.cache.info().expect("a cache of this process")
     }
 
-    fn end(mut self, left: Vec<(u32, Stamp)>) -> u64 {
+    fn check_and_drop(mut self, left: Vec<(u32, Stamp)>) -> u64 {
         let board = std::mem::take(&mut self.board);
         let board = board.into_iter().zip((0..BOARD_OBJECTS).map(Stamp::of_board));
         let _ = self.cache.shrink();

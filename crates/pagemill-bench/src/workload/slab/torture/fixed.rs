@@ -61,12 +61,12 @@ impl<const WORDS: usize> Subject for FixedCache<WORDS> {
 
     /// Inserts a value, removes it again and checks it. Threads cannot share the values of such a cache, so there is no
     /// board.
-    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
+    fn use_board_object(&self, at: u64, _random: &mut Rng) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is_intact_with(Stamp::of_board(at)))
     }
 
-    fn move_some(&self, _random: &mut Rng) {
+    fn move_some_objects(&self, _random: &mut Rng) {
         let _ = self.cache.shrink();
     }
 
@@ -74,7 +74,7 @@ impl<const WORDS: usize> Subject for FixedCache<WORDS> {
         self.cache.info().expect("a cache of this process")
     }
 
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let count = left.len() as u64;
         let active = self.info().active;
         drop(left);

@@ -26,17 +26,17 @@ use pagemill_testbed::Testbed;
 
 use stamped::{Counters, Stamp};
 
-/// Number of logical NUMA nodes that the caches of a run use.
+/// Number of logical NUMA nodes in a torture run, over which the objects of the caches are spread.
 const NODES: usize = 3;
 
-/// The largest number of objects that a thread has in one cache.
-const MAX_OBJECTS: u64 = 1_500;
+/// Upper bound of the number of objects that a thread aims to have in its cache.
+const MAX_TARGET_COUNT: u64 = 1_500;
 
 /// Number of operations after which a thread chooses a new target at random for the number of its objects.
 const OPERATIONS_PER_TARGET: u64 = 10_000;
 
 /// The largest number of objects that a thread has pinned at a time.
-const MAX_PINNED: usize = 4;
+const MAX_PINNED_PER_THREAD: usize = 4;
 
 /// Number of objects on the board of a cache, that is, of objects that all threads use.
 const BOARD_OBJECTS: u64 = 64;
@@ -89,7 +89,7 @@ enum RemoveOutcome<K> {
     Gone,
     /// Another thread uses the object, so the object still exists. The key is returned.
     Busy(K),
-    /// There was no object with this key.
+    /// There was no object with this key, or it had wrong contents.
     Missing,
 }
 
@@ -116,13 +116,13 @@ trait Subject: Sync + Sized + 'static {
     /// Returns the address of an object; 0 if the object does not exist.
     fn address(&self, key: &Self::Key) -> usize;
     /// Uses object `at` of the board, the objects that all threads use. Returns whether the object was intact.
-    fn use_board(&self, at: u64, random: &mut Rng) -> bool;
+    fn use_board_object(&self, at: u64, random: &mut Rng) -> bool;
     /// Moves some objects of the cache, or changes the settings that determine when its objects are moved.
-    fn move_some(&self, random: &mut Rng);
+    fn move_some_objects(&self, random: &mut Rng);
     fn info(&self) -> SlabInfo;
     /// Checks the objects of the board, then drops the cache with all its objects, which include those in `left`.
     /// Returns the number of wrong objects.
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
 /// A slab cache under test, with counters, and with the pool through which threads exchange objects.
@@ -170,7 +170,7 @@ impl<S: Subject> TestedCache<S> {
         let mut user = CacheUser { cache: self, random, number, inserted: 0, target_count: 0, own, held };
         for operation in 0..operations {
             if operation % OPERATIONS_PER_TARGET == 0 {
-                user.target_count = user.random.u64(..MAX_OBJECTS);
+                user.target_count = user.random.u64(..MAX_TARGET_COUNT);
             }
             user.do_random_operation();
         }
@@ -178,7 +178,7 @@ impl<S: Subject> TestedCache<S> {
     }
 
     /// Checks that each object exists exactly once, and drops the cache. Called after all threads have ended.
-    fn end(self, operations: u64) -> TortureResult {
+    fn check_and_drop(self, operations: u64) -> TortureResult {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
         let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
@@ -187,7 +187,7 @@ impl<S: Subject> TestedCache<S> {
         let info = self.subject.info();
         let torn = left.iter().filter(|(key, stamp)| !self.subject.is_intact(key, *stamp)).count() as u64;
         let there = left.len() as u64;
-        let wrong = self.subject.end(left);
+        let wrong = self.subject.check_and_drop(left);
         let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
         TortureResult {
             operations,
@@ -215,7 +215,7 @@ impl<S: Subject> CacheUser<'_, S> {
             13 => self.exchange_with_pool(),
             _ => {
                 let at = self.random.u64(..BOARD_OBJECTS);
-                self.cache.count_unless_right(self.cache.subject.use_board(at, &mut self.random));
+                self.cache.count_unless_right(self.cache.subject.use_board_object(at, &mut self.random));
             }
         }
     }
@@ -263,8 +263,8 @@ impl<S: Subject> CacheUser<'_, S> {
     }
 
     fn pin(&mut self) {
-        if self.held.len() == MAX_PINNED {
-            let at = self.random.usize(..MAX_PINNED);
+        if self.held.len() == MAX_PINNED_PER_THREAD {
+            let at = self.random.usize(..MAX_PINNED_PER_THREAD);
             let (held, stamp) = self.held.swap_remove(at);
             self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
             self.cache.subject.unpin(held);
@@ -298,8 +298,8 @@ impl<S: Subject> CacheUser<'_, S> {
 /// A slab cache under test with objects of any size, for use as a trait object.
 trait AnyTestedCache: Sync {
     fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64);
-    fn move_some(&self, random: &mut Rng);
-    fn end(self: Box<Self>, operations: u64) -> TortureResult;
+    fn move_some_objects(&self, random: &mut Rng);
+    fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
 impl<S: Subject> AnyTestedCache for TestedCache<S> {
@@ -307,12 +307,12 @@ impl<S: Subject> AnyTestedCache for TestedCache<S> {
         TestedCache::run_operations(self, plan, number, operations);
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        self.subject.move_some(random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        self.subject.move_some_objects(random);
     }
 
-    fn end(self: Box<Self>, operations: u64) -> TortureResult {
-        TestedCache::end(*self, operations)
+    fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult {
+        TestedCache::check_and_drop(*self, operations)
     }
 }
 
@@ -364,7 +364,7 @@ fn run_caches(slabs: &'static Slabs, plan: TorturePlan, caches: TestedCaches) ->
     // moved objects.
     slabs.defrag_by_hand();
     let mut found = TortureResult::default();
-    caches.into_iter().for_each(|cache| found.add(cache.end(each * plan.threads)));
+    caches.into_iter().for_each(|cache| found.add(cache.check_and_drop(each * plan.threads)));
     found
 }
 
@@ -375,12 +375,12 @@ fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rng)
         2 => _ = slabs.defrag_step(Duration::from_micros(random.u64(..2_000))),
         3..6 => std::thread::sleep(Duration::from_micros(random.u64(..2_000))),
         6 => _ = slabs.list(),
-        _ => caches[random.usize(..caches.len())].move_some(random),
+        _ => caches[random.usize(..caches.len())].move_some_objects(random),
     }
 }
 
 /// Moves some objects of a cache whose objects can be moved, or changes its defragmentation threshold.
-fn move_some_of(cache: &impl SlabCache, random: &mut Rng) {
+fn move_some_objects_of(cache: &impl SlabCache, random: &mut Rng) {
     let (from, to) = (random.usize(..NODES), random.usize(..NODES));
     match random.u64(..5) {
         0 => _ = cache.shrink(),
