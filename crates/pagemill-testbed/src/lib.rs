@@ -72,7 +72,7 @@ impl Testbed {
     pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let base = Base::new(Instance::new(layout, account)?)?;
         let slabs = Slabs::of(base.instance)?;
-        Self::of(base, slabs, Caches::of(base.instance, slabs)?)
+        Self::with_products(base, slabs, Caches::of(base.instance, slabs)?)
     }
 
     /// Creates a small instance without a limit. Only explicit calls defragment its slab caches.
@@ -93,10 +93,10 @@ impl Testbed {
     /// [`pagemill_core::Error::System`] if the address space cannot be reserved, or the exit or fork handlers cannot be
     /// registered.
     pub fn of_process() -> Result<&'static Self> {
-        Self::of(Base::of_process()?, Slabs::of_process()?, Caches::of_process()?)
+        Self::with_products(Base::of_process()?, Slabs::of_process()?, Caches::of_process()?)
     }
 
-    fn of(base: &'static Base, slabs: &'static Slabs, caches: &'static Caches) -> Result<&'static Self> {
+    fn with_products(base: &'static Base, slabs: &'static Slabs, caches: &'static Caches) -> Result<&'static Self> {
         let Base { instance, heap, ranges, vranges } = *base;
         let Instance { account, arena, helper, responder, .. } = *instance;
         let nodes = place(IndexNodes::new(slabs))?;
