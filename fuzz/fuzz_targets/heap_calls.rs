@@ -14,8 +14,8 @@ use pagemill_testbed::Testbed;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// Maximum number of live allocations.
-const MAX_LIVE: usize = 32;
+/// Maximum number of live allocations during one input.
+const MAX_LIVE_ALLOCATIONS: usize = 32;
 
 /// Maximum sum of the sizes of all live allocations.
 const MAX_LIVE_BYTES: usize = 128 << 20;
@@ -89,7 +89,7 @@ impl HeapModel {
     fn allocate(&mut self, operation: &Operation, is_zeroed: bool) {
         let (size, align) = (operation.size(), operation.align());
         let live_bytes: usize = self.live.values().map(|live| live.size).sum();
-        if self.live.len() >= MAX_LIVE || live_bytes + size > MAX_LIVE_BYTES {
+        if self.live.len() >= MAX_LIVE_ALLOCATIONS || live_bytes + size > MAX_LIVE_BYTES {
             return;
         }
         let heap = self.pagemill.heap;

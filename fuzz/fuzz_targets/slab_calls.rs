@@ -23,7 +23,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Number of logical NUMA nodes.
+/// Number of logical NUMA nodes of the instances under test.
 const NODES: usize = 3;
 
 /// Maximum number of objects in the slab cache.

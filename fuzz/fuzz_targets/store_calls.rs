@@ -316,7 +316,7 @@ fn make_call_without_pins(
     }
 }
 
-/// Pins a page, or writes to a pinned page.
+/// Pins a page of the file, or writes to a page that is already pinned.
 fn pin_or_write_pinned<'file>(
     pins: &mut Vec<(Pin<'file>, usize)>,
     file: &'file Mapping,
