@@ -25,7 +25,7 @@ pub enum Pattern {
 
 /// Number of malloc and free pairs that each thread makes to warm up.
 const WARM_PAIRS: u64 = 150_000;
-/// Time limit of the warm-up of each thread.
+/// Maximum time for which each thread makes pairs to warm up.
 const WARM_TIME_LIMIT: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Debug, clap::Args)]

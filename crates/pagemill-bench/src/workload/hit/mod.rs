@@ -71,7 +71,7 @@ trait PageStore: Sync {
     /// Whether pages can be pinned by [`PageStore::pin`].
     const CAN_PIN: bool;
 
-    /// Returns names and values of further metrics, in bytes per page.
+    /// Returns the names and values of further metrics of this store, in bytes per page.
     fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }

@@ -24,8 +24,7 @@ const OBJECTS_PER_KEPT_ONE: usize = 10;
 /// Number of object numbers that are reserved for objects allocated during the compaction.
 pub const SPARE_OBJECT_NUMBERS: usize = 64;
 
-/// Bytes of an entry in the table of handles. The table keeps an entry for each object that existed when there were
-/// most objects.
+/// Bytes of an entry in the table of handles. The table keeps as many entries as there were objects at most.
 const HANDLE_BYTES: u64 = 8;
 
 /// The allocator or cache that stores the objects.

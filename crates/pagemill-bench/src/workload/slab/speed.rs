@@ -61,7 +61,7 @@ pub const PAIRS_PER_STEP: u64 = 1000;
 /// Number of pairs of allocation and free that each thread makes to warm up, in addition to two pairs for each of its
 /// live objects.
 const WARM_PAIRS: u64 = 100_000;
-/// Time limit of the warm-up of each thread.
+/// Maximum time for which each thread makes pairs to warm up.
 const WARM_TIME_LIMIT: Duration = Duration::from_secs(2);
 
 /// The words of an object that follow its tag.

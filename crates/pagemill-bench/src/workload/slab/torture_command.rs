@@ -11,7 +11,7 @@ pub struct TortureArguments {
     /// Number of operations for each kind of cache.
     #[arg(long, default_value_t = 100_000_000)]
     pub operations: u64,
-    /// Number of threads for each of the five object sizes.
+    /// Number of threads that operate on the cache of each of the five object sizes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub threads: u64,
     /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: the current time.

@@ -46,7 +46,7 @@ const BOARD_OBJECTS: u64 = 64;
 pub struct TorturePlan {
     /// Number of operations of all threads together, for one kind of cache.
     pub operations: u64,
-    /// Number of threads for each of the five object sizes.
+    /// Number of threads that operate on the cache of each of the five object sizes.
     pub threads: u64,
     pub seed: u64,
 }
