@@ -18,7 +18,7 @@ use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measur
 use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
-use crate::workload::hog::LOCK;
+use crate::workload::hog::LOCK_FILE;
 
 /// The memory limit of the cgroup that contains both the workload and the hog.
 const LIMIT_MIB: u64 = 512;
@@ -91,7 +91,7 @@ pub fn sample_pair(
     is_limited: bool,
     settings: &[(&str, &str)],
 ) -> Result<std::result::Result<Outcome, String>> {
-    File::create(folder.join(LOCK)).map_err(doing("making the lock"))?;
+    File::create(folder.join(LOCK_FILE)).map_err(doing("making the lock"))?;
     let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
         Some(Ok(group)) => Some(group),
         Some(Err(why)) => return Ok(Err(format!("hog: {subject}: {why}"))),

@@ -105,7 +105,7 @@ enum Experiment {
     /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
     #[command(name = "__enter", hide = true)]
-    Enter(workload::Enter),
+    Enter(workload::ExecArguments),
     #[command(flatten)]
     Workload(Workload),
 }
@@ -130,40 +130,40 @@ macro_rules! workloads {
 }
 
 workloads! {
-    "__touch" Touch(workload::Touch) => workload::touch,
-    "__ebizzy" Ebizzy(workload::ebizzy::Ebizzy) => workload::ebizzy::run,
-    "__hog" Hog(workload::hog::Hog) => workload::hog::run,
-    "__pair" Pair(workload::pair::Pair) => workload::pair::run,
-    "__writers" Writers(workload::writers::Writers) => workload::writers::run,
-    "__keeper" Keeper(workload::handover::Keeper) => workload::handover::run_keeper,
-    "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeper) => workload::pieces::run_keeper,
-    "__churn" Churn(workload::churn::Churn) => workload::churn::run,
-    "__returning" Returning(workload::returning::Returning) => workload::returning::run,
-    "__newcomer" Newcomer(workload::handover::Newcomer) => workload::handover::run_newcomer,
-    "__asker" Asker(workload::reaction::Asker) => workload::reaction::run_asker,
-    "__hoarder" Hoarder(workload::reaction::Hoarder) => workload::reaction::run_hoarder,
-    "__server" Server(workload::host::Server) => workload::host::run_server,
-    "__filler" Filler(workload::host::Filler) => workload::host::run_filler,
-    "__idle" Idle(workload::idle::Idle) => workload::idle::run,
-    "__small" Small(workload::small::Small) => workload::small::run,
-    "__slab" Slab(workload::slab::Slab) => workload::slab::run,
-    "__giveback" Giveback(workload::giveback::Giveback) => workload::giveback::run,
-    "__iozone" Iozone(workload::iozone::Iozone) => workload::iozone::run,
+    "__touch" Touch(workload::TouchArguments) => workload::touch,
+    "__ebizzy" Ebizzy(workload::ebizzy::EbizzyArguments) => workload::ebizzy::run,
+    "__hog" Hog(workload::hog::HogArguments) => workload::hog::run,
+    "__pair" Pair(workload::pair::PairArguments) => workload::pair::run,
+    "__writers" Writers(workload::writers::WritersArguments) => workload::writers::run,
+    "__keeper" Keeper(workload::handover::KeeperArguments) => workload::handover::run_keeper,
+    "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeperArguments) => workload::pieces::run_keeper,
+    "__churn" Churn(workload::churn::ChurnArguments) => workload::churn::run,
+    "__returning" Returning(workload::returning::ReturningArguments) => workload::returning::run,
+    "__newcomer" Newcomer(workload::handover::NewcomerArguments) => workload::handover::run_newcomer,
+    "__asker" Asker(workload::reaction::AskerArguments) => workload::reaction::run_asker,
+    "__hoarder" Hoarder(workload::reaction::HoarderArguments) => workload::reaction::run_hoarder,
+    "__server" Server(workload::host::ServerArguments) => workload::host::run_server,
+    "__filler" Filler(workload::host::FillerArguments) => workload::host::run_filler,
+    "__idle" Idle(workload::idle::IdleArguments) => workload::idle::run,
+    "__small" Small(workload::small::SmallArguments) => workload::small::run,
+    "__slab" Slab(workload::slab::SlabArguments) => workload::slab::run,
+    "__giveback" Giveback(workload::giveback::GivebackArguments) => workload::giveback::run,
+    "__iozone" Iozone(workload::iozone::IozoneArguments) => workload::iozone::run,
     "__iozone-part" IozonePart(workload::iozone::WorkerArguments) => workload::iozone::run_worker,
-    "__file-writers" FileWriters(workload::file_writers::FileWriters) => workload::file_writers::run,
-    "__toggle" Toggle(workload::volatile::Toggle) => workload::volatile::measure_toggle,
-    "__purging" Purging(workload::volatile::Purging) => workload::volatile::measure_purging,
-    "__hit" Hit(workload::hit::Hit) => workload::hit::run,
-    "__small-files" SmallFiles(workload::hit::SmallFiles) => workload::hit::measure_files,
-    "__refs" Refs(workload::refs::Refs) => workload::refs::run,
-    "__change" Change(workload::refs::Change) => workload::refs::measure_change,
-    "__ring" Ring(workload::storage::ring::Ring) => workload::storage::ring::run,
-    "__miss" Miss(workload::storage::miss::Miss) => workload::storage::miss::run,
-    "__hits" Hits(workload::storage::hits::Hits) => workload::storage::hits::run,
-    "__writeback" Writeback(workload::storage::writeback::Writeback) => workload::storage::writeback::run,
-    "__overwrite" Overwrite(workload::storage::overwrite::Overwrite) => workload::storage::overwrite::run,
-    "__waste" Waste(workload::waste::Waste) => workload::waste::run,
-    "__metadata" Metadata(workload::metadata::Metadata) => workload::metadata::run,
+    "__file-writers" FileWriters(workload::file_writers::FileWritersArguments) => workload::file_writers::run,
+    "__toggle" Toggle(workload::volatile::ToggleArguments) => workload::volatile::measure_toggle,
+    "__purging" Purging(workload::volatile::PurgingArguments) => workload::volatile::measure_purging,
+    "__hit" Hit(workload::hit::HitArguments) => workload::hit::run,
+    "__small-files" SmallFiles(workload::hit::SmallFilesArguments) => workload::hit::measure_files,
+    "__refs" Refs(workload::refs::RefsArguments) => workload::refs::run,
+    "__change" Change(workload::refs::SplitCollapseArguments) => workload::refs::measure_split_and_collapse,
+    "__ring" Ring(workload::storage::ring::RingArguments) => workload::storage::ring::run,
+    "__miss" Miss(workload::storage::miss::MissArguments) => workload::storage::miss::run,
+    "__hits" Hits(workload::storage::hits::HitsArguments) => workload::storage::hits::run,
+    "__writeback" Writeback(workload::storage::writeback::WritebackArguments) => workload::storage::writeback::run,
+    "__overwrite" Overwrite(workload::storage::overwrite::OverwriteArguments) => workload::storage::overwrite::run,
+    "__waste" Waste(workload::waste::WasteArguments) => workload::waste::run,
+    "__metadata" Metadata(workload::metadata::MetadataArguments) => workload::metadata::run,
 }
 
 fn main() -> ExitCode {
@@ -189,7 +189,7 @@ fn main() -> ExitCode {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
         }
-        Experiment::Enter(arguments) => workload::enter(&arguments),
+        Experiment::Enter(arguments) => workload::exec_in_cgroup(&arguments),
         Experiment::Workload(workload) => workload.run(),
     }
 }

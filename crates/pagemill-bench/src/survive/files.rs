@@ -13,7 +13,7 @@ use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_S
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
+use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT_FOLDER, VOLATILE_FOLDER};
 
 /// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
@@ -197,7 +197,7 @@ fn sample(
 /// Makes the folder for volatile files and the folder for files that must be kept. Marks the first folder, so that
 /// files in it are volatile.
 fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
-    let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
+    let [volatile, kept] = [VOLATILE_FOLDER, KEPT_FOLDER].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
         std::fs::create_dir(folder).map_err(|cause| format!("{}: {cause}", folder.display()))?;
     }

@@ -18,7 +18,7 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
-use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP};
+use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP_SIGN};
 
 /// Minimum of available memory with which the experiment runs.
 const MIN_AVAILABLE_BYTES: u64 = 4 << 30;
@@ -186,7 +186,7 @@ fn run_sample(ready: &AvailableSubject, plan: &MemoryPlan) -> Result<Outcome> {
     subject::clear_foreign_settings(&mut command);
     let filler = RunningGroup::start(&mut command)?;
     let trace = sample_until_full(plan, &signs, &server, &filler)?;
-    signs.create(STOP).map_err(doing("giving a sign"))?;
+    signs.create(STOP_SIGN).map_err(doing("giving a sign"))?;
     let (filler, server) = (filler.finish(TIMEOUT)?, server.finish(TIMEOUT)?);
     Ok(match (child::classify(ready.name(), &server)?, child::classify("the filler's glibc", &filler)?) {
         (Outcome::Measured(server), Outcome::Measured(filler)) => {
