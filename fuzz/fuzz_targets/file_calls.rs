@@ -13,19 +13,19 @@ use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
 use std::sync::OnceLock;
 
-/// Maximum length of the file.
+/// Maximum length of the file in bytes.
 const MAX_FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
 /// Offsets and lengths are multiples of this number of bytes.
 const OFFSET_UNIT_BYTES: usize = 256;
 
-/// Page size of 128 KiB, with which a huge folio has sixteen pages.
-const PAGE: usize = BLOCK_BYTES / 16;
+/// Page size of the cache: 128 KiB, so that a huge folio has sixteen pages.
+const PAGE_BYTES: usize = BLOCK_BYTES / 16;
 
-/// A policy that chooses huge folios for every other block.
-struct Even;
+/// A folio policy that chooses a huge folio for every other block of the file.
+struct HugeForEvenBlocks;
 
-impl Policy for Even {
+impl Policy for HugeForEvenBlocks {
     fn choose(&self, ask: &Ask) -> Choice {
         if ask.offset.is_multiple_of(2 * ask.span_bytes) { Choice::Huge } else { Choice::Small }
     }
@@ -36,20 +36,20 @@ fn cache() -> &'static PageCache {
     CACHE.get_or_init(|| {
         let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
-        let page = PageSize::new(PAGE).expect("a power of two");
-        let settings = PageCache::builder("fuzz").limit(2 * MAX_FILE_BYTES as u64).page(page).policy(Even);
+        let page = PageSize::new(PAGE_BYTES).expect("a power of two");
+        let settings = PageCache::builder("fuzz").limit(2 * MAX_FILE_BYTES as u64).page(page).policy(HugeForEvenBlocks);
         settings.build_in(pagemill.caches).expect("a cache")
     })
 }
 
-fn zero(model: &mut [u8], at: usize, len: usize) {
+fn zero_range_of_model(model: &mut [u8], at: usize, len: usize) {
     let end = (at + len).min(model.len());
     if at < end {
         model[at..end].fill(0);
     }
 }
 
-fn step(file: &Mapping, model: &mut Vec<u8>, kind: u8, at: usize, len: usize) {
+fn make_call(file: &Mapping, model: &mut Vec<u8>, kind: u8, at: usize, len: usize) {
     match kind % 8 {
         0 | 1 => {
             let bytes = vec![kind | 1; len];
@@ -65,11 +65,11 @@ fn step(file: &Mapping, model: &mut Vec<u8>, kind: u8, at: usize, len: usize) {
         }
         3 => {
             file.punch_hole(at as u64, len as u64).unwrap();
-            zero(model, at, len);
+            zero_range_of_model(model, at, len);
         }
         4 => {
             file.zero_range(at as u64, len as u64).unwrap();
-            zero(model, at, len);
+            zero_range_of_model(model, at, len);
         }
         5 => drop(file.split(at as u64).unwrap()),
         6 => drop(file.collapse(at as u64).unwrap()),
@@ -89,7 +89,7 @@ fuzz_target!(|data: &[u8]| {
         let offset = |high: u8, low: u8| usize::from(u16::from_le_bytes([low, high])) * OFFSET_UNIT_BYTES;
         let at = (offset(call[1], call[2]) + usize::from(call[5])) % MAX_FILE_BYTES;
         let len = offset(call[3], call[4]) % (MAX_FILE_BYTES - at);
-        step(&file, &mut model, call[0], at, len);
+        make_call(&file, &mut model, call[0], at, len);
     }
     let mut bytes = vec![0; model.len()];
     assert_eq!(file.read_at(&mut bytes, 0).unwrap(), model.len());

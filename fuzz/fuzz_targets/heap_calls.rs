@@ -14,10 +14,10 @@ use pagemill_testbed::Testbed;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// Maximum number of live allocations.
-const MAX_LIVE: usize = 32;
+/// Maximum number of live allocations during one input.
+const MAX_LIVE_ALLOCATIONS: usize = 32;
 
-/// Maximum number of bytes in all live allocations.
+/// Maximum sum of the sizes of all live allocations.
 const MAX_LIVE_BYTES: usize = 128 << 20;
 
 /// Allocations up to this size are written and compared as a whole. Of a larger allocation, only [`END_BYTES`] at its
@@ -36,7 +36,7 @@ fn heaps() -> &'static [&'static Testbed; 3] {
     })
 }
 
-struct Live {
+struct LiveAllocation {
     size: usize,
     byte: u8,
 }
@@ -44,7 +44,7 @@ struct Live {
 struct HeapModel {
     pagemill: &'static Testbed,
     is_limited: bool,
-    live: BTreeMap<usize, Live>,
+    live: BTreeMap<usize, LiveAllocation>,
     next_byte: u8,
 }
 
@@ -57,7 +57,7 @@ struct Operation {
 }
 
 impl Operation {
-    /// Returns a size. It is often near a power of two, where the size classes change.
+    /// Returns the size of an allocation. It is often near a power of two, where the size classes change.
     fn size(&self) -> usize {
         let power = 1usize << (self.pick % 26);
         match self.amount % 4 {
@@ -82,14 +82,14 @@ impl HeapModel {
             6 => self.resize(operation),
             7 => self.purge(operation),
             8 => self.pagemill.account.reconcile(),
-            _ => self.misuse(operation),
+            _ => self.free_invalid_address(operation),
         }
     }
 
     fn allocate(&mut self, operation: &Operation, is_zeroed: bool) {
         let (size, align) = (operation.size(), operation.align());
         let live_bytes: usize = self.live.values().map(|live| live.size).sum();
-        if self.live.len() >= MAX_LIVE || live_bytes + size > MAX_LIVE_BYTES {
+        if self.live.len() >= MAX_LIVE_ALLOCATIONS || live_bytes + size > MAX_LIVE_BYTES {
             return;
         }
         let heap = self.pagemill.heap;
@@ -105,16 +105,16 @@ impl HeapModel {
                 if is_zero {
                     check(addr, size, size, 0);
                 }
-                self.enter(addr, size);
+                self.record_allocation(addr, size);
             }
             Err(error) => self.check_refusal(&error),
         }
     }
 
-    fn enter(&mut self, addr: usize, size: usize) {
+    fn record_allocation(&mut self, addr: usize, size: usize) {
         self.next_byte = self.next_byte % 255 + 1;
         write(addr, size, self.next_byte);
-        assert!(self.live.insert(addr, Live { size, byte: self.next_byte }).is_none(), "handed out twice");
+        assert!(self.live.insert(addr, LiveAllocation { size, byte: self.next_byte }).is_none(), "handed out twice");
     }
 
     fn pick(&self, operation: &Operation) -> Option<usize> {
@@ -139,7 +139,7 @@ impl HeapModel {
                 let new = new.as_ptr() as usize;
                 let old = self.live.remove(&addr).unwrap();
                 check(new, size.min(old.size), old.size, old.byte);
-                self.enter(new, size);
+                self.record_allocation(new, size);
             }
             Err(error) => self.check_refusal(&error),
         }
@@ -151,8 +151,8 @@ impl HeapModel {
         self.pagemill.heap.shrink(want, urgency);
     }
 
-    /// Checks that the heap rejects an address that is no allocation.
-    fn misuse(&self, operation: &Operation) {
+    /// Checks that the heap rejects an address that is not the start of a live allocation.
+    fn free_invalid_address(&self, operation: &Operation) {
         let base = self.pick(operation).unwrap_or(self.pagemill.heap.base());
         let addr = base.wrapping_add(usize::from(operation.amount) << (operation.pick % 12));
         if !self.live.contains_key(&addr) {
@@ -177,7 +177,7 @@ impl HeapModel {
         }
     }
 
-    fn end(&mut self) {
+    fn free_all(&mut self) {
         while let Some((addr, _)) = self.live.pop_first() {
             // SAFETY: the allocation was live and is not used again.
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
@@ -188,22 +188,22 @@ impl HeapModel {
     }
 }
 
-/// Returns offset and length of the parts of an allocation of `size` bytes that are written and compared.
-fn parts(size: usize) -> [(usize, usize); 2] {
+/// Returns the offset and the length of each part of an allocation of `size` bytes that is written and compared.
+fn written_parts(size: usize) -> [(usize, usize); 2] {
     if size <= FILLED_BYTES { [(0, size), (0, 0)] } else { [(0, END_BYTES), (size - END_BYTES, END_BYTES)] }
 }
 
 fn write(addr: usize, size: usize, byte: u8) {
-    for (offset, len) in parts(size) {
+    for (offset, len) in written_parts(size) {
         // SAFETY: inside a live allocation of this input.
         unsafe { std::ptr::write_bytes((addr + offset) as *mut u8, byte, len) };
     }
 }
 
-/// Checks the first `len` bytes of an allocation. Only the parts that were written when the allocation had `size` bytes
-/// are checked.
+/// Checks that the first `len` bytes of an allocation have the value `byte`. Only the parts that were written when the
+/// allocation had `size` bytes are checked.
 fn check(addr: usize, len: usize, size: usize, byte: u8) {
-    for (offset, part) in parts(size) {
+    for (offset, part) in written_parts(size) {
         let part = part.min(len.saturating_sub(offset));
         // SAFETY: inside a live allocation of this input.
         let bytes = unsafe { std::slice::from_raw_parts((addr + offset) as *const u8, part) };
@@ -221,5 +221,5 @@ fuzz_target!(|input: &[u8]| {
         machine.run(&operation);
         machine.check();
     }
-    machine.end();
+    machine.free_all();
 });

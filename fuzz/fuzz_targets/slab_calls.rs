@@ -23,14 +23,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Number of logical NUMA nodes.
+/// Number of logical NUMA nodes of the instances under test.
 const NODES: usize = 3;
 
-/// Maximum number of objects in a cache.
+/// Maximum number of objects in the slab cache.
 const MAX_OBJECTS: usize = 4_000;
 
-/// Number of values that exist in all caches. It shows whether each value is dropped exactly once.
-static LIVE: AtomicU64 = AtomicU64::new(0);
+/// Number of values that exist in all slab caches. It shows whether each value is dropped exactly once.
+static LIVE_VALUES: AtomicU64 = AtomicU64::new(0);
 
 fn slabs(use_huge: bool) -> &'static Slabs {
     thread_local! {
@@ -42,7 +42,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
     BOTH.with(|both| both[usize::from(use_huge)])
 }
 
-/// A value whose words depend on its number, and which is counted in `LIVE`.
+/// A value whose words all contain its number. It is counted in `LIVE_VALUES` until it is dropped.
 struct Value<const WORDS: usize>([u64; WORDS]);
 
 // SAFETY: the type has only numbers, which can be moved.
@@ -50,7 +50,7 @@ unsafe impl<const WORDS: usize> Movable for Value<WORDS> {}
 
 impl<const WORDS: usize> Value<WORDS> {
     fn new(number: u64) -> Self {
-        LIVE.fetch_add(1, Relaxed);
+        LIVE_VALUES.fetch_add(1, Relaxed);
         Self([number; WORDS])
     }
 
@@ -63,12 +63,12 @@ impl<const WORDS: usize> Drop for Value<WORDS> {
     fn drop(&mut self) {
         assert!(self.is(self.0[0]));
         self.0[0] = !self.0[0];
-        assert!(LIVE.fetch_sub(1, Relaxed) > 0);
+        assert!(LIVE_VALUES.fetch_sub(1, Relaxed) > 0);
     }
 }
 
-/// Makes a call that moves objects or returns memory. With `is_guarded`, makes only calls that do not wait for
-/// readers.
+/// Makes a call that moves objects of the cache or returns memory. If `is_guarded` is true, makes only calls that do
+/// not wait for readers.
 fn compact(slabs: &Slabs, cache: &impl SlabCache, [call, one, other]: [u8; 3], is_guarded: bool) {
     let (from, to) = (usize::from(one) % (NODES + 1), usize::from(other) % (NODES + 1));
     match call % 8 {
@@ -108,7 +108,7 @@ fn index_of(one: u8, other: u8, len: usize) -> usize {
     (usize::from(one) << 8 | usize::from(other)) % len.max(1)
 }
 
-/// A cache by handle, and the expected objects.
+/// A slab cache of values that are accessed by handle, and the expected values.
 struct HandleModel<'a, const WORDS: usize> {
     slabs: &'static Slabs,
     cache: &'a HandleMap<Value<WORDS>>,
@@ -155,7 +155,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
         }
     }
 
-    fn use_stale(&self, one: u8, other: u8) {
+    fn use_stale_handle(&self, one: u8, other: u8) {
         if let Some(handle) = self.gone.get(index_of(one, other, self.gone.len())) {
             assert!(self.cache.get(*handle, &slab::enter()).is_none() && self.cache.remove(*handle).unwrap().is_none());
             assert!(self.cache.pin(*handle).unwrap().is_none());
@@ -184,7 +184,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
             8..12 => (0..=other).for_each(|step| self.remove(at.wrapping_sub(usize::from(step) * usize::from(one)))),
             12..15 => self.remove(at),
             15..17 => self.update(at),
-            17 => self.use_stale(one, other),
+            17 => self.use_stale_handle(one, other),
             18 => self.pin(at),
             19 if !self.pins.is_empty() => {
                 let (pinned, _, number) = self.pins.swap_remove(usize::from(one) % self.pins.len());
@@ -214,7 +214,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
     }
 }
 
-fn by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+fn run_by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
     let cache = slabs.by_handle::<Value<WORDS>>(settings).unwrap();
     let (live, gone, pins) = (Vec::new(), Vec::new(), Vec::new());
     let mut machine = HandleModel { slabs, cache: &cache, live, gone, pins, next: 0 };
@@ -224,10 +224,10 @@ fn by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut 
     machine.check();
     drop(machine);
     drop(cache);
-    assert_eq!(LIVE.load(Relaxed), 0, "each value was dropped once");
+    assert_eq!(LIVE_VALUES.load(Relaxed), 0, "each value was dropped once");
 }
 
-fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+fn run_fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
     let cache: FixedSlab<Value<WORDS>> = slabs.fixed(settings).unwrap();
     let mut slots: Vec<(Slot<'_, Value<WORDS>>, u64)> = Vec::new();
     let mut number = 0;
@@ -263,10 +263,10 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
         }
     }
     drop(slots);
-    assert_eq!((LIVE.load(Relaxed), cache.info().unwrap().active), (0, 0));
+    assert_eq!((LIVE_VALUES.load(Relaxed), cache.info().unwrap().active), (0, 0));
 }
 
-/// What the owner's callbacks do when defragmentation moves an object.
+/// What the callbacks of the objects' owner do when defragmentation moves an object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CallbackBehaviour {
     Move,
@@ -318,12 +318,12 @@ unsafe impl<const WORDS: usize> Migrate for ItemOwner<WORDS> {
     type Isolated = ();
 
     fn construct(&self) -> Item<WORDS> {
-        self.panic_by(CallbackBehaviour::PanicInConstruct);
+        self.panic_if_behaviour_is(CallbackBehaviour::PanicInConstruct);
         Item { state: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
     }
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
-        self.panic_by(CallbackBehaviour::PanicInIsolate);
+        self.panic_if_behaviour_is(CallbackBehaviour::PanicInIsolate);
         // SAFETY: all objects of the cache are constructed items.
         items.retain(|item| unsafe { item.as_ref() }.state.compare_exchange(1, 2, Relaxed, Relaxed).is_ok());
     }
@@ -334,7 +334,7 @@ unsafe impl<const WORDS: usize> Migrate for ItemOwner<WORDS> {
         to: &mut Target<'_, Item<WORDS>>,
         _: &mut (),
     ) -> Done<'object> {
-        self.panic_by(CallbackBehaviour::PanicInMigrate);
+        self.panic_if_behaviour_is(CallbackBehaviour::PanicInMigrate);
         // SAFETY: the item is in use, and `isolate` prevents changes to it.
         let old = unsafe { item.object().as_ref() };
         let number = old.words[0].load(Relaxed);
@@ -372,16 +372,16 @@ unsafe impl<const WORDS: usize> Migrate for ItemOwner<WORDS> {
 }
 
 impl<const WORDS: usize> ItemOwner<WORDS> {
-    fn panic_by(&self, behaviour: CallbackBehaviour) {
+    fn panic_if_behaviour_is(&self, behaviour: CallbackBehaviour) {
         let is_it = *self.behaviour.lock().unwrap() == behaviour;
         assert!(!is_it, "an owner that fails, as it should here");
     }
 
-    fn set(&self, behaviour: CallbackBehaviour) {
+    fn set_behaviour(&self, behaviour: CallbackBehaviour) {
         *self.behaviour.lock().unwrap() = behaviour;
     }
 
-    fn with<R>(&self, number: u64, act: impl FnOnce(&Item<WORDS>) -> R) -> R {
+    fn with_item<R>(&self, number: u64, act: impl FnOnce(&Item<WORDS>) -> R) -> R {
         // SAFETY: the table has only items in use, and nothing moves them meanwhile.
         act(unsafe { &*(self.items.lock().unwrap()[&number] as *const Item<WORDS>) })
     }
@@ -400,8 +400,9 @@ impl<const WORDS: usize> ItemOwner<WORDS> {
     }
 }
 
-/// Runs a call whose callbacks may panic. Returns whether the call completed without a panic.
-fn quietly(act: impl FnOnce()) -> bool {
+/// Runs `act`, whose callbacks may panic, and suppresses the message of a panic. Returns whether `act` completed
+/// without a panic.
+fn completes_without_panic(act: impl FnOnce()) -> bool {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
     let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
@@ -409,7 +410,7 @@ fn quietly(act: impl FnOnce()) -> bool {
     is_done
 }
 
-fn add<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64, node: Option<usize>) {
+fn add_item<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64, node: Option<usize>) {
     let at = match node {
         None => cache.allocate().unwrap(),
         Some(node) => match cache.allocate_on(node) {
@@ -425,15 +426,15 @@ fn add<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64, nod
     cache.owner().items.lock().unwrap().insert(number, at.as_ptr() as usize);
 }
 
-fn remove<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64) {
-    cache.owner().with(number, |item| {
+fn remove_item<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64) {
+    cache.owner().with_item(number, |item| {
         assert!(item.is(number));
         if item.state.compare_exchange(1, 0, Relaxed, Relaxed).is_ok() {
             // SAFETY: the item is free, and not isolated by the mover.
             unsafe { cache.free(NonNull::from(item)) };
         }
     });
-    let is_free = cache.owner().with(number, |item| item.state.load(Relaxed) != 2);
+    let is_free = cache.owner().with_item(number, |item| item.state.load(Relaxed) != 2);
     is_free.then(|| cache.owner().items.lock().unwrap().remove(&number));
 }
 
@@ -441,7 +442,7 @@ fn first_item_from(items: &Mutex<BTreeMap<u64, usize>>, from: u64) -> Option<u64
     items.lock().unwrap().range(from..).next().map(|(number, _)| *number)
 }
 
-fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+fn run_by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
     let owner = ItemOwner::<WORDS> { items: Mutex::default(), behaviour: Mutex::new(CallbackBehaviour::Move) };
     let cache = slabs.by_owner(settings, owner).unwrap();
     let owner = cache.owner();
@@ -453,29 +454,29 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
         match what >> 3 {
             0..8 if owner.items.lock().unwrap().len() < MAX_OBJECTS => (0..=one).for_each(|_| {
                 number += 1;
-                add(&cache, number, None);
+                add_item(&cache, number, None);
             }),
             8..10 => {
                 number += 1;
-                add(&cache, number, Some(usize::from(one) % (NODES + 1)));
+                add_item(&cache, number, Some(usize::from(one) % (NODES + 1)));
             }
             10..16 => (0..=one).for_each(|step| {
                 let item = first_item_from(&owner.items, chosen + u64::from(step) * u64::from(other % 16));
-                item.into_iter().for_each(|number| remove(&cache, number));
+                item.into_iter().for_each(|number| remove_item(&cache, number));
             }),
             16 => {
-                let is_ours = |number: &u64| owner.with(*number, |item| item.state.swap(2, Relaxed)) == 1;
+                let is_ours = |number: &u64| owner.with_item(*number, |item| item.state.swap(2, Relaxed)) == 1;
                 pinned.extend(found.filter(is_ours));
             }
             17 if !pinned.is_empty() => {
                 let number = pinned.swap_remove(usize::from(one) % pinned.len());
-                owner.with(number, |item| item.state.store(1, Relaxed));
+                owner.with_item(number, |item| item.state.store(1, Relaxed));
             }
             18 => {
                 let behaviour = CallbackBehaviour::of(one);
-                owner.set(behaviour);
+                owner.set_behaviour(behaviour);
                 let mut taken = Vec::new();
-                let is_done = quietly(|| match next_call(&mut calls) {
+                let is_done = completes_without_panic(|| match next_call(&mut calls) {
                     Some([_, count, _]) if behaviour == CallbackBehaviour::PanicInConstruct => {
                         (0..2 * u32::from(count)).for_each(|_| taken.push(cache.allocate().unwrap()));
                     }
@@ -485,11 +486,11 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
                 assert!(is_done || behaviour.may_panic());
                 // SAFETY: the items were allocated above, and were never in use.
                 taken.into_iter().for_each(|item| unsafe { cache.free(item) });
-                owner.set(CallbackBehaviour::Move);
+                owner.set_behaviour(CallbackBehaviour::Move);
                 // If a callback panicked, the items of its slab are still in state 2.
                 let numbers: Vec<u64> = owner.items.lock().unwrap().keys().copied().collect();
                 let loose = numbers.into_iter().filter(|number| !pinned.contains(number));
-                loose.for_each(|number| owner.with(number, |item| item.state.store(1, Relaxed)));
+                loose.for_each(|number| owner.with_item(number, |item| item.state.store(1, Relaxed)));
             }
             19 => {
                 // Under an epoch guard, moved items can still be read at their old place.
@@ -505,10 +506,10 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
     }
     owner.check(&pinned);
     assert!(cache.info().unwrap().active >= owner.items.lock().unwrap().len() as u64);
-    pinned.into_iter().for_each(|number| owner.with(number, |item| item.state.store(1, Relaxed)));
+    pinned.into_iter().for_each(|number| owner.with_item(number, |item| item.state.store(1, Relaxed)));
     // Items that are not removed here would never be freed.
     while let Some(number) = first_item_from(&owner.items, 0) {
-        remove(&cache, number);
+        remove_item(&cache, number);
     }
     cache.shrink().unwrap();
     assert_eq!(cache.info().unwrap().active, 0);
@@ -524,13 +525,13 @@ fuzz_target!(|data: &[u8]| {
         .remote_node_defrag_ratio(u32::from(second >> 2));
     let slabs = slabs(first & 128 == 128);
     match first & 15 {
-        0 | 1 | 2 => by_handle::<5>(slabs, settings, calls),
-        3 | 4 => by_handle::<40>(slabs, settings, calls),
-        5 => by_handle::<511>(slabs, settings, calls),
-        6 | 7 | 8 => by_owner::<7>(slabs, settings, calls),
-        9 | 10 => by_owner::<40>(slabs, settings, calls),
-        11 => by_owner::<511>(slabs, settings, calls),
-        12 | 13 => fixed::<3>(slabs, settings, calls),
-        _ => fixed::<100>(slabs, settings, calls),
+        0 | 1 | 2 => run_by_handle::<5>(slabs, settings, calls),
+        3 | 4 => run_by_handle::<40>(slabs, settings, calls),
+        5 => run_by_handle::<511>(slabs, settings, calls),
+        6 | 7 | 8 => run_by_owner::<7>(slabs, settings, calls),
+        9 | 10 => run_by_owner::<40>(slabs, settings, calls),
+        11 => run_by_owner::<511>(slabs, settings, calls),
+        12 | 13 => run_fixed::<3>(slabs, settings, calls),
+        _ => run_fixed::<100>(slabs, settings, calls),
     }
 });

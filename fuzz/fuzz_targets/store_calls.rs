@@ -20,26 +20,27 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-const PAGE: usize = PageSize::MIN_BYTES;
+const PAGE_BYTES: usize = PageSize::MIN_BYTES;
 
-/// Length of a small file, and of the part of a large file after its huge folio.
-const SMALL_FILE_BYTES: usize = 16 * PAGE;
+/// Length in bytes of a small file, and of the part of a large file after its huge folio.
+const SMALL_FILE_BYTES: usize = 16 * PAGE_BYTES;
 
-/// Unit of offsets. Some multiples are at the edges of pages, and others are inside of pages.
-const OFFSET_UNIT_BYTES: usize = PAGE / 8;
+/// Number of bytes of which file offsets are multiples. Some multiples are at the edges of pages, and others are inside
+/// of pages.
+const OFFSET_UNIT_BYTES: usize = PAGE_BYTES / 8;
 
-const WAIT_TIME: Duration = Duration::from_millis(1);
+const COMPLETION_WAIT_TIME: Duration = Duration::from_millis(1);
 
-/// A policy that chooses a huge folio for the first block.
-struct First;
+/// A folio policy that chooses a huge folio for the first block of the file.
+struct HugeForFirstBlock;
 
-impl Policy for First {
+impl Policy for HugeForFirstBlock {
     fn choose(&self, ask: &Ask) -> Choice {
         if ask.offset == 0 { Choice::Huge } else { Choice::Small }
     }
 }
 
-/// A cache and its queue. They are reused for many inputs.
+/// A page cache and its queue of transfers, which are reused for many inputs.
 struct CacheWithQueue {
     cache: PageCache,
     queue: Queue,
@@ -51,9 +52,9 @@ impl CacheWithQueue {
         let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
         let huge = if use_huge { BLOCK_BYTES } else { 0 };
-        let page = PageSize::new(PAGE).expect("a power of two");
+        let page = PageSize::new(PAGE_BYTES).expect("a power of two");
         let limit = (huge + SMALL_FILE_BYTES / 2) as u64;
-        let settings = PageCache::builder("fuzz").limit(limit).page(page).huge(use_huge).policy(First);
+        let settings = PageCache::builder("fuzz").limit(limit).page(page).huge(use_huge).policy(HugeForFirstBlock);
         let cache = settings.build_in(pagemill.caches).expect("a cache");
         let queue = cache.queue(4).expect("a queue");
         Self { cache, queue, most: huge + SMALL_FILE_BYTES }
@@ -64,7 +65,7 @@ thread_local! {
     static CACHES: std::cell::RefCell<[Option<CacheWithQueue>; 2]> = const { std::cell::RefCell::new([None, None]) };
 }
 
-/// The store of the file, with which the test can also inject failures and read the stored bytes.
+/// The store of the file under test. The test can also inject failures into it and read the stored bytes.
 enum FileStoreUnderTest {
     Faulty(FaultyStore<MemoryStore>),
     File(PathBuf),
@@ -72,7 +73,7 @@ enum FileStoreUnderTest {
 
 impl FileStoreUnderTest {
     fn new(is_file: bool) -> Self {
-        let bytes = vec![7; 5 * PAGE + 100];
+        let bytes = vec![7; 5 * PAGE_BYTES + 100];
         if !is_file {
             return Self::Faulty(FaultyStore::new(MemoryStore::new(bytes, 512)));
         }
@@ -103,7 +104,7 @@ impl FileStoreUnderTest {
     }
 
     /// Changes the store as another process would: cuts the file to `at` bytes, then appends `len` bytes.
-    fn change(&self, at: usize, len: usize) {
+    fn change_from_outside(&self, at: usize, len: usize) {
         let others: &dyn Store = match self {
             Self::Faulty(store) => store.inner(),
             Self::File(path) => {
@@ -125,7 +126,7 @@ impl Drop for FileStoreUnderTest {
     }
 }
 
-/// The model: the file's bytes, and for each byte a bit set of the values (0 to 7) that the store may have for it.
+/// The model of the file: its bytes and, for each byte, a bit set of the values (0 to 7) that the store may have.
 struct Model {
     bytes: Vec<u8>,
     stored: Vec<u8>,
@@ -138,7 +139,7 @@ impl Model {
         model
     }
 
-    /// Records that the store has the file's current bytes in this range.
+    /// Records that the store has the file's current bytes in the `len` bytes at offset `at`.
     fn sync(&mut self, at: usize, len: usize) {
         let end = (at + len).min(self.bytes.len());
         let range = at.min(end)..end;
@@ -169,26 +170,26 @@ impl Model {
     }
 }
 
-/// Returns whether a failing store or a full cache may cause this error. `Busy` is not allowed, because no other thread
-/// uses pages.
+/// Returns whether a failing store or a full cache may cause this error. These cannot cause the error `Busy`, because
+/// no other thread uses pages.
 fn is_excusable(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::NoMemory { .. })
 }
 
-fn unless_excusable<T>(result: Result<T>) -> Option<T> {
+fn panic_unless_excusable<T>(result: Result<T>) -> Option<T> {
     result.map_err(|error| assert!(is_excusable(&error), "{error:?}")).ok()
 }
 
 fn check_read(file: &Mapping, model: &Model, at: usize, len: usize) {
     let mut bytes = vec![0xEE; len + 1];
-    let count = unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+    let count = panic_unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
     let end = (at + count).min(model.bytes.len());
     assert!(bytes[..count] == *model.bytes.get(at..end).unwrap_or_default());
     assert!(bytes[count..].iter().all(|byte| *byte == 0xEE || *byte == 0));
 }
 
-/// Makes a call that is allowed while pages are pinned.
-fn step(
+/// Makes a call on the file or its store that is allowed while pages are pinned.
+fn make_call(
     place: &mut CacheWithQueue,
     behind: &FileStoreUnderTest,
     file: &Mapping,
@@ -201,7 +202,7 @@ fn step(
     match kind {
         0..3 => {
             let byte = call[5] % 7 + 1;
-            let count = unless_excusable(file.write_at(&vec![byte; len], offset)).unwrap_or(0);
+            let count = panic_unless_excusable(file.write_at(&vec![byte; len], offset)).unwrap_or(0);
             model.write(at, count, byte);
         }
         3 => {
@@ -210,15 +211,15 @@ fn step(
         }
         4 => {
             let end = (at + len).min(model.bytes.len());
-            if unless_excusable(file.zero_range(offset, len as u64)).is_some() && at < end {
+            if panic_unless_excusable(file.zero_range(offset, len as u64)).is_some() && at < end {
                 model.write(at, end - at, 0);
             } else if at < end {
                 // The failed call may have zeroed a part of the range. A read of the file shows which part.
                 model.stored[at..end].iter_mut().for_each(|may_be| *may_be |= 1);
                 behind.set_faults(Faults::default());
-                for at in (at..end).step_by(PAGE) {
-                    let mut bytes = vec![0; PAGE.min(end - at)];
-                    let count = unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+                for at in (at..end).step_by(PAGE_BYTES) {
+                    let mut bytes = vec![0; PAGE_BYTES.min(end - at)];
+                    let count = panic_unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
                     let old = &mut model.bytes[at..at + count];
                     let is_other = |(old, new): (&u8, &u8)| u8::from(*new != 0) & u8::from(old != new);
                     assert_eq!(old.iter().zip(&bytes).map(is_other).max().unwrap_or(0), 0);
@@ -245,7 +246,7 @@ fn step(
         9 => {
             match place.queue.fetch(file, offset, 0) {
                 Err(Error::PastEnd { .. } | Error::Busy { .. }) => {}
-                other => drop(unless_excusable(other)),
+                other => drop(panic_unless_excusable(other)),
             }
             if call[4] & 1 == 1 {
                 take_completions(place, usize::from(call[4] & 2));
@@ -256,9 +257,9 @@ fn step(
 }
 
 fn take_completions(place: &mut CacheWithQueue, least: usize) {
-    place.queue.wait(least, WAIT_TIME).expect("a ring works");
+    place.queue.wait(least, COMPLETION_WAIT_TIME).expect("a ring works");
     while let Some(fetched) = place.queue.next() {
-        unless_excusable(fetched.result);
+        panic_unless_excusable(fetched.result);
     }
 }
 
@@ -268,8 +269,8 @@ fn drain(place: &mut CacheWithQueue) {
     }
 }
 
-/// Makes a call that waits until no page is pinned. The caller must have no pins.
-fn step_without_pins(
+/// Makes a call on the file that waits until no page is pinned. The caller must have no pins.
+fn make_call_without_pins(
     behind: &FileStoreUnderTest,
     file: &Mapping,
     model: &mut Model,
@@ -279,19 +280,19 @@ fn step_without_pins(
 ) {
     match call[0] / 16 {
         11 => {
-            if unless_excusable(file.sync()).is_some() {
+            if panic_unless_excusable(file.sync()).is_some() {
                 model.sync(0, model.stored.len());
                 assert!(behind.bytes() == model.bytes);
             }
         }
         12 => {
-            if len > 0 && unless_excusable(file.sync_range(at as u64, len as u64)).is_some() {
+            if len > 0 && panic_unless_excusable(file.sync_range(at as u64, len as u64)).is_some() {
                 model.sync(at, len.min(model.stored.len() - 1));
                 assert_eq!(behind.bytes().len(), model.bytes.len());
             }
         }
         13 if at < model.bytes.len() => {
-            if let Some(mut held) = unless_excusable(file.hold(at as u64)) {
+            if let Some(mut held) = panic_unless_excusable(file.hold(at as u64)) {
                 let begin = held.offset() as usize;
                 let end = (begin + held.len()).min(model.bytes.len());
                 assert!(held[..end - begin] == model.bytes[begin..end]);
@@ -302,9 +303,9 @@ fn step_without_pins(
         }
         _ => {
             // A refresh fails if the file has unsynced changes. So the test changes the store only after a sync.
-            let is_synced = call[4] & 1 == 1 && unless_excusable(file.sync()).is_some();
+            let is_synced = call[4] & 1 == 1 && panic_unless_excusable(file.sync()).is_some();
             if is_synced {
-                behind.change(at, len);
+                behind.change_from_outside(at, len);
                 *model = Model::new(behind.bytes(), model.stored.len());
             }
             match file.refresh() {
@@ -315,8 +316,8 @@ fn step_without_pins(
     }
 }
 
-/// Pins a page, or writes to a pinned page.
-fn step_pins<'file>(
+/// Pins a page of the file, or writes to a page that is already pinned.
+fn pin_or_write_pinned<'file>(
     pins: &mut Vec<(Pin<'file>, usize)>,
     file: &'file Mapping,
     model: &mut Model,
@@ -326,7 +327,7 @@ fn step_pins<'file>(
     if call[4] & 1 == 0 && pins.len() < 3 {
         match file.pin(at as u64) {
             Err(Error::PastEnd { .. }) => {}
-            other => pins.extend(unless_excusable(other).map(|pin| (pin, at))),
+            other => pins.extend(panic_unless_excusable(other).map(|pin| (pin, at))),
         }
     } else if let Some((pin, at)) = pins.get(usize::from(call[4] / 2) % 3) {
         let len = pin.len_bytes().min(usize::from(call[5]) * 8);
@@ -338,10 +339,11 @@ fn step_pins<'file>(
     }
 }
 
-/// Makes calls until one closes the file. Returns how many bytes of `data` were used.
-fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Model, data: &[u8]) -> usize {
+/// Makes the calls that `data` encodes, until a call closes the file or `data` ends. Returns how many bytes of `data`
+/// were used.
+fn make_calls(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Model, data: &[u8]) -> usize {
     let most = place.most;
-    let Some(file) = unless_excusable(place.cache.open(behind.open())) else { return data.len() };
+    let Some(file) = panic_unless_excusable(place.cache.open(behind.open())) else { return data.len() };
     let mut pins = Vec::new();
     let mut count = 0;
     for call in data.chunks_exact(6) {
@@ -353,7 +355,7 @@ fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Mode
         match call[0] / 16 {
             11..15 if pins.is_empty() || call[4] & 4 == 4 => {
                 pins.clear();
-                step_without_pins(behind, &file, model, call, at, len);
+                make_call_without_pins(behind, &file, model, call, at, len);
             }
             15 if call[4] & 8 == 8 => {
                 drop(pins);
@@ -365,8 +367,8 @@ fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Mode
                 return count;
             }
             11..15 => {}
-            15 => step_pins(&mut pins, &file, model, call, at),
-            _ => step(place, behind, &file, model, call, at, len),
+            15 => pin_or_write_pinned(&mut pins, &file, model, call, at),
+            _ => make_call(place, behind, &file, model, call, at, len),
         }
         check_read(&file, model, at, len);
         if call[0] / 16 >= 11 {
@@ -391,7 +393,7 @@ fuzz_target!(|data: &[u8]| {
         let behind = FileStoreUnderTest::new(is_file);
         let mut model = Model::new(behind.bytes(), place.most);
         while !data.is_empty() {
-            let count = run(place, &behind, &mut model, data);
+            let count = make_calls(place, &behind, &mut model, data);
             // A file with reads in flight stays open until these reads have ended.
             drain(place);
             data = &data[count.min(data.len())..];

@@ -6,11 +6,12 @@ use core::ffi::{c_int, c_void};
 
 use crate::allocator;
 
-/// The largest usual OS page size of the processor. On systems with smaller pages, blocks have more alignment than
-/// needed.
+/// The largest usual OS page size of the processor architecture. On systems with smaller pages, allocations have more
+/// alignment than needed.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
-/// Rounds up to whole pages. On overflow returns `size` itself, which is too large for any allocation to succeed.
+/// Rounds `size` up to whole OS pages. On overflow returns `size` itself, which is too large for any allocation to
+/// succeed.
 fn whole_pages(size: usize) -> usize {
     size.checked_next_multiple_of(PAGE_BYTES).unwrap_or(size)
 }
@@ -37,7 +38,7 @@ pub unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     unsafe { allocator::calloc(count, size) }
 }
 
-/// Resizes a block.
+/// Resizes an allocation to `size` bytes.
 ///
 /// # Safety
 ///
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn realloc(ptr: *mut c_void, size: usize) -> *mut c_void {
     unsafe { allocator::realloc(ptr, size) }
 }
 
-/// Frees a block.
+/// Frees an allocation.
 ///
 /// # Safety
 ///
@@ -59,7 +60,7 @@ pub unsafe extern "C" fn free(ptr: *mut c_void) {
     unsafe { allocator::free(ptr) }
 }
 
-/// Allocates an aligned block.
+/// Allocates `size` bytes at a multiple of `alignment`.
 ///
 /// # Safety
 ///
@@ -70,7 +71,7 @@ pub unsafe extern "C" fn aligned_alloc(alignment: usize, size: usize) -> *mut c_
     unsafe { allocator::aligned_alloc(alignment, size) }
 }
 
-/// Allocates an aligned block.
+/// Allocates `size` bytes at a multiple of `alignment`.
 ///
 /// # Safety
 ///
@@ -81,7 +82,7 @@ pub unsafe extern "C" fn memalign(alignment: usize, size: usize) -> *mut c_void 
     unsafe { allocator::aligned_alloc(alignment, size) }
 }
 
-/// Allocates an aligned block; returns 0 or an errno.
+/// Allocates `size` bytes at a multiple of `alignment`, and stores the address in `out`. Returns 0 or an errno.
 ///
 /// # Safety
 ///
@@ -92,7 +93,7 @@ pub unsafe extern "C" fn posix_memalign(out: *mut *mut c_void, alignment: usize,
     unsafe { allocator::posix_memalign(out, alignment, size) }
 }
 
-/// Returns the usable size of a block.
+/// Returns the usable size of an allocation in bytes.
 ///
 /// # Safety
 ///
@@ -103,7 +104,7 @@ pub unsafe extern "C" fn malloc_usable_size(ptr: *mut c_void) -> usize {
     unsafe { allocator::malloc_usable_size(ptr) }
 }
 
-/// Resizes a block to `count * size` bytes.
+/// Resizes an allocation to `count * size` bytes.
 ///
 /// # Safety
 ///
@@ -114,7 +115,7 @@ pub unsafe extern "C" fn reallocarray(ptr: *mut c_void, count: usize, size: usiz
     unsafe { allocator::realloc(ptr, count.saturating_mul(size)) }
 }
 
-/// Allocates a page-aligned block.
+/// Allocates `size` bytes at a multiple of the OS page size.
 ///
 /// # Safety
 ///
@@ -125,7 +126,7 @@ pub unsafe extern "C" fn valloc(size: usize) -> *mut c_void {
     unsafe { allocator::aligned_alloc(PAGE_BYTES, size) }
 }
 
-/// Allocates whole pages.
+/// Allocates whole OS pages of at least `size` bytes in total.
 ///
 /// # Safety
 ///

@@ -10,8 +10,9 @@ use crate::error::Result;
 /// Number of operations in the first run; the second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
-/// Returns the instructions per operation. The inner error is a sentence for the list of gaps. `add_arguments` adds the
-/// arguments and the environment for a run with the given number of operations.
+/// Returns the number of instructions that a workload executes per operation. The inner error is a sentence for the
+/// report that says why nothing was counted. `add_arguments` adds the workload's arguments and environment for a run
+/// with the given number of operations.
 ///
 /// Runs the workload twice, the second time with twice as many operations. The difference of the two counts excludes
 /// startup and exit.
@@ -55,7 +56,7 @@ fn parse_instruction_count(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The count must be found in output that callgrind 3.19 prints. Text without a count must give none.
+    /// The instruction count must be parsed from output of callgrind 3.19. Text without a count must give none.
     #[test]
     fn instruction_count_is_parsed() {
         assert_eq!(parse_instruction_count("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));

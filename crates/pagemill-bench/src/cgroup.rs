@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::native;
 
-/// The prefix of group names. A name is this prefix, the process id of the bench, and a count.
+/// Prefix of the names of the cgroups that the bench makes. The process id of the bench and a sequence number follow.
 const PREFIX: &str = "pagemill-bench-";
 
 /// The cgroup version of the memory controller, which determines the names of its files.
@@ -22,7 +22,7 @@ enum Version {
     V2,
 }
 
-/// The existing group below which new groups are made.
+/// The existing cgroup below which new cgroups are made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Parent {
     version: Version,
@@ -36,16 +36,16 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Makes a group below this process's own group and limits its memory.
+    /// Makes a cgroup with a memory limit, below the cgroup of this process.
     ///
     /// # Errors
     ///
-    /// A sentence for the list of gaps, if there is no memory controller or no permission to use it.
+    /// A sentence for the report that gives the reason: there is no memory controller or no permission to use it.
     pub fn with_limit(limit_bytes: u64) -> Result<Self, String> {
         Self::new(Some(limit_bytes))
     }
 
-    /// Makes a group that has no limit of its own.
+    /// Makes a cgroup without a memory limit of its own, below the cgroup of this process.
     ///
     /// # Errors
     ///
@@ -65,14 +65,14 @@ impl Cgroup {
         make_group(&parent, &name, limit_bytes)
     }
 
-    /// Returns the peak of the memory charged to the group, page cache included. Returns none if the kernel does not
-    /// record it, like v2 before Linux 5.19.
+    /// Returns the peak in bytes of the memory charged to the cgroup, page cache included. Returns none if the kernel
+    /// does not record it, like v2 before Linux 5.19.
     pub fn peak_bytes(&self) -> Option<u64> {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
         read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
     }
 
-    /// Returns the number of OOM kills in the group; none if the kernel does not count them.
+    /// Returns the number of OOM kills in the cgroup; none if the kernel does not count them.
     pub fn oom_kills(&self) -> Option<u64> {
         let text = ["memory.oom_control", "memory.events"].map(|name| fs::read_to_string(self.folder.join(name)).ok());
         text.into_iter().flatten().find_map(|text| {
@@ -81,7 +81,7 @@ impl Cgroup {
         })
     }
 
-    /// Returns the path of `cgroup.procs`. A process joins the group by writing 0 to that file.
+    /// Returns the path of the cgroup's file `cgroup.procs`. A process joins the cgroup by writing 0 to that file.
     pub fn join_file(&self) -> PathBuf {
         self.folder.join("cgroup.procs")
     }
@@ -105,7 +105,8 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes groups that a killed bench left behind. Their processes have ended, since each workload dies with its bench.
+/// Removes cgroups that a killed bench left behind. Their processes have ended, since each workload ends with its
+/// bench.
 fn remove_stale_groups(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
@@ -146,7 +147,8 @@ fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<C
     Ok(group)
 }
 
-/// Returns this process's own group in the hierarchy that has the memory controller; none if no hierarchy has it.
+/// Returns the cgroup of this process in the hierarchy that has the memory controller; none if no hierarchy has it.
+/// `own` is the text of `/proc/self/cgroup`.
 fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
     let (mut v1, mut v2) = (None, None);
     for line in own.lines() {
@@ -179,8 +181,8 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
 mod tests {
     use super::*;
 
-    /// The group must be found in a fake tree of each version. If both versions are mounted, v1 must be used when it
-    /// has the memory controller.
+    /// [`find_parent`] must find the cgroup of the process in an imitation of `/sys/fs/cgroup` for v1 and for v2. If
+    /// both versions are mounted and v1 has the memory controller, it must use v1.
     #[test]
     fn both_cgroup_versions_are_found() {
         let tree = tempfile::tempdir().expect("a temporary folder");
@@ -198,9 +200,10 @@ mod tests {
         assert_eq!(find_parent("1:cpu:/\n", tree.path()), None);
     }
 
-    /// A real group with a limit is made and dropped. Its folder must be gone afterwards. Skipped without permission.
+    /// A real cgroup with a memory limit is made and dropped. Its folder must be gone afterwards. Without permission to
+    /// make a cgroup, the test is skipped.
     #[test]
-    fn a_group_is_removed_on_drop() {
+    fn cgroup_is_removed_on_drop() {
         match Cgroup::with_limit(64 << 20) {
             Ok(group) => {
                 let folder = group.folder.clone();

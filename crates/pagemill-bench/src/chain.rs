@@ -8,7 +8,7 @@
 use std::hint::black_box;
 use std::{ptr, slice};
 
-/// The first bytes of each allocation.
+/// The first bytes of each allocation: the address of the next allocation, and the index of this one as its tag.
 #[repr(C)]
 struct Link {
     next: *mut Link,
@@ -48,7 +48,7 @@ impl Chain {
         }
     }
 
-    /// Makes one allocation, writes all of its bytes, and appends it. Returns false if malloc failed.
+    /// Makes one allocation, writes all of its bytes, and appends it to the list. Returns false if malloc failed.
     pub fn push(&mut self) -> bool {
         let tag = self.allocated_count;
         // SAFETY: malloc takes any size.
@@ -65,7 +65,7 @@ impl Chain {
         true
     }
 
-    /// Returns the number of allocations made so far.
+    /// Returns the number of allocations made so far, including freed ones.
     pub fn allocated_count(&self) -> u64 {
         self.allocated_count
     }
@@ -119,7 +119,8 @@ impl Drop for Chain {
 mod tests {
     use super::*;
 
-    /// Of 1000 allocations every second one is freed. The others must stay in order, with their bytes intact.
+    /// Of 1000 allocations in the list, every second one is freed. The others must stay in order, with their bytes
+    /// intact.
     #[test]
     fn retained_allocations_stay_in_order() {
         for size in [MIN_BYTES, 17, 4096] {
@@ -142,7 +143,8 @@ mod tests {
         assert!(Chain::new(MIN_BYTES - 1).is_err());
     }
 
-    /// The last byte of a listed allocation is changed. The check must report one wrong allocation.
+    /// The last byte of the first of ten allocations is changed. [`Chain::retain`] must return that one allocation is
+    /// wrong.
     #[test]
     fn a_changed_byte_is_found() {
         let mut chain = Chain::new(64).expect("large enough");

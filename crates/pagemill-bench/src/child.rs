@@ -26,7 +26,7 @@ pub const WRONG_ANSWER: i32 = 70;
 
 /// The first signal that requested the end of the bench; 0 if none has arrived.
 static FIRST_SIGNAL: AtomicI32 = AtomicI32::new(0);
-/// The leaders of the process groups that are running, which an interrupt must kill.
+/// Process ids of the leaders of all running process groups, which an interrupt must kill.
 static RUNNING_GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 fn running_groups() -> MutexGuard<'static, BTreeSet<u32>> {
@@ -54,7 +54,7 @@ pub fn end_by_signal(signal: i32) {
     let _ = emulate_default_handler(signal);
 }
 
-/// Returns [`Error::Interrupted`] if a signal has requested the end of the bench.
+/// Returns [`Error::Interrupted`] if a signal has requested the end of the bench, otherwise `Ok`.
 pub fn check_interrupt() -> Result<()> {
     match FIRST_SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
@@ -75,7 +75,7 @@ pub fn sleep(duration: Duration) -> Result<()> {
     }
 }
 
-/// Returns a command that runs this executable with one of its hidden subcommands.
+/// Returns a command that runs this executable. `arguments` begins with the name of a hidden subcommand.
 pub fn workload_command(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
@@ -133,8 +133,8 @@ impl RunningGroup {
         self.child.id()
     }
 
-    /// Returns whether the leader has ended. It remains a zombie until it is reaped, so that its process id cannot be
-    /// reused.
+    /// Returns whether the group's leader has ended. The leader remains a zombie until [`RunningGroup::finish`] reaps
+    /// it, so that its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
@@ -145,7 +145,8 @@ impl RunningGroup {
         }
     }
 
-    /// Waits until the leader ends, then kills the rest of the group. Fails if the leader runs longer than `limit`.
+    /// Waits until the group's leader ends, then kills the rest of the group. Fails if the leader runs longer than
+    /// `limit`.
     pub fn finish(mut self, limit: Duration) -> Result<FinishedProcess> {
         let started = Instant::now();
         while !self.has_ended() {
@@ -169,7 +170,7 @@ impl RunningGroup {
         })
     }
 
-    /// Kills all members of the group and removes it from the set of running groups. The leader is reaped later.
+    /// Kills all members of the group and removes the group from [`RUNNING_GROUPS`]. Does not reap the leader.
     fn end_group(&mut self) {
         if !self.is_ended {
             native::kill_group(self.child.id());
@@ -213,7 +214,7 @@ pub enum Outcome {
     Failed(String),
 }
 
-/// Runs a hidden subcommand under the allocator of a subject, and reads the JSON line that it prints.
+/// Runs a hidden subcommand under the allocator `ready`, and reads the JSON line that the subcommand prints.
 ///
 /// # Errors
 ///
@@ -225,11 +226,11 @@ pub fn run_under(
 ) -> Result<Outcome> {
     let mut command = workload_command(arguments)?;
     ready.apply(&mut command);
-    finish(ready.name(), &mut command, limit)
+    run_to_end(ready.name(), &mut command, limit)
 }
 
-/// Runs a hidden subcommand under the C library's allocator, because it measures something else than the allocator.
-/// Reads the JSON line that it prints.
+/// Runs a hidden subcommand under the C library's allocator, for workloads that do not measure an allocator. Reads the
+/// JSON line that the subcommand prints.
 ///
 /// # Errors
 ///
@@ -242,7 +243,7 @@ pub fn run_plain(
     run_with_settings(subject, arguments, &[], limit)
 }
 
-/// Like [`run_plain`], with these environment variables.
+/// Like [`run_plain`], but sets the environment variables `settings` for the workload.
 pub fn run_with_settings(
     subject: &str,
     arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
@@ -252,16 +253,16 @@ pub fn run_with_settings(
     let mut command = workload_command(arguments)?;
     crate::subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
-    finish(subject, &mut command, limit)
+    run_to_end(subject, &mut command, limit)
 }
 
-/// Runs a command from start to end, and classifies how it ended.
-pub fn finish(subject: &str, command: &mut Command, limit: Duration) -> Result<Outcome> {
+/// Runs a command until it ends, and classifies it as measured, killed or failed.
+pub fn run_to_end(subject: &str, command: &mut Command, limit: Duration) -> Result<Outcome> {
     classify(subject, &RunningGroup::start(command)?.finish(limit)?)
 }
 
-/// Returns the words of a command line: first words, then numeric options.
-pub fn words(first: &[&str], numbers: &[(&str, u64)]) -> Vec<String> {
+/// Returns the words of a command line: the words `first`, then the numeric options `numbers`.
+pub fn command_words(first: &[&str], numbers: &[(&str, u64)]) -> Vec<String> {
     first.iter().map(|word| (*word).to_owned()).chain(numeric_options(numbers)).collect()
 }
 
@@ -286,7 +287,7 @@ pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
     }
 }
 
-/// Touches and frees `mib` MiB in a separate process. Called before anything is measured.
+/// Touches and frees `mib` MiB of memory in a separate process. An experiment calls this function before it measures.
 ///
 /// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
 /// touches. Without this call, the first subject would seem slower than the others.
@@ -323,7 +324,7 @@ mod tests {
         assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
     }
 
-    /// A shell starts a child that computes. The measured CPU time must include the child's.
+    /// A shell starts a child that computes. The measured CPU time must include that of the child.
     #[test]
     fn cpu_time_includes_children() {
         let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;

@@ -15,25 +15,30 @@ use crate::hog::{self, SampleTimes};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
-/// One kind of memory for the copies, and the environment of the workload that uses it.
+/// A kind of memory in which the ebizzy workload stores its copies, and the environment variables of the workload.
 struct CopyMemory {
     name: &'static str,
     memory: &'static str,
     settings: &'static [(&'static str, &'static str)],
 }
 
+/// Subject: copies in volatile ranges that have handles.
 const HANDLES: &str = "ebizzy-handles";
+/// Subject: copies in glibc's malloc with default settings.
 const MALLOC: &str = "ebizzy-malloc";
-/// glibc with settings that never return memory, which is its fastest way to run this workload.
-const KEEPING_SUBJECT: &str = "ebizzy-malloc-keeping";
+/// Subject: copies in glibc's malloc, with settings with which glibc never returns memory. These are its fastest
+/// settings for this workload.
+const KEEPING_MALLOC: &str = "ebizzy-malloc-keeping";
+/// Subject: copies in a mapping that is freed with `MADV_FREE`.
 const FREE: &str = "ebizzy-madv-free";
+/// Subject: copies in a mapping that is freed with `MADV_DONTNEED`.
 const DONTNEED: &str = "ebizzy-madv-dontneed";
 
 const COPY_MEMORIES: [CopyMemory; 5] = [
     CopyMemory { name: HANDLES, memory: "handles", settings: &[] },
     CopyMemory { name: MALLOC, memory: "malloc", settings: &[] },
     CopyMemory {
-        name: KEEPING_SUBJECT,
+        name: KEEPING_MALLOC,
         memory: "malloc",
         settings: &[("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824")],
     },
@@ -44,8 +49,9 @@ const COPY_MEMORIES: [CopyMemory; 5] = [
 /// Sizes of the copies, as the workload's command line names them.
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// For one record in 64, the workload computes the sum of the whole copy and compares it with the source.
-const SUM_EVERY: u64 = 64;
+/// For one record in this many, the workload computes the checksum of the whole copy and compares it with that of the
+/// source.
+const RECORDS_PER_CHECKSUM: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
@@ -74,12 +80,12 @@ impl Case {
     }
 }
 
-/// Returns the names of all kinds of memory for copies.
+/// Returns the names of all kinds of memory in which the workload can store its copies.
 pub fn names() -> impl Iterator<Item = &'static str> {
     COPY_MEMORIES.iter().map(|memory_kind| memory_kind.name)
 }
 
-/// Measures the wanted kinds of memory for copies; adds rows and verdicts.
+/// Runs the ebizzy workload with its copies in each wanted kind of memory; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -149,9 +155,9 @@ fn measure_alone(
         ("--warm-ms", common.quick_or_full(30, 250)),
         ("--measure-ms", common.quick_or_full(100, 1000)),
         ("--threads", case.threads),
-        ("--sum-every", SUM_EVERY),
+        ("--sum-every", RECORDS_PER_CHECKSUM),
     ];
-    let line = child::words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
+    let line = child::command_words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
     let (name, settings) = (memory_kind.name, memory_kind.settings);
     let outcome = child::run_with_settings(name, line, settings, Duration::from_secs(60))?;
     samples.add_outcome(case, name, &METRICS, &outcome);
@@ -168,7 +174,7 @@ fn measure_with_hog(
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let mut line = vec![child::own_executable()?.display().to_string()];
     line.extend(SampleTimes::new(common).pair_arguments(folder.path()));
-    line.extend(["--memory", memory_kind.memory, "--sum-every", &SUM_EVERY.to_string()].map(str::to_owned));
+    line.extend(["--memory", memory_kind.memory, "--sum-every", &RECORDS_PER_CHECKSUM.to_string()].map(str::to_owned));
     match hog::sample_pair(memory_kind.name, &line, folder.path(), true, memory_kind.settings)? {
         Ok(outcome) => samples.add_outcome(case, memory_kind.name, &METRICS, &outcome),
         Err(gap) => report.add_gap(gap),
@@ -177,7 +183,7 @@ fn measure_with_hog(
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
-    let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING_SUBJECT] };
+    let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING_MALLOC] };
     for case in cases {
         for (kind, at_once, least) in [("malloc", false, 0.95), ("pages given up at once", true, 1.0)] {
             let target = format!("ebizzy on handles against the best of {kind}, {}", case.name());
@@ -186,7 +192,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
     }
 }
 
-/// Compares volatile handles with the fastest of `peers` that lost no round.
+/// Compares the speed with copies in volatile ranges with the speed of the fastest of `peers` that lost no round.
 fn judge_against_best(
     samples: &SampleTable<Case>,
     case: &Case,

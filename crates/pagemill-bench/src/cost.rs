@@ -15,7 +15,7 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, UNWATCHED};
 
-/// MiB that are touched beforehand: more memory than either variant uses.
+/// MiB of memory that are touched before the first sample: more than either variant of Pagemill uses.
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
 /// Number of samples (quick, full). There are more and shorter samples than in other experiments, so that a difference
@@ -24,7 +24,7 @@ const SAMPLES: (usize, usize) = (3, 15);
 
 /// MiB that the idle process allocates and frees.
 const IDLE_MIB: u64 = 128;
-/// The idle process counts as having returned its free memory once its resident memory is below this value.
+/// The idle process counts as having returned its free memory once it has fewer resident bytes than this.
 const RETURNED_BELOW_BYTES: u64 = 32 << 20;
 /// The environment setting that makes Pagemill return free memory after one idle second.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
@@ -36,7 +36,8 @@ const PAUSE: Duration = Duration::from_secs(1);
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
 
-/// Measures speed and wake-ups, and returns the report.
+/// Measures the speed of ebizzy and the wake-ups of an idle process, with and without watching of memory limits.
+/// Returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), UNWATCHED.to_owned()];
@@ -130,8 +131,8 @@ fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mu
     Ok(())
 }
 
-/// Returns the wake-ups per second of an idle process, over all its threads. The inner error is a sentence for the list
-/// of gaps.
+/// Returns the wake-ups per second of an idle process, over all its threads. The inner error is a sentence for the
+/// report that says why nothing was measured.
 fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
     let mut command = child::workload_command(["__idle", "--mib", &mib, "--seconds", "60"])?;

@@ -13,23 +13,23 @@ use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
 
-/// MiB that are touched beforehand (quick, full): more memory than any subject uses at 24 threads.
+/// MiB of memory that are touched before the first sample (quick, full): more than any allocator needs at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
 
-/// Time to divide among the workloads of a quick run, including [`OVERHEAD_MS`] for each. The run then ends well within
-/// 30 seconds.
+/// Total duration of all workloads of a quick run, including [`OVERHEAD_MS`] for each. With this total, the run ends
+/// well within 30 seconds.
 const QUICK_BUDGET_MS: u64 = 22_000;
 
 /// Time to start and end a workload, in addition to its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// A subject with at least this many page faults per record counts as returning memory. A record has 64 pages or more.
-/// A subject with fewer faults retains its memory despite its settings, so it cannot be the baseline among subjects
-/// that return memory.
+/// An allocator with at least this many page faults per record counts as returning memory. A record has 64 pages or
+/// more. An allocator with fewer faults retains its memory despite its settings, so it is no baseline among the
+/// allocators that return memory.
 pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 
 /// Value of `sizes` in a [`Case`]: all copied chunks have 256 KiB. The targets apply only to these cases.
-const FIXED: &str = "fixed";
+const FIXED_SIZES: &str = "fixed";
 
 /// Metric: records per second. For each record, the workload copies a chunk, searches the copy and frees it.
 pub const RECORDS: &str = "records_per_second";
@@ -87,7 +87,7 @@ fn cases(options: &Options) -> Vec<Case> {
         [] => options.common.quick_or_full(vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24]),
         given => given.to_vec(),
     };
-    let fixed = threads.iter().map(|&threads| Case { sizes: FIXED, threads });
+    let fixed = threads.iter().map(|&threads| Case { sizes: FIXED_SIZES, threads });
     let mixed = threads.iter().map(|&threads| Case { sizes: "mixed", threads });
     match options.common.quick {
         true => fixed.collect(),
@@ -95,8 +95,8 @@ fn cases(options: &Options) -> Vec<Case> {
     }
 }
 
-/// Returns warm-up time and measured time of a sample, in ms. A quick run divides a time budget among its samples; a
-/// full run uses one second for each time.
+/// Returns the warm-up time and the measured time of a sample, in ms. A quick run divides a time budget among its
+/// samples. A full run warms up for 250 ms and measures for one second.
 fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     match common.quick {
         true => {
@@ -142,7 +142,7 @@ fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -
 
 fn sizes_name(case: &Case) -> &'static str {
     match case.sizes {
-        FIXED => "256 KiB",
+        FIXED_SIZES => "256 KiB",
         _ => "64 KiB - 1 MiB",
     }
 }
@@ -181,8 +181,8 @@ fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: 
     }
 }
 
-/// Adds a gap if a subject retains memory although its settings demand to return memory at once. Such a subject is no
-/// baseline.
+/// Adds a sentence (gap) to the report if an allocator retains memory although its settings tell it to return memory at
+/// once. Such an allocator is no baseline.
 fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case: &Case, ready: &AvailableSubject) {
     let faults = samples.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
@@ -195,8 +195,8 @@ fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case:
     }
 }
 
-/// Adds a row that compares Pagemill with the best peer of a role. Only the JSON output has this row; the tables show a
-/// verdict instead.
+/// Adds a row to the report that compares Pagemill with the best peer of a role. Only the JSON output has this row; the
+/// tables show a verdict instead.
 fn add_row_against_best(
     report: &mut Report,
     samples: &SampleTable<Case>,
@@ -231,9 +231,9 @@ fn baseline_name(role: Role) -> &'static str {
 ///
 /// Choosing a peer for each number of threads would be biased: it would select the luckiest of several nearly equal
 /// peers each time.
-fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
+fn best_default_peer(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
     let mean = |ready: &&AvailableSubject| {
-        let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED);
+        let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED_SIZES);
         let medians = cases.filter_map(|case| samples.get(case, ready.name(), RECORDS)?.median());
         medians.map(f64::ln).sum::<f64>()
     };
@@ -241,18 +241,19 @@ fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Opti
     defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(AvailableSubject::name)
 }
 
-/// Returns the fastest peer of a role that lost no round. For the role that returns memory at once, the peer must also
-/// cause enough page faults to show that it does.
+/// Returns the fastest peer of a role that lost no round. For [`Role::ReturningAtOnce`], the peer must also cause
+/// enough page faults to show that it returns memory.
 fn best_peer<'a>(
     samples: &'a SampleTable<Case>,
     case: &Case,
     ready: &[AvailableSubject],
     role: Role,
 ) -> Option<(&'static str, &'a Series)> {
-    let default_best = if role == Role::Default { default_best(samples, ready) } else { None };
+    let best_default_peer = if role == Role::Default { best_default_peer(samples, ready) } else { None };
     let of_role = ready.iter().filter(|ready| {
         ready.subject.role == role
-            && default_best.is_none_or(|default_best| case.sizes != FIXED || ready.name() == default_best)
+            && best_default_peer
+                .is_none_or(|best_default_peer| case.sizes != FIXED_SIZES || ready.name() == best_default_peer)
     });
     let candidates = of_role.filter_map(|ready| {
         let faults = samples.get(case, ready.name(), FAULTS)?.median()?;
@@ -264,7 +265,7 @@ fn best_peer<'a>(
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
-    let fixed: Vec<&Case> = cases.iter().filter(|case| case.sizes == FIXED).collect();
+    let fixed: Vec<&Case> = cases.iter().filter(|case| case.sizes == FIXED_SIZES).collect();
     for (threads, bound) in [(2, 15.0), (24, 5.0)] {
         let target = format!("ebizzy against the best returning at once, {threads} threads");
         let case = fixed.iter().find(|case| case.threads == threads);
@@ -336,7 +337,7 @@ fn case_verdict(
     }
 }
 
-/// Describes the best peer by its name and its page faults per record.
+/// Describes the best peer by its name and, if it returns memory, its page faults per record.
 fn describe_best(samples: &SampleTable<Case>, case: &Case, name: &'static str) -> String {
     let faults = samples.get(case, name, FAULTS).and_then(Series::median);
     match faults.filter(|&faults| faults >= MIN_FAULTS_IF_RETURNING) {
@@ -351,7 +352,7 @@ mod tests {
     use crate::child::Outcome;
 
     fn samples() -> (SampleTable<Case>, Case) {
-        let case = Case { sizes: FIXED, threads: 2 };
+        let case = Case { sizes: FIXED_SIZES, threads: 2 };
         let mut samples = SampleTable::new();
         let mut add = |subject, records: f64, faults: f64| {
             let line = serde_json::json!({ RECORDS: records, FAULTS: faults });
@@ -364,8 +365,8 @@ mod tests {
         (samples, case)
     }
 
-    /// tcmalloc-eager is faster but has almost no page faults, so it does not return memory. The best peer must be
-    /// glibc-eager.
+    /// tcmalloc-eager is faster than glibc-eager but has almost no page faults, so it does not return memory. The best
+    /// peer that returns memory must be glibc-eager.
     #[test]
     fn best_eager_peer_must_return_memory() {
         let (samples, case) = samples();

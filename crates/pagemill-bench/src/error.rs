@@ -3,14 +3,15 @@
 use std::fmt;
 use std::io;
 
-/// Why an experiment ended early. A killed workload is a result and not an error. A missing peer is reported as a gap.
+/// Why an experiment ended early. A killed workload is a result and not an error. A missing peer is only a line in the
+/// report.
 #[derive(Debug)]
 pub enum Error {
     /// The bench received this signal, for example by Ctrl-C, and has ended all processes that it started.
     Interrupted { signal: i32 },
     /// The workload of this subject found wrong bytes in its memory, so its measurements are worthless.
     WrongAnswer { subject: String, what: String },
-    /// The experiment cannot run, for this reason.
+    /// The experiment cannot run. The string is the reason.
     CannotRun(String),
     /// An operation of the operating system that the bench needs has failed.
     System { doing: String, cause: io::Error },

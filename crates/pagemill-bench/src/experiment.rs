@@ -57,13 +57,14 @@ impl CommonOptions {
         }
     }
 
-    /// Returns `quick` with the option `--quick`, else `full`.
+    /// Returns `quick` if the option `--quick` is given, otherwise `full`.
     pub fn quick_or_full<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// All samples of a run: one series for each case, subject and metric.
+/// All samples of a run: one series for each case (combination of settings), subject (allocator or program that is
+/// measured) and metric.
 #[derive(Debug)]
 pub struct SampleTable<Case> {
     series: BTreeMap<(Case, &'static str, &'static str), Series>,
@@ -93,7 +94,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
         }
     }
 
-    /// Adds a round with one measured value to a series.
+    /// Adds a round with one measured value to the series of a case, subject and metric.
     pub fn add_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
         let series = self.series.entry((case.clone(), subject, metric)).or_default();
         series.rounds.push(Some(value));
@@ -109,7 +110,8 @@ impl<Case: Ord + Clone> SampleTable<Case> {
     }
 }
 
-/// How the report shows a metric: unit, direction of improvement, and the subject with which ratios compare.
+/// A measured quantity as the report shows it: name, unit, whether larger or smaller values are better, and the subject
+/// that is the baseline of ratios.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     pub name: &'static str,
@@ -118,7 +120,7 @@ pub struct Metric {
     pub baseline: Option<&'static str>,
 }
 
-/// Adds the row of one subject, case and metric to the report, if that series was measured.
+/// Adds the row of one subject, case and metric to the report, if `samples` has such a series.
 pub fn report_row<Case: Ord + Clone>(
     report: &mut Report,
     samples: &SampleTable<Case>,
@@ -136,7 +138,7 @@ pub fn report_row<Case: Ord + Clone>(
     report.add_series(entry, series);
 }
 
-/// Returns all items in order, beginning with another item in each round, so that no item always runs first.
+/// Returns all items in cyclic order. Each round begins with another item, so that no item always runs first.
 pub fn rotated<T>(items: &[T], round: usize) -> impl Iterator<Item = &T> {
     let (before, from) = items.split_at(round % items.len().max(1));
     from.iter().chain(before)
@@ -160,7 +162,7 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
     }
 }
 
-/// Identifies one series of samples, as one side of a comparison.
+/// Identifies one series of samples, which is one side of a comparison.
 #[derive(Debug)]
 pub struct SeriesKey<'a, Case> {
     pub case: &'a Case,
@@ -187,7 +189,7 @@ pub fn judge_time_ratio<Case: Ord + Clone>(
     blank.compared(series, (base.subject, baseline), better)
 }
 
-/// Compares the value of one subject with a fixed bound, without a baseline.
+/// Judges the median of one series against a fixed bound, without a baseline.
 pub fn judge_value<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     target: impl Into<String>,
@@ -201,12 +203,13 @@ pub fn judge_value<Case: Ord + Clone>(
     }
 }
 
-/// Minimum speed of Pagemill that returns memory by age, relative to Pagemill that returns memory only on request.
+/// Minimum speed of Pagemill that returns free memory by age (the default), relative to Pagemill that returns it only
+/// on request and under pressure.
 const MIN_SPEED_WITH_AGING: f64 = 0.98;
 
 /// Judges the cost of returning memory by age, by the geometric mean over all cases in which both variants were run.
 /// `ratios` has one list per case: for each round, the speed of Pagemill relative to the variant that does not return
-/// memory by age. Returns none without such a case.
+/// memory by age. Returns none if `ratios` is empty.
 pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
     (!ratios.is_empty()).then(|| Verdict {
@@ -249,8 +252,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// Pagemill that returns memory by age may be 2 % slower than the variant that does not: the verdict must be that
-    /// the target is reached. At 4 % slower, it must be missed. Without any case there must be no verdict.
+    /// Pagemill that returns memory by age runs at 98.5 % of the speed of the variant that does not. The target must be
+    /// reached. At 96 %, the target must be missed. Without any case there must be no verdict.
     #[test]
     fn aging_cost_is_judged_over_all_cases() {
         let state =

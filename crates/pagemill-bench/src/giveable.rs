@@ -2,8 +2,8 @@
 
 use pagemill_core::published;
 
-/// Returns the free bytes that the process could return at once. Returns none if the process publishes no figures, like
-/// a process under an allocator other than Pagemill.
+/// Returns the free bytes that the process could return at once. Returns none if the process publishes no statistics,
+/// for example because it runs under another allocator than Pagemill.
 ///
 /// `start_time` is field 22 of `/proc/PID/stat`. Process id and start time together identify the process even if the
 /// kernel has reused the id.

@@ -10,23 +10,24 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Sizes in bytes of the allocations that are freed before the request; one table for each size.
+/// Sizes in bytes of the allocations that are freed before free memory is requested. The report has one table for each
+/// size.
 const ALLOCATION_SIZES: [usize; 2] = [256 << 10, 4 << 10];
 
 /// The amount of free memory, in MiB, to which the targets apply.
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
-/// Metric: duration of the request.
+/// Metric: duration in milliseconds of the request to return free memory.
 const WALL_MS: &str = "ms";
-/// Metric: memory by which the process shrank through the request.
+/// Metric: resident memory before the request minus resident memory after it.
 const RETURNED: &str = "returned_mib";
-/// Metric: resident memory before the request.
+/// Metric: resident memory before the request to return free memory.
 const HELD: &str = "held_mib";
-/// Metric: longest malloc of another thread during the request.
-const LONGEST: &str = "longest_malloc_ms";
-/// Metric: longest malloc of that thread in the 100 ms before the request.
-const QUIET: &str = "longest_malloc_quiet_ms";
+/// Metric: longest duration of a malloc in another thread during the request to return free memory.
+const LONGEST_MALLOC: &str = "longest_malloc_ms";
+/// Metric: longest duration of a malloc in the other thread in the 100 ms before the request.
+const LONGEST_MALLOC_BEFORE: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
@@ -59,7 +60,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
                 let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
-                let metrics = [WALL_MS, RETURNED, HELD, LONGEST, QUIET];
+                let metrics = [WALL_MS, RETURNED, HELD, LONGEST_MALLOC, LONGEST_MALLOC_BEFORE];
                 samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }
         }
@@ -72,8 +73,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
         (HELD, "MiB", Better::Lower, "MiB held when asked"),
         (RETURNED, "MiB", Better::Higher, "MiB returned"),
         (WALL_MS, "ms", Better::Lower, "ms"),
-        (LONGEST, "ms", Better::Lower, "longest malloc, ms"),
-        (QUIET, "ms", Better::Lower, "longest in 100 ms before"),
+        (LONGEST_MALLOC, "ms", Better::Lower, "longest malloc, ms"),
+        (LONGEST_MALLOC_BEFORE, "ms", Better::Lower, "longest in 100 ms before"),
     ];
     let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
     for subject in ready {
@@ -81,7 +82,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
             let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
             // A subject that has little to return needs little time, so its time is no baseline. Only the delay of
             // other threads can be compared.
-            let baseline = (metric == LONGEST).then_some(BASELINE);
+            let baseline = (metric == LONGEST_MALLOC).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
         }
@@ -90,7 +91,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
     let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
-    let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST, 5.0, "longest unrelated malloc")];
+    let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST_MALLOC, 5.0, "longest unrelated malloc")];
     for (metric, bound, what) in targets {
         let target = format!("{case}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// The longest duration that the buckets can hold; longer ones are counted as this one.
+/// The longest duration, in nanoseconds, that the buckets can hold; longer durations are counted as this one.
 const MAX_NS: u64 = 1 << 40;
-/// Number of exact decimal digits of a percentile.
+/// Number of significant decimal digits to which a percentile is exact.
 const DIGITS: u8 = 3;
 
 /// The number of durations in each bucket, and the longest duration.
@@ -47,14 +47,14 @@ impl Histogram {
         self.percentile_of_longest_ms(self.count(), share)
     }
 
-    /// Returns a percentile of the `count` longest durations.
+    /// Returns a percentile of the `count` longest durations, in milliseconds. `share` is the percentile as a fraction.
     pub fn percentile_of_longest_ms(&self, count: u64, share: f64) -> f64 {
         let all = self.count().max(1) as f64;
         let rank = self.count().saturating_sub(count) as f64 + share * count as f64;
         self.counts.value_at_quantile(rank / all).min(self.longest_ns) as f64 / 1e6
     }
 
-    /// Returns the exact longest duration in milliseconds.
+    /// Returns the longest duration in milliseconds. Unlike a percentile, it is exact.
     pub fn longest_ms(&self) -> f64 {
         self.longest_ns as f64 / 1e6
     }
@@ -64,8 +64,9 @@ impl Histogram {
 mod tests {
     use super::*;
 
-    /// With a thousand short durations and two long ones, the 99th percentile must be short and the 99.9th long. The
-    /// longest duration must be exact. Of the two longest durations, the lower one must be the median.
+    /// With a thousand short durations and two long ones, the 99th percentile must be a short one and the 99.9th
+    /// percentile a long one. The longest duration must be exact. The 50th percentile of the two longest durations must
+    /// be the shorter one.
     #[test]
     fn percentiles_show_rare_long_durations() {
         let (mut times, mut others) = (Histogram::new(), Histogram::new());

@@ -15,25 +15,32 @@ use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
 use crate::report::{Bound, Report, Series, TableCell};
 use crate::stats::Better;
 
-const HUGE: &str = "huge";
-const DENSE: &str = "dense";
+/// Subject: the page cache with huge folios.
+const HUGE_FOLIOS: &str = "huge";
+/// Subject: the page cache with folios of one page.
+const SMALL_FOLIOS: &str = "dense";
+/// Subject: plain memory in huge pages.
 const MEMCPY: &str = "memcpy";
+/// Subject: plain memory in huge pages, with a state word for each page.
 const FRAMES: &str = "frames";
+/// Subject: a file on tmpfs without huge pages, read by `pread`.
 const PREAD_NEVER: &str = "pread-huge-never";
+/// Subject: a file on tmpfs with huge pages, read by `pread`.
 const PREAD_ALWAYS: &str = "pread-huge-always";
+/// Subject: a cache of the crate foyer.
 const FOYER: &str = "foyer";
-/// The part of the experiment with many small files. `--only` accepts this name like that of a subject.
+/// Name of the part of the experiment with many small files. `--only` accepts it like the name of a subject.
 const FILES: &str = "files";
 
 /// Metric: time to copy 4 KiB out of a resident page.
 const COPY: &str = "copy_ns";
 /// Metric: time to pin a resident page and read 8 bytes of it.
 const PIN: &str = "pin_ns";
-/// Metric: bytes of frames per page.
+/// Metric: bytes of page metadata (frames) per cached page.
 const FRAME_BYTES: &str = "frames_bytes";
-/// Metric: bytes of the index per page.
+/// Metric: bytes of the index of the file per cached page.
 const INDEX_BYTES: &str = "index_bytes";
-/// Metric: resident bytes per page in addition to the page itself.
+/// Metric: resident bytes per cached page in addition to the page itself.
 const ADDED_BYTES: &str = "beside_bytes";
 /// Metric: fraction of the resident memory that is in huge pages.
 const HUGE_SHARE: &str = "huge_share";
@@ -50,7 +57,8 @@ const UNPINNED_METRICS: &[&str] = &[COPY, HUGE_SHARE];
 /// malloc.
 const GLIBC_HUGE_PAGES: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
 
-/// A subject: a store of pages, its mount if it uses files, and its settings.
+/// A subject: a store of pages (cache, file or plain memory), its mount if it uses files, and the environment variables
+/// of its workload.
 struct Subject {
     name: &'static str,
     /// The subject's name on the workload's command line.
@@ -67,8 +75,8 @@ impl Subject {
 }
 
 const SUBJECTS: [Subject; 10] = [
-    Subject::new(HUGE, "huge", PAGE_CACHE_METRICS),
-    Subject::new(DENSE, "dense", PAGE_CACHE_METRICS),
+    Subject::new(HUGE_FOLIOS, "huge", PAGE_CACHE_METRICS),
+    Subject::new(SMALL_FOLIOS, "dense", PAGE_CACHE_METRICS),
     Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
     Subject::new(FRAMES, "frames", &[COPY, PIN, HUGE_SHARE]),
     Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
@@ -79,10 +87,10 @@ const SUBJECTS: [Subject; 10] = [
     Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PEER_METRICS) },
 ];
 
-/// MiB of data in each subject (quick, full).
-const MIB: (u64, u64) = (256, 1024);
-/// Duration of each measurement (quick, full).
-const RUN_MS: (u64, u64) = (50, 500);
+/// MiB of data that each subject stores (quick, full).
+const DATA_MIB: (u64, u64) = (256, 1024);
+/// Duration in milliseconds of each measurement (quick, full).
+const MEASUREMENT_MS: (u64, u64) = (50, 500);
 /// Number of small files (quick, full).
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
 /// Size of a small file.
@@ -90,8 +98,8 @@ const SMALL_BYTES: u64 = 1 << 10;
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
 /// 5 %.
 const ROUNDS: (usize, usize) = (3, 9);
-/// A baseline needs at least this [`HUGE_SHARE`]; with less, the report has a gap. The rest may be memory that is not
-/// part of the data.
+/// Minimum of [`HUGE_SHARE`] of a baseline. If it is smaller, the report warns that the baseline is too slow. The
+/// memory outside of huge pages may be memory that is not part of the data.
 const MIN_HUGE_FRACTION: f64 = 0.98;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -106,13 +114,13 @@ pub struct Options {
     pub files: Option<u64>,
 }
 
-/// The number of threads, which all access the same pages.
+/// Number of threads of a measurement. All of them access the same pages.
 type Case = u64;
 const THREADS: [Case; 2] = [1, 2];
-/// The case under which sizes and small files are reported. They do not depend on the number of threads.
-const SIZES: Case = 1;
+/// The case under which memory sizes and small files are reported, which do not depend on the number of threads.
+const SIZES_CASE: Case = 1;
 
-/// Runs the experiment and returns the report.
+/// Measures the cost of cache hits, and the memory that caches use in addition to their pages. Returns the report.
 ///
 /// # Errors
 ///
@@ -136,7 +144,7 @@ pub fn run(options: &Options) -> Result<Report> {
     };
     let samples = measure(options, &subjects, is_wanted(FILES), mounter.as_ref())?;
     add_rows(&mut report, &samples, &subjects);
-    add_doubt_gaps(&mut report, &samples, &subjects);
+    report_doubtful_measurements(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
@@ -149,7 +157,7 @@ fn measure(
 ) -> Result<SampleTable<Case>> {
     let common = &options.common;
     let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
-    let mib = options.mib.unwrap_or(common.quick_or_full(MIB.0, MIB.1));
+    let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB.0, DATA_MIB.1));
     let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILES.0, SMALL_FILES.1));
     child::touch_beforehand(mib * 3 / 2 + 64)?;
     let progress = Progress::new(rounds * (THREADS.len() * subjects.len() + usize::from(has_files)));
@@ -158,9 +166,12 @@ fn measure(
         for case in THREADS {
             for subject in rotated(subjects, round) {
                 progress.step(subject.name);
-                let numbers =
-                    [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
-                let line = child::words(&["__hit", "--subject", subject.argument], &numbers);
+                let numbers = [
+                    ("--threads", case),
+                    ("--mib", mib),
+                    ("--run-ms", common.quick_or_full(MEASUREMENT_MS.0, MEASUREMENT_MS.1)),
+                ];
+                let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
                 let outcome = sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
@@ -168,15 +179,15 @@ fn measure(
         if has_files {
             progress.step(FILES);
             let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
-            let line = child::words(&["__small-files"], &numbers);
+            let line = child::command_words(&["__small-files"], &numbers);
             let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
-            samples.add_outcome(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
+            samples.add_outcome(&SIZES_CASE, FILES, &[RESIDENT, COUNTED], &outcome);
         }
     }
     Ok(samples)
 }
 
-/// Runs one workload process. A subject that uses files gets a mount of its own.
+/// Takes one sample of a subject in a new workload process. If the subject uses files, mounts a file system for it.
 fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
@@ -210,29 +221,32 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
         for subject in subjects {
             let cell = Some(TableCell { table: "what is beside the data".to_owned(), column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Lower, baseline: None };
-            report_row(report, samples, (&SIZES, "metadata"), subject.name, metric, cell);
+            report_row(report, samples, (&SIZES_CASE, "metadata"), subject.name, metric, cell);
         }
     }
     for (name, column) in [(RESIDENT, "resident"), (COUNTED, "as the cache counts it")] {
         let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
         let cell = Some(TableCell { table, column: column.to_owned() });
         let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
-        report_row(report, samples, (&SIZES, "small files"), FILES, metric, cell);
+        report_row(report, samples, (&SIZES_CASE, "small files"), FILES, metric, cell);
     }
 }
 
-/// Adds gaps for baselines that got too few huge pages, and for an index size that cannot be right.
-fn add_doubt_gaps(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
+/// Adds a warning to the report for each baseline that got too few huge pages, and for an index size that cannot be
+/// right.
+fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
-        let share = samples.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);
+        let share = samples.get(&SIZES_CASE, subject.name, HUGE_SHARE).and_then(Series::median);
         if share.is_some_and(|share| share < MIN_HUGE_FRACTION) {
             report
                 .add_gap(format!("{}: the kernel gave it too few huge pages: the baseline is too slow", subject.name));
         }
     }
-    let get = |metric| samples.get(&SIZES, DENSE, metric);
+    let get = |metric| samples.get(&SIZES_CASE, SMALL_FOLIOS, metric);
     if get(COPY).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
-        report.add_gap(format!("{DENSE}: the cache reports an index of less than 8 B a page, which is impossible"));
+        report.add_gap(format!(
+            "{SMALL_FOLIOS}: the cache reports an index of less than 8 B a page, which is impossible"
+        ));
     }
 }
 
@@ -240,11 +254,11 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let side = |case, subject, metric| SeriesKey { case, subject, metric };
     for case in &THREADS {
         for (subject, bound, base) in [
-            (HUGE, Bound::AtMost(1.05), MEMCPY),
-            (DENSE, Bound::AtMost(1.25), MEMCPY),
-            (HUGE, Bound::AtLeast(2.5), PREAD_NEVER),
-            (HUGE, Bound::AtLeast(2.5), FOYER),
-            (HUGE, Bound::AtLeast(1.8), PREAD_ALWAYS),
+            (HUGE_FOLIOS, Bound::AtMost(1.05), MEMCPY),
+            (SMALL_FOLIOS, Bound::AtMost(1.25), MEMCPY),
+            (HUGE_FOLIOS, Bound::AtLeast(2.5), PREAD_NEVER),
+            (HUGE_FOLIOS, Bound::AtLeast(2.5), FOYER),
+            (HUGE_FOLIOS, Bound::AtLeast(1.8), PREAD_ALWAYS),
         ] {
             let how = if matches!(bound, Bound::AtMost(_)) { "time of" } else { "as fast as" };
             let target = format!("copy, {}: {subject}, {how} {base}", threads_text(*case));
@@ -256,20 +270,25 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
                 side(case, base, COPY),
             ));
         }
-        for subject in [HUGE, DENSE] {
+        for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
             let target = format!("pin, {}: {subject}, time of {FRAMES}", threads_text(*case));
             let (own, base) = (side(case, subject, PIN), side(case, FRAMES, PIN));
             report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.5), own, base));
         }
     }
     for (target, subject, metric, bound) in [
-        ("frames, huge, a page", HUGE, FRAME_BYTES, 16.0),
-        ("frames, dense, a page", DENSE, FRAME_BYTES, 16.0),
-        ("index, dense, a page", DENSE, INDEX_BYTES, 9.5),
+        ("frames, huge, a page", HUGE_FOLIOS, FRAME_BYTES, 16.0),
+        ("frames, dense, a page", SMALL_FOLIOS, FRAME_BYTES, 16.0),
+        ("index, dense, a page", SMALL_FOLIOS, INDEX_BYTES, 9.5),
     ] {
-        report.add_verdict(judge_value(samples, target, (Bound::AtMost(bound), "B"), side(&SIZES, subject, metric)));
+        report.add_verdict(judge_value(
+            samples,
+            target,
+            (Bound::AtMost(bound), "B"),
+            side(&SIZES_CASE, subject, metric),
+        ));
     }
     for (target, metric) in [("small files, resident", RESIDENT), ("small files, counted", COUNTED)] {
-        report.add_verdict(judge_value(samples, target, (Bound::AtMost(1.15), "x"), side(&SIZES, FILES, metric)));
+        report.add_verdict(judge_value(samples, target, (Bound::AtMost(1.15), "x"), side(&SIZES_CASE, FILES, metric)));
     }
 }

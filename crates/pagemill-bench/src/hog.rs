@@ -18,12 +18,12 @@ use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measur
 use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
-use crate::workload::hog::LOCK;
+use crate::workload::hog::LOCK_FILE;
 
-/// The memory limit of the cgroup with both processes.
+/// The memory limit of the cgroup that contains both the workload and the hog.
 const LIMIT_MIB: u64 = 512;
-/// Memory that a process uses while it has the lock that the two processes share. [`LIMIT_MIB`] has room for the memory
-/// of one process, but not of two.
+/// MiB that a process uses while it has the lock that the two processes share. [`LIMIT_MIB`] has room for the memory of
+/// one process, but not of two.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";
@@ -39,7 +39,7 @@ pub struct SampleTimes {
     pause_ms: u64,
 }
 
-/// Runs the case under every subject; adds rows and a verdict to the report.
+/// Runs ebizzy and a memory hog together under every allocator; adds rows and a verdict to the report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let is_limited = match check_limit() {
         Ok(()) => true,
@@ -66,7 +66,8 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     Ok(())
 }
 
-/// Takes one sample of a subject in a new cgroup. The inner error is a sentence for the list of gaps.
+/// Takes one sample of a subject in a new cgroup. The inner error is a sentence for the report that says why nothing
+/// was measured.
 fn sample(
     ready: &AvailableSubject,
     times: &SampleTimes,
@@ -80,8 +81,9 @@ fn sample(
     sample_pair(ready.name(), &launcher, folder.path(), is_limited, &[])
 }
 
-/// Takes one sample. Starts workload and hog with the command line `launcher` and the environment `settings`, in a new
-/// cgroup if `is_limited`. The inner error is a sentence for the list of gaps.
+/// Takes one sample. Starts workload and hog with the command line `launcher` and the environment variables `settings`;
+/// if `is_limited` is true, in a new cgroup with a memory limit. The inner error is a sentence for the report that says
+/// why nothing was measured.
 pub fn sample_pair(
     subject: &str,
     launcher: &[String],
@@ -89,7 +91,7 @@ pub fn sample_pair(
     is_limited: bool,
     settings: &[(&str, &str)],
 ) -> Result<std::result::Result<Outcome, String>> {
-    File::create(folder.join(LOCK)).map_err(doing("making the lock"))?;
+    File::create(folder.join(LOCK_FILE)).map_err(doing("making the lock"))?;
     let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
         Some(Ok(group)) => Some(group),
         Some(Err(why)) => return Ok(Err(format!("hog: {subject}: {why}"))),
@@ -116,7 +118,7 @@ pub fn sample_pair(
     child::classify(subject, &finished).map(Ok)
 }
 
-/// Checks that this machine can make a cgroup with the limit. The error has the reason.
+/// Checks that the bench can make a cgroup with a memory limit on this machine. The error is the reason why it cannot.
 pub fn check_limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
@@ -129,7 +131,7 @@ impl SampleTimes {
         }
     }
 
-    /// Returns the words of the command line that start workload and hog with these durations.
+    /// Returns the arguments of the bench that start workload and hog with these durations.
     pub fn pair_arguments(&self, folder: &Path) -> impl Iterator<Item = String> {
         let options = [
             ("--threads", u64::from(THREADS)),

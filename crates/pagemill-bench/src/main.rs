@@ -61,7 +61,7 @@ enum Experiment {
     /// Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; cost of
     /// watching memory limits
     Ebizzy(ebizzy::Options),
-    /// Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone
+    /// Time of small allocations with Pagemill preloaded, compared with plain jemalloc preloaded
     Small(small::Options),
     /// Time to return 1 GiB of free memory on request, and the longest malloc meanwhile
     Giveback(CommonOptions),
@@ -69,8 +69,8 @@ enum Experiment {
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
-    /// OOM kills while another process has free memory that it could return: writers, a handover, a sibling's request,
-    /// a full machine
+    /// OOM kills while a process holds free memory that it could return: threads that write and free memory, another
+    /// process that needs the memory, a request by another process of the same tree, a full machine
     Survive(survive::Options),
     /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and unmapped, compared with tmpfs and the
     /// results of 2013
@@ -79,41 +79,41 @@ enum Experiment {
     Waste(files::FileOptions),
     /// Create, stat, read, list and remove many small files, compared with tmpfs
     Metadata(files::FileOptions),
-    /// Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
+    /// Cost to mark memory volatile and to unmark it, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
     /// ebizzy with its copies in volatile ranges
     Volatile(CommonOptions),
     /// Resident pages copied out and pinned in random order: the page cache compared with memcpy, files and other
     /// caches; its metadata
     Hit(hit::Options),
     /// Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and collapse
-    /// them, compared with a copy
+    /// huge folios, compared with a copy
     Refs(CommonOptions),
     /// Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE
     Traces(traces::Options),
     /// Random 4 KiB reads of a file six times as large as the cache, by 1 to 32 threads and by one thread with many
     /// requests in flight, compared with fio
     Miss(storage::miss::Options),
-    /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared with fio
-    /// and the results of 2013
+    /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, with buffers in huge pages and in small pages,
+    /// compared with fio and the results of 2013
     Orion(storage::orion::Options),
     /// A file four times as large as the cache, read and written in order, compared with the kernel's page cache and fio
     Stream(storage::stream::Options),
     /// Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same offsets
     Writeback(storage::writeback::Options),
-    /// Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move
-    /// concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of relocatable
-    /// objects
+    /// Objects of one size in slabs, compared with allocators and keyed maps: time to allocate, free and read an
+    /// object; effect of moves on concurrent readers; memory that remains after nine tenths of the objects were freed
+    /// at random; stalls; walks of objects that can be moved
     Slab(slab::Options),
     /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
     #[command(name = "__enter", hide = true)]
-    Enter(workload::Enter),
+    Enter(workload::ExecArguments),
     #[command(flatten)]
     Workload(Workload),
 }
 
-/// Defines the hidden subcommands from a table. Each line has the subcommand's name, its arguments, and the function that
-/// runs it.
+/// Defines the hidden subcommands of the bench from a table. Each line has the subcommand's name, its arguments, and
+/// the function that runs it.
 macro_rules! workloads {
     ($($name:literal $variant:ident($arguments:ty) => $run:path,)*) => {
         #[derive(Debug, Subcommand)]
@@ -132,41 +132,41 @@ macro_rules! workloads {
 }
 
 workloads! {
-    "__touch" Touch(workload::Touch) => workload::touch,
-    "__ebizzy" Ebizzy(workload::ebizzy::Ebizzy) => workload::ebizzy::run,
-    "__hog" Hog(workload::hog::Hog) => workload::hog::run,
-    "__pair" Pair(workload::pair::Pair) => workload::pair::run,
-    "__writers" Writers(workload::writers::Writers) => workload::writers::run,
-    "__keeper" Keeper(workload::handover::Keeper) => workload::handover::run_keeper,
-    "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeper) => workload::pieces::run_keeper,
-    "__churn" Churn(workload::churn::Churn) => workload::churn::run,
-    "__returning" Returning(workload::returning::Returning) => workload::returning::run,
-    "__newcomer" Newcomer(workload::handover::Newcomer) => workload::handover::run_newcomer,
-    "__asker" Asker(workload::reaction::Asker) => workload::reaction::run_asker,
-    "__hoarder" Hoarder(workload::reaction::Hoarder) => workload::reaction::run_hoarder,
-    "__server" Server(workload::host::Server) => workload::host::run_server,
-    "__filler" Filler(workload::host::Filler) => workload::host::run_filler,
-    "__idle" Idle(workload::idle::Idle) => workload::idle::run,
-    "__small" Small(workload::small::Small) => workload::small::run,
-    "__slab" Slab(workload::slab::Slab) => workload::slab::run,
-    "__giveback" Giveback(workload::giveback::Giveback) => workload::giveback::run,
-    "__iozone" Iozone(workload::iozone::Iozone) => workload::iozone::run,
+    "__touch" Touch(workload::TouchArguments) => workload::touch,
+    "__ebizzy" Ebizzy(workload::ebizzy::EbizzyArguments) => workload::ebizzy::run,
+    "__hog" Hog(workload::hog::HogArguments) => workload::hog::run,
+    "__pair" Pair(workload::pair::PairArguments) => workload::pair::run,
+    "__writers" Writers(workload::writers::WritersArguments) => workload::writers::run,
+    "__keeper" Keeper(workload::handover::KeeperArguments) => workload::handover::run_keeper,
+    "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeperArguments) => workload::pieces::run_keeper,
+    "__churn" Churn(workload::churn::ChurnArguments) => workload::churn::run,
+    "__returning" Returning(workload::returning::ReturningArguments) => workload::returning::run,
+    "__newcomer" Newcomer(workload::handover::NewcomerArguments) => workload::handover::run_newcomer,
+    "__asker" Asker(workload::reaction::AskerArguments) => workload::reaction::run_asker,
+    "__hoarder" Hoarder(workload::reaction::HoarderArguments) => workload::reaction::run_hoarder,
+    "__server" Server(workload::host::ServerArguments) => workload::host::run_server,
+    "__filler" Filler(workload::host::FillerArguments) => workload::host::run_filler,
+    "__idle" Idle(workload::idle::IdleArguments) => workload::idle::run,
+    "__small" Small(workload::small::SmallArguments) => workload::small::run,
+    "__slab" Slab(workload::slab::SlabArguments) => workload::slab::run,
+    "__giveback" Giveback(workload::giveback::GivebackArguments) => workload::giveback::run,
+    "__iozone" Iozone(workload::iozone::IozoneArguments) => workload::iozone::run,
     "__iozone-part" IozonePart(workload::iozone::WorkerArguments) => workload::iozone::run_worker,
-    "__file-writers" FileWriters(workload::file_writers::FileWriters) => workload::file_writers::run,
-    "__toggle" Toggle(workload::volatile::Toggle) => workload::volatile::measure_toggle,
-    "__purging" Purging(workload::volatile::Purging) => workload::volatile::measure_purging,
-    "__hit" Hit(workload::hit::Hit) => workload::hit::run,
-    "__small-files" SmallFiles(workload::hit::SmallFiles) => workload::hit::measure_files,
-    "__refs" Refs(workload::refs::Refs) => workload::refs::run,
-    "__change" Change(workload::refs::Change) => workload::refs::measure_change,
-    "__ring" Ring(workload::storage::ring::Ring) => workload::storage::ring::run,
-    "__miss" Miss(workload::storage::miss::Miss) => workload::storage::miss::run,
-    "__hits" Hits(workload::storage::hits::Hits) => workload::storage::hits::run,
-    "__stream" Stream(workload::storage::stream::Stream) => workload::storage::stream::run,
-    "__writeback" Writeback(workload::storage::writeback::Writeback) => workload::storage::writeback::run,
-    "__overwrite" Overwrite(workload::storage::overwrite::Overwrite) => workload::storage::overwrite::run,
-    "__waste" Waste(workload::waste::Waste) => workload::waste::run,
-    "__metadata" Metadata(workload::metadata::Metadata) => workload::metadata::run,
+    "__file-writers" FileWriters(workload::file_writers::FileWritersArguments) => workload::file_writers::run,
+    "__toggle" Toggle(workload::volatile::ToggleArguments) => workload::volatile::measure_toggle,
+    "__purging" Purging(workload::volatile::PurgingArguments) => workload::volatile::measure_purging,
+    "__hit" Hit(workload::hit::HitArguments) => workload::hit::run,
+    "__small-files" SmallFiles(workload::hit::SmallFilesArguments) => workload::hit::measure_files,
+    "__refs" Refs(workload::refs::RefsArguments) => workload::refs::run,
+    "__change" Change(workload::refs::SplitCollapseArguments) => workload::refs::measure_split_and_collapse,
+    "__ring" Ring(workload::storage::ring::RingArguments) => workload::storage::ring::run,
+    "__miss" Miss(workload::storage::miss::MissArguments) => workload::storage::miss::run,
+    "__hits" Hits(workload::storage::hits::HitsArguments) => workload::storage::hits::run,
+    "__stream" Stream(workload::storage::stream::StreamArguments) => workload::storage::stream::run,
+    "__writeback" Writeback(workload::storage::writeback::WritebackArguments) => workload::storage::writeback::run,
+    "__overwrite" Overwrite(workload::storage::overwrite::OverwriteArguments) => workload::storage::overwrite::run,
+    "__waste" Waste(workload::waste::WasteArguments) => workload::waste::run,
+    "__metadata" Metadata(workload::metadata::MetadataArguments) => workload::metadata::run,
 }
 
 fn main() -> ExitCode {
@@ -193,12 +193,12 @@ fn main() -> ExitCode {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
         }
-        Experiment::Enter(arguments) => workload::enter(&arguments),
+        Experiment::Enter(arguments) => workload::exec_in_cgroup(&arguments),
         Experiment::Workload(workload) => workload.run(),
     }
 }
 
-/// The exit status if nothing could be measured.
+/// Exit status of the bench if nothing could be measured.
 const EXIT_NOTHING_MEASURED: u8 = 2;
 
 /// Runs an experiment and prints its report, or its error. Returns the exit status.
@@ -211,7 +211,7 @@ fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> E
                 eprintln!("pagemill-bench: cannot run: nothing was measured");
                 return ExitCode::from(EXIT_NOTHING_MEASURED);
             }
-            ExitCode::from(u8::from(common.strict && report.fell_short()))
+            ExitCode::from(u8::from(common.strict && report.has_missed_target()))
         }
         Err(error) => {
             eprintln!("pagemill-bench: {error}");

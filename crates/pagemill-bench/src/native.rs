@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use pagemill_core::units::BLOCK_BYTES;
 
-/// An allocation from the C `malloc` that is filled with words.
+/// An allocation from the C `malloc` that is filled with 64-bit words.
 ///
 /// # Invariants
 ///
@@ -187,11 +187,12 @@ pub enum GiveBack {
     MiCollect,
     /// `MallocExtension_ReleaseFreeMemory()`
     ReleaseFreeMemory,
-    /// `mesh_mallctl("mesh.compact")`, repeated: each pass merges some thousand pairs of pages
+    /// `mesh_mallctl("mesh.compact")`, called repeatedly: each call merges some thousand pairs of pages
     MeshCompact,
 }
 
-/// Number of compaction passes of Mesh. It is more than Mesh needs.
+/// Number of compaction passes after which the allocator Mesh has merged all pages that it can merge. It is more than
+/// Mesh needs.
 const MESH_PASSES: usize = 100;
 
 type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
@@ -313,14 +314,14 @@ pub fn kill_group(leader: u32) {
     unsafe { libc::kill(-(leader as libc::pid_t), libc::SIGKILL) };
 }
 
-/// Sends SIGTERM to a child of this process that is not yet reaped.
+/// Sends SIGTERM to a child of this process. The child must not have been reaped.
 pub fn terminate(child: u32) {
     // SAFETY: kill touches no memory. The process id belongs to the child until it is reaped.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGTERM) };
 }
 
-/// Moves the calling thread into a new mount namespace. Threads and processes that it starts later are in that
-/// namespace, too.
+/// Moves the calling thread into a new mount namespace. Threads and processes that the calling thread starts later are
+/// in that namespace, too.
 pub fn unshare_mounts() -> io::Result<()> {
     // SAFETY: unshare touches no memory.
     match unsafe { libc::unshare(libc::CLONE_NEWNS) } {
@@ -340,7 +341,7 @@ pub fn lock(file: BorrowedFd<'_>) -> io::Result<()> {
     flock(file, libc::LOCK_EX)
 }
 
-/// Locks the file if the lock is free. Returns whether the caller now has the lock.
+/// Locks the file with `flock` if the lock is free. Returns whether the caller now has the lock.
 pub fn try_lock(file: BorrowedFd<'_>) -> bool {
     flock(file, libc::LOCK_EX | libc::LOCK_NB).is_ok()
 }
@@ -370,7 +371,7 @@ impl Pages {
         pagemill_core::units::os_page_bytes()
     }
 
-    /// Maps memory of which no page is resident yet.
+    /// Maps `len_bytes` bytes of memory, of which no page is resident yet.
     pub fn new(len_bytes: usize) -> Result<Self, String> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping replaces nothing.
@@ -381,7 +382,8 @@ impl Pages {
         }
     }
 
-    /// Maps memory aligned to a huge page, in huge pages if the kernel has any, and makes all of it resident.
+    /// Maps memory that begins at a multiple of 2 MiB, and makes all of it resident. The kernel uses huge pages if it
+    /// has any.
     pub fn huge(len_bytes: usize) -> Result<Self, String> {
         let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
         let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
@@ -412,7 +414,7 @@ impl Pages {
         unsafe { self.addr.add(at) }
     }
 
-    /// Writes a byte to each page of a range, which makes the range resident.
+    /// Writes a byte to each page of the `len_bytes` bytes from offset `at`, which makes the pages resident.
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
             // SAFETY: the bytes are inside the mapping, and `&mut self` excludes other access.
@@ -473,8 +475,7 @@ impl Pages {
         marked.map(|marked| marked.purged)
     }
 
-    /// As [`Pages::mark`] with the mode volatile if `volatile`, else nonvolatile. Fails if any byte of the range was
-    /// purged.
+    /// Marks a range volatile if `volatile` is true, otherwise nonvolatile. Fails if any byte of the range was purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill_testbed::Testbed,
@@ -521,7 +522,7 @@ impl Drop for Pages {
     }
 }
 
-/// Counters in memory of huge pages, shared by many threads.
+/// Atomic counters in huge pages, which many threads can share.
 #[derive(Debug)]
 pub struct SharedCounters(Pages);
 

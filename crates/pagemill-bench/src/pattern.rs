@@ -7,7 +7,7 @@ pub const RECORD_BYTES: usize = 4096;
 /// The byte that fills the rest of a record after its stamp.
 const FILL_BYTE: u8 = 0xa5;
 
-/// A buffer that consists of whole records.
+/// A buffer of whole records of [`RECORD_BYTES`] bytes each.
 #[derive(Clone, Debug)]
 pub struct Records(Vec<u8>);
 
@@ -18,7 +18,7 @@ pub fn stamp_word(file: u64, offset: u64, generation: u64) -> u64 {
     mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
 }
 
-/// Writes only the stamp of a record. A single store per record is too cheap to affect a measurement.
+/// Writes the stamp into the first 8 bytes of a record. One store per record is too cheap to affect a measurement.
 #[inline]
 pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {
     record[..8].copy_from_slice(&stamp_word(file, offset, generation).to_le_bytes());
@@ -31,7 +31,7 @@ pub fn is_stamped(record: &[u8], file: u64, offset: u64, generation: u64) -> boo
 }
 
 impl Records {
-    /// Makes records with `len_bytes` in total. Their stamps are not written yet.
+    /// Makes records of `len_bytes` bytes in total. Their stamps are not written yet.
     pub fn filled(len_bytes: usize) -> Self {
         assert!(len_bytes.is_multiple_of(RECORD_BYTES));
         Self(vec![FILL_BYTE; len_bytes])

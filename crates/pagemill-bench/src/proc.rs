@@ -72,18 +72,18 @@ pub fn process_tree(root: u32) -> Vec<ProcessStat> {
     family
 }
 
-/// Returns whether a process has mapped a file whose path contains `path`. If so, the preload of that library took
-/// effect.
+/// Returns whether a process has mapped a file whose path contains `path`. For the path of a preloaded library, this
+/// shows that the preload took effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }
 
-/// Returns how much memory could be used without swapping, as the kernel estimates it (`MemAvailable`).
+/// Returns how many bytes of memory could be used without swapping, as the kernel estimates it (`MemAvailable`).
 pub fn available_bytes() -> Option<u64> {
     Meminfo::current().ok()?.mem_available
 }
 
-/// Returns the machine's memory (`MemTotal`).
+/// Returns the size of the machine's memory in bytes (`MemTotal`).
 pub fn total_bytes() -> Option<u64> {
     Meminfo::current().ok().map(|memory| memory.mem_total)
 }

@@ -11,22 +11,22 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subject: pins of a huge folio that may be split.
+/// Subject: pins a range of a huge folio that may be split.
 const SPLITTABLE: &str = "splittable";
-/// Subject: pins of a huge folio that is never split.
+/// Subject: pins a range of a huge folio that is never split.
 const NEVER_SPLIT: &str = "never-split";
 /// The baseline: one reference count for each 4 KiB of a huge page, as in the kernel's direct I/O until 2013.
 const PER_PAGE: &str = "per-4-KiB";
 /// Each kind of pin: its name in the report, and its name on the workload's command line.
 const METHODS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
-/// Subject: huge folios that are split and collapsed again.
+/// Subject: splits huge folios and collapses them again.
 const SPLIT: &str = "split-collapse";
-/// Subject: copies of huge pages.
+/// Subject: copies huge pages with `memcpy`.
 const MEMCPY: &str = "memcpy-2-MiB";
 
-/// Metric: nanoseconds to pin and unpin a range, as one thread sees them.
-const NS: &str = "ns";
+/// Metric: nanoseconds in which one thread pins and unpins a range.
+const PIN_NS: &str = "ns";
 /// Metric: nanoseconds to split a huge folio.
 const SPLIT_NS: &str = "split_ns";
 /// Metric: nanoseconds to collapse a split folio.
@@ -36,19 +36,19 @@ const COPY_NS: &str = "copy_ns";
 
 /// Sizes of the pinned ranges.
 const SIZES_KIB: [u64; 2] = [64, 1024];
-/// Duration of a sample of pins and unpins (quick, full).
-const PIN_RUN_MS: (u64, u64) = (20, 200);
-/// Duration of a sample of splits and collapses, or of copies (quick, full).
-const SPLIT_RUN_MS: (u64, u64) = (100, 1000);
+/// Duration in milliseconds of a sample of pins and unpins (quick, full).
+const PIN_SAMPLE_MS: (u64, u64) = (20, 200);
+/// Duration in milliseconds of a sample of splits and collapses, or of copies (quick, full).
+const SPLIT_SAMPLE_MS: (u64, u64) = (100, 1000);
 /// Time limit of a workload process.
-const LIMIT: Duration = Duration::from_secs(60);
-/// Number of folios (quick, full). Together they are larger than the CPU caches, because folios that wait for a
-/// collapse are usually not cached.
-const FOLIOS: (u64, u64) = (16, 64);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
+/// Number of huge folios that are split and collapsed, or copied (quick, full). Together they are larger than the CPU
+/// caches, because folios that wait for a collapse are usually not cached.
+const FOLIO_COUNT: (u64, u64) = (16, 64);
 
-/// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
+/// Size of the pinned range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
-/// The case under which splits and collapses are reported. It has no range size and no number of threads.
+/// The case under which splits, collapses and copies are reported. It has no range size and no number of threads.
 const SPLIT_CASE: Case = (0, 0, false);
 
 fn cases() -> impl Iterator<Item = Case> {
@@ -64,7 +64,7 @@ fn case_name((kib, threads, is_own): Case) -> String {
     format!("{kib} KiB, {threads}")
 }
 
-/// Runs the experiment and returns the report.
+/// Measures the cost to pin, split and collapse huge folios. Returns the report.
 ///
 /// # Errors
 ///
@@ -80,7 +80,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         for (subject, _) in METHODS {
             let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
             let cell = Some(TableCell { table, column: case_name(case) });
-            let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
+            let metric = Metric { name: PIN_NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
             report_row(&mut report, &samples, (&case, &case_name(case)), subject, metric, cell);
         }
     }
@@ -105,22 +105,22 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
         for case in cases() {
             for &(subject, way) in rotated(&ways, round) {
                 progress.step(subject);
-                let run_ms = common.quick_or_full(PIN_RUN_MS.0, PIN_RUN_MS.1);
+                let run_ms = common.quick_or_full(PIN_SAMPLE_MS.0, PIN_SAMPLE_MS.1);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
                 let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
                 let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-                samples.add_outcome(&case, subject, &[NS], &child::run_plain(subject, line, LIMIT)?);
+                samples.add_outcome(&case, subject, &[PIN_NS], &child::run_plain(subject, line, TIME_LIMIT)?);
             }
         }
         for &(subject, metrics, flag) in rotated(&changes, round) {
             progress.step(subject);
             let numbers = [
-                ("--folios", common.quick_or_full(FOLIOS.0, FOLIOS.1)),
-                ("--run-ms", common.quick_or_full(SPLIT_RUN_MS.0, SPLIT_RUN_MS.1)),
+                ("--folios", common.quick_or_full(FOLIO_COUNT.0, FOLIO_COUNT.1)),
+                ("--run-ms", common.quick_or_full(SPLIT_SAMPLE_MS.0, SPLIT_SAMPLE_MS.1)),
             ];
             let words = ["__change"].into_iter().chain(flag);
             let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-            samples.add_outcome(&SPLIT_CASE, subject, metrics, &child::run_plain(subject, line, LIMIT)?);
+            samples.add_outcome(&SPLIT_CASE, subject, metrics, &child::run_plain(subject, line, TIME_LIMIT)?);
         }
     }
     Ok(samples)
@@ -130,7 +130,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let one = (1024, 1, false);
     for subject in [SPLITTABLE, NEVER_SPLIT] {
         let target = format!("get + put of 1 MiB, 1 thread: {subject}, as fast as {PER_PAGE}");
-        let side = |subject| SeriesKey { case: &one, subject, metric: NS };
+        let side = |subject| SeriesKey { case: &one, subject, metric: PIN_NS };
         report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
     }
     let side = |subject, metric| SeriesKey { case: &SPLIT_CASE, subject, metric };

@@ -31,8 +31,8 @@ pub struct Row {
     pub cell: Option<TableCell>,
 }
 
-/// The position of a row's value in the tables: the title of the table, and the title of the column. The value stands
-/// in the line of the row's subject.
+/// Where the tables show the value of a row: the title of the table, and the title of the column. The value stands in
+/// the line of the row's subject.
 #[derive(Clone, Debug)]
 pub struct TableCell {
     pub table: String,
@@ -71,8 +71,9 @@ impl Series {
     }
 }
 
-/// A target can fall short only with at least this many samples. With fewer, the 95 % interval is too unreliable.
-const MIN_SAMPLES_TO_FALL_SHORT: usize = 3;
+/// A verdict can say that a target was missed only with at least this many samples. With fewer, the 95 % interval is
+/// too unreliable.
+const MIN_SAMPLES_FOR_MISS: usize = 3;
 
 /// The bound that an estimate must meet to reach its target.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,7 +91,7 @@ pub struct Verdict {
     pub unit: &'static str,
     /// The measured estimate. If nothing could be measured, it is none, and `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// Whether a round was killed or failed. If so, the target falls short, whatever the estimate is.
+    /// Whether a round was killed or failed. If so, the target counts as missed, whatever the estimate is.
     pub has_lost_round: bool,
     pub note: String,
 }
@@ -107,8 +108,8 @@ pub enum VerdictState {
 }
 
 impl Verdict {
-    /// Compares the estimate with the bound. A target falls short only if the whole 95 % interval misses the bound, or
-    /// if a round was lost.
+    /// Compares the estimate with the bound. The target counts as missed only if the whole 95 % interval misses the
+    /// bound, or if a round was lost.
     pub fn state(&self) -> VerdictState {
         if self.has_lost_round {
             return VerdictState::FallsShort;
@@ -120,7 +121,7 @@ impl Verdict {
             Bound::AtLeast(bound) => (value >= bound, high < bound),
             Bound::AtMost(bound) => (value <= bound, low > bound),
         };
-        let is_short = is_short && samples >= MIN_SAMPLES_TO_FALL_SHORT;
+        let is_short = is_short && samples >= MIN_SAMPLES_FOR_MISS;
         match (is_reached, is_short) {
             (true, _) => VerdictState::Reached,
             (false, true) => VerdictState::FallsShort,
@@ -128,13 +129,13 @@ impl Verdict {
         }
     }
 
-    /// Returns the verdict with an estimate from the values of one series, and without a note.
+    /// Fills in the estimate from the values of one series, and clears the note. Returns the verdict.
     pub fn measured(self, own: &Series) -> Self {
         let estimate = stats::estimate_median(&own.values());
         Self { estimate, has_lost_round: !own.survived(), note: String::new(), ..self }
     }
 
-    /// Returns the verdict with an estimate from the ratios of `own` to a named baseline, and without a note.
+    /// Fills in the estimate from the ratios of `own` to a named baseline, and clears the note. Returns the verdict.
     pub fn compared(self, own: &Series, (name, base): (&str, &Series), better: Better) -> Self {
         let estimate = stats::estimate_median(&own.ratios(base, better));
         let (baseline, has_lost_round) = (name.to_owned(), !own.survived());
@@ -196,7 +197,8 @@ impl Report {
         Self { experiment, is_json, rows, gaps, notes, verdicts, transposed }
     }
 
-    /// Adds a row with the median and the spread of a series. Adds further rows with the numbers of its lost rounds.
+    /// Adds a row with the median and the spread of a series. Also adds rows that count the killed and the failed
+    /// rounds of the series, if there are any.
     pub fn add_series(&mut self, entry: RowLabels<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
@@ -256,7 +258,7 @@ impl Report {
         self.rows.push(row);
     }
 
-    /// Adds a gap, unless the same text was added before.
+    /// Adds a sentence about a measurement that could not be made (a gap), unless the same sentence was added before.
     pub fn add_gap(&mut self, what: impl Into<String>) {
         let what = what.into();
         if !self.gaps.contains(&what) {
@@ -264,18 +266,18 @@ impl Report {
         }
     }
 
-    /// Adds a remark for the end of the report that is not a gap.
+    /// Adds a remark, which is printed at the end of the report.
     pub fn add_note(&mut self, what: impl Into<String>) {
         self.notes.push(what.into());
     }
 
-    /// Transposes the table with this title: one line per column name, one column per subject. Suits many columns and
-    /// few subjects.
+    /// Transposes the table with this title: one line per column name, one column per subject. This suits tables of few
+    /// subjects with many columns.
     pub fn transpose_table(&mut self, table: impl Into<String>) {
         self.transposed.push(table.into());
     }
 
-    /// Adds a verdict. In JSON mode, also prints a row that says whether the target was reached.
+    /// Adds a verdict. In JSON mode, also prints a row with 0 if the target was missed, otherwise 1.
     pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
@@ -303,7 +305,8 @@ impl Report {
         &self.verdicts
     }
 
-    pub fn fell_short(&self) -> bool {
+    /// Returns whether any verdict says that its target was missed.
+    pub fn has_missed_target(&self) -> bool {
         self.verdicts.iter().any(|verdict| verdict.state() == VerdictState::FallsShort)
     }
 
@@ -471,10 +474,10 @@ mod tests {
         );
     }
 
-    /// A target must fall short if the whole interval of its estimate misses the bound, or if a round was lost. With a
-    /// single sample it must not fall short.
+    /// The verdict must be that the target was missed if the whole confidence interval of the estimate misses the
+    /// bound, or if a round was lost. With a single sample, the result must stay undecided.
     #[test]
-    fn target_falls_short_only_if_whole_interval_misses_bound() {
+    fn target_is_missed_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
         assert_eq!(state(16.0, 14.0, 18.0), VerdictState::Reached);
         assert_eq!(state(14.0, 13.0, 15.5), VerdictState::WithinDoubt);
@@ -490,8 +493,8 @@ mod tests {
         assert_eq!(unknown.state(), VerdictState::NotMeasured);
     }
 
-    /// Results of one subject must share a line, and a kill must appear next to the measured value. In a transposed
-    /// table, the subject must be a column.
+    /// In a table, all results of one subject must be in one line, and the number of kills must follow the measured
+    /// value. In a transposed table, the subject must be a column.
     #[test]
     fn table_cells_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);

@@ -12,17 +12,17 @@ use std::time::{Duration, Instant};
 use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result};
 
-/// Interval at which a waiting process checks whether the file exists.
+/// Interval at which a waiting process checks whether the awaited file exists.
 const INTERVAL: Duration = Duration::from_millis(1);
 
-/// The sign files of one sample.
+/// The folder of the files by which the processes of one sample signal progress to each other.
 #[derive(Clone, Debug)]
 pub struct Signs {
     folder: PathBuf,
 }
 
 impl Signs {
-    /// Uses a folder that already exists.
+    /// Uses an existing folder for the files.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A wait must end when the process creates the file, when the process ends, and at the time limit.
+    /// [`Signs::wait_for`] must return when the process creates the file, when the process ends, and at the time limit.
     #[test]
     fn wait_ends_with_sign_or_process() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -16,15 +16,17 @@ use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL};
 
 /// Sizes of the allocations in bytes.
 const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
-/// Orders of malloc and free, as the workload's command line names them.
+/// Orders of malloc and free, as the workload's command line names them: each allocation is freed at once; a thousand
+/// are made, then freed; a random one of a thousand is replaced.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const THREADS: [u16; 2] = [1, 2];
 
 /// The allocator by which Pagemill serves small allocations, here preloaded without Pagemill.
 const BASELINE: &str = "jemalloc";
-const NANOSECONDS: &str = "ns_per_pair";
+/// Metric: nanoseconds of one malloc and one free.
+const NS_PER_PAIR: &str = "ns_per_pair";
 
-/// Maximum number of instructions that Pagemill adds to a pair of malloc and free.
+/// Maximum number of instructions that a pair of malloc and free may take in Pagemill more than in jemalloc.
 const MAX_ADDED_INSTRUCTIONS: f64 = 8.0;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -36,7 +38,8 @@ pub struct Options {
     pub callgrind: bool,
 }
 
-/// Pattern, number of threads and size in bytes. Their order is also the order in the tables.
+/// Order of malloc and free (pattern), number of threads, and size of the allocations in bytes. The order of these
+/// fields is also the order in the tables.
 type Case = (&'static str, u16, usize);
 
 pub fn run(options: &Options) -> Result<Report> {
@@ -50,7 +53,7 @@ pub fn run(options: &Options) -> Result<Report> {
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     child::touch_beforehand(64)?;
     let samples = measure(&ready, common)?;
-    let metric = Metric { name: NANOSECONDS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
+    let metric = Metric { name: NS_PER_PAIR, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
     for case in cases() {
         for subject in &ready {
             let (pattern, threads, size) = case;
@@ -99,22 +102,23 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleT
             for subject in rotated(ready, round) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
                 let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
-                samples.add_outcome(&case, subject.name(), &[NANOSECONDS], &outcome);
+                samples.add_outcome(&case, subject.name(), &[NS_PER_PAIR], &outcome);
             }
         }
     }
     Ok(samples)
 }
 
-/// Adds a verdict for every case, for the mean of all cases, and for the cost of returning memory by age.
+/// Adds the verdicts to the report: one for every case, one for the mean of all cases, and one for the cost of
+/// returning memory by age.
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
     for case in cases() {
-        let pagemill = samples.get(&case, PAGEMILL, NANOSECONDS);
-        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING_SUBJECT, NANOSECONDS)) {
+        let pagemill = samples.get(&case, PAGEMILL, NS_PER_PAIR);
+        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING_SUBJECT, NS_PER_PAIR)) {
             aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
         }
-        let baseline = samples.get(&case, BASELINE, NANOSECONDS);
+        let baseline = samples.get(&case, BASELINE, NS_PER_PAIR);
         if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
             let ratios = pagemill.ratios(baseline, Better::Lower);
             all.push(ratios);

@@ -22,11 +22,12 @@ pub struct Estimate {
     pub value: f64,
     pub low: f64,
     pub high: f64,
-    /// The number of samples; `usize::MAX` for an exact count.
+    /// The number of samples; `usize::MAX` if the value is exact and not sampled.
     pub samples: usize,
 }
 
-/// Returns the median, which for an even number of values is the mean of the two middle ones; none without values.
+/// Returns the median of the values; none if there are no values. For an even number of values, the median is the mean
+/// of the two middle ones.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -62,8 +63,8 @@ pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better)
         .collect()
 }
 
-/// Returns the geometric mean over all cases for each round. Uses as many rounds as the case with the fewest ratios
-/// has.
+/// For each round, returns the geometric mean of the ratios of all cases. The number of rounds is that of the case with
+/// the fewest ratios.
 pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
     let rounds = cases.iter().map(Vec::len).min().unwrap_or(0);
     (0..rounds)
@@ -74,7 +75,8 @@ pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// Returns the median and its 95 % confidence interval, by bootstrap with a fixed seed.
+/// Returns the median of the values and its 95 % confidence interval, by bootstrap with a fixed seed; none if there are
+/// no values.
 pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
     let value = median(values)?;
     let mut random = fastrand::Rng::with_seed(0x7061_6765_6d69_6c6c);
@@ -93,7 +95,8 @@ pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
 mod tests {
     use super::*;
 
-    /// The median of an odd, an even and an empty list of values must be right.
+    /// The median of an odd number of values must be the middle one; of an even number, the mean of the two middle
+    /// ones. An empty list must have no median.
     #[test]
     fn median_is_the_middle_value() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));

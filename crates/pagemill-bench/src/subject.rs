@@ -18,7 +18,7 @@ pub enum Role {
     Default,
     /// A peer allocator with settings that return memory as soon as it is free.
     ReturningAtOnce,
-    /// Pagemill with default settings. The verdicts are about this subject.
+    /// Pagemill with default settings. The targets of the experiments apply to this subject.
     Pagemill,
     /// Pagemill that does not watch memory limits. Compared with [`Role::Pagemill`], it shows the cost of watching
     /// limits.
@@ -28,12 +28,13 @@ pub enum Role {
     Keeping,
 }
 
-/// The place where the library of a subject is found.
+/// Where the library of an allocator is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     /// The C library; nothing is preloaded.
     System,
-    /// Built together with this bench: in the folder of its executable, or in `deps` below that.
+    /// Built together with this bench. A file with this name is in the folder of the bench's executable, in its
+    /// subfolder `deps`, or in its parent folder.
     Built(&'static str),
     /// Installed by the distribution, under one of these file names.
     Installed(&'static [&'static str]),
@@ -57,25 +58,33 @@ pub struct Subject {
 }
 
 const BUILD_HINT: &str = "cargo build --release -p pagemill-bench";
-const INSTALL_HINT: &str = "apt-get install libtcmalloc-minimal4";
+const TCMALLOC_INSTALL_HINT: &str = "apt-get install libtcmalloc-minimal4";
 
-/// An allocator with default settings. Each of them is the base of the subjects with other settings.
-const fn default(name: &'static str, library: Library, give_back: GiveBack, install_hint: &'static str) -> Subject {
+/// Makes the subject that is an allocator with its default settings. Subjects with other settings are copies of it with
+/// some fields changed.
+const fn default_subject(
+    name: &'static str,
+    library: Library,
+    give_back: GiveBack,
+    install_hint: &'static str,
+) -> Subject {
     Subject { name, role: Role::Default, library, settings: &[], give_back, effect: "as it comes", install_hint }
 }
 
-const GLIBC: Subject = default("glibc", Library::System, GiveBack::MallocTrim, "");
-const JEMALLOC: Subject = default("jemalloc", Library::Built("libpeer_jemalloc.so"), GiveBack::Mallctl, BUILD_HINT);
-const MIMALLOC: Subject = default("mimalloc", Library::Built("libpeer_mimalloc.so"), GiveBack::MiCollect, BUILD_HINT);
-const TCMALLOC: Subject = default(
+const GLIBC: Subject = default_subject("glibc", Library::System, GiveBack::MallocTrim, "");
+const JEMALLOC: Subject =
+    default_subject("jemalloc", Library::Built("libpeer_jemalloc.so"), GiveBack::Mallctl, BUILD_HINT);
+const MIMALLOC: Subject =
+    default_subject("mimalloc", Library::Built("libpeer_mimalloc.so"), GiveBack::MiCollect, BUILD_HINT);
+const TCMALLOC: Subject = default_subject(
     "tcmalloc",
     Library::Installed(&["libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so"]),
     GiveBack::ReleaseFreeMemory,
-    INSTALL_HINT,
+    TCMALLOC_INSTALL_HINT,
 );
-const OWN: Subject = Subject {
+const PAGEMILL_DEFAULT: Subject = Subject {
     role: Role::Pagemill,
-    ..default(PAGEMILL, Library::Built("libpagemill_malloc.so"), GiveBack::MallocTrim, BUILD_HINT)
+    ..default_subject(PAGEMILL, Library::Built("libpagemill_malloc.so"), GiveBack::MallocTrim, BUILD_HINT)
 };
 
 /// All subjects: the peers with default settings, the peers that return memory at once, then the variants of Pagemill.
@@ -115,39 +124,39 @@ pub const SUBJECTS: &[Subject] = &[
         effect: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
         ..TCMALLOC
     },
-    OWN,
+    PAGEMILL_DEFAULT,
     Subject {
         name: UNWATCHED,
         role: Role::Unwatched,
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
-        ..OWN
+        ..PAGEMILL_DEFAULT
     },
     Subject {
         name: KEEPING_SUBJECT,
         role: Role::Keeping,
         settings: &[("PAGEMILL_RETURN", "keep")],
         effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
-        ..OWN
+        ..PAGEMILL_DEFAULT
     },
 ];
 
 /// Mesh, an allocator that compacts by meshing: it maps two virtual pages to one physical page if their allocations do
 /// not overlap. Only measurements of compaction include Mesh.
-pub const MESH: Subject = default(
+pub const MESH: Subject = default_subject(
     "mesh",
     Library::Installed(&["libmesh.so"]),
     GiveBack::MeshCompact,
     "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
 );
 
-/// The name of the subject *Pagemill with default settings*.
+/// Name of the subject that is Pagemill with default settings.
 pub const PAGEMILL: &str = "pagemill";
 
-/// The name of the subject *Pagemill that does not watch limits*.
+/// Name of the subject that is Pagemill without watching of memory limits.
 pub const UNWATCHED: &str = "pagemill-unwatched";
 
-/// The name of the subject *Pagemill that does not return memory by age*.
+/// Name of the subject that is Pagemill without return of free memory by age.
 pub const KEEPING_SUBJECT: &str = "pagemill-keep";
 
 impl Role {
@@ -166,7 +175,7 @@ pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
 const FOREIGN_SETTINGS: &[&str] =
     &["LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "_RJEM_", "MIMALLOC_", "TCMALLOC_", "PAGEMILL_"];
 
-/// A subject whose library was found on this machine.
+/// A subject (allocator with settings) whose library was found on this machine.
 #[derive(Clone, Debug)]
 pub struct AvailableSubject {
     pub subject: &'static Subject,
@@ -183,7 +192,7 @@ impl AvailableSubject {
         self.preload.as_deref()
     }
 
-    /// Returns whether the allocator publishes how much memory it could return.
+    /// Returns whether the allocator publishes how much free memory it could return at once.
     pub fn publishes(&self) -> bool {
         self.is_pagemill()
     }
@@ -198,7 +207,7 @@ impl AvailableSubject {
     ///
     /// # Errors
     ///
-    /// The reason why the subject cannot run, as a sentence for the list of gaps.
+    /// The reason why the subject cannot run, as a sentence for the report.
     pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
         let mut line = vec!["env".to_owned()];
         line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
@@ -233,19 +242,20 @@ impl AvailableSubject {
 /// Removes every variable that affects an allocator from the command's environment.
 pub fn clear_foreign_settings(command: &mut Command) {
     for (name, _) in env::vars_os() {
-        if is_foreign(&name) {
+        if is_allocator_variable(&name) {
             command.env_remove(&name);
         }
     }
     command.env_remove(EXPECTED_LIBRARY);
 }
 
-fn is_foreign(name: &OsStr) -> bool {
+fn is_allocator_variable(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     FOREIGN_SETTINGS.iter().any(|start| name.starts_with(start))
 }
 
-/// Returns the wanted subjects that are available on this machine, and a gap for each wanted subject that is not.
+/// Returns the wanted subjects whose libraries are found on this machine. For each other wanted subject, also returns a
+/// sentence for the report that says what is missing.
 ///
 /// # Errors
 ///
@@ -281,7 +291,7 @@ pub fn select_available(
 ///
 /// # Errors
 ///
-/// A sentence for the list of gaps, if the library is missing.
+/// A sentence for the report, if the library is missing.
 pub fn find_available(subject: &'static Subject) -> std::result::Result<AvailableSubject, String> {
     match find_library(subject.library) {
         Ok(preload) => Ok(AvailableSubject { subject, preload }),
@@ -361,6 +371,7 @@ mod tests {
         }
     }
 
+    /// The variants of Pagemill with other settings must be selected only if `--only` names them.
     #[test]
     fn pagemill_variants_run_only_if_named() {
         for own in [UNWATCHED, KEEPING_SUBJECT] {
@@ -379,9 +390,9 @@ mod tests {
     #[test]
     fn settings_of_subjects_are_cleared() {
         for (name, _) in SUBJECTS.iter().flat_map(|subject| subject.settings) {
-            assert!(is_foreign(OsStr::new(name)), "{name}");
+            assert!(is_allocator_variable(OsStr::new(name)), "{name}");
         }
-        assert!(!is_foreign(OsStr::new("PATH")));
+        assert!(!is_allocator_variable(OsStr::new("PATH")));
     }
 
     /// The rendered table must have one line for each subject. An unknown name must be refused with the list of known

@@ -25,7 +25,7 @@ const DONTNEED: &str = "madv-dontneed-and-fault";
 /// Each subject's name in the report, and its name on the workload's command line.
 const METHODS: [(&str, &str); 5] =
     [(HANDLES, "handles"), (PIN, "pin"), (VRANGE, "vrange"), (FREE, "free"), (DONTNEED, "dontneed")];
-/// The subject that measures purges.
+/// Subject: purges marked ranges.
 const PURGING: &str = "handles-purged";
 
 /// Sizes of the ranges.
@@ -33,24 +33,30 @@ const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
 /// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
-/// MiB that one purge frees.
+/// Amount of marked memory, in MiB, that one purge frees.
 const PURGED_MIB: u64 = 1024;
 /// Time limit of a workload process.
-const LIMIT: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-const NS: &str = "ns";
+/// Metric: nanoseconds in which one thread marks and unmarks a range, or does the corresponding calls of the subject.
+const MARK_UNMARK_NS: &str = "ns";
+/// Metric: number of page faults of the measured threads.
 const FAULTS: &str = "faults";
-const RATE: &str = "purge_gb_per_second";
-const VRANGE_RATE: &str = "vrange_gb_per_second";
-const STRICT_RATE: &str = "strict_gb_per_second";
-const WAIT: &str = "wait_p999_us";
+/// Metric: speed of purges of ranges that have handles.
+const PURGE_RATE: &str = "purge_gb_per_second";
+/// Metric: speed of purges of memory that was marked by address.
+const VRANGE_PURGE_RATE: &str = "vrange_gb_per_second";
+/// Metric: speed of purges of memory that was marked strict, so that accesses raise `SIGBUS` afterwards.
+const STRICT_PURGE_RATE: &str = "strict_gb_per_second";
+/// Metric: 99.9th percentile of the duration of an unmark during a purge of the range.
+const UNMARK_WAIT: &str = "wait_p999_us";
 
 /// Size of the range in KiB, and number of threads.
 type Case = (u64, u64);
-/// The case under which purges are reported. It has no range size and no number of threads.
+/// The case under which the metrics of purges are reported. It has no range size and no number of threads.
 const PURGE_CASE: Case = (0, 0);
 
-/// Runs the experiment and returns the report.
+/// Measures the cost to mark, unmark and purge volatile memory. Returns the report.
 ///
 /// # Errors
 ///
@@ -67,16 +73,16 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         for (subject, _) in METHODS {
             let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
             let cell = Some(TableCell { table, column: name.clone() });
-            let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
+            let metric = Metric { name: MARK_UNMARK_NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
             report_row(&mut report, &samples, (&case, &name), subject, metric, cell);
         }
     }
     let purge = |name, unit, better| Metric { name, unit, better, baseline: None };
     for (metric, column) in [
-        (purge(RATE, "GB/s", Better::Higher), "huge pages of handles purged, GB/s"),
-        (purge(VRANGE_RATE, "GB/s", Better::Higher), "marked by address, GB/s"),
-        (purge(STRICT_RATE, "GB/s", Better::Higher), "marked strictly, GB/s"),
-        (purge(WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
+        (purge(PURGE_RATE, "GB/s", Better::Higher), "huge pages of handles purged, GB/s"),
+        (purge(VRANGE_PURGE_RATE, "GB/s", Better::Higher), "marked by address, GB/s"),
+        (purge(STRICT_PURGE_RATE, "GB/s", Better::Higher), "marked strictly, GB/s"),
+        (purge(UNMARK_WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
     ] {
         let cell = Some(TableCell { table: "purging".to_owned(), column: column.to_owned() });
         report_row(&mut report, &samples, (&PURGE_CASE, "purging"), PURGING, metric, cell);
@@ -96,15 +102,21 @@ fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<S
             for &(name, way) in rotated(&ways, round) {
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
-                let outcome = child::run_plain(name, child::words(&["__toggle", "--way", way], &numbers), LIMIT)?;
-                samples.add_outcome(&case, name, &[NS, FAULTS], &outcome);
+                let outcome =
+                    child::run_plain(name, child::command_words(&["__toggle", "--way", way], &numbers), TIME_LIMIT)?;
+                samples.add_outcome(&case, name, &[MARK_UNMARK_NS, FAULTS], &outcome);
             }
         }
         if is_wanted(PURGING) {
             progress.step(PURGING);
             let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full(500, 3000))];
-            let outcome = child::run_plain(PURGING, child::words(&["__purging"], &numbers), LIMIT)?;
-            samples.add_outcome(&PURGE_CASE, PURGING, &[RATE, VRANGE_RATE, STRICT_RATE, WAIT], &outcome);
+            let outcome = child::run_plain(PURGING, child::command_words(&["__purging"], &numbers), TIME_LIMIT)?;
+            samples.add_outcome(
+                &PURGE_CASE,
+                PURGING,
+                &[PURGE_RATE, VRANGE_PURGE_RATE, STRICT_PURGE_RATE, UNMARK_WAIT],
+                &outcome,
+            );
         }
     }
     Ok(samples)
@@ -112,8 +124,8 @@ fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<S
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
-        let own = SeriesKey { case: &case, subject: way, metric: NS };
-        let base = SeriesKey { case: &base.1, subject: base.0, metric: NS };
+        let own = SeriesKey { case: &case, subject: way, metric: MARK_UNMARK_NS };
+        let base = SeriesKey { case: &base.1, subject: base.0, metric: MARK_UNMARK_NS };
         judge_time_ratio(samples, target, Bound::AtLeast(least), own, base)
     };
     for size in SIZES_KIB {
@@ -134,15 +146,22 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     };
     let none = Bound::AtMost(0.0);
     report.add_verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
-    report.add_verdict(absolute("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", PURGE_CASE, PURGING, RATE));
+    report.add_verdict(absolute(
+        "purge of huge pages, lazy",
+        Bound::AtLeast(100.0),
+        "GB/s",
+        PURGE_CASE,
+        PURGING,
+        PURGE_RATE,
+    ));
     let least = Bound::AtLeast(50.0);
-    report.add_verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_RATE));
+    report.add_verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_PURGE_RATE));
     report.add_verdict(absolute(
         "unmark that meets a purge, 99.9 %",
         Bound::AtMost(1000.0),
         "us",
         PURGE_CASE,
         PURGING,
-        WAIT,
+        UNMARK_WAIT,
     ));
 }

@@ -12,7 +12,7 @@ fn bench(arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("the bench starts")
 }
 
-/// Runs the bench, which must succeed, and returns its JSON rows.
+/// Runs the command `pagemill-bench`, which must succeed, and returns the JSON rows that it prints.
 fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
     let output = bench(arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -26,9 +26,10 @@ fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64>
     row.and_then(|row| row["value"].as_f64())
 }
 
-/// The workload of ebizzy runs for 50 ms. It must make records, and every search must find its key.
+/// The workload of the experiment `ebizzy` copies chunks of keys and searches the copies for 50 ms. Every search must
+/// find its key, and no allocation may fail.
 #[test]
-fn ebizzy_finds_every_key() {
+fn ebizzy_searches_find_every_key() {
     for sizes in ["fixed", "mixed"] {
         let line = rows(&["__ebizzy", "--threads", "2", "--warm-ms", "5", "--measure-ms", "50", "--sizes", sizes]);
 
@@ -37,8 +38,8 @@ fn ebizzy_finds_every_key() {
     }
 }
 
-/// ebizzy runs with its copies in every kind of memory. No copy may be damaged. Only with `MADV_DONTNEED` must every
-/// copy cause page faults for all its pages.
+/// The workload of `ebizzy` runs with its copies in every kind of memory. No copy may be damaged or purged. A copy must
+/// cause more than 30 page faults on average with `MADV_DONTNEED`, and at most 30 with the other kinds of memory.
 #[test]
 fn ebizzy_runs_with_every_kind_of_memory() {
     for memory in ["malloc", "handles", "free", "dontneed"] {
@@ -56,8 +57,9 @@ fn ebizzy_runs_with_every_kind_of_memory() {
     }
 }
 
-/// The experiment runs with glibc's defaults, and with glibc settings that return memory at once. Only the run with
-/// these settings may cause page faults at each record, which shows that the settings had an effect.
+/// The experiment `ebizzy` runs with glibc's default settings, and with settings by which glibc returns memory at once.
+/// A record must cause less than one page fault on average with the default settings, and more than 30 with the others,
+/// which shows that the settings had an effect.
 #[test]
 fn returning_memory_at_once_causes_page_faults() {
     let rows =
@@ -70,10 +72,10 @@ fn returning_memory_at_once_causes_page_faults() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
-/// The writers run for a tenth of a second, in one process and in two. They must write, no allocation may fail, and no
-/// tag may be wrong.
+/// Threads that fill memory, check it and free it run for a tenth of a second, in one process and in two. Their write
+/// rate must not be zero, no allocation may fail, and no tag may be wrong.
 #[test]
-fn writers_write_and_check() {
+fn writer_threads_write_and_check_memory() {
     for processes in ["1", "2"] {
         let line = rows(&["__writers", "--processes", processes, "--threads", "2", "--mib", "16", "--run-ms", "100"]);
 
@@ -82,8 +84,8 @@ fn writers_write_and_check() {
     }
 }
 
-/// A handover in its smallest form must survive under glibc that returns memory at once. Without cgroups the bench must
-/// print that they are missing and exit with 2.
+/// One process frees memory that another process then needs. With glibc settings that return memory at once, no process
+/// may be killed. Skipped if the bench exits with 2, as it does without cgroups.
 #[test]
 fn handover_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
@@ -98,8 +100,9 @@ fn handover_survives_with_eager_glibc() {
     assert!(value(&rows, "glibc-eager", "gib_per_second").is_some_and(|speed| speed > 0.0));
 }
 
-/// Every variant of the handover with allocations of one size must survive, and impossible sizes must be refused.
-/// Without cgroups the bench must print that they are missing and exit with 2.
+/// Processes free memory in allocations of one size, which another process then needs. With glibc settings that return
+/// memory at once, no process may be killed in any variant. A size that is too small must be refused. Skipped if the
+/// bench exits with 2, as it does without cgroups.
 #[test]
 fn handover_of_one_size_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--trials", "1", "--sizes"];
@@ -119,7 +122,8 @@ fn handover_of_one_size_survives_with_eager_glibc() {
     assert!(survived.iter().all(|row| row["value"] == 1.0), "{rows:?}");
 }
 
-/// The newcomer must fill its memory with eight threads and check it word by word.
+/// A process fills 16 MiB with eight threads and checks every word. It must report a duration, and no allocation may
+/// fail.
 #[test]
 fn newcomer_checks_every_word() {
     let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
@@ -127,8 +131,9 @@ fn newcomer_checks_every_word() {
     assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
 }
 
-/// A request to a sibling must be answered and timed. Skipped if the command `pagemill` is not built. An asker without
-/// a process tree must report an error.
+/// A process requests free memory from another process of its process tree. The request must be answered, and its
+/// latency must be reported. This part is skipped if the command `pagemill` is not built. Without a process tree, the
+/// requesting process must report an error.
 #[test]
 fn requests_to_a_sibling_are_timed() {
     let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
@@ -142,8 +147,8 @@ fn requests_to_a_sibling_are_timed() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
 }
 
-/// With `--only`, `--cost` must measure only the named subject: no comparison and no idle process. `--cost` must be
-/// refused together with `--hog`.
+/// `ebizzy --cost --only glibc` must succeed, and measure glibc without a comparison. `--cost` must be refused together
+/// with `--hog`.
 #[test]
 fn cost_measures_only_named_subjects() {
     let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
@@ -152,7 +157,8 @@ fn cost_measures_only_named_subjects() {
     assert_eq!(bench(&["ebizzy", "--cost", "--hog"]).status.code(), Some(2));
 }
 
-/// The filler must allocate all memory above a low floor, and nothing if the floor is above the available memory.
+/// The filler, a process that allocates memory at a steady rate, starts when its stop file already exists. It must
+/// report that its floor stopped it only if the floor is above the machine's available memory.
 #[test]
 fn filler_stops_at_its_floor() {
     for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
@@ -174,7 +180,8 @@ fn filler_stops_at_its_floor() {
     }
 }
 
-/// Each peer library must serve malloc when it is preloaded. The workload fails otherwise.
+/// Each allocator library must serve malloc when it is preloaded; otherwise its workload fails. Libraries that are not
+/// found are skipped.
 #[test]
 fn peer_libraries_serve_malloc() {
     for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
@@ -191,7 +198,8 @@ fn peer_libraries_serve_malloc() {
     }
 }
 
-/// Each pattern of small allocations must run for 2 ms, and one pattern for a given number of pairs.
+/// Each pattern of small allocations runs for 2 ms, and one pattern runs for a given number of malloc and free pairs.
+/// No allocation may lose its tag, and the duration or the number of pairs must be reported.
 #[test]
 fn small_allocations_keep_their_tags() {
     for pattern in ["pair", "batch", "churn"] {
@@ -204,8 +212,8 @@ fn small_allocations_keep_their_tags() {
     assert_eq!(line[0]["pairs"], 3000);
 }
 
-/// 16 MiB in small allocations are freed while one later allocation stays live. glibc must retain the memory until it
-/// is requested to return it.
+/// 16 MiB in small allocations are freed while the last allocation stays live. A call of `malloc_trim` must then return
+/// more than 10 MiB.
 #[test]
 fn giveback_measures_returned_memory() {
     let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
@@ -213,16 +221,17 @@ fn giveback_measures_returned_memory() {
     assert!(line[0]["returned_mib"].as_f64().is_some_and(|mib| mib > 10.0), "{line:?}");
 }
 
-/// The experiment must measure `true` under glibc, without a preload, in milliseconds.
+/// The experiment `startup` must report how many milliseconds the program `true` takes under glibc, without a preloaded
+/// library.
 #[test]
-fn startup_measures_true() {
+fn startup_time_of_program_true_is_measured() {
     let rows = rows(&["startup", "--quick", "--json", "--samples", "1", "--only", "glibc"]);
 
     assert!(value(&rows, "none", "ms").is_some_and(|time| time > 0.0));
 }
 
-/// The experiment must report the memory that a process still holds after each second. glibc must return allocations of
-/// 1 MiB at once, since it maps each of them separately.
+/// The experiment `footprint --return` must report the memory that a process still holds after each second. glibc must
+/// return allocations of 1 MiB at once, since it maps each of them separately.
 #[test]
 fn footprint_reports_memory_after_each_second() {
     let rows =
@@ -234,8 +243,9 @@ fn footprint_reports_memory_after_each_second() {
     assert_eq!(bench(&["footprint", "--return", "--programs", "git"]).status.code(), Some(2));
 }
 
-/// Random churn must have the memory of three phases and a CPU time. A program whose sources are missing must be
-/// reported as a gap that says how to get them.
+/// The experiment `footprint` must report the memory and the CPU time of threads that replace allocations at random. A
+/// program whose sources are missing must be reported as not measured, with the option that names the folder of the
+/// sources.
 #[test]
 fn footprint_measures_churn() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs"];
@@ -252,8 +262,8 @@ fn footprint_measures_churn() {
     assert!(output.status.code() == Some(2) && complaint.contains("--mimalloc-bench DIR"), "{complaint}");
 }
 
-/// Programs must be compiled from the given checkout, which here contains a test program with larson's output format.
-/// pandas must run if it is installed.
+/// The experiment `footprint` must compile benchmark programs from the given folder, which here contains a test program
+/// with the output format of the benchmark larson. The program that uses pandas must run if pandas is installed.
 #[test]
 fn footprint_compiles_and_measures_other_programs() {
     let checkout = tempfile::tempdir().expect("a temporary folder");
@@ -285,9 +295,9 @@ fn footprint_compiles_and_measures_other_programs() {
     }
 }
 
-/// There must be a row for each of: `true` under `pagemill run`, `true` under a spawner, short programs, and a test
-/// configure script. A script whose output changes from run to run must be a wrong answer. Skipped if the command
-/// `pagemill` is not built.
+/// The experiment `startup` must report a row for each of: `true` under `pagemill run`, `true` under a program that
+/// starts it, short programs, and a test configure script. A script whose output changes from run to run must be
+/// reported as a wrong answer. Skipped if the command `pagemill` is not built.
 #[test]
 fn startup_measures_process_trees() {
     let source = tempfile::tempdir().expect("a temporary folder");
@@ -325,9 +335,10 @@ fn startup_measures_process_trees() {
     assert_eq!(bench(&arguments).status.code(), Some(1), "it prints something else each time");
 }
 
-/// If `--only` names both variants, Pagemill that returns memory by age must be compared with Pagemill that does not.
+/// `--only` names two variants of Pagemill: `pagemill` returns free memory by its age, and `pagemill-keep` does not.
+/// The bench must compare the first with the second.
 #[test]
-fn aging_is_compared_with_keep() {
+fn pagemill_is_compared_with_its_keep_variant() {
     let arguments =
         ["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "pagemill,pagemill-keep"];
     let output = bench(&arguments);
@@ -340,7 +351,8 @@ fn aging_is_compared_with_keep() {
     assert!(value(&rows(&arguments), "pagemill-keep", "records_per_second").is_some_and(|rate| rate > 0.0));
 }
 
-/// The smallest of the real programs must be measured. Skipped without sqlite3.
+/// The experiment `footprint` must measure sqlite3, the smallest of its real programs. Skipped if sqlite3 is not
+/// installed.
 #[test]
 fn footprint_measures_a_program() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"];
@@ -355,17 +367,17 @@ fn footprint_measures_a_program() {
     assert!(value(&rows, "glibc", "peak_mib").is_some_and(|peak| peak > 1.0), "{rows:?}");
 }
 
-/// A hog and a workload run alternately under glibc that returns memory at once. Both must survive. Without cgroups
-/// both run without a limit.
+/// A memory hog and the workload of `ebizzy` use memory alternately, with glibc settings that return memory at once.
+/// Neither process may be killed. Without cgroups, both run without a limit.
 #[test]
-fn workload_and_hog_survive_in_turns() {
+fn workload_and_memory_hog_survive() {
     let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
 
     assert!(value(&rows, "glibc-eager", "records_per_second").is_some(), "{rows:?}");
     assert_eq!(value(&rows, "glibc-eager", "killed"), None);
 }
 
-/// Bad arguments must exit with 2, whether the argument parser or the bench itself detects them.
+/// With bad arguments, the bench must exit with 2, whether the argument parser or the bench itself detects them.
 #[test]
 fn bad_arguments_exit_with_2() {
     for arguments in [
@@ -378,8 +390,8 @@ fn bad_arguments_exit_with_2() {
     }
 }
 
-/// A signal must end the running workload and then the bench. The bench must end by the same signal, as a shell or a
-/// service manager expects. The bench runs in a process group of its own.
+/// The bench gets a signal while a workload runs. First the workload must end, then the bench must end by the same
+/// signal, as a shell or a service manager expects. The bench runs in a process group of its own.
 #[test]
 fn signals_end_a_run() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1)] {
@@ -406,16 +418,17 @@ fn signals_end_a_run() {
     }
 }
 
-/// The table for the documentation must contain the settings of the subjects.
+/// The subcommand `settings` must print the settings by which allocators return memory at once.
 #[test]
-fn settings_are_rendered() {
+fn allocator_settings_are_printed() {
     let output = bench(&["settings"]);
 
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("`MIMALLOC_PURGE_DELAY=0`") && text.contains("tcmalloc-eager"));
 }
 
-/// Returns the JSON line of a workload on files, in a folder of /dev/shm, which is a tmpfs on every Linux.
+/// Runs a workload on files in a new folder of /dev/shm, which is a tmpfs on every Linux. Returns the JSON rows that
+/// the workload prints.
 fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     use std::os::unix::fs::MetadataExt;
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm");
@@ -427,8 +440,8 @@ fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     rows(&[arguments, &place].concat())
 }
 
-/// iozone's seven operations run on mapped files, in worker processes, and on mapped files in worker processes. Every
-/// record must be read as it was written, and each operation must have a speed.
+/// The seven operations of iozone run on mapped files, in worker processes, and on mapped files in worker processes.
+/// Every record must be read as it was written, and each operation must report its speed.
 #[test]
 fn records_are_read_back_by_every_operation() {
     for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
@@ -441,8 +454,8 @@ fn records_are_read_back_by_every_operation() {
     }
 }
 
-/// iozone's seven operations must run in a page cache of the process. The options for a cache and for mapped files must
-/// exclude each other.
+/// The seven operations of iozone must run on files in a page cache of the process. The options `--cached` and
+/// `--mapped` must exclude each other.
 #[test]
 fn records_are_found_in_a_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
@@ -454,8 +467,8 @@ fn records_are_found_in_a_cache() {
     assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
 }
 
-/// 16 MiB are compared and then read in random order: by two threads in the cache, in plain memory and in the peers,
-/// and by one thread in files. All pages must be found.
+/// Pages are compared and then read in random order: by two threads in the page cache, in plain memory and in other
+/// caches, and by one thread in files. All pages must be found.
 #[test]
 fn hits_find_their_pages() {
     for (subject, has_pins) in
@@ -477,8 +490,8 @@ fn hits_find_their_pages() {
     }
 }
 
-/// A complete run of `hit` must have a ratio to its baseline. Small files must take between half and four times the
-/// memory of their pages.
+/// The experiment `hit` must report the ratio between the page cache and its baseline. Small files must take between
+/// half and four times the memory of their pages.
 #[test]
 fn hit_compares_its_subjects() {
     let arguments = ["hit", "--quick", "--json", "--samples", "1", "--mib", "8", "--files", "2000"];
@@ -494,8 +507,8 @@ fn hit_compares_its_subjects() {
     assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Objects of every subject must keep their tags: in every pattern with two threads, and in a run with a given number
-/// of pairs.
+/// Objects of every slab cache and of its peers must keep their tags: in every pattern with two threads, and in a run
+/// with a given number of pairs of allocation and free.
 #[test]
 fn objects_keep_their_tags() {
     for subject in ["fixed", "by-owner", "by-handle", "malloc", "slotmap", "sharded-slab"] {
@@ -510,9 +523,9 @@ fn objects_keep_their_tags() {
     }
 }
 
-/// Each part of the experiment must report its rows: caches compared with an allocator and a map; values by handle and
-/// by pointer; a reader and a writer, with and without concurrent moves. Unknown sizes, subjects and parts must be
-/// refused.
+/// Each part of the experiment `slab` must report its rows: slab caches compared with an allocator and a map; values
+/// read by handle and by pointer; a reader and a writer, with and without concurrent moves of the objects. Unknown
+/// sizes, subjects and parts must be refused.
 #[test]
 fn slab_compares_its_subjects() {
     let part = |arguments: &[&str]| rows(&[&["slab", "--quick", "--json", "--samples", "1"], arguments].concat());
@@ -534,8 +547,8 @@ fn slab_compares_its_subjects() {
     }
 }
 
-/// Arguments that leave nothing to measure must be refused before anything runs, with the list of valid arguments.
-/// Tested with parts and subjects of `slab`, and with subjects of experiments that do not use all allocators.
+/// Arguments that leave nothing to measure must be refused before anything runs, with a list of valid arguments. The
+/// test uses parts and subjects of the experiment `slab`, and subjects of experiments that do not use all allocators.
 #[test]
 fn arguments_without_effect_are_refused() {
     let walks = "walks has still, moving, fragmented, packed";
@@ -565,10 +578,11 @@ fn arguments_without_effect_are_refused() {
     }
 }
 
-/// Ranges of both kinds of folio are pinned and unpinned, and a count per page is incremented and decremented. No
-/// reference may leak. Folios are split and collapsed, and their bytes must not change.
+/// Ranges of folios, which may or may not be split, are pinned and unpinned; for comparison, a reference count of each
+/// page is incremented and decremented. No reference may leak. Folios are split and collapsed, and their bytes must not
+/// change.
 #[test]
-fn references_are_dropped_again() {
+fn pins_leave_no_reference_behind() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
 
     for subject in ["splittable", "never-split", "per-4-KiB"] {
@@ -582,8 +596,9 @@ fn references_are_dropped_again() {
     }
 }
 
-/// Fragmented memory must be compacted in caches that can move objects, and not in an allocator. The latency of another
-/// thread must be measured during the compaction. Trees must be walked during moves and after compaction.
+/// After most objects are freed, memory must be compacted in slab caches that can move objects, but not in an
+/// allocator. The latency of another thread must be measured during the compaction. Trees of objects must be walked
+/// during moves and after compaction.
 #[test]
 fn slabs_are_compacted_and_walked() {
     let part = |part: &str, only: &str| {
@@ -612,8 +627,8 @@ fn slabs_are_compacted_and_walked() {
     assert_eq!(bench(&["slab", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// A file larger than its cache must be read by threads, by a queue, by a bare io_uring and, if installed, by fio.
-/// Without a file system on a device, the bench must print that it is missing and exit with 2.
+/// A file larger than its page cache must be read by threads, by a queue, by a bare io_uring and, if installed, by fio.
+/// Skipped if the bench exits with 2, as it does without a file system on a device.
 #[test]
 fn misses_are_read_and_found() {
     let arguments = ["miss", "--quick", "--json", "--samples", "1", "--mib", "64", "--cache-mib", "32", "--only"];
@@ -644,8 +659,8 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Large transfers run in both directions, with buffers of both page sizes and with the cache. The bytes must be right:
-/// reads are compared as they complete, and writes are read back.
+/// Large reads and writes run through an io_uring, with buffers of both page sizes, and through the page cache. The
+/// bytes must be right: reads are compared as they complete, and writes are read back.
 #[test]
 fn large_transfers_are_read_and_written() {
     assert_eq!(bench(&["orion", "--targets", "--depths", "4"]).status.code(), Some(2), "one or the other");
@@ -689,9 +704,9 @@ fn streams_are_read_and_written() {
     }
 }
 
-/// The cache, a bare io_uring and fio write back scattered dirty pages. The workload must find the right bytes in these
-/// pages and in the pages next to them. The cache must need fewer transfers than there are pages, since it merges
-/// adjacent pages.
+/// The page cache, a bare io_uring and fio write scattered dirty pages to a file. The workload must find the right
+/// bytes in these pages and in the pages next to them. The cache must need fewer transfers than there are pages, since
+/// it merges adjacent pages.
 #[test]
 fn dirty_pages_are_written_back() {
     let refused = |more: &[&str]| bench(&[&["writeback"], more].concat());
@@ -724,8 +739,9 @@ fn dirty_pages_are_written_back() {
     assert!(value(&all, "cache", "transfers_per_page").is_some_and(|transfers| transfers < 0.05), "{all:?}");
 }
 
-/// Small files must be created, used and removed. A hole must use no memory. Writers must count the files that they
-/// wrote, and find those closed last.
+/// Workloads on files must succeed. Small files must be created, found and removed. Three files of 64 MiB with one
+/// written byte each must use less than 64 MiB. Threads that write files must find the files that were to be kept and
+/// those closed last.
 #[test]
 fn files_are_written_and_found() {
     let metadata = rows_on_files(&["__metadata", "--files", "50", "--per-directory", "20"]);
@@ -741,8 +757,8 @@ fn files_are_written_and_found() {
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }
 
-/// A complete run must mount, measure and unmount a tmpfs. Without permission to mount, the bench must print that and
-/// exit with 2.
+/// The experiment `iozone` must mount and measure a tmpfs, and files in a page cache. Skipped if the bench exits with
+/// 2, as it does without permission to mount.
 #[test]
 fn tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
@@ -764,8 +780,9 @@ fn tmpfs_is_mounted_and_measured() {
     assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }
 
-/// Two traces on small footprints must report Pagemill's policy and its peers, with one verdict for each trace and one
-/// for the mean. A second run must report the same numbers.
+/// The experiment `traces` runs two generated traces of few pages. It must report the hit ratio of Pagemill's eviction
+/// policy and of its peers. It must also report whether the target was reached, for each trace and for the mean. A
+/// second run must report the same numbers.
 #[test]
 fn traces_report_the_same_hit_ratios() {
     let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];

@@ -6,7 +6,7 @@
 use crate::stats::{self, Counter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Calls `act`; returns `None` if `act` panicked. The caller must expect that `act` has done only a part of its work.
+/// Calls `act`; returns `None` if `act` panicked. In that case `act` may have done only a part of its work.
 pub fn catch_panic<T>(act: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(value) => Some(value),

@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
-/// A guard. While a guard exists, objects that its thread reaches are not freed or reused.
+/// A guard of epoch-based reclamation. While a guard exists, objects that its thread can reach are not freed or reused.
 ///
 /// Only [`pin`] creates guards, because a guard of another collector would not protect the objects of this crate.
 ///
@@ -31,37 +31,37 @@ pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
     guard.0.defer(act);
 }
 
-/// Advances the epoch if possible, and runs the deferred functions that are due.
+/// Advances the epoch if possible, and runs the functions of [`defer`] that are due.
 pub fn flush(guard: &Guard) {
     guard.0.flush();
 }
 
 /// Generation of the current collector: 0 for the first one. Each fork child that starts a new collector increments it.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
+static COLLECTOR_GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// Id of the process that created the current collector; 0 while there is no collector.
 static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The collector of the current generation, if that generation is not 0. Null before the generation's first [`pin`].
 /// Never freed.
-static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
+static LATER_GENERATION_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
-/// The collector of generation 0; the first call creates it.
-fn first_collector() -> &'static Collector {
-    static FIRST: OnceLock<Collector> = OnceLock::new();
-    FIRST.get_or_init(|| {
+/// Returns the collector of generation 0; the first call creates it.
+fn collector_of_first_generation() -> &'static Collector {
+    static FIRST_COLLECTOR: OnceLock<Collector> = OnceLock::new();
+    FIRST_COLLECTOR.get_or_init(|| {
         OWNER_PID.store(process::id(), Relaxed);
         Collector::new()
     })
 }
 
-/// The collector of the current generation, which is not 0; the first call creates it.
-fn later_collector() -> &'static Collector {
-    debug_assert!(GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
-    let mut found = LATER_COLLECTOR.load(Acquire);
+/// Returns the collector of the current generation, which is not 0; the first call in a generation creates it.
+fn collector_of_later_generation() -> &'static Collector {
+    debug_assert!(COLLECTOR_GENERATION.load(Relaxed) != 0, "generation 0 has the first collector");
+    let mut found = LATER_GENERATION_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
-        found = match LATER_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
+        found = match LATER_GENERATION_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
             Ok(_) => made,
             Err(theirs) => {
                 // SAFETY: created above; no other thread has a reference to it.
@@ -75,15 +75,15 @@ fn later_collector() -> &'static Collector {
 }
 
 thread_local! {
-    /// Whether [`HANDLE`] exists. Tested first where accessing `HANDLE` must not create it.
+    /// Whether [`FIRST_GENERATION_HANDLE`] exists in this thread. Tested before code that must not create the handle.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
-    /// This thread's handle of generation 0.
-    static HANDLE: LocalHandle = {
+    /// This thread's handle of the collector of generation 0.
+    static FIRST_GENERATION_HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
-        first_collector().register()
+        collector_of_first_generation().register()
     };
-    /// This thread's handle of a later generation, with the number of that generation.
-    static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
+    /// This thread's handle of the collector of a later generation, with the number of that generation.
+    static LATER_GENERATION_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
 /// Pins the current thread: objects reachable while pinned are not reused until the guard is dropped.
@@ -92,26 +92,30 @@ thread_local! {
 /// while it exists.
 #[inline]
 pub fn pin() -> Guard {
-    match GENERATION.load(Relaxed) {
+    match COLLECTOR_GENERATION.load(Relaxed) {
         // The thread-local handle is gone while a thread ends. Destructors may still read, through a new handle.
-        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first_collector().register().pin())),
-        generation => pin_later(generation),
+        0 => Guard(
+            FIRST_GENERATION_HANDLE
+                .try_with(LocalHandle::pin)
+                .unwrap_or_else(|_| collector_of_first_generation().register().pin()),
+        ),
+        generation => pin_in_later_generation(generation),
     }
 }
 
-/// As [`pin`], for a generation after 0.
+/// As [`pin`], for the collector of a generation after 0.
 #[cold]
-fn pin_later(generation: u32) -> Guard {
-    let pinned = LATER_HANDLE.try_with(|handle| {
+fn pin_in_later_generation(generation: u32) -> Guard {
+    let pinned = LATER_GENERATION_HANDLE.try_with(|handle| {
         let mut handle = handle.borrow_mut();
         debug_assert!(handle.as_ref().is_none_or(|(of, _)| *of <= generation), "generations only grow");
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
             // Dropping the parent's handle would access the parent's collector, so the handle is leaked.
-            std::mem::forget(handle.replace((generation, later_collector().register())));
+            std::mem::forget(handle.replace((generation, collector_of_later_generation().register())));
         }
         handle.as_ref().map(|(_, handle)| handle.pin())
     });
-    Guard(pinned.ok().flatten().unwrap_or_else(|| later_collector().register().pin()))
+    Guard(pinned.ok().flatten().unwrap_or_else(|| collector_of_later_generation().register().pin()))
 }
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
@@ -128,15 +132,15 @@ pub unsafe fn begin_child() {
         return;
     }
     OWNER_PID.store(own, Relaxed);
-    let is_reading = match GENERATION.load(Relaxed) {
-        0 => HAS_HANDLE.get() && HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
+    let is_reading = match COLLECTOR_GENERATION.load(Relaxed) {
+        0 => HAS_HANDLE.get() && FIRST_GENERATION_HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
         generation => {
             let is_pinned = |(of, handle): &(u32, LocalHandle)| *of == generation && handle.is_pinned();
-            LATER_HANDLE.try_with(|handle| handle.borrow().as_ref().is_some_and(is_pinned)).unwrap_or(true)
+            LATER_GENERATION_HANDLE.try_with(|handle| handle.borrow().as_ref().is_some_and(is_pinned)).unwrap_or(true)
         }
     };
     if !is_reading {
-        LATER_COLLECTOR.store(ptr::null_mut(), Relaxed);
-        GENERATION.fetch_add(1, Relaxed);
+        LATER_GENERATION_COLLECTOR.store(ptr::null_mut(), Relaxed);
+        COLLECTOR_GENERATION.fetch_add(1, Relaxed);
     }
 }

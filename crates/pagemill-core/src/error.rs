@@ -98,13 +98,14 @@ impl Error {
         }
     }
 
-    /// For `map_err`: names the operation that the kernel refused.
+    /// Returns a function for `map_err` that wraps an I/O error, with the name of the operation that the kernel
+    /// refused.
     pub fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |cause| Self::System { doing, cause }
     }
 }
 
-/// The number of the system's error, also of one that was converted from an [`Error`].
+/// Returns the error number of `cause`, also if `cause` was converted from an [`Error`].
 fn errno_of(cause: &io::Error) -> Option<i32> {
     let inner = || cause.get_ref()?.downcast_ref::<Error>().map(Error::errno);
     cause.raw_os_error().or_else(inner)
@@ -173,7 +174,7 @@ impl fmt::Display for Error {
 }
 
 impl From<Error> for io::Error {
-    /// The kind is that of [`Error::errno`]. The error itself is kept, and prints its text.
+    /// Returns an I/O error whose kind follows from [`Error::errno`]. It contains `error` and prints the same text.
     fn from(error: Error) -> Self {
         let kind = Self::from_raw_os_error(error.errno()).kind();
         Self::new(kind, error)

@@ -10,7 +10,7 @@
 use crate::arena::{Arena, Layout, place};
 use crate::error::{Error, Result};
 use crate::listing::control::ControlEndpoint;
-use crate::listing::{Measured, StatsResponder};
+use crate::listing::{FiguresSource, StatsResponder};
 use crate::published;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::kernel::Kernel;
@@ -22,7 +22,8 @@ use crate::trace::{self, Event};
 use pagemill_sys::{clock, file, process, thread};
 use std::sync::OnceLock;
 
-/// The products that can have a part, in the order in which their locks are acquired before a fork.
+/// The products (kinds of memory for programs) of an instance, in the order in which their locks are acquired before a
+/// fork.
 ///
 /// Example: [`Instance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +46,8 @@ pub trait Part: Sync {
     /// Resident bytes of the product's metadata.
     fn metadata_bytes(&self) -> u64;
 
-    /// Updates the counters that no operation updates. Must neither allocate nor take more than 20 ms.
+    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take more
+    /// than 20 ms.
     fn measure(&self) {}
 
     /// Acquires the product's locks in the thread that is about to fork. Waits for threads that hold them.
@@ -55,10 +57,10 @@ pub trait Part: Sync {
     ///
     /// # Safety
     ///
-    /// Follows one call of [`Part::acquire_for_fork`] by the same thread.
+    /// The same thread has called [`Part::acquire_for_fork`] before, once for each call of this function.
     unsafe fn release_after_fork(&self);
 
-    /// Resets the state in a fork child.
+    /// Resets the product's state in a fork child.
     ///
     /// # Safety
     ///
@@ -69,7 +71,7 @@ pub trait Part: Sync {
     fn at_exit(&self) {}
 }
 
-/// What the products of one process share. Built once and never torn down.
+/// What the products of one process share. It is created once and never freed.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;
@@ -106,7 +108,7 @@ pub struct Instance {
     pub responder: &'static StatsResponder,
     /// Executes commands of other processes of the same user.
     pub control: &'static ControlEndpoint,
-    /// Indexed by [`Product`].
+    /// The part of each product, indexed by [`Product`].
     parts: [OnceLock<&'static dyn Part>; Product::COUNT],
 }
 
@@ -126,7 +128,7 @@ impl Instance {
         helper.set_answer(responder);
         let parts = [const { OnceLock::new() }; Product::COUNT];
         let instance: &'static Self = place(Self { account, arena, helper, responder, control, parts })?;
-        responder.set_measured(instance);
+        responder.set_figures_source(instance);
         Ok(instance)
     }
 
@@ -165,13 +167,13 @@ impl Instance {
         stats::set(Counter::MeasuredAt, now);
     }
 
-    /// Sets after which time free memory returns to the system even without a request or pressure. The default is
+    /// Sets the time after which free memory returns to the system without a request or pressure. The default is
     /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches.
     pub fn set_return(&self, policy: Return) {
         self.helper.set_return(policy);
     }
 
-    /// Acquires all locks before `fork`, in the forking thread. Waits for purges that other threads do.
+    /// Acquires all locks of the instance before `fork`, in the forking thread. Waits for purges of other threads.
     ///
     /// # Safety
     ///
@@ -220,12 +222,12 @@ impl Instance {
             // SAFETY: the caller's promise.
             unsafe { part.begin_child() };
         }
-        self.account.forked(process::own_identity());
+        self.account.begin_child(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));
     }
 }
 
-impl Measured for Instance {
+impl FiguresSource for Instance {
     fn measure(&self) {
         self.measure();
     }
@@ -239,8 +241,8 @@ impl thread::Work for Instance {
 
 /// Held while the instance of the process or one of its parts is created, and during `fork`.
 static CREATION_LOCK: Lock = Lock::new();
-static OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
-static KERNEL: Kernel = Kernel::new("");
+static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
+static KERNEL_LIMITS: Kernel = Kernel::new("");
 
 impl Instance {
     /// Returns the instance of this process; the first call creates it. Its helper thread observes the limits of the
@@ -256,9 +258,9 @@ impl Instance {
     ///
     /// [`Error::System`] if address space cannot be reserved, or the exit or fork handlers cannot be registered.
     pub fn of_process() -> Result<&'static Self> {
-        let instance = match OF_PROCESS.get() {
+        let instance = match INSTANCE_OF_PROCESS.get() {
             Some(known) => known,
-            None => create()?,
+            None => create_instance()?,
         };
         // Creating a thread allocates through the C library, so it happens outside of the lock.
         if !instance.helper.is_running() && instance.helper.claim() {
@@ -272,7 +274,7 @@ impl Instance {
     }
 }
 
-/// The part of a product in the instance of the process.
+/// The part of one product in the instance of the process; created on first use.
 ///
 /// Example: `Slabs::of_process` of `pagemill-slab`.
 pub struct PartOfProcess<T: 'static>(OnceLock<&'static T>);
@@ -283,8 +285,8 @@ impl<T: Sync> PartOfProcess<T> {
         Self(OnceLock::new())
     }
 
-    /// Returns the part. The first call creates it with `create`, which must add it to the instance, and must not call
-    /// `get_or_create` itself.
+    /// Returns the part. The first call creates the part with `create`, which must add the part to the instance, and
+    /// must not call `get_or_create` itself.
     ///
     /// # Errors
     ///
@@ -303,30 +305,30 @@ impl<T: Sync> PartOfProcess<T> {
     }
 }
 
-fn create() -> Result<&'static Instance> {
+fn create_instance() -> Result<&'static Instance> {
     let _guard = CREATION_LOCK.lock();
-    if let Some(known) = OF_PROCESS.get() {
+    if let Some(known) = INSTANCE_OF_PROCESS.get() {
         return Ok(known);
     }
     let instance = Instance::new(Layout::for_program(), Account::make(UNLIMITED)?)?;
-    instance.account.headroom.set_limits(&KERNEL);
+    instance.account.headroom.set_limits(&KERNEL_LIMITS);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
-    published::set_home("", runtime.unwrap_or_default());
+    published::set_publish_folder("", runtime.unwrap_or_default());
     process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;
     process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
-    Ok(OF_PROCESS.get_or_init(|| instance))
+    Ok(INSTANCE_OF_PROCESS.get_or_init(|| instance))
 }
 
 extern "C" fn at_exit() {
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         instance.parts().for_each(Part::at_exit);
     }
-    published::withdraw();
+    published::remove_own_file();
 }
 
 extern "C" fn before_fork() {
     CREATION_LOCK.acquire();
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: the C library calls this, then `after_fork` on the same thread, in both processes. Parts are added
         // only under `CREATION_LOCK`.
         unsafe { instance.before_fork() };
@@ -334,7 +336,7 @@ extern "C" fn before_fork() {
 }
 
 extern "C" fn after_fork() {
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: `before_fork` ran and has held the lock since. So the instance existed then if it exists now.
         unsafe { instance.after_fork() };
     }
@@ -343,7 +345,7 @@ extern "C" fn after_fork() {
 
 extern "C" fn begin_child() {
     after_fork();
-    if let Some(instance) = OF_PROCESS.get() {
+    if let Some(instance) = INSTANCE_OF_PROCESS.get() {
         // SAFETY: this is the child, which has one thread, and `after_fork` has released the locks.
         unsafe { instance.begin_child() };
     }

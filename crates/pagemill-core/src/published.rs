@@ -21,10 +21,10 @@ use std::time::Duration;
 /// Environment variable that names the folder of a process tree.
 pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 
-/// Name of the shared page in a tree's folder.
+/// Name of the file in a process tree's folder that holds the page that the tree's processes share.
 pub const TREE_FILE: &str = "tree";
 
-/// What a request file asks of a process. The kind is part of the file's name.
+/// What a request file requests from a process. Each kind has its own part of the file's name.
 ///
 /// Example: [`ListWriter`](crate::listing::ListWriter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,58 +56,60 @@ impl Subject {
     }
 }
 
-/// Age from which a request file is removed. A request takes some seconds, so an older file belongs to a killed
-/// command.
-const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
+/// Age from which a request file is removed. A request takes some seconds, so the requester of an older file was
+/// killed.
+const MAX_REQUEST_AGE: Duration = Duration::from_secs(60);
 
 /// The folder into which this process publishes.
-enum Home {
+enum PublishFolder {
     /// The folder of the process tree.
     Tree(Path),
-    /// The user's folder, which is located by `runtime`, the value of `XDG_RUNTIME_DIR`.
+    /// The user's folder for figures. `runtime` is the value of `XDG_RUNTIME_DIR`.
     User { runtime: Path },
 }
 
-/// The folder that [`set_home`] has set.
-static HOME: OnceLock<Home> = OnceLock::new();
+/// The folder into which this process publishes; empty before [`set_publish_folder`].
+static PUBLISH_FOLDER: OnceLock<PublishFolder> = OnceLock::new();
 
-/// The [`publisher_key`] of the process that published; 0 for none. In a fork child, the inherited key is that of the
-/// parent.
+/// The [`publisher_key`] of the process that published its figures; 0 if none did. A fork child inherits its parent's
+/// key.
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
-/// Maximum number of instances of one process that publish into one folder. The preload library and a program that
-/// links Pagemill have an instance each.
-const MAX_COPIES: u32 = 4;
+/// Maximum number of instances of Pagemill in one process that publish into one folder. The preload library and a
+/// program that links Pagemill have an instance each.
+const MAX_INSTANCES: u32 = 4;
 
-/// Index of this instance among those of the process that publish into the same folder.
-static COPY_INDEX: AtomicU32 = AtomicU32::new(0);
+/// Index of this instance of Pagemill among those of the process that publish into the same folder.
+static INSTANCE_INDEX: AtomicU32 = AtomicU32::new(0);
 
 /// Sets the folder into which this process publishes: `tree`, or the user's folder if `tree` is empty.
 ///
 /// Only the first call has an effect. `runtime` is the value of `XDG_RUNTIME_DIR`; the caller must read it while no
 /// thread changes the environment.
-pub fn set_home(tree: &str, runtime: &str) {
+pub fn set_publish_folder(tree: &str, runtime: &str) {
     let path = |text: &str| Path::format(format_args!("{text}")).unwrap_or_default();
-    let _ = HOME.set(match tree {
-        "" => Home::User { runtime: path(runtime) },
-        tree => Home::Tree(path(tree)),
+    let _ = PUBLISH_FOLDER.set(match tree {
+        "" => PublishFolder::User { runtime: path(runtime) },
+        tree => PublishFolder::Tree(path(tree)),
     });
 }
 
-/// Path of this process's figures file. Creates the folder; returns `None` if that fails.
+/// Returns the path of this process's figures file. Creates the folder of the file; returns `None` if that fails.
 pub fn own_file() -> Option<Path> {
-    own_file_of(process::own_identity(), COPY_INDEX.load(Relaxed))
+    own_file_of(process::own_identity(), INSTANCE_INDEX.load(Relaxed))
 }
 
-/// Path of the figures file of the Pagemill with index `copy` in this process.
+/// Returns the path of the figures file of the instance of Pagemill that has the index `copy` in this process.
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
-    match HOME.get()? {
-        Home::Tree(folder) => file_of_copy(folder.as_str(), identity, copy),
-        Home::User { runtime } => file_of_copy(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy),
+    match PUBLISH_FOLDER.get()? {
+        PublishFolder::Tree(folder) => file_of_instance(folder.as_str(), identity, copy),
+        PublishFolder::User { runtime } => {
+            file_of_instance(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy)
+        }
     }
 }
 
-/// The value of [`PUBLISHED_BY`] for a process: its id and the low half of its start time.
+/// Returns the value of [`PUBLISHED_BY`] for a process: its id, and the low half of its start time.
 fn publisher_key(identity: Identity) -> u64 {
     u64::from(identity.pid) << 32 | identity.start_ticks & u64::from(u32::MAX)
 }
@@ -116,19 +118,19 @@ fn publisher_key(identity: Identity) -> u64 {
 ///
 /// # Errors
 ///
-/// The error of creating the file; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process
-/// publish there. After an error the figures stay private.
+/// The error of creating the file; `NotFound` without a folder; `AlreadyExists` if too many instances of Pagemill in
+/// this process publish there. After an error the figures stay private.
 pub fn publish() -> io::Result<()> {
     let identity = process::own_identity();
     if PUBLISHED_BY.load(Relaxed) == publisher_key(identity) {
         return Ok(());
     }
-    for copy in 0..MAX_COPIES {
+    for copy in 0..MAX_INSTANCES {
         let path = own_file_of(identity, copy).ok_or(io::ErrorKind::NotFound)?;
         // A file that exists but is not mapped is from before an `exec` of this process. It is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
             stats::publish(path.as_c_str(), identity)?;
-            COPY_INDEX.store(copy, Relaxed);
+            INSTANCE_INDEX.store(copy, Relaxed);
             PUBLISHED_BY.store(publisher_key(identity), Relaxed);
             return Ok(());
         }
@@ -137,14 +139,14 @@ pub fn publish() -> io::Result<()> {
 }
 
 /// Removes this process's figures file at exit. In a tree the file stays, because `run` reads its counters later.
-pub fn withdraw() {
+pub fn remove_own_file() {
     // Most processes never publish: return before the system calls below.
-    if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
+    if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(PUBLISH_FOLDER.get(), Some(PublishFolder::User { .. })) {
         return;
     }
     let identity = process::own_identity();
     if PUBLISHED_BY.load(Relaxed) == publisher_key(identity)
-        && let Some(path) = own_file_of(identity, COPY_INDEX.load(Relaxed))
+        && let Some(path) = own_file_of(identity, INSTANCE_INDEX.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
@@ -179,8 +181,8 @@ pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
 /// Folders in which every user may create folders.
 const SHARED_FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 
-/// The possible paths of a user's folder, best first. With `sudo -E`, `XDG_RUNTIME_DIR` may name another user's folder.
-/// Such a folder is left out, because its user could not remove the files.
+/// Returns the possible paths of a user's folder for figures, best first. With `sudo -E`, `XDG_RUNTIME_DIR` may name
+/// the folder of a user other than `user`. Such a path is left out, because that other user could not remove the files.
 fn candidate_folders(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
     let is_own = |path: &Path| file::owner(path.as_c_str()) == Some(user);
     let runtime = Path::format(format_args!("{runtime}")).filter(|path| path.as_str().starts_with('/') && is_own(path));
@@ -189,8 +191,8 @@ fn candidate_folders(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
     below_runtime.into_iter().chain(others).flatten()
 }
 
-/// The existing folders that are private to a user: those of [`candidate_folders`], and folders with random names,
-/// which [`make_tree_folder`] creates where another user has occupied the usual names.
+/// Returns the existing folders for figures that only `user` can access: those of [`candidate_folders`], and folders
+/// with random names, which [`make_tree_folder`] creates where another user has occupied the usual names.
 fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     let prefix = format!("pagemill-{user}-");
     let mut found: Vec<String> = candidate_folders(runtime, user).map(|path| path.as_str().to_owned()).collect();
@@ -213,40 +215,41 @@ pub fn file_of(folder: &str, identity: Identity) -> Option<Path> {
     Path::format(format_args!("{folder}/{}-{}", identity.pid, identity.start_ticks))
 }
 
-/// As [`file_of`], for the instance of the process with index `copy`.
-fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
+/// As [`file_of`], for the instance of Pagemill that has the index `copy` in the process.
+fn file_of_instance(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     match copy {
         0 => file_of(folder, identity),
         copy => Path::format(format_args!("{folder}/{}-{}.{copy}", identity.pid, identity.start_ticks)),
     }
 }
 
-/// The process that published the figures file of this name; `None` if it is not the name of a figures file.
+/// Returns the process that published the figures file with this name; `None` if no figures file can have this name.
 fn identity_of(name: &str) -> Option<Identity> {
     let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
-    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_COPIES)?;
+    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_INSTANCES)?;
     let (pid, start_ticks) = name.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
-/// Path of the request file of kind `subject` to the process that publishes its figures at the path `figures`.
+/// Returns the path of the file of a request to the process that publishes its figures at the path `figures`.
 pub(crate) fn request_file(figures: &str, subject: Subject, number: u32) -> Option<Path> {
     Path::format(format_args!("{figures}{}{number}", subject.name_part()))
 }
 
-/// The process to which the request file of this name is addressed; `None` if it is not the name of a request file.
+/// Returns the process to which the request file with this name is addressed; `None` if no request file can have this
+/// name.
 fn request_target(name: &str) -> Option<Identity> {
     let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.name_part()))?;
     number.parse::<u32>().ok().and(identity_of(identity))
 }
 
-/// Removes request files of processes that have ended, and request files older than [`REQUEST_ENDED_AFTER`].
+/// Removes request files of processes that have ended, and request files older than [`MAX_REQUEST_AGE`].
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
         let Some(identity) = entry.file_name().to_str().and_then(request_target) else { continue };
         let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
-        if !process::is_alive(identity) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
+        if !process::is_alive(identity) || age().is_some_and(|age| age > MAX_REQUEST_AGE) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
@@ -281,11 +284,11 @@ pub struct Published {
 ///
 /// The error of reading the folder. Files that are not valid figures files are skipped.
 pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
-    list_of(folder, None, remove_ended)
+    list_owned_by(folder, None, remove_ended)
 }
 
 /// As [`list`], but only files that `owner` owns.
-fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<Vec<Published>> {
+fn list_owned_by(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<Vec<Published>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let Ok(name) = entry?.file_name().into_string() else { continue };
@@ -304,20 +307,20 @@ fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<V
     Ok(found)
 }
 
-/// Finds the published figures of a running process, in the user's folder or in the folder of a tree below it.
+/// Finds the published figures of a running process, in this user's folder or in the folder of a process tree below it.
 pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     find_all(pid).into_iter().next()
 }
 
 /// Finds all published figures of a running process of this user: first those of the preload library, then those of
-/// other Pagemills in the process. Requests can be sent to such a process.
+/// other instances of Pagemill in the process. Requests can be sent to such a process.
 pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
     process::identity(pid).map_or_else(Vec::new, |identity| find_in_folders(identity, &own_folders(), None))
 }
 
 /// Reads the figures of a process from `folders`. With `owner`, reads only files that this user owns.
 fn find_in_folders(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
-    let copies = |folder| (0..MAX_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
+    let copies = |folder| (0..MAX_INSTANCES).filter_map(move |copy| file_of_instance(folder, identity, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
     let read =
         |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.identity == identity);
@@ -337,14 +340,14 @@ pub fn running() -> Vec<Snapshot> {
     found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
 }
 
-/// The folders in which this user's processes publish, those of trees included.
+/// Returns the folders in which this user's processes publish, including the folders of process trees.
 fn own_folders() -> Vec<String> {
     let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
     existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
-/// A running process with the figures of each instance in it. The figures of the preload library, if any, are the
-/// first.
+/// A running process, with the figures of each instance of Pagemill in the process. The figures of the preload library,
+/// if any, are the first.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;
@@ -365,8 +368,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// The user that must own the files of this process; `None` for a process of this user, whose folder is private.
-    /// Root passes this user on when it reads files in another user's folder.
+    /// Returns the user that must own the figures files of this process; `None` for a process of this user, whose
+    /// folder is private. Root checks the owner when it reads files in another user's folder.
     pub fn owner(&self) -> Option<u32> {
         (!self.is_own()).then_some(self.user)
     }
@@ -377,7 +380,7 @@ impl Process {
     }
 }
 
-/// Reads the published figures of a process, if this user may read them. Root may read those of all users.
+/// Reads the published figures of a process, if this user may read them. Root may read those of all users' processes.
 pub fn read(pid: u32) -> Option<Process> {
     let identity = process::identity(pid)?;
     let (own, user) = (process::user_id(), user_of(pid)?);
@@ -391,12 +394,12 @@ pub fn read(pid: u32) -> Option<Process> {
     (!found.is_empty()).then_some(Process { identity, user, found })
 }
 
-/// Reads all running processes whose published figures this user may read, in the order of their process ids.
+/// Reads the published figures of all running processes that this user may read, in the order of the process ids.
 pub fn read_all() -> Vec<Process> {
     let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
     for user in other_users() {
         let found =
-            folders_of(user).into_iter().filter_map(|folder| list_of(&folder, Some(user), false).ok()).flatten();
+            folders_of(user).into_iter().filter_map(|folder| list_owned_by(&folder, Some(user), false).ok()).flatten();
         // The folder's user could create a file with the name of another user's process. Such a file is ignored.
         let is_its = |process: &Published| process.is_alive && user_of(process.identity.pid) == Some(user);
         pids.extend(found.filter(is_its).map(|process| process.identity.pid));
@@ -404,25 +407,26 @@ pub fn read_all() -> Vec<Process> {
     read_pids(pids)
 }
 
-/// Reads the processes with these ids, each once.
+/// Reads the published figures of the processes with these ids, each process once.
 fn read_pids(mut pids: Vec<u32>) -> Vec<Process> {
     pids.sort_unstable();
     pids.dedup();
     pids.into_iter().filter_map(read).collect()
 }
 
-/// Reads the processes of the tree whose `pagemill run` has the process id `run`; `None` if there is no such tree.
+/// Reads the published figures of the processes of a tree, whose `pagemill run` has the process id `run`. Returns
+/// `None` if there is no such tree.
 pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     let (identity, user) = (process::identity(run)?, user_of(run)?);
     let own = process::user_id();
     let (folders, owner) = if user == own { (own_folders(), None) } else { (folders_of(user), Some(user)) };
     let name = format!("/run-{}-{}", identity.pid, identity.start_ticks);
     let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
-    let members = list_of(&folder, owner, false).ok()?;
+    let members = list_owned_by(&folder, owner, false).ok()?;
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
 }
 
-/// The users other than root that have a process. Returns none unless this user is root.
+/// Returns the users other than root that have a process. Returns no user unless this user is root.
 fn other_users() -> Vec<u32> {
     let own = process::user_id();
     let entries = if own == 0 { std::fs::read_dir("/proc").ok() } else { None };
@@ -434,7 +438,7 @@ fn other_users() -> Vec<u32> {
     users
 }
 
-/// The folders into which another user's processes publish, as far as they are private to that user.
+/// Returns the folders into which another user's processes publish, without folders that others can access.
 fn folders_of(user: u32) -> Vec<String> {
     let folders = existing_private_folders(&format!("/run/user/{user}"), user).into_iter().flat_map(with_tree_folders);
     folders.filter(|folder| is_private(folder, user)).collect()
@@ -472,7 +476,7 @@ fn explain_no_figures(pid: u32) -> String {
     )
 }
 
-/// The effective user of a process.
+/// Returns the effective user of a process.
 fn user_of(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
@@ -480,27 +484,28 @@ fn user_of(pid: u32) -> Option<u32> {
     users.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// The folders of process trees below the user's folder, each with the identity of its `pagemill run`.
+/// Returns the folders of process trees below `folder`, each with the identity of the tree's `pagemill run`.
 fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     names.filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?))).collect()
 }
 
-/// Removes files of processes that were killed, and folders of trees whose `run` and members have all ended.
+/// Removes the files of killed processes from this user's folder, and the folders of process trees of which all
+/// processes have ended.
 pub fn sweep() {
     match user_folder() {
-        Ok(folder) => sweep_in(folder.as_str()),
+        Ok(folder) => sweep_folder(folder.as_str()),
         // Another user occupies the usual names. Folders of trees under random names may exist nevertheless.
-        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
+        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_folder(folder)),
     }
 }
 
-/// As [`sweep`], in one folder.
-fn sweep_in(folder: &str) {
+/// As [`sweep`], for one folder.
+fn sweep_folder(folder: &str) {
     // The usual case, an empty folder, must be fast, because frequently run commands call this.
     if std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none()) {
-        remove_if_for_one_tree(folder);
+        remove_random_folder(folder);
         return;
     }
     for (path, identity) in tree_folders(folder) {
@@ -512,10 +517,10 @@ fn sweep_in(folder: &str) {
     }
     sweep_requests(folder);
     let _ = list(folder, true);
-    remove_if_for_one_tree(folder);
+    remove_random_folder(folder);
 }
 
-/// Creates the folder of a new process tree whose `run` is this process.
+/// Creates the folder of a new process tree, whose `pagemill run` is this process. Returns the path of the folder.
 ///
 /// # Errors
 ///
@@ -533,16 +538,17 @@ pub fn make_tree_folder() -> io::Result<String> {
     Ok(path.as_str().to_owned())
 }
 
-/// Removes the folder of a process tree, and its parent folder if [`make_tree_folder`] created that for this tree only.
+/// Removes the folder of a process tree, and its parent folder if [`make_tree_folder`] created the parent folder for
+/// this tree only.
 pub fn remove_tree_folder(folder: &str) {
     let _ = std::fs::remove_dir_all(folder);
     if let Some((parent, _)) = folder.rsplit_once('/') {
-        remove_if_for_one_tree(parent);
+        remove_random_folder(parent);
     }
 }
 
 /// Removes an empty folder that [`make_tree_folder`] created under a random name.
-fn remove_if_for_one_tree(folder: &str) {
+fn remove_random_folder(folder: &str) {
     if SHARED_FOLDERS.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
         let _ = std::fs::remove_dir(folder);
     }
@@ -552,8 +558,8 @@ fn remove_if_for_one_tree(folder: &str) {
 mod tests {
     use super::*;
 
-    /// A folder has figures files of an ended process, one of them with an index too large, and an unrelated file. The
-    /// first listing must return and remove the valid figures files; the other two files stay.
+    /// A folder has three figures files of an ended process, one of which has an invalid index, and an unrelated file.
+    /// The first listing must return and remove the two valid figures files. The other two files must stay.
     #[test]
     fn listing_removes_files_of_ended_processes() {
         let folder = tempfile::tempdir().unwrap();
@@ -563,8 +569,8 @@ mod tests {
         page[..8].copy_from_slice(b"pagemill");
         page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
         std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
-        let copy = |number| file_of_copy(folder, gone, number).unwrap();
-        for number in [1, MAX_COPIES] {
+        let copy = |number| file_of_instance(folder, gone, number).unwrap();
+        for number in [1, MAX_INSTANCES] {
             std::fs::copy(copy(0).as_str(), copy(number).as_str()).unwrap();
         }
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
@@ -573,12 +579,13 @@ mod tests {
         assert!(found.iter().all(|process| !process.is_alive && process.identity == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
         assert!(
-            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MAX_COPIES).as_str()).unwrap()
+            std::fs::exists(format!("{folder}/other")).unwrap()
+                && std::fs::exists(copy(MAX_INSTANCES).as_str()).unwrap()
         );
     }
 
-    /// A folder has a request file of an ended process, an old and a new one of this process, and an unrelated file.
-    /// Sweeping must remove the first two only.
+    /// A folder has a request file of an ended process, an old and a new request file of this process, and an unrelated
+    /// file. Sweeping must remove the file of the ended process and the old file only.
     #[test]
     fn old_requests_are_swept() {
         let folder = tempfile::tempdir().unwrap();
@@ -591,7 +598,7 @@ mod tests {
         let own = process::own_identity();
         let (_, gone) = make(Identity { pid: 1 << 30, start_ticks: 1 }, 1);
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
-        old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
+        old_file.set_modified(std::time::SystemTime::now() - 2 * MAX_REQUEST_AGE).unwrap();
         for subject in Subject::ALL {
             let name = format!("5-6.1{}7", subject.name_part());
             assert_eq!(request_target(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");

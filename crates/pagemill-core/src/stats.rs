@@ -60,8 +60,8 @@ pub struct Row {
 
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
-        /// The counters; a value is the index on the page. A new counter must be appended. Any other change of this
-        /// list needs a new [`VERSION`].
+        /// The counters. The value of a variant is the index of the counter on the page of figures. A new counter must
+        /// be appended. Any other change of this list needs a new [`VERSION`].
         ///
         /// Example: [`Snapshot`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ macro_rules! counters {
             }
         }
 
-        /// The declarations of all counters, in the order of their values on the page.
+        /// The declarations of all counters, in the order of their indices on the page of figures.
         pub const TABLE: &[Row] = &[$(Row {
             counter: Counter::$variant,
             name: stringify!($name),
@@ -101,23 +101,23 @@ counters! {
     heap_free: HeapFree, Gauge, Bytes;
     /// Memory that the small allocator caches after a free: given back on request. As of the last measurement.
     small_free: SmallFree, Gauge, Bytes;
-    /// Memory that was granted without a charge and is not known to be touched: charged when measured.
+    /// Overcommitted memory that no measurement has found resident yet: what is touched is charged when measured.
     untouched: Untouched, Gauge, Bytes;
-    /// Blocks taken from the system as huge pages.
+    /// Blocks (2 MiB) that became resident as huge pages.
     blocks_huge: BlocksHuge, Sum, Count;
-    /// Blocks made of small pages because no huge page was available.
+    /// Blocks (2 MiB) that got small pages because no huge page was available.
     blocks_fallback: BlocksFallback, Sum, Count;
-    /// Blocks left in small pages because the unused part of a huge page would be too large for the process's size.
+    /// Blocks (2 MiB) that got small pages because too much of a huge page would be unused for the process's size.
     blocks_small: BlocksSmall, Sum, Count;
-    /// Blocks that the helper thread made resident before an allocation needed them.
+    /// Blocks (2 MiB) that the helper thread made resident before an allocation needed them.
     blocks_prefaulted: BlocksPrefaulted, Sum, Count;
-    /// Blocks split so that a part could be given back.
+    /// Huge pages split into small pages so that a part could be given back.
     blocks_split: BlocksSplit, Sum, Count;
     /// Software pages larger than the OS page that were made resident as a whole.
     pages_populated: PagesPopulated, Sum, Count;
-    /// Slots allocated for the first time.
+    /// Slots (allocations of 64 KiB and more) allocated for the first time.
     slots_fresh: SlotsFresh, Sum, Count;
-    /// Requests to give memory back: from the program, a sibling, a limit near or reached, or a stall.
+    /// Times that memory had to be given back: for the program, a sibling process, a limit near or reached, or a stall.
     purge_requests: PurgeRequests, Sum, Count;
     /// Bytes that purges examined.
     purge_scanned: PurgeScanned, Sum, Bytes;
@@ -137,13 +137,13 @@ counters! {
     refilled: Refilled, Sum, Bytes;
     /// Bytes that calloc did not have to zero.
     calloc_skipped: CallocSkipped, Sum, Bytes;
-    /// Extents refused to the small allocator.
+    /// Times that the small allocator was refused pages of an extent.
     extents_refused: ExtentsRefused, Sum, Count;
     /// Resident metadata of the arena, heap, volatile ranges, page caches and slab caches. As of the last measurement.
     metadata: Metadata, Gauge, Bytes;
     /// Memory in use that the C library's own malloc allocated while the program was small.
     c_library: CLibrary, Gauge, Bytes;
-    /// Samples of control groups' limits and the machine's memory.
+    /// Times that control groups' limits and the machine's memory were sampled.
     room_sampled: RoomSampled, Sum, Count;
     /// Bytes given back because the limit of the process or of its tree was reached.
     given_for_limit: GivenForLimit, Sum, Bytes;
@@ -167,7 +167,7 @@ counters! {
     offered: Offered, Sum, Bytes;
     /// Bytes of offered memory that the kernel has taken, as far as a check found this.
     taken: Taken, Sum, Bytes;
-    /// Times that the kernel woke the helper: a limit came near, or a thread stalls on memory.
+    /// Times that the kernel woke the helper thread: a limit came near, or a thread stalls on memory.
     signs: Signs, Sum, Count;
     /// Helper threads running.
     helpers: Helpers, Gauge, Count;
@@ -179,7 +179,7 @@ counters! {
     helpers_told_of_stalls: HelpersToldOfStalls, Gauge, Count;
     /// Kernel warnings (limit near, memory stall) that could not be set up.
     alarms_refused: AlarmsRefused, Sum, Count;
-    /// Times that a helper woke over 20 ms later than planned.
+    /// Times that a helper thread woke over 20 ms later than planned.
     helper_late: HelperLate, Sum, Count;
     /// Times that the limits of a control group or the machine's memory could not be read.
     limits_unread: LimitsUnread, Sum, Count;
@@ -191,7 +191,7 @@ counters! {
     owners_blocked: OwnersBlocked, Sum, Count;
     /// Bytes that were discharged but had not been charged. Such an error of the account is corrected.
     books_mended: BooksMended, Sum, Bytes;
-    /// Volatile ranges made so far.
+    /// Volatile ranges created so far.
     ranges_made: RangesMade, Sum, Count;
     /// Times that bytes of a volatile range were purged.
     ranges_purged: RangesPurged, Sum, Count;
@@ -201,7 +201,7 @@ counters! {
     ranges_awaited: RangesAwaited, Sum, Count;
     /// Purged pages of strict ranges that were touched (SIGBUS).
     purged_touched: PurgedTouched, Sum, Count;
-    /// Length of the volatile ranges with a handle, whether they are marked volatile or not.
+    /// Total length of the volatile ranges with a handle, whether marked volatile or not.
     ranges_bytes: RangesBytes, Gauge, Bytes;
     /// Memory marked volatile by address.
     marked_bytes: MarkedBytes, Gauge, Bytes;
@@ -209,13 +209,13 @@ counters! {
     cache: Cache, Gauge, Bytes;
     /// Part of `cache` that is in huge folios of files.
     cache_huge: CacheHuge, Gauge, Bytes;
-    /// Part of `cache` that is in folios of a single page or a few.
+    /// Part of `cache` that is in folios smaller than a huge one.
     cache_small: CacheSmall, Gauge, Bytes;
     /// Part of `cache` that is in free whole blocks: given back on request.
     cache_free: CacheFree, Gauge, Bytes;
-    /// Metadata of the caches' pages (frames). As of the last measurement.
+    /// Memory of the metadata of caches' pages (frames). As of the last measurement.
     cache_frames: CacheFrames, Gauge, Bytes;
-    /// Index nodes of caches, and the objects that describe their files. As of the last measurement.
+    /// Memory of the index nodes of caches, and of the objects that describe files. As of the last measurement.
     cache_index: CacheIndex, Gauge, Bytes;
     /// Huge folios allocated when a file was written or read.
     huge_allocated: HugeAllocated, Sum, Count;
@@ -243,7 +243,7 @@ counters! {
     store_read: StoreRead, Sum, Bytes;
     /// Bytes written to the stores of cached files.
     store_written: StoreWritten, Sum, Bytes;
-    /// Open rings for transfers.
+    /// Open rings (io_uring) for transfers between memory and stores.
     rings: Rings, Gauge, Count;
     /// Rings that the kernel refused (io_uring forbidden): threads read and write instead.
     rings_refused: RingsRefused, Sum, Count;
@@ -263,7 +263,7 @@ counters! {
     transfers_cancelled: TransfersCancelled, Sum, Count;
     /// Transfers that a device had not completed when their ring was closed: their memory is leaked.
     transfers_stuck: TransfersStuck, Sum, Count;
-    /// Caches of files in memory.
+    /// Number of page caches.
     caches: Caches, Gauge, Count;
     /// Huge folios split in the background, because at least a quarter was zeros or beyond the end of the file.
     huge_split_behind: HugeSplitBehind, Sum, Count;
@@ -358,13 +358,13 @@ pub const GIVEABLE: &[Counter] = &[
 ];
 
 /// Maximum number of counters on a page.
-pub(crate) const CAPACITY: usize = 128;
-const _: () = assert!(TABLE.len() <= CAPACITY);
+pub(crate) const MAX_COUNTERS: usize = 128;
+const _: () = assert!(TABLE.len() <= MAX_COUNTERS);
 
 /// Layout version of [`Figures`].
 pub const VERSION: u32 = 2;
 
-/// First word of a page of figures. It identifies the file format.
+/// First word of the page of figures. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 
 /// The page of figures: the process's identity, its counters and its latest events.
@@ -389,7 +389,7 @@ pub struct Figures {
     wake: AtomicU32,
     /// Number of the latest request to this process. The process that makes a request stores it (`listing`).
     asked: AtomicU32,
-    counters: [AtomicU64; CAPACITY],
+    counters: [AtomicU64; MAX_COUNTERS],
     pub(crate) ring: EventRing,
 }
 
@@ -406,12 +406,12 @@ impl Figures {
             arena: [const { AtomicU64::new(0) }; 2],
             wake: AtomicU32::new(0),
             asked: AtomicU32::new(0),
-            counters: [const { AtomicU64::new(0) }; CAPACITY],
+            counters: [const { AtomicU64::new(0) }; MAX_COUNTERS],
             ring: EventRing::new(),
         }
     }
 
-    /// Stores the identity and the name, and then the magic, after which the page is valid.
+    /// Stores the process's identity and name on the page, and then the magic, which makes the page valid.
     fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
@@ -428,21 +428,21 @@ impl Figures {
         futex::wake(&self.wake, i32::MAX, Scope::Shared);
     }
 
-    /// Number of the latest request to this process.
-    pub fn asked(&self) -> u32 {
+    /// Returns the number of the latest request to the process of this page.
+    pub fn latest_request(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
     /// Announces the request with this number to the process of this page, whose helper then answers all requests up to
     /// the number. Returns `false` if the number was announced before: then the helper may have looked for the
     /// request's file before the file existed.
-    pub fn ask(&self, number: u32) -> bool {
+    pub fn announce_request(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
         before < number
     }
 
-    /// Copies the page's counters. Returns `None` if the page does not have this version.
+    /// Copies the page's counters. Returns `None` if the page has another layout version than [`VERSION`].
     fn snapshot(&self) -> Option<Snapshot> {
         let version_pid = self.version_pid.load(Relaxed);
         if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
@@ -465,12 +465,12 @@ impl Figures {
     }
 }
 
-/// The page that is used until [`publish`] creates a shared one.
+/// The page of figures of this process until [`publish`] creates a shared page.
 static PRIVATE_PAGE: Figures = Figures::new();
-/// The shared page; null while [`PRIVATE_PAGE`] is used.
+/// The shared page of figures of this process; null while [`PRIVATE_PAGE`] is used.
 static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The page that this process updates: the shared one, or a private one before [`publish`].
+/// Returns the page of figures that this process updates: the shared page, or the private one before [`publish`].
 #[inline]
 pub fn current() -> &'static Figures {
     let page = SHARED_PAGE.load(Relaxed);
@@ -478,12 +478,12 @@ pub fn current() -> &'static Figures {
     if page.is_null() { &PRIVATE_PAGE } else { unsafe { &*page } }
 }
 
-/// The futex word on which the helper sleeps if the process is in no tree ([`Scope::Shared`]).
+/// Returns the futex word on which the helper thread sleeps if the process is in no tree ([`Scope::Shared`]).
 pub(crate) fn wake_word() -> &'static AtomicU32 {
     &current().wake
 }
 
-/// Wakes the helper thread of this process.
+/// Wakes the helper thread of this process, if the process is in no tree.
 pub fn wake() {
     loop {
         let page = SHARED_PAGE.load(SeqCst);
@@ -495,31 +495,31 @@ pub fn wake() {
     }
 }
 
-/// Adds to a counter.
+/// Adds `amount` to a counter of this process.
 #[inline]
 pub fn add(counter: Counter, amount: u64) {
     current().counters[counter as usize].fetch_add(amount, Relaxed);
 }
 
-/// Subtracts from a gauge.
+/// Subtracts `amount` from a gauge of this process.
 #[inline]
 pub fn sub(counter: Counter, amount: u64) {
     current().counters[counter as usize].fetch_sub(amount, Relaxed);
 }
 
-/// Sets a gauge.
+/// Sets a gauge of this process to `amount`.
 #[inline]
 pub fn set(counter: Counter, amount: u64) {
     current().counters[counter as usize].store(amount, Relaxed);
 }
 
-/// Raises a peak to `amount` if that is larger; returns whether the peak was raised.
+/// Raises a peak of this process to `amount` if that is larger; returns whether the peak was raised.
 #[inline]
 pub fn raise(counter: Counter, amount: u64) -> bool {
     current().counters[counter as usize].fetch_max(amount, Relaxed) < amount
 }
 
-/// The counter's current value.
+/// Returns the current value of a counter of this process.
 #[inline]
 pub fn get(counter: Counter) -> u64 {
     current().counters[counter as usize].load(Relaxed)
@@ -550,12 +550,12 @@ pub struct Snapshot {
     name: [u8; 16],
     /// Addresses of the process's arena; empty while it has none.
     pub arena: Range<u64>,
-    values: [u64; CAPACITY],
+    values: [u64; MAX_COUNTERS],
 }
 
 impl Default for Snapshot {
     fn default() -> Self {
-        Self { identity: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; CAPACITY] }
+        Self { identity: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; MAX_COUNTERS] }
     }
 }
 
@@ -588,24 +588,24 @@ impl Snapshot {
         sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
     }
 
-    /// Time since the last measurement of all figures; `None` if there was none.
+    /// Returns the time since the last measurement of all figures; `None` if the figures were never measured.
     pub fn age(&self) -> Option<Duration> {
         let measured_ns = self.get(Counter::MeasuredAt);
         (measured_ns > 0).then(|| Duration::from_nanos(clock::fine_ns().saturating_sub(measured_ns)))
     }
 
-    /// All counters, in the order of [`TABLE`].
-    pub fn values(&self) -> &[u64; CAPACITY] {
+    /// The values of all counters, in the order of [`TABLE`].
+    pub fn values(&self) -> &[u64; MAX_COUNTERS] {
         &self.values
     }
 
-    /// A copy with other counter values.
-    pub(crate) fn with_values(&self, values: [u64; CAPACITY]) -> Self {
+    /// Returns a copy of this snapshot that has the counter values `values`.
+    pub(crate) fn with_values(&self, values: [u64; MAX_COUNTERS]) -> Self {
         Self { values, ..self.clone() }
     }
 
-    /// Adds the counters of another instance of the same process. The sum of two peaks is an upper bound of the
-    /// process's peak.
+    /// Adds the counters of another instance in the same process. Adds peaks, too: the sum of two peaks is an upper
+    /// bound of the process's peak.
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
@@ -633,7 +633,7 @@ impl Snapshot {
 pub struct MemoryAmounts {
     pub resident: u64,
     pub giveable: u64,
-    /// Resident bytes without the giveable ones.
+    /// The part of `resident` that is not giveable.
     pub net: u64,
 }
 
@@ -673,7 +673,7 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     // SAFETY: the mapping is as long as the type and page aligned, and every bit pattern is valid (type invariant).
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
     page.write_header(identity, process::name(identity.pid));
-    let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
+    let copied: [u64; MAX_COUNTERS] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
     }
@@ -728,8 +728,8 @@ pub fn read_of(path: &CStr, owner: Option<u32>) -> io::Result<Snapshot> {
     with_copy(path, owner, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Calls `act` with a copy of the page at `path`. `act` gets no mapping of the file, because accessing it would raise
-/// `SIGBUS` if the file's user truncates the file. The copy takes 34 KiB of stack.
+/// Calls `act` with a copy of the page of figures at `path`. `act` gets no mapping of the file, because accessing a
+/// mapping would raise `SIGBUS` if the file's user truncates the file. The copy takes 34 KiB of stack.
 pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     let mut copy = Figures::new();
     let start = (&raw mut copy).cast::<u8>();
@@ -739,8 +739,8 @@ pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Fi
     Ok(act(&copy))
 }
 
-/// Calls `act` with the mapped page of another process, so that `act` can send a request to that process. Fails with
-/// `InvalidData` if the file at `path` is not a page of this version.
+/// Calls `act` with the mapped page of figures of another process, so that `act` can send a request to that process.
+/// Fails with `InvalidData` if the file at `path` is not a page of figures of this version.
 pub(crate) fn with_page_of_process<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     // SAFETY: this creates a new mapping at an address that the kernel chooses.
     let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Update, 0) }?;
@@ -766,8 +766,8 @@ mod tests {
         }
     }
 
-    /// Reads invalid files. A short file and a file without magic must be rejected. In a page of one bits, the name
-    /// must become printable and sums must saturate.
+    /// Reads invalid files. A short file and a file without the magic must be rejected. A page of which all other bits
+    /// are 1 must be read: the name must be printable, and sums must saturate.
     #[test]
     fn invalid_pages_are_rejected_or_harmless() {
         let folder = tempfile::tempdir().unwrap();

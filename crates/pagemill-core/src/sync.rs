@@ -101,7 +101,7 @@ impl Lock {
         }
     }
 
-    /// Whether a thread holds the lock. For assertions: that thread may release it at any time.
+    /// Whether a thread holds the lock. Only for assertions, because that thread may release the lock at any time.
     #[inline]
     pub fn is_held(&self) -> bool {
         self.word.load(Relaxed) != 0
@@ -209,7 +209,7 @@ unsafe impl lock_api::RawMutex for Lock {
 #[derive(Default)]
 pub struct Guarded<T> {
     value: lock_api::Mutex<Lock, T>,
-    /// The lock is held by [`Guarded::acquire_when`].
+    /// [`Guarded::acquire_when`] has acquired the lock, and the lock is not released yet.
     is_acquired: std::sync::atomic::AtomicBool,
 }
 
@@ -259,7 +259,7 @@ impl<T> Guarded<T> {
     }
 }
 
-/// A counter of events that threads can sleep on without losing a wake-up.
+/// A counter of events. Threads can sleep until the next event, and cannot miss the wake-up.
 ///
 /// Without sleepers, [`EventCount::raise`] costs two accesses to one cache line.
 ///
@@ -280,7 +280,7 @@ impl EventCount {
         self.count.load(SeqCst)
     }
 
-    /// Counts an event and wakes all sleepers.
+    /// Counts an event and wakes all threads that sleep in [`EventCount::wait`].
     #[inline]
     pub fn raise(&self) {
         self.count.fetch_add(1, SeqCst);
@@ -306,7 +306,7 @@ impl EventCount {
 /// Example: [`Lock`].
 #[cfg(not(loom))]
 pub struct Backoff {
-    /// Time at which the wait began.
+    /// Time at which the loop began to wait.
     began_ns: u64,
 }
 
@@ -319,7 +319,7 @@ impl Default for Backoff {
 
 #[cfg(not(loom))]
 impl Backoff {
-    /// Time for which [`Backoff::pause`] spins.
+    /// Time, in nanoseconds, for which [`Backoff::pause`] spins before it yields.
     const SPIN_NS: u64 = 100_000;
 
     #[inline]
@@ -384,8 +384,8 @@ mod tests {
         assert_eq!(lock.word.load(Relaxed), 0);
     }
 
-    /// Two threads raise and wait for each other's events in turn, without a timeout. A lost wake-up would hang the
-    /// test.
+    /// Two threads take turns: each raises an event and waits, without a timeout, for an event of the other. A lost
+    /// wake-up would hang the test.
     #[test]
     fn event_count_loses_no_wake_up() {
         let events = [EventCount::default(), EventCount::default()];

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// Number of events in the ring; a new event overwrites the oldest.
-const CAPACITY: usize = 1024;
+const MAX_EVENTS: usize = 1024;
 
 /// The format of one of the two 64-bit numbers of an event. A number has one named value, or two packed ones.
 struct NumberFormat {
@@ -24,7 +24,7 @@ impl NumberFormat {
         Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
     }
 
-    /// Packs two values into a number. Without a named upper value, returns `lower`.
+    /// Packs two values into a number. If the format has no upper value, returns `lower`.
     fn pack(&self, lower: u64, upper: u64) -> u64 {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
@@ -59,9 +59,9 @@ macro_rules! events {
 events! {
     /// The figures were published.
     Start "start" ("pid", "time_ns");
-    /// A block became resident as a huge page.
+    /// A block (2 MiB) became resident as a huge page.
     BlockHuge "block_huge" ("block", "resident_bytes");
-    /// A block got small pages because no huge page was available.
+    /// A block (2 MiB) got small pages because no huge page was available.
     BlockFallback "block_fallback" ("block", "resident_bytes");
     /// Memory was given back because the program requested it.
     GivenForProgram "given_for_program" ("wanted_bytes", "freed_bytes");
@@ -111,7 +111,7 @@ events! {
     SlowDrop "slow_drop" ("waited_us", "dirty_bytes");
 }
 
-/// An entry of the ring.
+/// An entry of the event ring, which holds one event.
 #[repr(C)]
 struct EventSlot {
     /// Sequence number shifted left by 8, with the event in the low byte; 0 while the entry is being written.
@@ -127,20 +127,20 @@ struct EventSlot {
 pub struct EventRing {
     /// Sequence number of the latest event; 0 before the first.
     next: AtomicU64,
-    /// The entries; an event's index is its sequence number modulo [`CAPACITY`].
-    entries: [EventSlot; CAPACITY],
+    /// The entries; an event's index is its sequence number modulo [`MAX_EVENTS`].
+    entries: [EventSlot; MAX_EVENTS],
 }
 
 impl EventRing {
     pub(crate) const fn new() -> Self {
-        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; CAPACITY] }
+        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; MAX_EVENTS] }
     }
 
-    /// Stores an event in the next entry.
+    /// Stores an event in the next entry of the ring.
     fn record(&self, event: Event, first: u64, second: u64) {
         // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
-        let entry = &self.entries[sequence as usize % CAPACITY];
+        let entry = &self.entries[sequence as usize % MAX_EVENTS];
         entry.tag.store(0, Relaxed);
         entry.time_ns.store(clock::fine_ns(), Release);
         entry.numbers[0].store(first, Release);
@@ -174,7 +174,7 @@ impl EventSlot {
     }
 }
 
-/// An event as read from a page.
+/// An event that was read from the page of figures of a process.
 ///
 /// ```
 /// use pagemill_core::trace::{self, Event};
@@ -190,7 +190,7 @@ impl EventSlot {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Recorded {
-    /// Number of the event, counted from 1 on each page.
+    /// Number of the event among those on the same page, counted from 1.
     pub sequence: u64,
     /// Time of the event in nanoseconds of `CLOCK_MONOTONIC`.
     pub time_ns: u64,
@@ -229,15 +229,15 @@ pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
 mod tests {
     use super::*;
 
-    /// Records ten more events than the ring has entries. The latest must remain, in order.
+    /// Records ten more events than the ring has entries. The ring must then contain the latest events, in order.
     #[test]
     fn ring_has_latest_events() {
         let ring = EventRing::new();
-        for number in 0..CAPACITY as u64 + 10 {
+        for number in 0..MAX_EVENTS as u64 + 10 {
             ring.record(Event::GivenForProgram, number, 2 * number);
         }
         let events = ring.read();
-        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.len(), MAX_EVENTS);
         assert_eq!(events[0].numbers[0], ("wanted_bytes", 10));
         assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
     }

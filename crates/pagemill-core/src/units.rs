@@ -45,7 +45,7 @@ impl PageSize {
         Self(os_page_bytes().trailing_zeros())
     }
 
-    /// A page size of `bytes`, if that is a power of two from the OS page to 8 MiB.
+    /// Returns a page size of `bytes`; `None` unless `bytes` is a power of two from the size of the OS page to 8 MiB.
     pub fn new(bytes: usize) -> Option<Self> {
         let fits = bytes.is_power_of_two() && (os_page_bytes()..=Self::MAX_BYTES).contains(&bytes);
         fits.then(|| Self(bytes.trailing_zeros()))
@@ -140,7 +140,7 @@ pub fn parse_plain_bytes(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Sizes in the usual notations must be parsed, other texts rejected.
+    /// Sizes in the usual notations must be parsed. Other texts must be rejected.
     #[test]
     fn parse_bytes_accepts_common_notations() {
         for (text, bytes) in
@@ -153,7 +153,7 @@ mod tests {
         }
     }
 
-    /// A size must print with the largest unit that it fills, and one decimal if needed.
+    /// A size must print with the largest unit of which it has at least one, and with one decimal if needed.
     #[test]
     fn bytes_print_with_largest_unit() {
         for (bytes, text) in

@@ -9,7 +9,7 @@ use proc_macro::TokenStream;
 use quote::quote;
 use syn::{Data, DeriveInput, parse_macro_input, parse_quote};
 
-/// Implements `Movable` for a struct or an enum whose fields are all movable.
+/// Implements the trait `Movable` for a struct or an enum whose fields all implement it.
 #[proc_macro_derive(Movable)]
 pub fn derive_movable(input: TokenStream) -> TokenStream {
     let mut input = parse_macro_input!(input as DeriveInput);
@@ -23,7 +23,7 @@ pub fn derive_movable(input: TokenStream) -> TokenStream {
             return syn::Error::new(data.union_token.span, text).to_compile_error().into();
         }
     };
-    let path = crate_path();
+    let path = path_of_trait_module();
     let predicates = &mut input.generics.make_where_clause().predicates;
     predicates.extend(fields.iter().map(|field| -> syn::WherePredicate { parse_quote!(#field: #path::Movable) }));
     predicates.push(parse_quote!(Self: ::core::marker::Send + ::core::marker::Sync + 'static));
@@ -37,9 +37,9 @@ pub fn derive_movable(input: TokenStream) -> TokenStream {
     .into()
 }
 
-/// Returns the path of the module that exports the trait: `pagemill_slab` if the program depends on that crate, else
-/// `pagemill::slab`.
-fn crate_path() -> proc_macro2::TokenStream {
+/// Returns the path of the module that exports the trait `Movable`: `pagemill_slab` if the program depends on that
+/// crate, otherwise `pagemill::slab`.
+fn path_of_trait_module() -> proc_macro2::TokenStream {
     use proc_macro_crate::{FoundCrate, crate_name};
     let ident = |name: &str| syn::Ident::new(name, proc_macro2::Span::call_site());
     match (crate_name("pagemill-slab"), crate_name("pagemill")) {

@@ -13,8 +13,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Builds a C program against this crate's library.
-fn build(folder: &Path, source: &str) -> PathBuf {
+/// Builds the C program `source` of tests/c with this crate's library. Returns the path of the executable.
+fn build_c_program(folder: &Path, source: &str) -> PathBuf {
     let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let program = folder.join("program");
@@ -34,34 +34,34 @@ fn build(folder: &Path, source: &str) -> PathBuf {
     program
 }
 
-/// A C program marks and unmarks 64 MiB without memory pressure. Nothing may be purged.
+/// A C program marks 64 MiB as volatile and unmarks them, without memory pressure. Nothing may be purged.
 #[test]
 fn c_program_marks_and_unmarks() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let output = Command::new(&program).arg("64").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
 }
 
-/// A C program reads its figures before 64 MiB are marked, while they are marked, and afterwards. They must be giveable
-/// only while they are marked.
+/// A C program reads its figures before it marks 64 MiB as volatile, while they are marked, and after it has unmarked
+/// them. The 64 MiB must count as giveable only while they are marked.
 #[test]
 fn marked_memory_is_giveable_in_figures() {
     let folder = tempfile::tempdir().unwrap();
-    let output = Command::new(build(folder.path(), "figures.c")).output().unwrap();
+    let output = Command::new(build_c_program(folder.path(), "figures.c")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "64 MiB giveable while marked\n");
 }
 
-/// A C program marks twice the limit of its control group. It must not be killed, and about half of the memory must be
-/// purged.
+/// A C program fills and marks twice as much memory as the limit of its control group allows. The program must not be
+/// killed, and about half of the memory must be purged.
 #[test]
 fn volatile_memory_is_purged_before_group_limit() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-c", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.arg("512");
@@ -72,12 +72,12 @@ fn volatile_memory_is_purged_before_group_limit() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// A program with marked memory sleeps while another program of its control group needs that memory. The marked memory
-/// must be purged, and no program may be killed.
+/// A program with memory that is marked as volatile sleeps while another program of the same control group needs that
+/// memory. The marked memory must be purged, and no program may be killed.
 #[test]
 fn sleeping_program_is_purged_for_its_group() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vrange.c");
+    let program = build_c_program(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-hold", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.args(["hold", "180"]);
@@ -105,7 +105,7 @@ fn sleeping_program_is_purged_for_its_group() {
 #[test]
 fn purged_strict_memory_raises_sigbus() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "strict.c");
+    let program = build_c_program(folder.path(), "strict.c");
     let Some(group) = group::Group::new("strict-c", 256 << 20) else { return };
     let mut command = Command::new(&program);
     command.arg("512");
@@ -119,8 +119,8 @@ fn purged_strict_memory_raises_sigbus() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// Requests the list of ranges of a process whose published files are in this folder; `None` if the process does not
-/// publish.
+/// Requests the list of volatile ranges of a process whose figures file is in `folder`. Returns `None` if there is no
+/// such file.
 fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
@@ -134,13 +134,13 @@ fn page_counts(list: &List) -> Vec<usize> {
     pages
 }
 
-/// Lists the marked ranges of three processes: a program, a child that marks memory, and a child that does not. The
-/// test runs with and without an exec of the program. Inherited marks must be listed, and marks from before the exec
-/// must not. No file may be left at the end.
+/// Lists the volatile ranges of three processes: a program that marks memory, a child of it that also marks memory, and
+/// a child that does not. The test runs with and without an exec of the program. Marks that a child inherited must be
+/// listed, and marks from before the exec must not. No file may be left at the end.
 #[test]
 fn marked_ranges_of_processes_are_listed() {
     let folder = tempfile::tempdir().unwrap();
-    let program = build(folder.path(), "vranges.c");
+    let program = build_c_program(folder.path(), "vranges.c");
     let runtime = folder.path().join("runtime");
     std::fs::DirBuilder::new().mode(0o700).create(&runtime).unwrap();
     let published = runtime.join("pagemill");

@@ -13,24 +13,26 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Small allocations start at multiples of this many bytes.
-const STEP: usize = 8;
+const STEP_BYTES: usize = 8;
 
-/// First address that has a bit.
+/// First address that has a bit in the table.
 static FIRST_ADDR: AtomicUsize = AtomicUsize::new(0);
-/// End of the addresses that have a bit.
+/// End of the addresses that have a bit in the table.
 static END_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Address of the table of bits; 0 if checking is off.
 static BIT_TABLE: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether frees of small allocations are checked.
+/// Returns whether frees of small allocations are checked.
 pub fn is_on() -> bool {
     BIT_TABLE.load(Relaxed) != 0
 }
 
-/// Turns checking on; returns whether that succeeded.
-pub fn start(pagemill: &'static Base) -> bool {
+/// Turns the check of small frees on. Returns whether the table of bits could be mapped.
+pub fn start_checking(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
-    let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
+    let Ok(bits) = mem::map_sparse((end - base) / STEP_BYTES / 8, pagemill_core::units::BLOCK_BYTES) else {
+        return false;
+    };
     FIRST_ADDR.store(base, Relaxed);
     END_ADDR.store(end, Relaxed);
     BIT_TABLE.store(bits, Relaxed);
@@ -43,20 +45,20 @@ fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     if bits == 0 || !(base..END_ADDR.load(Relaxed)).contains(&addr) {
         return None;
     }
-    let index = (addr - base) / STEP;
+    let index = (addr - base) / STEP_BYTES;
     // SAFETY: the table has a bit for every step of this range and stays mapped.
     let word = unsafe { &*((bits + index / 64 * 8) as *const AtomicU64) };
     Some((word, 1 << (index % 64)))
 }
 
-/// Records a small allocation.
+/// Records in the table that a small allocation starts at `pointer`. Does nothing if checking is off.
 pub fn record_allocation(pointer: *mut c_void) {
     if let Some((word, bit)) = table_bit(pointer as usize) {
         word.fetch_or(bit, Relaxed);
     }
 }
 
-/// Ends the process with a message if there is no small allocation at this address.
+/// Ends the process with a message, which names `function`, if no small allocation starts at `pointer`.
 pub fn assert_live(function: &str, pointer: *mut c_void) {
     if is_on() {
         record_free(function, pointer);
@@ -64,14 +66,14 @@ pub fn assert_live(function: &str, pointer: *mut c_void) {
     }
 }
 
-/// Records that a small allocation is freed. Ends the process with a message if there is no small allocation at this
-/// address.
+/// Records in the table that the small allocation at `pointer` is freed. Ends the process with a message, which names
+/// `function`, if no small allocation starts there.
 pub fn record_free(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {
         return;
     }
-    let was_there = addr.is_multiple_of(STEP)
+    let was_there = addr.is_multiple_of(STEP_BYTES)
         && table_bit(addr).is_some_and(|(word, bit)| word.fetch_and(!bit, Relaxed) & bit != 0);
     if !was_there {
         let error = Error::NotAllocated { addr };

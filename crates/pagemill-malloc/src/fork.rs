@@ -6,7 +6,7 @@
 //!
 //! | acquired before the fork | released after it, in both processes |
 //! |---|---|
-//! | the lock of growth (`globals::GROWTH`) | Pagemill's locks |
+//! | the lock of growth (`globals::GROWTH_LOCK`) | Pagemill's locks |
 //! | the lock of purges of jemalloc (`small`) | jemalloc's locks |
 //! | jemalloc's locks | the lock of purges |
 //! | Pagemill's locks | the lock of growth |
@@ -24,45 +24,46 @@ use std::sync::atomic::{
 };
 
 /// A fork handler; `None` for no handler.
-type Handler = Option<unsafe extern "C" fn()>;
+type ForkHandler = Option<unsafe extern "C" fn()>;
 
 /// The type of `__register_atfork`.
-type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+type RegisterAtforkFn = unsafe extern "C" fn(ForkHandler, ForkHandler, ForkHandler, *mut c_void) -> c_int;
 
 /// Finds the C library's `__register_atfork`.
 ///
 /// The symbol has one version for each processor architecture. A lookup by version allocates no memory.
-fn register_of_c_library() -> Option<Register> {
-    const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
+fn find_register_atfork() -> Option<RegisterAtforkFn> {
+    const SYMBOL_VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
     // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
-    let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), VERSION.as_ptr()) } as usize;
+    let address =
+        unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), SYMBOL_VERSION.as_ptr()) } as usize;
     // SAFETY: the address is 0 or that of a function of this type.
-    unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
+    unsafe { std::mem::transmute::<usize, Option<RegisterAtforkFn>>(address) }
 }
 
-/// Lock around the registration of this library's fork handlers. They are registered once: a fork child inherits the
-/// registered handlers and [`IS_REGISTERED`], and does not register them again.
-static REGISTRATION: Lock = Lock::new();
+/// Lock around the registration of this library's fork handlers. The handlers are registered once: a fork child
+/// inherits them and [`IS_REGISTERED`], and does not register them again.
+static REGISTRATION_LOCK: Lock = Lock::new();
 /// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Registers this library's fork handlers, unless they are registered.
-pub fn register() {
+/// Registers this library's fork handlers, unless they are registered already.
+pub fn register_fork_handlers() {
     if !IS_REGISTERED.load(Acquire)
-        && let Some(register_handlers) = register_of_c_library()
+        && let Some(register_handlers) = find_register_atfork()
     {
         register_own_handlers(register_handlers);
     }
 }
 
-/// Registers this library's fork handlers by `register_handlers`, unless they are registered.
-fn register_own_handlers(register_handlers: Register) {
-    let _guard = REGISTRATION.lock();
+/// Registers this library's fork handlers by calling `register_handlers`, unless they are registered already.
+fn register_own_handlers(register_handlers: RegisterAtforkFn) {
+    let _guard = REGISTRATION_LOCK.lock();
     if !IS_REGISTERED.load(Relaxed) {
         // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So the last argument,
         // the library whose unloading would remove the handlers, is null. The call allocates only after 48
         // registrations.
-        unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
+        unsafe { register_handlers(Some(before_fork), Some(in_parent), Some(in_child), ptr::null_mut()) };
         IS_REGISTERED.store(true, Release);
     }
 }
@@ -75,12 +76,12 @@ fn register_own_handlers(register_handlers: Register) {
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __register_atfork(
-    prepare: Handler,
-    parent: Handler,
-    child: Handler,
+    prepare: ForkHandler,
+    parent: ForkHandler,
+    child: ForkHandler,
     library: *mut c_void,
 ) -> c_int {
-    let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
+    let Some(register_handlers) = find_register_atfork() else { return libc::ENOMEM };
     register_own_handlers(register_handlers);
     // SAFETY: the caller's promise.
     unsafe { register_handlers(prepare, parent, child, library) }
@@ -104,14 +105,14 @@ enum ForkStage {
 ///
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
+pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: ForkHandler, parent: ForkHandler, child: ForkHandler) -> c_int {
     for (place, handler) in JEMALLOC_HANDLERS.iter().zip([prepare, parent, child]) {
         place.store(handler.map_or(0, |handler| handler as usize), Release);
     }
     0
 }
 
-/// Calls the handler that jemalloc registered for this stage, if it has started.
+/// Calls the fork handler of jemalloc for this stage, if jemalloc has started.
 fn call_jemalloc_handler(stage: ForkStage) {
     let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
@@ -120,42 +121,42 @@ fn call_jemalloc_handler(stage: ForkStage) {
     }
 }
 
-/// Whether [`before`] has acquired the locks of jemalloc and of Pagemill for the current fork.
+/// Whether [`before_fork`] has acquired the locks of jemalloc and of Pagemill for the current fork.
 static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
-/// The handler before a fork: acquires all locks.
-extern "C" fn before() {
-    globals::GROWTH.acquire();
+/// The fork handler that runs before a fork: acquires all locks of this library.
+extern "C" fn before_fork() {
+    globals::GROWTH_LOCK.acquire();
     if let Some(pagemill) = globals::pagemill() {
         small::before_fork();
         call_jemalloc_handler(ForkStage::Before);
-        // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
+        // SAFETY: the next call is `after_fork` on this thread, both in the parent and in the child.
         unsafe { pagemill.instance.before_fork() };
         HAS_ACQUIRED_LOCKS.store(true, Relaxed);
     }
 }
 
-/// Releases the locks that [`before`] has acquired, in both processes.
-fn after(stage: ForkStage) {
+/// Releases the locks that [`before_fork`] has acquired, in both processes.
+fn after_fork(stage: ForkStage) {
     if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
         && let Some(pagemill) = globals::pagemill()
     {
-        // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
+        // SAFETY: `before_fork` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.instance.after_fork() };
         call_jemalloc_handler(stage);
         small::after_fork();
     }
-    globals::GROWTH.release();
+    globals::GROWTH_LOCK.release();
 }
 
 extern "C" fn in_parent() {
-    after(ForkStage::InParent);
+    after_fork(ForkStage::InParent);
 }
 
 extern "C" fn in_child() {
-    after(ForkStage::InChild);
+    after_fork(ForkStage::InChild);
     if !WIPED_PAGE.load(Relaxed).is_null() {
-        mark_process();
+        arm_raw_clone_detection();
     }
     begin_child();
 }
@@ -163,8 +164,9 @@ extern "C" fn in_child() {
 /// A page that the kernel zeroes in every child process (`MADV_WIPEONFORK`), also if no fork handlers ran.
 static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
-/// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.
-pub fn mark_process() {
+/// Stores 1 in the page at [`WIPED_PAGE`], so that [`detect_raw_clone`] recognises a child made by a bare `clone`: the
+/// child reads 0 there. The first call maps the page.
+pub fn arm_raw_clone_detection() {
     let page_bytes = pagemill_core::units::os_page_bytes();
     let known = WIPED_PAGE.load(Acquire);
     let page = match known.is_null() {
@@ -180,8 +182,8 @@ pub fn mark_process() {
     WIPED_PAGE.store(page, Release);
 }
 
-/// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets its state. Slow
-/// paths call this.
+/// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets the child's
+/// state. Slow paths of malloc call this function.
 pub fn detect_raw_clone() {
     // SAFETY: the pointer is null or refers to a page that is never unmapped.
     if let Some(mark) = unsafe { WIPED_PAGE.load(Acquire).as_ref() }
@@ -197,7 +199,8 @@ pub fn pagemill_of_process() -> Option<&'static Base> {
     globals::pagemill().inspect(|_| detect_raw_clone())
 }
 
-/// Resets the state in a child process: existing memory is charged to the parent, and all counters start at 0.
+/// Resets the state of this library in a child process: existing memory is charged to the parent, and all counters
+/// start at 0.
 fn begin_child() {
     process::forget_own_identity();
     libc_fallback::begin_child();
@@ -207,7 +210,7 @@ fn begin_child() {
         (None, Some(account)) => {
             // SAFETY: as above.
             unsafe { stats::detach_in_child() };
-            account.forked(process::own_identity());
+            account.begin_child(process::own_identity());
         }
         (None, None) => {}
     }

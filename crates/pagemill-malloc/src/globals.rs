@@ -20,20 +20,21 @@ pub static SMALL_START: AtomicUsize = AtomicUsize::new(1 << 63);
 /// Length of the small zone; 0 until the program has grown, and with `PAGEMILL_CHECK`. Stored after [`SMALL_START`].
 pub static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns whether an address may be passed directly to jemalloc.
+/// Returns whether an address lies in the small zone of the arena, so that it may be passed directly to jemalloc.
 #[inline]
-pub fn is_small(pointer: *mut c_void) -> bool {
+pub fn is_in_small_zone(pointer: *mut c_void) -> bool {
     let bytes = SMALL_BYTES.load(Acquire);
     (pointer as usize).wrapping_sub(SMALL_START.load(Relaxed)) < bytes
 }
 
-/// The heap, the volatile ranges and the instance of this library; null until the arena is created.
+/// The [`Base`] (instance, heap and volatile ranges) of this library; null until the arena is created.
 pub static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
-/// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
+/// The account of this process. It is created with the arena, or earlier in a process tree, when the C library's memory
+/// is charged.
 pub static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: if the
 /// lock is held, the C library serves the allocation.
-pub static GROWTH: Lock = Lock::new();
+pub static GROWTH_LOCK: Lock = Lock::new();
 
 /// Returns the [`Base`] of this library; `None` until the program has grown.
 pub fn pagemill() -> Option<&'static Base> {
@@ -41,7 +42,7 @@ pub fn pagemill() -> Option<&'static Base> {
     unsafe { PAGEMILL.load(Acquire).as_ref() }
 }
 
-/// Returns the account of this process, if it was created.
+/// Returns the account of this process; `None` before the account is created.
 pub fn account() -> Option<&'static Account> {
     // SAFETY: the pointer is null or refers to an account, which is never freed.
     unsafe { ACCOUNT.load(Acquire).as_ref() }

@@ -20,7 +20,7 @@ pub fn errno() -> c_int {
 }
 
 /// Ends the process because the program misused a pointer. The message names the function and the kind of misuse.
-fn misuse(function: &str, error: &Error) -> ! {
+fn abort_for_misuse(function: &str, error: &Error) -> ! {
     let kind = match error {
         Error::FreedBefore { .. } if function == "free" => "double free",
         Error::FreedBefore { .. } => "use after free",
@@ -29,7 +29,8 @@ fn misuse(function: &str, error: &Error) -> ! {
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
 }
 
-/// Does deferred work while no lock is held: pays the small allocator's debt, starts the helper thread.
+/// Does the work that had to wait while jemalloc held its locks: pays the small allocator's debt, starts the helper
+/// thread. The caller must hold no lock.
 fn do_deferred_work(pagemill: &'static Base) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
@@ -48,7 +49,7 @@ fn start_helper_if_due(pagemill: &'static Base) {
     }
 }
 
-/// The contents that an allocation must have.
+/// The contents that the caller requires of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroing {
     Any,
@@ -59,7 +60,9 @@ enum Zeroing {
 fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
     let from_c_library = || libc_fallback::allocate(size, align, zeroing == Zeroing::Zeroed);
     match start::state() {
-        State::LibcFallback if !libc_fallback::is_small_with(size) && start::grow() => allocate(size, align, zeroing),
+        State::LibcFallback if !libc_fallback::is_small_with(size) && start::switch_to_pagemill() => {
+            allocate(size, align, zeroing)
+        }
         State::LibcFallback => {
             let pointer = from_c_library();
             charge_libc_fallback();
@@ -110,7 +113,7 @@ pub fn calloc(size: usize) -> *mut c_void {
 }
 
 /// Allocates at a multiple of `align`; returns null and `EINVAL` unless `align` is a power of two.
-pub fn aligned(align: usize, size: usize) -> *mut c_void {
+pub fn allocate_aligned(align: usize, size: usize) -> *mut c_void {
     if !align.is_power_of_two() {
         set_errno(libc::EINVAL);
         return ptr::null_mut();
@@ -120,11 +123,11 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 
 /// The allocator that owns a pointer.
 enum PointerOwner {
-    /// The pointer is null.
+    /// No allocator, because the pointer is null.
     None,
     /// The C library, which serves the program before it has grown and while this library starts.
     CLibrary,
-    /// jemalloc.
+    /// jemalloc, which serves sizes below 64 KiB once the program has grown.
     Small,
     /// The heap of this library's instance.
     Heap(&'static Base),
@@ -140,12 +143,14 @@ fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     match start::state() {
         State::Ready(pagemill) if pagemill.heap.contains(addr) => PointerOwner::Heap(pagemill),
         State::Ready(pagemill) if pagemill.instance.arena.contains(addr) => PointerOwner::Small,
-        State::Ready(_) if libc_fallback::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
+        State::Ready(_) if libc_fallback::live_bytes() == 0 => {
+            abort_for_misuse(function, &Error::NotAllocated { addr })
+        }
         _ => PointerOwner::CLibrary,
     }
 }
 
-/// [`crate::free`] of large allocations, and of all if other work is due.
+/// [`crate::free`] of large allocations; also of small ones if other work must be done first.
 ///
 /// # Safety
 ///
@@ -176,7 +181,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             remove_marks(pagemill, pointer);
             // SAFETY: guaranteed by the caller.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
-                misuse("free", &error);
+                abort_for_misuse("free", &error);
             }
             // The free may have measured overcommitted memory and raised the charge. The program may make no further
             // call for a long time, so the helper is started now.
@@ -195,13 +200,13 @@ fn remove_marks(pagemill: &'static Base, pointer: *mut c_void) {
     }
 }
 
-/// Returns the [`Base`] of this library; creates it if the C library still serves the program. `None` if it cannot be
-/// created.
+/// Returns the [`Base`] of this library. If the C library still serves the program, creates the [`Base`] first; returns
+/// `None` if that fails.
 pub fn grown_pagemill() -> Option<&'static Base> {
     loop {
         match start::state() {
             State::Ready(pagemill) => return Some(pagemill),
-            State::LibcFallback if !start::grow() => pagemill_sys::thread::pause(),
+            State::LibcFallback if !start::switch_to_pagemill() => pagemill_sys::thread::pause(),
             State::LibcFallback => {}
             State::Starting | State::Unmanaged => return None,
         }
@@ -231,12 +236,12 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
         PointerOwner::Small => unsafe { small::usable_bytes(pointer) },
         PointerOwner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
             Ok(bytes) => bytes,
-            Err(error) => misuse("malloc_usable_size", &error),
+            Err(error) => abort_for_misuse("malloc_usable_size", &error),
         },
     }
 }
 
-/// [`crate::realloc`] of large allocations, and of all if other work is due.
+/// [`crate::realloc`] of large allocations; also of small ones if other work must be done first.
 ///
 /// # Safety
 ///
@@ -272,7 +277,9 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
         return match result {
             Ok(addr) => addr.as_ptr().cast(),
-            Err(error @ (Error::NotAllocated { .. } | Error::FreedBefore { .. })) => misuse("realloc", &error),
+            Err(error @ (Error::NotAllocated { .. } | Error::FreedBefore { .. })) => {
+                abort_for_misuse("realloc", &error)
+            }
             Err(_) => out_of_memory(),
         };
     }

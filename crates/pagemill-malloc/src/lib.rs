@@ -38,7 +38,7 @@ mod small;
 mod start;
 mod vrange_hooks;
 
-use globals::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, is_small};
+use globals::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, is_in_small_zone};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering::Acquire;
 use tikv_jemalloc_sys as je;
@@ -105,7 +105,7 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
-    if is_small(pointer) {
+    if is_in_small_zone(pointer) {
         // SAFETY: the pointer is an allocation of jemalloc (guaranteed by the caller).
         return unsafe { je::free(pointer) };
     }
@@ -113,7 +113,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     unsafe { large::free(pointer) }
 }
 
-/// Allocates a zeroed array; returns null and `ENOMEM` on failure, also if the size overflows.
+/// Allocates a zeroed array of `count` elements of `size` bytes; returns null and `ENOMEM` on failure, also if the size
+/// of the array overflows.
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     match count.checked_mul(size) {
@@ -126,14 +127,14 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     }
 }
 
-/// Resizes an allocation; a size of 0 frees it.
+/// Resizes an allocation to `size` bytes; a size of 0 frees the allocation.
 ///
 /// # Safety
 ///
 /// `pointer` is null or an allocation of this library; the old address must not be used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
-    if is_small(pointer) && size < SMALL_LIMIT.load(Acquire) && size != 0 {
+    if is_in_small_zone(pointer) && size < SMALL_LIMIT.load(Acquire) && size != 0 {
         // SAFETY: guaranteed by the caller.
         return unsafe { je::realloc(pointer, size) };
     }
@@ -155,20 +156,21 @@ pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: 
     }
 }
 
-/// Allocates at a multiple of `align`, a power of two; returns null and `EINVAL` for any other value.
+/// Allocates `size` bytes at a multiple of `align`, which must be a power of two; returns null and `EINVAL` for any
+/// other value.
 #[unsafe(no_mangle)]
 pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
-    large::aligned(align, size)
+    large::allocate_aligned(align, size)
 }
 
-/// Allocates at a multiple of the smallest power of two that is at least `align`.
+/// Allocates `size` bytes at a multiple of the smallest power of two that is at least `align`.
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
-    large::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
+    large::allocate_aligned(align.checked_next_power_of_two().unwrap_or(0), size)
 }
 
-/// Stores an allocation at a multiple of `align` in `result`; on failure returns `EINVAL` or `ENOMEM` and stores
-/// nothing.
+/// Allocates `size` bytes at a multiple of `align`, and stores the address in `result`. On failure returns `EINVAL` or
+/// `ENOMEM` and stores nothing.
 ///
 /// # Safety
 ///
@@ -179,7 +181,7 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
         return libc::EINVAL;
     }
     let errno = large::errno();
-    let pointer = large::aligned(align, size);
+    let pointer = large::allocate_aligned(align, size);
     large::set_errno(errno);
     if pointer.is_null() {
         return libc::ENOMEM;
@@ -189,18 +191,18 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
     0
 }
 
-/// Allocates at a page boundary.
+/// Allocates `size` bytes at a page boundary; returns null and `ENOMEM` on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(size: usize) -> *mut c_void {
-    large::aligned(pagemill_core::units::os_page_bytes(), size)
+    large::allocate_aligned(pagemill_core::units::os_page_bytes(), size)
 }
 
-/// Allocates whole pages.
+/// Allocates `size` bytes, rounded up to whole pages, at a page boundary; returns null and `ENOMEM` on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     let page = pagemill_core::units::os_page_bytes();
     match size.max(1).checked_next_multiple_of(page) {
-        Some(size) => large::aligned(page, size),
+        Some(size) => large::allocate_aligned(page, size),
         None => globals::out_of_memory(),
     }
 }

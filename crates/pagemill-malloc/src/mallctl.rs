@@ -13,8 +13,8 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The type of `mallctl`.
-type Control = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
+/// The type of jemalloc's function `mallctl`.
+type MallctlFn = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 /// The value of `version` in a program without jemalloc. Some programs call `mallctl` to find the allocator's name.
 static VERSION: &CStr =
@@ -73,12 +73,12 @@ fn resident_bytes() -> usize {
     globals::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
 }
 
-/// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if there is none.
+/// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if the program has no jemalloc.
 static JEMALLOC_MALLCTL: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the function `mallctl` of the program's jemalloc. Searches for the function only once, because a failed
 /// search changes the result of `dlerror`.
-fn jemalloc_mallctl() -> Option<Control> {
+fn jemalloc_mallctl() -> Option<MallctlFn> {
     let mut address = JEMALLOC_MALLCTL.load(Relaxed);
     if address == 0 {
         // SAFETY: the argument is a C string. The call searches the loaded libraries.
@@ -86,23 +86,24 @@ fn jemalloc_mallctl() -> Option<Control> {
         JEMALLOC_MALLCTL.store(address, Relaxed);
     }
     // SAFETY: jemalloc's function of this name has this type.
-    (address > 1).then(|| unsafe { transmute::<usize, Control>(address) })
+    (address > 1).then(|| unsafe { transmute::<usize, MallctlFn>(address) })
 }
 
-/// Bytes in use at the last update of the statistics, plus 1; 0 before the first. Programs subtract this from
-/// [`RESIDENT_BYTES`], so both are updated together.
+/// Bytes in use at the last update of the statistics, plus 1; 0 before the first update. Programs subtract the bytes in
+/// use from the resident bytes, so [`RESIDENT_BYTES`] is updated at the same time.
 static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
-/// Resident bytes at the last update of the statistics, plus 1; 0 before the first.
+/// Resident bytes at the last update of the statistics, plus 1; 0 before the first update.
 static RESIDENT_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Updates [`USED_BYTES`] and [`RESIDENT_BYTES`] together.
+/// Computes the bytes in use and the resident bytes, and stores them in [`USED_BYTES`] and [`RESIDENT_BYTES`].
 fn update_statistics() {
     let used = used_bytes();
     USED_BYTES.store(used + 1, Relaxed);
     RESIDENT_BYTES.store(resident_bytes().max(used) + 1, Relaxed);
 }
 
-/// Returns the value of [`USED_BYTES`] or [`RESIDENT_BYTES`]; the first call updates the statistics.
+/// Returns the statistic that `sum` ([`USED_BYTES`] or [`RESIDENT_BYTES`]) holds; the first call updates both
+/// statistics.
 fn statistic(sum: &AtomicUsize) -> usize {
     if sum.load(Relaxed) == 0 {
         update_statistics();
@@ -110,12 +111,13 @@ fn statistic(sum: &AtomicUsize) -> usize {
     sum.load(Relaxed) - 1
 }
 
-/// Stores a value for the program. Returns `EINVAL` if `*old_len` is not the size of the value, as jemalloc does.
+/// Stores a value at `old` for the program, unless `old` is null. Returns `EINVAL` if `*old_len` is not the size of the
+/// value, as jemalloc does; otherwise 0.
 ///
 /// # Safety
 ///
-/// As [`mallctl`].
-unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
+/// As for [`mallctl`].
+unsafe fn store_value<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
     if old.is_null() || old_len.is_null() {
         return 0;
     }
@@ -129,8 +131,9 @@ unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
     0
 }
 
-/// jemalloc's `mallctl`. Handles the names of [`ControlName`] and forwards others to the program's jemalloc. Without
-/// jemalloc, `version` is Pagemill's version, and unknown names return `ENOENT`.
+/// jemalloc's function `mallctl`. Handles the names that [`ControlName`] lists, and forwards other names to the
+/// program's jemalloc. In a program without jemalloc, `version` is Pagemill's version, and unknown names return
+/// `ENOENT`.
 ///
 /// # Safety
 ///
@@ -156,13 +159,13 @@ pub unsafe extern "C" fn mallctl(
                 large::trim();
                 0
             }
-            Some(ControlName::Used) => store(statistic(&USED_BYTES), old, old_len),
-            Some(ControlName::Resident) => store(statistic(&RESIDENT_BYTES), old, old_len),
+            Some(ControlName::Used) => store_value(statistic(&USED_BYTES), old, old_len),
+            Some(ControlName::Resident) => store_value(statistic(&RESIDENT_BYTES), old, old_len),
             Some(ControlName::Epoch) => {
                 update_statistics();
                 forward().unwrap_or(0)
             }
-            Some(ControlName::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
+            Some(ControlName::Version) => forward().unwrap_or_else(|| store_value(VERSION.as_ptr(), old, old_len)),
             None => forward().unwrap_or(libc::ENOENT),
         }
     }

@@ -51,34 +51,34 @@ enum HugePolicy {
     Never,
 }
 
-struct Cell(UnsafeCell<Settings>);
+struct SettingsCell(UnsafeCell<Settings>);
 
-// SAFETY: only `read` writes the value, before any other thread can use the library.
-unsafe impl Sync for Cell {}
+// SAFETY: only `read_environment` writes the value, before any other thread can use the library.
+unsafe impl Sync for SettingsCell {}
 
-static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
+static SETTINGS: SettingsCell = SettingsCell(UnsafeCell::new(Settings::defaults()));
 
-/// Returns the settings; valid after [`read`].
+/// Returns the settings; valid after [`read_environment`].
 pub fn settings() -> &'static Settings {
-    // SAFETY: after `read` the value is not written any more.
+    // SAFETY: after `read_environment` the value is not written any more.
     unsafe { &*SETTINGS.0.get() }
 }
 
 /// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
 /// can use the library.
-pub fn read() {
+pub fn read_environment() {
     // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
     let settings = unsafe { &mut *SETTINGS.0.get() };
     settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
     settings.after_bytes = size_variable(c"PAGEMILL_AFTER");
     settings.is_checking =
-        choice(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
-    settings.may_have_helper = choice(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.observes_limits = choice(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.policy = policy().unwrap_or(Return::BALANCED);
+        word_variable(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
+    settings.may_have_helper = word_variable(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.observes_limits = word_variable(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.policy = return_policy().unwrap_or(Return::BALANCED);
     settings.page_bytes = size_variable(c"PAGEMILL_PAGE_SIZE");
     settings.nodes = size_variable(c"PAGEMILL_NODES");
-    settings.huge = choice(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
+    settings.huge = word_variable(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
         .unwrap_or(HugePolicy::IfMostlyUsed);
     let path = |name| Path::format(format_args!("{}", variable(name)?));
     settings.tree = path(TREE_VARIABLE).unwrap_or_default();
@@ -86,7 +86,7 @@ pub fn read() {
 }
 
 /// Returns the policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
-fn policy() -> Option<Return> {
+fn return_policy() -> Option<Return> {
     if let Some(text) = variable(c"PAGEMILL_RETURN") {
         let policy = Return::parse(text);
         if let Err(error) = policy {
@@ -101,8 +101,8 @@ fn policy() -> Option<Return> {
 }
 
 impl Settings {
-    /// The defaults, before [`read`].
-    const fn none() -> Self {
+    /// Returns the default settings, which are valid before [`read_environment`].
+    const fn defaults() -> Self {
         Self {
             limit_bytes: UNLIMITED,
             after_bytes: None,
@@ -143,7 +143,7 @@ impl Settings {
     }
 }
 
-/// Prints a message to standard error.
+/// Prints a message to standard error, with a newline.
 pub fn warn(message: std::fmt::Arguments<'_>) {
     if let Some(line) = Text::<512>::format(format_args!("{message}\n")) {
         file::write_stderr(line.as_bytes());
@@ -158,13 +158,14 @@ fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     }
 }
 
-/// The value of an environment variable; `None` if it is missing, empty or not UTF-8.
+/// Returns the value of an environment variable; `None` if the variable is missing, empty or not UTF-8.
 fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Reads a variable whose value must be one of `words`. Warns about any other value and ignores it.
-fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
+/// Reads an environment variable whose value must be one of `words`. Returns the meaning of that word. Warns about any
+/// other value and ignores it.
+fn word_variable<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
     if found.is_none() {
@@ -175,7 +176,8 @@ fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     found
 }
 
-/// Reads a variable whose value must be a size. Warns about an invalid value and ignores it.
+/// Reads an environment variable whose value must be a whole number, with a suffix such as `K` if it is a size. Warns
+/// about an invalid value and ignores it.
 fn size_variable(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());

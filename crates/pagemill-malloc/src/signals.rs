@@ -18,7 +18,8 @@ unsafe extern "C" {
     fn ssignal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
 }
 
-/// Intercepts `sigaction`.
+/// Intercepts the program's calls of `sigaction`: stores the program's action for `SIGSEGV`, and passes other signals
+/// on.
 ///
 /// # Safety
 ///
@@ -51,7 +52,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     }
 }
 
-/// The first word of the C library's signal set, which is all that the kernel uses.
+/// Returns the first word of the C library's signal set. The kernel uses only this word.
 fn mask_of(set: &libc::sigset_t) -> u64 {
     // SAFETY: the set is larger than a word and aligned like one.
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
@@ -59,8 +60,8 @@ fn mask_of(set: &libc::sigset_t) -> u64 {
 
 /// Clears the flag `SA_RESTORER`. The C library sets the restorer itself, so the caller's field may be uninitialised.
 fn without_restorer(mut action: Action) -> Action {
-    const RESTORER: u64 = 0x0400_0000;
-    action.flags &= !RESTORER;
+    const SA_RESTORER: u64 = 0x0400_0000;
+    action.flags &= !SA_RESTORER;
     action
 }
 
@@ -85,7 +86,7 @@ fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::si
     }
 }
 
-/// Intercepts `signal`.
+/// Intercepts the program's calls of `signal`: stores the program's handler for `SIGSEGV`, and passes other signals on.
 ///
 /// # Safety
 ///
@@ -117,9 +118,9 @@ pub unsafe extern "C" fn bsd_signal(number: c_int, handler: libc::sighandler_t) 
 /// As `sysv_signal(3)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
-    const FLAGS: c_int = libc::SA_RESETHAND | libc::SA_NODEFER;
+    const SYSV_FLAGS: c_int = libc::SA_RESETHAND | libc::SA_NODEFER;
     if signal == libc::SIGSEGV && handler != libc::SIG_ERR {
-        return set_handler(handler, FLAGS, 0);
+        return set_handler(handler, SYSV_FLAGS, 0);
     }
     if handler == libc::SIG_ERR {
         set_errno(libc::EINVAL);
@@ -128,7 +129,7 @@ pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t)
     // SAFETY: the structures are plain data; the rest is guaranteed by the caller.
     unsafe {
         let (mut new, mut old): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
-        (new.sa_sigaction, new.sa_flags) = (handler, FLAGS);
+        (new.sa_sigaction, new.sa_flags) = (handler, SYSV_FLAGS);
         if __sigaction(signal, &raw const new, &raw mut old) == 0 { old.sa_sigaction } else { libc::SIG_ERR }
     }
 }

@@ -30,11 +30,11 @@ const JEMALLOC_PAGE_BYTES: usize = 4096;
 /// Maximum number of jemalloc arenas. Each costs some ten microseconds when jemalloc starts.
 const MAX_ARENAS: usize = 16;
 
-/// jemalloc reads its settings from this symbol when it starts.
+/// The text of jemalloc's settings. jemalloc reads this symbol when it starts.
 #[unsafe(export_name = "_rjem_malloc_conf")]
 pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
-/// Number of jemalloc arenas; 0 before [`start`].
+/// Number of jemalloc arenas; 0 before [`start_jemalloc`].
 static ARENA_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// jemalloc's table of extent hooks, which threads may share.
@@ -47,15 +47,15 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     alloc: Some(alloc_extent),
     dalloc: Some(retain_extent),
     destroy: None,
-    commit: Some(commit),
-    decommit: Some(decommit),
+    commit: Some(commit_pages),
+    decommit: Some(decommit_pages),
     purge_lazy: None,
     purge_forced: None,
-    split: Some(split),
-    merge: Some(merge),
+    split: Some(split_extent),
+    merge: Some(merge_extents),
 });
 
-/// Extent hook: allocates addresses for an extent. They read zero and have no memory until they are committed.
+/// Extent hook: allocates addresses for an extent. The addresses read zero and have no memory until they are committed.
 unsafe extern "C" fn alloc_extent(
     _hooks: *mut je::extent_hooks_t,
     new_addr: *mut c_void,
@@ -92,7 +92,7 @@ unsafe extern "C" fn retain_extent(
 }
 
 /// Extent hook: charges pages of an extent and makes them usable.
-unsafe extern "C" fn commit(
+unsafe extern "C" fn commit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
     _size: usize,
@@ -110,7 +110,7 @@ unsafe extern "C" fn commit(
 }
 
 /// Extent hook: decommits pages that jemalloc no longer uses.
-unsafe extern "C" fn decommit(
+unsafe extern "C" fn decommit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
     _size: usize,
@@ -125,7 +125,7 @@ unsafe extern "C" fn decommit(
 }
 
 /// Extent hook: allows jemalloc to split an extent. The arena has no state for each extent.
-unsafe extern "C" fn split(
+unsafe extern "C" fn split_extent(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
     _size: usize,
@@ -138,7 +138,7 @@ unsafe extern "C" fn split(
 }
 
 /// Extent hook: allows jemalloc to merge adjacent extents.
-unsafe extern "C" fn merge(
+unsafe extern "C" fn merge_extents(
     _hooks: *mut je::extent_hooks_t,
     _addr_a: *mut c_void,
     _size_a: usize,
@@ -165,7 +165,7 @@ unsafe extern "C" {
     ) -> *mut c_void;
 }
 
-/// Replaces `mmap` in this library. Maps memory from the arena while jemalloc starts.
+/// Replaces the calls of `mmap` in this library. While jemalloc starts, takes the memory from the arena.
 ///
 /// jemalloc maps memory before its hooks can be set, and later also serves the program from it. So that memory must be
 /// in the arena, too.
@@ -197,17 +197,17 @@ pub unsafe extern "C" fn __wrap_mmap(
 }
 
 /// Calls `mallctl` of jemalloc; returns whether the call succeeded.
-fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
+fn call_mallctl(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
     // SAFETY: the callers pass values of the type that jemalloc documents for the name.
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
 /// Calls `mallctl` for a command without arguments; returns whether the call succeeded.
-fn control_command(name: &CStr) -> bool {
-    control(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
+fn call_mallctl_command(name: &CStr) -> bool {
+    call_mallctl(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
 
-/// The text of all settings.
+/// The buffer for the text of all settings of jemalloc.
 type Settings = Text<2048>;
 
 /// Writes the setting `slab_sizes`: slabs of about 32 KiB, where jemalloc's default is mostly one page.
@@ -230,10 +230,10 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether that succeeded. jemalloc has not started
-/// before, because its constructor was removed (build.rs).
-pub fn start(pagemill: &'static Base) -> bool {
-    static TEXT: OnceLock<Settings> = OnceLock::new();
+/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether jemalloc has started. jemalloc does not
+/// start on its own, because its constructor was removed (build.rs).
+pub fn start_jemalloc(pagemill: &'static Base) -> bool {
+    static SETTINGS_TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
     let _ = write!(
@@ -242,15 +242,20 @@ pub fn start(pagemill: &'static Base) -> bool {
          oversize_threshold:0,tcache_max:65536,tcache_nslots_large:8,slab_sizes:"
     );
     write_slab_sizes(&mut settings);
-    SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
+    SETTINGS.store(SETTINGS_TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
     ARENA_COUNT.store(arenas, Relaxed);
     BOOTSTRAP_PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
         let hooks_ptr = (&raw mut hooks).cast();
-        let is_set =
-            control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
+        let is_set = call_mallctl(
+            name.as_c_str(),
+            ptr::null_mut(),
+            ptr::null_mut(),
+            hooks_ptr,
+            size_of::<*mut je::extent_hooks_t>(),
+        );
         // The first call has started jemalloc and set the hooks of arena 0. Each further call creates an arena with the
         // hooks.
         BOOTSTRAP_PAGEMILL.store(ptr::null_mut(), Relaxed);
@@ -260,7 +265,7 @@ pub fn start(pagemill: &'static Base) -> bool {
         let mut limit = BLOCK_BYTES;
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.retain_grow_limit")) {
             let limit_ptr = (&raw mut limit).cast();
-            control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
+            call_mallctl(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
         }
     }
     true
@@ -307,9 +312,10 @@ const WORTHWHILE_BYTES: u64 = 256 << 10;
 
 /// Once this much memory is charged for jemalloc, the governor watches the limits even if no free memory is known,
 /// because jemalloc reports its free bytes only on request.
-const OBSERVE_FROM_BYTES: u64 = 8 << 20;
+const MIN_OBSERVED_BYTES: u64 = 8 << 20;
 
-/// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.
+/// The shrinker of jemalloc's memory: it returns free pages that jemalloc caches, and stale pages (decommitted, but
+/// resident) inside huge pages.
 ///
 /// jemalloc can purge all free pages of an arena at once, or by a decay that runs in the program's threads. A `fork`
 /// during such a decay would leave a child whose arena never purges again. So decay is off. [`Shrinker::shrink_aged`]
@@ -317,26 +323,26 @@ const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 pub struct ExtentShrinker {
     pagemill: &'static Base,
     unused: [UnusedPages; MAX_ARENAS],
-    /// Bytes of stale pages that splitting huge pages would free, with their age.
+    /// The minimum, over an age, of the bytes of stale pages that splitting huge pages would free.
     sparse: LeastOver,
 }
 
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
 struct UnusedPages {
-    /// The minimum of the free bytes during some time. At least that many bytes were not reused during this time.
+    /// The minimum of the arena's free bytes over an age. At least as many bytes were not reused during that age.
     least: LeastOver,
-    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which at least half of the free bytes were
-    /// old, but not most of them. Reset to 0 when few bytes are old.
+    /// Number of calls of [`UnusedPages::is_due`] since the last purge in which half or more of the free bytes were
+    /// old, but not enough for a purge. Reset to 0 when few bytes are old.
     postponed: AtomicU32,
 }
 
 impl UnusedPages {
-    /// Value of `postponed` at which the arena is purged although only half of its free bytes are old.
+    /// Value of `postponed` from which the arena is purged although only half of its free bytes are old.
     const MAX_POSTPONED: u32 = 20;
 
-    /// Returns whether to purge the arena, which has `free_bytes` of free pages. Purges if most of the free bytes are
-    /// old (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
+    /// Returns whether to purge the arena, which has `free_bytes` of free pages. True if most of the free bytes are old
+    /// (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {
@@ -363,12 +369,12 @@ impl ExtentShrinker {
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {
-            control_command(name.as_c_str());
+            call_mallctl_command(name.as_c_str());
         }
         before.saturating_sub(stats::get(Counter::Small))
     }
 
-    /// Updates the figure of the bytes that splitting huge pages would free.
+    /// Updates the counter of the bytes that splitting huge pages of extents would free.
     fn publish_stale_bytes(&self) {
         stats::set(Counter::SmallStale, self.pagemill.instance.arena.sparse_extent_bytes());
     }
@@ -392,13 +398,13 @@ impl Shrinker for ExtentShrinker {
     }
 
     fn may_have_more(&self) -> bool {
-        stats::get(Counter::Small) >= OBSERVE_FROM_BYTES
+        stats::get(Counter::Small) >= MIN_OBSERVED_BYTES
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         // The lock is needed because jemalloc's purge does nothing while another thread is purging.
-        let _guard = PURGING.lock();
-        control_command(c"thread.tcache.flush");
+        let _guard = PURGE_LOCK.lock();
+        call_mallctl_command(c"thread.tcache.flush");
         let mut freed = 0;
         for arena in 0..ARENA_COUNT.load(Relaxed) {
             if freed < want_bytes {
@@ -415,7 +421,7 @@ impl Shrinker for ExtentShrinker {
     }
 
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
-        let _guard = PURGING.lock();
+        let _guard = PURGE_LOCK.lock();
         let mut freed = 0;
         update_statistics();
         for (arena, unused) in (0..ARENA_COUNT.load(Relaxed)).zip(&self.unused) {
@@ -441,34 +447,35 @@ impl Shrinker for ExtentShrinker {
 }
 
 /// Lock that is held during purges of jemalloc and during `fork`, so that a child does not inherit an unfinished purge.
-static PURGING: Lock = Lock::new();
+static PURGE_LOCK: Lock = Lock::new();
 
-/// Waits before `fork` until no thread purges jemalloc. Must be called before jemalloc's locks are acquired.
+/// Waits before `fork` until no thread purges jemalloc, and prevents further purges. Must be called before jemalloc's
+/// locks are acquired.
 pub fn before_fork() {
-    PURGING.acquire();
+    PURGE_LOCK.acquire();
 }
 
-/// Allows purges again after `fork`, in both processes.
+/// Allows purges of jemalloc again after `fork`, in both processes.
 pub fn after_fork() {
-    PURGING.release();
+    PURGE_LOCK.release();
 }
 
 /// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
 fn update_statistics() {
     let mut epoch = 1u64;
-    control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
+    call_mallctl(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
-/// Returns the charged bytes of extents, without the free pages that jemalloc caches.
+/// Returns the charged bytes of jemalloc's extents, without the free pages that jemalloc caches.
 pub fn used_bytes() -> u64 {
     update_statistics();
     stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
 }
 
-/// Returns the bytes of free pages that an arena caches, as of the last [`update_statistics`].
+/// Returns the bytes of free pages that an arena of jemalloc caches, as of the last [`update_statistics`].
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };
-    let is_known = control(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0);
+    let is_known = call_mallctl(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0);
     if is_known { (pages * JEMALLOC_PAGE_BYTES) as u64 } else { 0 }
 }

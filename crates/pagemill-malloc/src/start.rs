@@ -6,7 +6,7 @@
 //! arena.
 #![allow(unsafe_code)] // references to objects that are created at start
 
-use crate::globals::{self, ACCOUNT, GROWTH, PAGEMILL, SMALL_BYTES, SMALL_LIMIT, SMALL_START, account, pagemill};
+use crate::globals::{self, ACCOUNT, GROWTH_LOCK, PAGEMILL, SMALL_BYTES, SMALL_LIMIT, SMALL_START, account, pagemill};
 use crate::settings::{self, settings, warn};
 use crate::{check, fork, libc_fallback, small};
 use pagemill_core::instance::Instance;
@@ -52,7 +52,7 @@ pub enum State {
     Unmanaged,
 }
 
-/// Returns the state; starts the library if needed.
+/// Returns the state of the library; the first call starts the library.
 pub fn state() -> State {
     let own = mem::thread_token();
     loop {
@@ -68,7 +68,7 @@ pub fn state() -> State {
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
                 if PHASE.compare_exchange(UNSTARTED, own, AcqRel, Relaxed).is_ok() {
-                    enter(start_library());
+                    enter_phase(start_library());
                 }
             }
             starter if starter == own => return State::Starting,
@@ -82,19 +82,19 @@ pub fn state() -> State {
 ///
 /// Does nothing during a fork, or while another thread creates the arena; the C library then serves the current call.
 #[cold]
-pub fn grow() -> bool {
-    if !GROWTH.try_acquire() {
+pub fn switch_to_pagemill() -> bool {
+    if !GROWTH_LOCK.try_acquire() {
         return false;
     }
     if PHASE.compare_exchange(LIBC_FALLBACK, mem::thread_token(), AcqRel, Relaxed).is_ok() {
-        enter(start_arena());
+        enter_phase(start_arena());
     }
-    GROWTH.release();
+    GROWTH_LOCK.release();
     PHASE.load(Relaxed) == READY
 }
 
 /// Enters a phase, and then enables the fast paths of malloc and free if Pagemill serves the program.
-fn enter(phase: usize) {
+fn enter_phase(phase: usize) {
     PHASE.store(phase, Release);
     let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
     let start = pagemill.instance.arena.base();
@@ -106,9 +106,9 @@ fn enter(phase: usize) {
 /// Starts the library: reads the settings, registers fork handlers, joins the process tree, and selects the allocator.
 /// Returns the phase to enter.
 fn start_library() -> usize {
-    settings::read();
+    settings::read_environment();
     libc_fallback::find_functions();
-    fork::register();
+    fork::register_fork_handlers();
     join_tree();
     let limit = tree_limit().min(settings().limit_bytes);
     let may_fall_back = limit == UNLIMITED && !settings().is_checking;
@@ -125,16 +125,16 @@ pub fn account_of_libc_fallback() -> Option<&'static Account> {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = make_account();
     }
-    if account().is_none() && tree().is_some() && libc_fallback::owes_charge() && GROWTH.try_acquire() {
+    if account().is_none() && tree_page().is_some() && libc_fallback::is_charge_due() && GROWTH_LOCK.try_acquire() {
         // SAFETY: the function returns and does not use its argument.
         unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
-        GROWTH.release();
+        GROWTH_LOCK.release();
     }
     account()
 }
 
-/// Returns the account; the first call creates it. The caller must hold [`GROWTH`] or be the thread that starts the
-/// library.
+/// Returns the account; the first call creates it. The caller must hold [`GROWTH_LOCK`] or be the thread that starts
+/// the library.
 fn make_account() -> pagemill_core::Result<&'static Account> {
     if let Some(account) = account() {
         return Ok(account);
@@ -144,12 +144,12 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
         TREE_PAGE.store(ptr::null_mut(), Release);
     }
     let account = Account::make(settings().limit_bytes)?;
-    fork::mark_process();
-    let folder = tree().map_or("", |_| settings().tree.as_str());
-    published::set_home(folder, settings().runtime.as_str());
-    account.on_first_charge(publish);
+    fork::arm_raw_clone_detection();
+    let folder = tree_page().map_or("", |_| settings().tree.as_str());
+    published::set_publish_folder(folder, settings().runtime.as_str());
+    account.on_first_charge(publish_figures);
     account.on_debt(globals::take_large_path_next);
-    if let Some(page) = tree() {
+    if let Some(page) = tree_page() {
         account.join(page, process::own_identity());
     }
     // Stored last, because other threads charge memory to the account as soon as they read its address.
@@ -185,12 +185,12 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
     let pagemill = Base::new(Instance::new(settings().layout(), account)?)?;
     if settings().observes_limits {
-        static KERNEL: Kernel = Kernel::new("");
-        account.headroom.set_limits(&KERNEL);
+        static KERNEL_LIMITS: Kernel = Kernel::new("");
+        account.headroom.set_limits(&KERNEL_LIMITS);
     }
     // Stored before jemalloc starts, because its extent hooks read this pointer.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
-    if !small::start(pagemill) {
+    if !small::start_jemalloc(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
         let cause = std::io::ErrorKind::OutOfMemory.into();
         return Err(pagemill_core::Error::System { doing: "starting jemalloc", cause });
@@ -198,24 +198,24 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     register_extents(pagemill);
     pagemill.instance.helper.set_return(settings().policy);
     if settings().is_checking {
-        check::start(pagemill);
+        check::start_checking(pagemill);
     }
     libc_fallback::charge_exactly(account);
     Ok(READY)
 }
 
 /// Returns the shared page of the process tree; `None` if this process is in no tree.
-fn tree() -> Option<&'static TreePage> {
+fn tree_page() -> Option<&'static TreePage> {
     // SAFETY: the pointer is null or refers to a page that `TreePage::join` mapped and that is never unmapped.
     unsafe { TREE_PAGE.load(Acquire).as_ref() }
 }
 
-/// The limit of the process tree; [`UNLIMITED`] if this process is in none.
+/// Returns the limit of the process tree in bytes; [`UNLIMITED`] if this process is in none.
 fn tree_limit() -> u64 {
-    tree().map_or(UNLIMITED, TreePage::limit)
+    tree_page().map_or(UNLIMITED, TreePage::limit)
 }
 
-/// Path of the tree's shared page; `None` if this process was not started in a tree.
+/// Returns the path of the file of the process tree's shared page; `None` if this process was not started in a tree.
 fn tree_file() -> Option<Path> {
     let folder = settings().tree.as_str();
     if folder.is_empty() { None } else { Path::format(format_args!("{folder}/{}", published::TREE_FILE)) }
@@ -227,24 +227,24 @@ fn join_tree() {
     if let Some(path) = tree_file()
         && let Ok(page) = TreePage::join(path.as_c_str())
     {
-        page.count_start();
+        page.count_started_program();
         TREE_PAGE.store(ptr::from_ref(page).cast_mut(), Release);
     }
 }
 
 /// Registers the shrinker of jemalloc's memory.
 fn register_extents(pagemill: &'static Base) {
-    struct Cell(UnsafeCell<Option<small::ExtentShrinker>>);
+    struct ShrinkerCell(UnsafeCell<Option<small::ExtentShrinker>>);
     // SAFETY: one thread writes the value once, before any read.
-    unsafe impl Sync for Cell {}
-    static EXTENTS: Cell = Cell(UnsafeCell::new(None));
+    unsafe impl Sync for ShrinkerCell {}
+    static EXTENT_SHRINKER: ShrinkerCell = ShrinkerCell(UnsafeCell::new(None));
     // SAFETY: as above.
-    let extents = unsafe { (*EXTENTS.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
+    let extents = unsafe { (*EXTENT_SHRINKER.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
     pagemill.instance.account.register(extents);
 }
 
 /// Publishes the figures at the first charge, on a separate stack, because the thread's stack may be small.
-fn publish() {
+fn publish_figures() {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = published::publish();
     }
@@ -266,8 +266,8 @@ pub fn start_helper(pagemill: &'static Base) {
 /// Destructor of the library: publishes the last figures and leaves the process tree.
 extern "C" fn on_unload() {
     let Some(account) = account() else {
-        if let Some(page) = tree() {
-            page.note_small(libc_fallback::peak_bytes());
+        if let Some(page) = tree_page() {
+            page.record_unpublished_peak(libc_fallback::peak_bytes());
         }
         return;
     };
@@ -276,7 +276,7 @@ extern "C" fn on_unload() {
         None => libc_fallback::record_peak(account),
     }
     account.leave();
-    published::withdraw();
+    published::remove_own_file();
 }
 
 /// Constructor of the library. Its priority makes it run before most other constructors.
@@ -284,7 +284,7 @@ extern "C" fn on_unload() {
 #[unsafe(link_section = ".init_array.00099")]
 static CONSTRUCTOR: extern "C" fn() = on_load;
 
-/// Starts the library.
+/// Called by the loader: starts the library, unless a call of malloc has started it.
 extern "C" fn on_load() {
     state();
 }

@@ -12,7 +12,7 @@ use pagemill_volatile as volatile;
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
 
-/// Removes the marks of a range that is about to be unmapped or discarded.
+/// Removes the volatile marks of a range that is about to be unmapped or discarded.
 pub fn remove_marks(addr: usize, len: usize) {
     let Some(pagemill) = globals::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
     let page = pagemill_core::units::os_page_bytes();
@@ -22,7 +22,8 @@ pub fn remove_marks(addr: usize, len: usize) {
     }
 }
 
-/// As [`remove_marks`], but does nothing if `addr` is not page aligned, because then the kernel will refuse the call.
+/// As [`remove_marks`], but does nothing if `addr` is not page aligned, because the kernel will refuse the program's
+/// call.
 fn remove_marks_if_aligned(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(pagemill_core::units::os_page_bytes()) {
         remove_marks(addr as usize, len);
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn pagemill_vrange(
         Some(pagemill) => {
             start::start_helper(pagemill);
             // The figures are published now, because a fork child may mark memory without ever being charged.
-            pagemill.instance.account.note_use();
+            pagemill.instance.account.note_first_use();
             Ok(pagemill.vranges)
         }
         None => Err(pagemill_core::Error::System {
@@ -88,7 +89,7 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
     c_int::from(unsafe { volatile::handle_fault(signal, info, context) })
 }
 
-/// Intercepts `munmap`.
+/// Intercepts the program's calls of `munmap`: removes the volatile marks of the range first.
 ///
 /// # Safety
 ///
@@ -100,7 +101,7 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
 
-/// Intercepts `mmap`.
+/// Intercepts the program's calls of `mmap`: with `MAP_FIXED`, removes the volatile marks of the range first.
 ///
 /// # Safety
 ///
@@ -139,8 +140,9 @@ pub unsafe extern "C" fn mmap64(
     unsafe { mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// Intercepts `mremap`. In C the argument `new` is optional, but the calling convention is the same, and the kernel
-/// reads it only with `MREMAP_FIXED`.
+/// Intercepts the program's calls of `mremap`: removes the volatile marks of the old and new range first. In C the
+/// argument `new` is optional, but the calling convention is the same, and the kernel reads the argument only with
+/// `MREMAP_FIXED`.
 ///
 /// # Safety
 ///
@@ -164,16 +166,17 @@ pub unsafe extern "C" fn mremap(
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
 }
 
-/// Intercepts `madvise`.
+/// Intercepts the program's calls of `madvise`: if the advice discards contents, removes the volatile marks of the
+/// range first.
 ///
 /// # Safety
 ///
 /// As `madvise(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
-    const DONTNEED_LOCKED: c_int = 24;
+    const MADV_DONTNEED_LOCKED: c_int = 24;
     let discards_contents =
-        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
+        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, MADV_DONTNEED_LOCKED].contains(&advice);
     if discards_contents {
         remove_marks_if_aligned(addr, len);
     }

@@ -14,7 +14,7 @@ use std::time::Duration;
 pub enum SlabKind {
     /// Objects keep their address.
     Fixed,
-    /// The owner moves objects.
+    /// The owner of the objects moves them.
     ByOwner,
     /// Values are reached by handle, and the cache moves them.
     ByHandle,
@@ -26,21 +26,21 @@ pub(crate) trait Cache: Send + Sync {
 
     fn kind(&self) -> SlabKind;
 
-    /// Resident bytes of the handle table, if the cache has one.
+    /// Returns the resident bytes of the handle table; 0 if the cache has none.
     fn handle_bytes(&self) -> u64 {
         0
     }
 
-    /// Number of objects that are unreachable but wait for readers.
+    /// Returns the number of objects that are unreachable but wait for readers.
     fn waiting_objects(&self) -> u64 {
         self.engine().objects_in_batches()
     }
 
-    /// Compacts the cache: directly if moving its objects runs no user callback, else by a request to the background
-    /// thread. Does nothing if the objects cannot move.
+    /// Packs the objects of the cache into fewer slabs: directly if moving them runs no user callback, otherwise by a
+    /// request to the background thread. Does nothing if the objects cannot be moved.
     fn pack_without_callback(&self) {}
 
-    /// Frees unused memory, as the `shrink` method of the public cache type describes.
+    /// Frees unused memory, as [`SlabCache::shrink`](crate::SlabCache::shrink) describes.
     fn shrink(&self) -> Result<u64>;
 
     /// Frees retired objects whose readers have finished, if that runs no user callback.
@@ -51,7 +51,7 @@ pub(crate) trait Cache: Send + Sync {
         self.engine().finish_retired_in_background()
     }
 
-    /// Runs one step of defragmentation, if objects can be moved.
+    /// Runs one step of defragmentation for about `budget`. Does nothing if the objects cannot be moved.
     fn defrag(&self, _budget: Duration) -> Result<Progress> {
         Ok(Progress { is_done: true, ..Progress::default() })
     }

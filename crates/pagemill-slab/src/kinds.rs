@@ -11,11 +11,12 @@ use crate::report::info::{self, SlabInfo};
 use pagemill_core::error::Result;
 use std::time::Duration;
 
-/// The cache inside a public type. Other crates cannot name this trait, so they cannot implement [`SlabCache`].
+/// Access to the cache inside a public type. Other crates cannot name this trait, so they cannot implement
+/// [`SlabCache`].
 ///
 /// Example: [`SlabCache`].
 pub trait Inner {
-    /// The cache without its type.
+    /// Returns the cache inside, without the type of its objects.
     #[expect(private_interfaces, reason = "other crates cannot name this trait")]
     fn inner(&self) -> &dyn Cache;
 }

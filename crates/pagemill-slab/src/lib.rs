@@ -2,7 +2,7 @@
 //! returned.
 //!
 //! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] cache keep their address until they are dropped.
-//! Objects of a [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
+//! Objects of an [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
 //! cache are reached through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies

@@ -10,8 +10,8 @@ use pagemill_core::instance::{Instance, Part, PartOfProcess, Product};
 use pagemill_core::sync::Relaxed;
 
 impl Slabs {
-    /// Creates an empty set of caches as a part of `instance`: reclaim, reports and commands of other processes reach
-    /// them.
+    /// Creates an empty set of caches as a part of `instance`, so that reclaim, reports and commands of other processes
+    /// reach the caches.
     ///
     /// # Errors
     ///

@@ -1,11 +1,12 @@
-//! The cache of index nodes. The index moves its nodes under its own locks ([`NodeIndex`]).
+//! The cache of index nodes: the nodes of an index are its objects. The index moves its nodes under its own locks
+//! ([`NodeIndex`]).
 //!
 //! Nodes lie in metadata blocks of their own. The blocks are not charged, because an index may grow while memory is
 //! being reclaimed. The blocks contain only nodes, because nodes are read without a guard. Each process, also a fork
 //! child, has its own cache of index nodes, created with its first page cache.
 #![allow(unsafe_code)] // raw access to nodes; the contract of their memory
 
-use crate::alloc::engine::{Engine, Object};
+use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::shared::SharedState;
 use crate::cache::Cache;
@@ -13,7 +14,7 @@ use crate::cache::SlabKind;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
-use crate::read::batch::{GRACE_NS, Grace, wait_for_readers};
+use crate::read::batch::{GRACE_TIMEOUT_NS, Grace, wait_for_readers};
 use crate::report::info::{self, SlabInfo};
 use pagemill_core::arena::place;
 use pagemill_core::epoch;
@@ -25,7 +26,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// The index whose nodes are objects of the cache. Implemented by a crate that knows the index.
+/// The index whose nodes are the objects of the cache. Implemented by a crate that knows the index.
 ///
 /// # Safety
 ///
@@ -36,7 +37,7 @@ use std::time::Duration;
 ///
 /// Example: `IndexNodes` of `pagemill-cache`.
 pub unsafe trait NodeIndex: Any + Send + Sync {
-    /// Size and alignment of a node.
+    /// Returns the size and alignment of a node.
     fn layout() -> Layout
     where
         Self: Sized;
@@ -50,7 +51,7 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     where
         Self: Sized;
 
-    /// Whether the node can probably be moved. Only `relocate` decides.
+    /// Returns whether a node can probably be moved. Only `relocate` decides.
     ///
     /// # Safety
     ///
@@ -66,23 +67,23 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     /// `old` and `new` are addresses of objects of the cache, and `new` has no other user.
     unsafe fn relocate(&'static self, old: usize, new: usize) -> bool;
 
-    /// Starts the grace period of retired nodes.
+    /// Begins the grace period of the nodes that were retired since the last call.
     fn seal(&'static self);
 
-    /// Whether retired nodes wait for readers.
+    /// Returns whether retired nodes wait for readers.
     fn is_waiting(&self) -> bool;
 
-    /// Frees retired nodes whose grace period is over.
+    /// Frees the retired nodes whose grace period is over.
     fn free_retired(&self);
 
-    /// Resident bytes of the index's own tables.
+    /// Returns the resident bytes of the index's own tables.
     fn metadata_bytes(&self) -> u64;
 }
 
-/// The name of the cache, as in Linux.
-const NAME: &str = "xarray_node";
+/// The name of the cache in statistics, as in Linux.
+const CACHE_NAME: &str = "xarray_node";
 
-/// The shared state and the cache of index nodes, created on first use.
+/// The cache of index nodes and its [`SharedState`], which has blocks of its own. Both are created on first use.
 #[derive(Default)]
 pub(crate) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
@@ -91,13 +92,14 @@ pub(crate) struct IndexNodes {
 }
 
 impl IndexNodes {
-    /// Returns the cache of this process, if it was created.
+    /// Returns the cache of index nodes of this process, if it was created.
     fn own_cache(&self) -> Option<&'static NodeCache> {
         self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check_generation().is_ok())
     }
 
-    /// Returns the cache of this process, and whether this call created it, with an index that `make` creates. `shared`
-    /// returns the shared state of the other caches. The caller registers a new cache.
+    /// Returns the cache of index nodes of this process, and whether this call created the cache. A new cache gets an
+    /// index that `make` creates, and the caller must register the cache. `shared` returns the shared state of the
+    /// other caches.
     ///
     /// # Errors
     ///
@@ -125,12 +127,12 @@ impl IndexNodes {
         })
     }
 
-    /// Resident bytes of the nodes.
+    /// Returns the resident bytes of the nodes.
     pub fn resident_bytes(&self) -> u64 {
         self.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
     }
 
-    /// Resident bytes of metadata, without the nodes themselves.
+    /// Returns the resident bytes of the metadata for the nodes, without the nodes themselves.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
         blocks + self.own_cache().map_or(0, |cache| cache.index().metadata_bytes())
@@ -151,10 +153,10 @@ impl IndexNodes {
     }
 }
 
-/// The part of the cache that the list of all caches refers to.
+/// The part of a [`NodeCache`] to which the list of all caches refers.
 pub(crate) struct NodeInner {
     engine: Engine,
-    /// Set before other threads can see the cache.
+    /// The index that moves the nodes. Set before other threads can see the cache.
     index: OnceLock<&'static dyn NodeIndex>,
 }
 
@@ -166,7 +168,7 @@ impl NodeInner {
     /// Frees all retired nodes, if their readers finish within a second.
     fn finish_all_retired_nodes(&self) {
         self.finish_retired_without_callback();
-        wait_for_readers(GRACE_NS, || !self.index().is_waiting());
+        wait_for_readers(GRACE_TIMEOUT_NS, || !self.index().is_waiting());
         self.finish_retired_without_callback();
     }
 }
@@ -185,13 +187,13 @@ impl Cache for NodeInner {
         steps::shrink(&self.engine, self)
     }
 
-    /// Starts the grace period of retired nodes, and frees the nodes whose grace period is over.
+    /// Begins the grace period of retired nodes, and frees the nodes whose grace period is over.
     fn finish_retired_without_callback(&self) {
         self.index().seal();
         self.index().free_retired();
     }
 
-    /// Starts the grace period of retired nodes, frees the nodes whose grace period is over, and advances the epoch.
+    /// Begins the grace period of retired nodes, frees the nodes whose grace period is over, and advances the epoch.
     /// Returns whether retired nodes or batches still wait.
     fn finish_retired(&self) -> bool {
         let index = self.index();
@@ -213,15 +215,15 @@ impl Cache for NodeInner {
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
         self.finish_retired_without_callback();
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 }
 
 impl Mover for NodeInner {
     type Isolated = ();
 
-    /// Selects nodes that can probably be moved, without the lock of their array. `relocate` checks again under that
-    /// lock.
+    /// Keeps the nodes that can probably be moved in the chunk, without acquiring the lock of their array. `relocate`
+    /// checks again under that lock.
     fn isolate(&self, chunk: &mut Chunk) {
         // SAFETY: the chunk has objects of the cache.
         chunk.retain(|object| unsafe { self.index().may_move(object) });
@@ -233,13 +235,13 @@ impl Mover for NodeInner {
         if unsafe { self.index().relocate(object, target) } {
             MoveOutcome::Moved
         } else {
-            to.put(target);
+            to.put_back(target);
             MoveOutcome::Busy
         }
     }
 }
 
-/// The memory for the nodes of an index.
+/// The memory from which an index allocates its nodes.
 ///
 /// The addresses of [`NodeMemory::window`] are reserved until the process ends, and contain only nodes. Addresses that
 /// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads
@@ -254,8 +256,8 @@ impl NodeMemory {
         self.0.engine.shared.blocks.window()
     }
 
-    /// Allocates a node and returns its address. The contents are those that the node had when it was last freed, or
-    /// those that [`NodeIndex::set_up`] wrote.
+    /// Allocates a node and returns its address. The node has the contents that it had when it was last freed, or those
+    /// that [`NodeIndex::set_up`] wrote.
     ///
     /// # Errors
     ///
@@ -265,7 +267,7 @@ impl NodeMemory {
         self.0.engine.allocate()
     }
 
-    /// Frees a node.
+    /// Frees a node of the index.
     ///
     /// # Safety
     ///
@@ -275,14 +277,14 @@ impl NodeMemory {
         unsafe { self.0.engine.free(node) };
     }
 
-    /// Wakes the background thread, which frees retired nodes, unless the ratio of the cache is 0.
+    /// Wakes the background thread, which frees retired nodes. Does nothing if the used ratio of the cache is 0.
     pub fn note_retired(&self) {
         if self.0.engine.used_ratio.load(Relaxed) > 0 {
             self.0.engine.shared.worker.notify();
         }
     }
 
-    /// Whether this process is a fork child and the nodes belong to its parent.
+    /// Returns whether this process is a fork child and the nodes belong to its parent.
     pub fn is_inherited(&self) -> bool {
         self.0.engine.check_generation().is_err()
     }
@@ -296,24 +298,24 @@ pub struct NodeCache {
 }
 
 impl NodeCache {
-    /// Creates the cache of index nodes, and the index with `make`.
+    /// Creates the cache of index nodes, and the index by calling `make`.
     fn create<I: NodeIndex>(
         shared: &'static SharedState,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
     ) -> Result<&'static Self> {
         // SAFETY: an object of a slab that is being set up, in memory that has only ever held nodes or zeros.
-        let set_up = |object: usize| unsafe { I::set_up(object) };
+        let constructor = |object: usize| unsafe { I::set_up(object) };
         let layout = I::layout();
-        let object = Object {
+        let object = ObjectSpec {
             layout,
             user_bytes: layout.size(),
             poisoned_range: 0..0,
             grace: Grace::of_all,
-            set_up: Some(Box::new(set_up)),
+            constructor: Some(Box::new(constructor)),
             is_movable: true,
             handles: None,
         };
-        let engine = Engine::new(shared, Settings::new(NAME), object)?;
+        let engine = Engine::new(shared, Settings::new(CACHE_NAME), object)?;
         let inner = Arc::new(NodeInner { engine, index: OnceLock::new() });
         let memory: &'static NodeMemory = place(NodeMemory(inner.clone()))?;
         let index = make(memory)?;
@@ -321,7 +323,7 @@ impl NodeCache {
         place(Self { inner })
     }
 
-    /// The index that the `make` of [`Slabs::nodes_of`](crate::Slabs::nodes_of) created.
+    /// Returns the index that `make` created in [`Slabs::nodes_of`](crate::Slabs::nodes_of).
     pub fn index(&self) -> &'static dyn NodeIndex {
         self.inner.index()
     }
@@ -363,7 +365,7 @@ impl NodeCache {
     }
 }
 
-/// Methods for tests of the index.
+/// Methods that only tests of the index use.
 #[cfg(any(test, feature = "test-util"))]
 impl NodeCache {
     /// Waits for readers until the old memory of all moved nodes is freed.
@@ -371,7 +373,7 @@ impl NodeCache {
         while !self.inner.engine.finish_all_retired().unwrap() {}
     }
 
-    /// Frees the memory of slabs without objects.
+    /// Frees the memory of those slabs that have no objects.
     pub fn shrink_slabs(&self) {
         self.inner.engine.shrink().unwrap();
     }
@@ -380,7 +382,7 @@ impl NodeCache {
         self.inner.engine.check_state();
     }
 
-    /// The addresses of all objects in the first slab of the window.
+    /// Returns the addresses of all objects in the first slab of the window.
     pub fn addresses(&self) -> impl Iterator<Item = usize> {
         let (first, shape) = (self.inner.engine.shared.blocks.window().start, &self.inner.engine.shape);
         (0..shape.capacity).map(move |object| first + shape.offset_of(0, object))

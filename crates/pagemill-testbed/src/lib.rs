@@ -7,7 +7,7 @@
 #![cfg(not(loom))]
 
 #[cfg(doctest)]
-mod refused;
+mod rejected_programs;
 
 use pagemill_cache::IndexNodes;
 use pagemill_cache::mapping::Caches;
@@ -48,13 +48,14 @@ pub struct Testbed {
     pub vranges: &'static Vranges,
     pub caches: &'static Caches,
     pub slabs: &'static Slabs,
-    /// The slab cache of index nodes.
+    /// The slab cache of the nodes of all page-cache indices.
     pub nodes: &'static IndexNodes,
     pub responder: &'static StatsResponder,
 }
 
 impl Testbed {
-    /// Creates an instance that is not the process's. Reserves address space; no memory becomes resident.
+    /// Creates a new instance with all products, which is not the instance of the process. Reserves address space; no
+    /// memory becomes resident.
     ///
     /// # Errors
     ///
@@ -63,15 +64,15 @@ impl Testbed {
         Self::with_account(layout, Account::make(limit_bytes)?)
     }
 
-    /// As [`Testbed::new`], with an existing account.
+    /// Creates a new instance like [`Testbed::new`], with an existing account instead of a new one.
     ///
     /// # Errors
     ///
-    /// As [`Testbed::new`].
+    /// [`pagemill_core::Error::System`] if the address space cannot be reserved.
     pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let base = Base::new(Instance::new(layout, account)?)?;
         let slabs = Slabs::of(base.instance)?;
-        Self::of(base, slabs, Caches::of(base.instance, slabs)?)
+        Self::with_products(base, slabs, Caches::of(base.instance, slabs)?)
     }
 
     /// Creates a small instance without a limit. Only explicit calls defragment its slab caches.
@@ -85,33 +86,34 @@ impl Testbed {
         testbed
     }
 
-    /// The products of the process's instance, as the crate `pagemill` uses them.
+    /// Returns the instance of the process with all products, the same as the crate `pagemill` uses.
     ///
     /// # Errors
     ///
-    /// As [`Instance::of_process`].
+    /// [`pagemill_core::Error::System`] if the address space cannot be reserved, or the exit or fork handlers cannot be
+    /// registered.
     pub fn of_process() -> Result<&'static Self> {
-        Self::of(Base::of_process()?, Slabs::of_process()?, Caches::of_process()?)
+        Self::with_products(Base::of_process()?, Slabs::of_process()?, Caches::of_process()?)
     }
 
-    fn of(base: &'static Base, slabs: &'static Slabs, caches: &'static Caches) -> Result<&'static Self> {
+    fn with_products(base: &'static Base, slabs: &'static Slabs, caches: &'static Caches) -> Result<&'static Self> {
         let Base { instance, heap, ranges, vranges } = *base;
         let Instance { account, arena, helper, responder, .. } = *instance;
         let nodes = place(IndexNodes::new(slabs))?;
         place(Self { instance, account, arena, heap, helper, ranges, vranges, caches, slabs, nodes, responder })
     }
 
-    /// As [`Instance::figures`].
+    /// Measures and returns the statistics of the instance, like [`Instance::figures`].
     pub fn figures(&self) -> Snapshot {
         self.instance.figures()
     }
 
-    /// As [`Instance::measure`].
+    /// Measures memory and publishes the statistics, like [`Instance::measure`].
     pub fn measure(&self) {
         self.instance.measure();
     }
 
-    /// As [`Instance::set_return`].
+    /// Sets after which time free memory returns to the system, like [`Instance::set_return`].
     pub fn set_return(&self, policy: Return) {
         self.instance.set_return(policy);
     }

@@ -6,7 +6,7 @@
 mod torture;
 
 use std::time::{Duration, Instant};
-use torture::{Plan, TortureResult};
+use torture::{TorturePlan, TortureResult};
 
 fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
@@ -15,7 +15,7 @@ fn named(name: &str) -> Option<u64> {
 /// Runs the calls with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds
 /// until enough objects have moved. The thread that moves objects is one of several, so on a small machine it may
 /// rarely run.
-fn torture(run: fn(Plan) -> pagemill_core::Result<TortureResult>, least_moved: u64) -> u64 {
+fn torture(run: fn(TorturePlan) -> pagemill_core::Result<TortureResult>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
     let operations = named("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;
@@ -26,7 +26,7 @@ fn torture(run: fn(Plan) -> pagemill_core::Result<TortureResult>, least_moved: u
         assert!(began.elapsed() < Duration::from_secs(600), "only {moved} objects moved");
         let seed = first.wrapping_add(round);
         println!("PAGEMILL_TEST_SEED={seed}");
-        let found = run(Plan { operations, threads: 1, seed }).unwrap();
+        let found = run(TorturePlan { operations, threads: 1, seed }).unwrap();
         println!("{found:?}");
         assert!(found.is_right() && found.inserted > operations / 10, "{found:?}");
         moved += found.moved;

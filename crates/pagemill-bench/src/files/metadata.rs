@@ -10,15 +10,16 @@ use crate::experiment::{Metric, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Number of files (quick, full).
+/// Number of files that are created (quick, full).
 const FILES: (usize, usize) = (10_000, 100_000);
 /// Number of files in each folder.
-const PER_DIRECTORY: u64 = 1000;
+const FILES_PER_FOLDER: u64 = 1000;
 /// Number of samples (quick, full). It is larger than in other experiments, because differences of a few percent must
 /// be detected in samples of one second.
 const ROUNDS: (usize, usize) = (5, 15);
 
-/// The operations on each file: metric, column, and minimum speed relative to plain tmpfs.
+/// The measured operations on files. Each has the name of its metric, the title of its table column, and its minimum
+/// speed relative to plain tmpfs.
 const TARGETS: [(&str, &str, f64); 5] = [
     (CREATE, "create, write 100 B, close", 0.7),
     ("stat", "stat", 0.95),
@@ -27,8 +28,8 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// Minimum speed of creation in folders marked `huge=never`, relative to plain tmpfs.
-const CREATE_NEVER: f64 = 0.9;
+/// Minimum speed of creating files in folders marked `huge=never`, relative to plain tmpfs.
+const MIN_CREATE_SPEED_HUGE_NEVER: f64 = 0.9;
 
 /// Number of files, and whether their folders are marked `huge=never`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,17 +45,19 @@ impl Case {
     }
 
     fn arguments(self) -> Vec<String> {
-        let numbers = [("--files", self.files as u64), ("--per-directory", PER_DIRECTORY)];
+        let numbers = [("--files", self.files as u64), ("--per-directory", FILES_PER_FOLDER)];
         let mark = self.is_never.then(|| "--huge-never".to_owned());
         ["__metadata".to_owned()].into_iter().chain(child::numeric_options(&numbers)).chain(mark).collect()
     }
 
-    fn target(self, metric: &str, bound: f64) -> f64 {
-        if self.is_never && metric == CREATE { CREATE_NEVER } else { bound }
+    /// Returns the minimum speed of an operation in this case. It is `bound`, except for creation in folders marked
+    /// `huge=never`.
+    fn min_speed(self, metric: &str, bound: f64) -> f64 {
+        if self.is_never && metric == CREATE { MIN_CREATE_SPEED_HUGE_NEVER } else { bound }
     }
 }
 
-/// Runs the experiment and returns the report.
+/// Measures creation, lookup and removal of many small files. Returns the report.
 ///
 /// # Errors
 ///
@@ -89,7 +92,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
                 report_row(&mut report, &samples, (&case, &case.name()), subject.name, metric, cell);
             }
             let target = format!("{}: {column}, against {}", case.name(), WITHIN_SIZE.name);
-            let bound = Bound::AtLeast(case.target(name, bound));
+            let bound = Bound::AtLeast(case.min_speed(name, bound));
             let verdict = not_measured(target, bound, "x", "one side was not run");
             let get = |subject| samples.get(&case, subject, name);
             report.add_verdict(match (get(PAGEMILL_MOUNT.name), get(WITHIN_SIZE.name)) {

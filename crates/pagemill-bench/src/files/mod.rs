@@ -25,10 +25,10 @@ pub struct FileOptions {
     pub dir: Option<PathBuf>,
 }
 
-/// Option of a workload: store the files in a page cache of the workload's own process.
+/// Command-line option with which a workload stores its files in a page cache of its own process.
 const CACHED: &str = "--cached";
 
-/// The cases of an experiment on files, and how a workload runs each case.
+/// The cases of an experiment on file systems, and the arguments with which a workload runs each case.
 pub struct FileExperiment<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
@@ -48,7 +48,7 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     ///
     /// # Errors
     ///
-    /// A wrong answer, an interrupt, or a tmpfs that can no longer be mounted.
+    /// An error if a workload found wrong bytes, if the bench was interrupted, or if a tmpfs can no longer be mounted.
     pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
         let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
         let mut samples = SampleTable::new();
@@ -81,14 +81,15 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     }
 }
 
-/// Returns workload arguments with the folder of the files and its device number. By the device number, the workload
-/// checks that the file system is still mounted.
+/// Returns the arguments by which a workload gets the folder for its files and the device number of that folder. By the
+/// device number, the workload checks that the file system is still mounted.
 pub fn place_arguments(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The folder and device number from [`place_arguments`], as parsed by a workload.
+/// The folder for files and its device number, as a workload parses them from the arguments that [`place_arguments`]
+/// returned.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FilePlace {
     // Neither option is required, because some workloads have an optional place. Other workloads check that the place

@@ -20,10 +20,10 @@ use crate::subject::{self, PAGEMILL};
 
 /// The file-system type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Time limit for `pagemill mount` to mount, and to unmount.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for `pagemill mount` to mount the file system, and to unmount it.
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A file system that is measured: how it is made, and its name.
+/// A kind of file system that is measured: its name in the report, and how it is mounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     /// The stable name of the file system in tables, in JSON and for `--only`.
@@ -55,7 +55,7 @@ impl FileSystem {
     }
 }
 
-/// How the file system was mounted. This determines how it is removed.
+/// How a file system was mounted, which determines how it is unmounted.
 #[derive(Debug)]
 enum Origin {
     /// The user mounted the file system beforehand. Only the bench's folder in it is removed.
@@ -76,9 +76,9 @@ pub struct Mounted {
 /// What went wrong when a file system was unmounted.
 #[derive(Debug, Default)]
 pub struct UnmountResult {
-    /// A message, if the controller did not unmount the file system by itself.
+    /// A message if the process `pagemill mount` did not unmount the file system by itself.
     pub complaint: Option<String>,
-    /// The controller's standard error, as one line.
+    /// The standard error of the process `pagemill mount`, as one line.
     pub stderr: String,
 }
 
@@ -90,8 +90,8 @@ pub struct Mounter {
 }
 
 impl Mounter {
-    /// Moves the calling thread into a new mount namespace. Threads and processes that it starts later are in that
-    /// namespace, too.
+    /// Moves the calling thread into a new mount namespace. Threads and processes that the calling thread starts later
+    /// are in that namespace, too.
     ///
     /// # Errors
     ///
@@ -110,7 +110,8 @@ impl Mounter {
         Ok(Self { given_folder: given_folder.map(Path::to_owned) })
     }
 
-    /// Returns the wanted file systems of `known` that can be mounted, and a gap for each that cannot.
+    /// Returns the wanted file systems of `known` that can be mounted. For each that cannot be mounted, also returns a
+    /// sentence for the report.
     ///
     /// # Errors
     ///
@@ -143,7 +144,8 @@ impl Mounter {
         }
     }
 
-    /// Mounts a file system with room for `size_bytes`. The inner error is a sentence for the list of gaps.
+    /// Mounts a file system with room for `size_bytes`. The inner error is a sentence for the report that says why it
+    /// could not be mounted.
     ///
     /// # Errors
     ///
@@ -170,8 +172,8 @@ impl Mounter {
     }
 }
 
-/// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the list of
-/// gaps.
+/// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the report
+/// that says why nothing was mounted.
 fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<RunningGroup, String>> {
     let Some(program) = subject::built_file("pagemill") else {
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
@@ -190,8 +192,8 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
             let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it printed nothing");
             return Ok(Err(format!("pagemill: `pagemill mount` ended with {}: {complaint}", finished.status)));
         }
-        if begun.elapsed() > TIMEOUT {
-            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", TIMEOUT.as_secs())));
+        if begun.elapsed() > MOUNT_TIMEOUT {
+            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", MOUNT_TIMEOUT.as_secs())));
         }
         thread::sleep(Duration::from_millis(2));
     }
@@ -237,7 +239,7 @@ impl Mounted {
 
     fn end_controller(&self, running: RunningGroup) -> UnmountResult {
         running.terminate();
-        let finished = match running.finish(TIMEOUT) {
+        let finished = match running.finish(MOUNT_TIMEOUT) {
             Ok(finished) => finished,
             // The interrupt has also killed the controller.
             Err(Error::Interrupted { .. }) => return UnmountResult::default(),
@@ -272,8 +274,8 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.dev())
 }
 
-/// Fails if the folder is not on a tmpfs, or is on another tmpfs than before. Without this check, the disk below a
-/// vanished mount would be measured.
+/// Fails if the folder is not on a tmpfs, or is on a tmpfs whose device number is not `device`. Without this check, a
+/// workload could measure the disk below a mount that has vanished.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
@@ -296,8 +298,8 @@ pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// A mount must be a tmpfs with its own device number, and must count the bytes written to it. Unmounting must
-    /// remove the folder. Skipped if mounting is not permitted.
+    /// A tmpfs is mounted on a new folder. It must have its own device number, and [`used_bytes`] must count what is
+    /// written to it. After the unmount, the folder must be gone. If mounting is not permitted, the test is skipped.
     #[test]
     fn unmount_leaves_nothing_behind() {
         // The test runs in a thread of its own, so that the other tests keep their mount namespace.
@@ -318,8 +320,8 @@ mod tests {
         }
     }
 
-    /// An unknown name must be refused with the list of known names. A folder that is not on a tmpfs must be refused
-    /// before anything is mounted.
+    /// An unknown file-system name must be refused with the list of known names. A folder that is not on a tmpfs must
+    /// be refused before anything is mounted.
     #[test]
     fn unknown_name_and_other_folder_are_refused() {
         let mounter = Mounter { given_folder: None };

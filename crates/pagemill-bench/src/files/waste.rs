@@ -11,25 +11,25 @@ use crate::experiment::{Metric, SampleTable, not_measured, report_row};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
-/// Metric: MiB in use on the file system at once after the last close.
-const AT_ONCE: &str = "used_at_once";
-/// Metric: MiB in use on the file system a second after the last close.
-const LATER: &str = "used_after_second";
+/// Metric: MiB in use on the file system directly after the last file was closed.
+const USED_AT_ONCE: &str = "used_at_once";
+/// Metric: MiB in use on the file system a second after the last file was closed.
+const USED_AFTER_SECOND: &str = "used_after_second";
 /// Metric: fraction of the first file that is mapped by huge pages.
-const SHARE: &str = "huge_share";
-/// Maximum of [`LATER`], relative to tmpfs without huge pages.
-const MAX_RATIO: f64 = 1.1;
-/// Minimum of [`SHARE`].
+const HUGE_SHARE: &str = "huge_share";
+/// Maximum of [`USED_AFTER_SECOND`], relative to tmpfs without huge pages.
+const MAX_USED_RATIO: f64 = 1.1;
+/// Minimum of [`HUGE_SHARE`].
 const MIN_HUGE_SHARE: f64 = 0.95;
 
-/// How files of one kind are judged.
+/// What the verdict on files of one kind depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Criterion {
-    /// There is no verdict.
+    /// Files of this kind have no verdict.
     Not,
-    /// By the memory that the files use.
+    /// By the memory that the files use, relative to tmpfs without huge pages.
     BySize,
-    /// By [`SHARE`].
+    /// By the fraction of a file that is mapped by huge pages ([`HUGE_SHARE`]).
     ByHugePages,
 }
 
@@ -39,16 +39,17 @@ struct FileKind {
     name: &'static str,
     files: u64,
     bytes: u64,
-    /// Bytes per write; with 0 the file is a hole with one byte in its middle.
+    /// Number of bytes per write. If it is 0, the file is a hole with one byte in its middle.
     step: u64,
     criterion: Criterion,
 }
 
-/// Bytes of a large file.
-const LARGE: u64 = 64 << 20;
+/// Size of a large file in bytes.
+const LARGE_FILE_BYTES: u64 = 64 << 20;
 
+/// Returns the kind of a single large file that is written by appending `step` bytes at a time.
 const fn appended_file(name: &'static str, step: u64) -> FileKind {
-    FileKind { name, files: 1, bytes: LARGE, step, criterion: Criterion::ByHugePages }
+    FileKind { name, files: 1, bytes: LARGE_FILE_BYTES, step, criterion: Criterion::ByHugePages }
 }
 
 const KINDS: [FileKind; 6] = [
@@ -57,7 +58,7 @@ const KINDS: [FileKind; 6] = [
     FileKind {
         name: "sparse: 100 x 64 MiB, 1 B each",
         files: 100,
-        bytes: LARGE,
+        bytes: LARGE_FILE_BYTES,
         step: 0,
         criterion: Criterion::BySize,
     },
@@ -66,7 +67,7 @@ const KINDS: [FileKind; 6] = [
     appended_file("64 MiB in steps of 1 MiB", 1 << 20),
 ];
 
-/// Runs the experiment and returns the report.
+/// Measures the memory that files of several kinds use. Returns the report.
 ///
 /// # Errors
 ///
@@ -83,7 +84,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         cases: &KINDS,
         rounds: common.rounds(),
         size_bytes: 8 << 30,
-        metrics: &[AT_ONCE, LATER, SHARE],
+        metrics: &[USED_AT_ONCE, USED_AFTER_SECOND, HUGE_SHARE],
         arguments: &arguments,
         name: &|kind| kind.name.to_owned(),
         limit: Duration::from_secs(120),
@@ -102,16 +103,16 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
 
 fn arguments(kind: &FileKind) -> Vec<String> {
     let numbers = [("--files", kind.files), ("--bytes", kind.bytes), ("--step", kind.step)];
-    child::words(&["__waste"], &numbers)
+    child::command_words(&["__waste"], &numbers)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {
     let mut metrics = vec![
-        (AT_ONCE, "MiB", Some(NEVER.name), "used at once"),
-        (LATER, "MiB", Some(NEVER.name), "used after a second"),
+        (USED_AT_ONCE, "MiB", Some(NEVER.name), "used at once"),
+        (USED_AFTER_SECOND, "MiB", Some(NEVER.name), "used after a second"),
     ];
     if kind.criterion == Criterion::ByHugePages {
-        metrics.push((SHARE, "share", None, "mapped huge"));
+        metrics.push((HUGE_SHARE, "share", None, "mapped huge"));
     }
     for (name, unit, baseline, column) in metrics {
         for subject in ready {
@@ -125,9 +126,12 @@ fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind
 
 fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
-    let verdict = not_measured(target, Bound::AtMost(MAX_RATIO), "x", "one side was not run");
+    let verdict = not_measured(target, Bound::AtMost(MAX_USED_RATIO), "x", "one side was not run");
     // The ratio is own bytes divided by baseline bytes, so a larger ratio is worse here.
-    match (samples.get(&kind, PAGEMILL_MOUNT.name, LATER), samples.get(&kind, NEVER.name, LATER)) {
+    match (
+        samples.get(&kind, PAGEMILL_MOUNT.name, USED_AFTER_SECOND),
+        samples.get(&kind, NEVER.name, USED_AFTER_SECOND),
+    ) {
         (Some(series), Some(never)) => verdict.compared(series, (NEVER.name, never), Better::Higher),
         _ => verdict,
     }
@@ -136,7 +140,7 @@ fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
 fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
     let verdict = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
-    match samples.get(&kind, PAGEMILL_MOUNT.name, SHARE) {
+    match samples.get(&kind, PAGEMILL_MOUNT.name, HUGE_SHARE) {
         Some(series) => verdict.measured(series),
         None => verdict,
     }
@@ -146,8 +150,8 @@ fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The workload's arguments must contain the numbers of a kind. Two kinds must be judged by size, three by huge
-    /// pages.
+    /// The workload's arguments must contain number, size and step of a kind of files. Two kinds must be judged by the
+    /// memory that they use, three by their huge pages.
     #[test]
     fn file_kind_becomes_workload_arguments() {
         assert_eq!(arguments(&KINDS[2]), ["__waste", "--files", "100", "--bytes", "67108864", "--step", "0"]);
@@ -155,17 +159,17 @@ mod tests {
         assert_eq!((count(Criterion::BySize), count(Criterion::ByHugePages)), (2, 3));
     }
 
-    /// The fraction in huge pages must have a verdict without a baseline. The ratio of bytes must have a verdict only
-    /// if both file systems were measured.
+    /// The verdict on the fraction in huge pages must need no baseline. The verdict on the used memory must have an
+    /// estimate only if both Pagemill's mount and tmpfs without huge pages were measured.
     #[test]
-    fn ratio_verdict_needs_both_file_systems() {
+    fn verdict_on_used_memory_needs_both_file_systems() {
         let (mut samples, small, large) = (SampleTable::new(), KINDS[0], KINDS[3]);
         for _ in 0..3 {
-            samples.add_value(&small, PAGEMILL_MOUNT.name, LATER, 10.0);
-            samples.add_value(&large, PAGEMILL_MOUNT.name, SHARE, 0.5);
+            samples.add_value(&small, PAGEMILL_MOUNT.name, USED_AFTER_SECOND, 10.0);
+            samples.add_value(&large, PAGEMILL_MOUNT.name, HUGE_SHARE, 0.5);
         }
         assert!(size_verdict(&samples, small).estimate.is_none());
-        samples.add_value(&small, NEVER.name, LATER, 5.0);
+        samples.add_value(&small, NEVER.name, USED_AFTER_SECOND, 5.0);
         assert_eq!(size_verdict(&samples, small).estimate.map(|estimate| estimate.value), Some(2.0));
         assert_eq!(share_verdict(&samples, large).state(), crate::report::VerdictState::FallsShort);
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use super::programs::{is_installed, prepare_python, python};
+use super::programs::{is_installed, prepare_python, recorded_python_path};
 use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL};
 use crate::child::{self, Outcome, RunningGroup};
@@ -20,17 +20,17 @@ use crate::subject::{self, AvailableSubject, PAGEMILL};
 const PEAK: &str = "process_peak_mib";
 /// Metric: median of the resident memory while the load runs, without the first quarter of its samples.
 const STEADY: &str = "steady_mib";
-/// Metric: resident memory in the last quarter of the run.
+/// Metric: median of the resident memory in the last quarter of the run.
 const LAST_QUARTER: &str = "last_quarter_mib";
-/// Metric: bytes of the load's live allocations, as the median over the same samples as [`STEADY`].
+/// Metric: median of the total size of the load's live allocations, over the same samples as [`STEADY`].
 const LIVE: &str = "live_mib";
-/// Metric: resident memory after all allocations were freed and the process rested.
-const AFTER: &str = "after_mib";
+/// Metric: resident memory after all allocations were freed and the process slept for a while.
+const AFTER_FREEING: &str = "after_mib";
 /// Metric: CPU time of the run, for loads with a fixed amount of work.
 const CPU: &str = "cpu_s";
 /// Metric: CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
-const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_OPERATION, WALL];
+const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER_FREEING, CPU, CPU_PER_OPERATION, WALL];
 
 /// Maximum of Pagemill's memory in each phase, relative to glibc's.
 const MAX_MEMORY_RATIO: f64 = 1.10;
@@ -47,7 +47,7 @@ struct BenchProgram {
     sources: &'static [&'static str],
     flags: &'static [&'static str],
     arguments: &'static [&'static str],
-    /// The run time, if it is fixed. Such a program prints its operations per second.
+    /// The run time, if it is fixed. A program with a fixed run time prints its operations per second.
     seconds: Option<f64>,
 }
 
@@ -121,15 +121,16 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     [CHURN, PANDAS].into_iter().chain(BENCH_PROGRAMS.iter().map(|bench_program| bench_program.name))
 }
 
+/// A program that fragments memory, and how its output is read.
 struct Load {
     name: &'static str,
     command: Box<dyn Fn() -> Result<Command>>,
-    /// Converts the standard output of the program into a JSON line.
+    /// Converts the standard output of the load's program into a JSON object with metrics.
     read: fn(&[u8]) -> std::result::Result<serde_json::Value, String>,
     seconds: Option<f64>,
 }
 
-/// Measures the named loads; adds rows and verdicts.
+/// Measures the named loads, which fragment memory; adds rows and verdicts to the report.
 pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
@@ -151,7 +152,8 @@ pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject]
     Ok(())
 }
 
-/// Prepares the load with this name. The inner error is a sentence for the list of gaps.
+/// Prepares the load with this name: compiles its program, or writes its script. The inner error is a sentence for the
+/// report that says why nothing was measured.
 fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<std::result::Result<Load, String>> {
     let common = &options.common;
     Ok(match BENCH_PROGRAMS.iter().find(|bench_program| bench_program.name == name) {
@@ -179,7 +181,7 @@ fn pandas_load(common: &CommonOptions, folder: &Path) -> Result<std::result::Res
         return Ok(Err(format!("{PANDAS}: python3 is not installed")));
     }
     prepare_python(folder).map_err(doing("preparing pandas"))?;
-    let python = python(folder).map_err(doing("finding python3"))?;
+    let python = recorded_python_path(folder).map_err(doing("finding python3"))?;
     let mut probe = Command::new(&python);
     probe.args(["-c", "import pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
     subject::clear_foreign_settings(&mut probe);
@@ -250,7 +252,7 @@ fn parse_printed_rate(stdout: &[u8]) -> std::result::Result<serde_json::Value, S
     Ok(serde_json::json!({ RATE: rate }))
 }
 
-/// Key of a load's JSON line: operations per second of a program with a fixed run time.
+/// Key of a load's JSON line with the operations per second of a program with a fixed run time.
 const RATE: &str = "operations_per_second";
 
 fn measure(
@@ -315,7 +317,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
         (PEAK, "MiB", BASELINE, "peak, MiB"),
         (STEADY, "MiB", BASELINE, "steady"),
         (LAST_QUARTER, "MiB", BASELINE, "last quarter"),
-        (AFTER, "MiB", BASELINE, "after freeing, at rest"),
+        (AFTER_FREEING, "MiB", BASELINE, "after freeing, at rest"),
         (LIVE, "MiB", BASELINE, "live"),
         (CPU, "s", CPU_BASELINE, "CPU, s"),
         (CPU_PER_OPERATION, "us", CPU_BASELINE, "CPU, us an act"),
@@ -340,7 +342,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
-    let memory_targets = [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER, "after freeing")];
+    let memory_targets =
+        [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER_FREEING, "after freeing")];
     let memory_targets = memory_targets.map(|(metric, what)| (metric, what, MAX_MEMORY_RATIO, BASELINE));
     let cpu = [(CPU, "CPU", MAX_CPU_RATIO, CPU_BASELINE), (CPU_PER_OPERATION, "CPU", MAX_CPU_RATIO, CPU_BASELINE)];
     for (metric, what, most, baseline) in memory_targets.into_iter().chain(cpu) {
@@ -369,13 +372,13 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
 mod tests {
     use super::*;
 
-    /// Each phase must have one verdict against glibc, and the CPU time one against jemalloc. Metrics that the load
-    /// does not report must have none.
+    /// The memory of each phase of a load must have one verdict against glibc, and its CPU time one against jemalloc.
+    /// Metrics that the load does not report must have no verdict.
     #[test]
     fn every_phase_is_judged() {
         let mut samples = SampleTable::new();
         for (name, mib, cpu) in [(BASELINE, 100.0, 1.0), (CPU_BASELINE, 300.0, 2.0), (PAGEMILL, 120.0, 2.1)] {
-            let line = serde_json::json!({ PEAK: mib, AFTER: mib, CPU: cpu });
+            let line = serde_json::json!({ PEAK: mib, AFTER_FREEING: mib, CPU: cpu });
             (0..3).for_each(|_| samples.add_outcome(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
         }
         let mut report = Report::new("footprint", false);
@@ -392,7 +395,8 @@ mod tests {
         assert!(lines.iter().map(|(target, value)| (target.as_str(), *value)).eq(expected), "{lines:?}");
     }
 
-    /// The rate must be parsed from larson's output. Output without a rate must give none.
+    /// The operations per second must be parsed from the output of the program larson. Output without a rate must give
+    /// none.
     #[test]
     fn printed_rate_is_parsed() {
         let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";

@@ -26,13 +26,14 @@ const REDIS: &str = "redis";
 const PEAK: &str = "peak_mib";
 /// Metric: peak of the resident anonymous memory, summed over the process tree.
 const PEAK_ANONYMOUS: &str = "peak_anonymous_mib";
-/// Metric: peak of the resident memory without the memory that the allocator could return at once.
+/// Metric: peak of the resident memory of the process tree minus the free memory that the allocator could return at
+/// once.
 const NET_PEAK: &str = "net_peak_mib";
-/// Metric: largest peak of a single process.
+/// Metric: largest peak of the resident memory of a single process.
 const LARGEST: &str = "largest_process_mib";
 /// Metric: resident memory of a server after two seconds without requests.
 const IDLE: &str = "idle_mib";
-/// Metric: as [`IDLE`], without the memory that the allocator could return at once.
+/// Metric: as [`IDLE`], minus the free memory that the allocator could return at once.
 const IDLE_NET: &str = "idle_net_mib";
 /// Metric: duration of the run.
 const WALL: &str = "wall_s";
@@ -65,10 +66,10 @@ pub struct Options {
 /// The measurements of one run of one program.
 struct Sample {
     peaks: TreePeaks,
-    /// Memory after two seconds without requests; measured for servers only.
+    /// Memory of a server after two seconds without requests; none for other programs.
     idle: Option<TreeMemory>,
     wall: Duration,
-    /// Throughput, for servers only. It is measured after the memory.
+    /// Throughput of a server, measured after its memory; none for other programs.
     requests_per_second: Option<f64>,
 }
 
@@ -118,8 +119,8 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Returns the programs and the loads that `--programs` names. Without that option, returns all programs, or all loads
-/// if `--churn` is given.
+/// Returns the names of the programs and of the loads that `--programs` lists. Without that option, returns all
+/// programs, or all loads if `--churn` is given.
 fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static str>)> {
     let given = &options.programs;
     let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
@@ -187,8 +188,8 @@ fn run_once(program: &Program, ready: Option<&AvailableSubject>, folder: &Path) 
     Ok((finished, sample))
 }
 
-/// Compares the output with that of the run without a preload. A program that succeeds but prints something else had
-/// wrong memory contents.
+/// Compares the output of a program with that of a run without a preloaded allocator. If the program succeeds but
+/// prints something else, its memory had wrong contents.
 fn check_output(
     program: &Program,
     ready: &AvailableSubject,
@@ -216,7 +217,7 @@ fn measure_redis(
         report.add_gap(gap);
         return Ok(());
     }
-    let folder = redis::folder()?;
+    let folder = redis::make_folder()?;
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("{REDIS}, {}", subject.name()));

@@ -17,11 +17,11 @@ use crate::subject;
 #[derive(Clone, Debug)]
 pub struct Program {
     pub name: &'static str,
-    /// Commands that must be installed for the script.
+    /// Names of the commands that must be installed for the script.
     pub needs: &'static [&'static str],
     /// The script, which `sh -e` runs in the prepared folder.
     pub script: &'static str,
-    /// Whether each run prints the same output. Otherwise only the exit status is checked.
+    /// Whether the program prints the same output in each run. Otherwise only the exit status is checked.
     pub is_repeatable: bool,
     /// Creates the input of the script in the folder.
     prepare: fn(&Path) -> std::io::Result<()>,
@@ -50,7 +50,7 @@ pub const PROGRAMS: &[Program] = &[
         is_repeatable: true,
         prepare: prepare_sqlite,
     },
-    Program { name: "git", needs: &["git"], script: GIT, is_repeatable: true, prepare: prepare_git },
+    Program { name: "git", needs: &["git"], script: GIT_SCRIPT, is_repeatable: true, prepare: prepare_git },
     Program {
         name: "cargo-build",
         needs: &["cargo"],
@@ -60,7 +60,7 @@ pub const PROGRAMS: &[Program] = &[
     },
 ];
 
-const GIT: &str = "
+const GIT_SCRIPT: &str = "
 rm -rf repository; cp -r tree repository; cd repository
 git init -q; git add .; git commit -q -m one
 for file in *.txt; do echo more >> $file; done
@@ -68,7 +68,7 @@ git commit -q -a -m two
 git gc -q; git fsck; git rev-parse HEAD
 ";
 
-const PYTHON: &str = "
+const PYTHON_SCRIPT: &str = "
 import hashlib, json
 rows = [{'id': i, 'name': f'row {i}', 'tags': [str(j) for j in range(i % 7)], 'ratio': i / 7} for i in range(60000)]
 text = json.dumps(rows, sort_keys=True)
@@ -84,7 +84,7 @@ for blob in blobs:
 print(len(index), digest.hexdigest())
 ";
 
-const SQL: &str = "
+const SQL_SCRIPT: &str = "
 create table item(id integer primary key, name text, amount real, note blob);
 with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000)
 insert into item select i, 'item ' || (i * 7919 % 200003), i / 3.0, zeroblob(i % 300) from n;
@@ -98,8 +98,8 @@ pragma integrity_check;
 ";
 
 impl Program {
-    /// Checks that the needed commands are installed and prepares the folder. The inner error is a sentence for the
-    /// list of gaps.
+    /// Checks that the needed commands are installed, and creates the input of the script in the folder. The inner
+    /// error is a sentence for the report that says why the program cannot run.
     pub fn prepare(&self, folder: &Path) -> Result<std::result::Result<(), String>> {
         if let Some(missing) = self.needs.iter().find(|name| !is_installed(name)) {
             return Ok(Err(format!("{}: {missing} is not installed", self.name)));
@@ -139,16 +139,16 @@ pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     let mut command = Command::new("python3");
     command.args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null());
     fs::write(folder.join("python"), command.output()?.stdout)?;
-    fs::write(folder.join("work.py"), PYTHON)
+    fs::write(folder.join("work.py"), PYTHON_SCRIPT)
 }
 
-/// Returns the path of the interpreter that [`prepare_python`] recorded.
-pub fn python(folder: &Path) -> std::io::Result<String> {
+/// Returns the path of the Python interpreter that [`prepare_python`] recorded in the folder.
+pub fn recorded_python_path(folder: &Path) -> std::io::Result<String> {
     fs::read_to_string(folder.join("python")).map(|path| path.trim().to_owned())
 }
 
 fn has_python_tests(folder: &Path) -> bool {
-    let Ok(python) = python(folder) else {
+    let Ok(python) = recorded_python_path(folder) else {
         return false;
     };
     let mut command = Command::new(python);
@@ -158,10 +158,10 @@ fn has_python_tests(folder: &Path) -> bool {
 }
 
 fn prepare_sqlite(folder: &Path) -> std::io::Result<()> {
-    fs::write(folder.join("work.sql"), SQL)
+    fs::write(folder.join("work.sql"), SQL_SCRIPT)
 }
 
-/// Writes six hundred text files that compress as well as natural text.
+/// Writes six hundred text files of random words, which compress about as well as natural text.
 fn prepare_git(folder: &Path) -> std::io::Result<()> {
     const WORDS: [&str; 8] = ["page", "folio", "range", "block", "limit", "slab", "node", "store"];
     let tree = folder.join("tree");
@@ -179,7 +179,7 @@ fn prepare_git(folder: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Writes a crate of sixty modules without dependencies.
+/// Writes the source of a Rust crate with sixty modules and without dependencies.
 fn prepare_cargo(folder: &Path) -> std::io::Result<()> {
     let source = folder.join("work/src");
     fs::create_dir_all(&source)?;

@@ -16,10 +16,11 @@ use crate::subject::{self, AvailableSubject};
 const NAME: &str = "redis";
 const KEYS: u32 = 200_000;
 const VALUE_BYTES: usize = 500;
-const REST: Duration = Duration::from_secs(2);
+/// Time without requests, after which the memory of the idle server is measured.
+const REST_TIME: Duration = Duration::from_secs(2);
 
-/// Number of commands that are sent before their replies are read.
-const PIPELINE: u32 = 1000;
+/// Number of commands that are sent to the server before their replies are read.
+const PIPELINED_COMMANDS: u32 = 1000;
 
 /// Returns the reason why Redis cannot be measured; none if all its programs are installed.
 pub fn missing_programs() -> Option<String> {
@@ -32,7 +33,8 @@ pub fn missing_programs() -> Option<String> {
     })
 }
 
-/// Runs the server under the subject and applies the load. The inner error is a message for the report.
+/// Runs the server under an allocator, applies the load, and returns the measurements. The inner error is a message for
+/// the report.
 pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Result<Sample, String>> {
     let socket = folder.join("socket");
     // Removes the socket file of an earlier server. It is no error if there is none.
@@ -55,7 +57,7 @@ pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Resul
     let wall = begun.elapsed();
     let idle = match &load_result {
         Ok(_) => {
-            child::sleep(REST)?;
+            child::sleep(REST_TIME)?;
             Some(tree::sample_once(server.id(), ready.publishes()))
         }
         Err(_) => None,
@@ -87,7 +89,7 @@ pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Resul
 enum ServerFailure {
     /// A reply differs from the stored value.
     Wrong(String),
-    /// There was no reply.
+    /// The server or its benchmark program did not reply, or failed.
     Lost(String),
 }
 
@@ -101,21 +103,21 @@ fn apply_load(server: &RunningGroup, socket: &Path) -> std::result::Result<Clien
     let mut client = Client::connect(server, socket)?;
     run_own_benchmark(socket)?;
     client.call(&["FLUSHALL"], "+OK")?;
-    for first in (0..KEYS).step_by(PIPELINE as usize) {
-        for key in first..first + PIPELINE {
+    for first in (0..KEYS).step_by(PIPELINED_COMMANDS as usize) {
+        for key in first..first + PIPELINED_COMMANDS {
             client.send(&["SET", &key_name(key), &stored_value(key)])?;
         }
-        for _ in 0..PIPELINE {
-            client.expect("+OK")?;
+        for _ in 0..PIPELINED_COMMANDS {
+            client.expect_reply("+OK")?;
         }
     }
-    for first in (0..KEYS).step_by(PIPELINE as usize) {
-        let odd = (first..first + PIPELINE).filter(|key| key % 2 == 1);
+    for first in (0..KEYS).step_by(PIPELINED_COMMANDS as usize) {
+        let odd = (first..first + PIPELINED_COMMANDS).filter(|key| key % 2 == 1);
         for key in odd.clone() {
             client.send(&["DEL", &key_name(key)])?;
         }
         for _ in odd {
-            client.expect(":1")?;
+            client.expect_reply(":1")?;
         }
     }
     client.call(&["DBSIZE"], &format!(":{}", KEYS / 2))?;
@@ -129,7 +131,7 @@ fn run_own_benchmark(socket: &Path) -> std::result::Result<(), ServerFailure> {
     run_benchmark(socket, &["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q"]).map(drop)
 }
 
-/// Returns the geometric mean of the rates of SET and GET with values of 500 bytes.
+/// Measures the rates of SET and GET with values of 500 bytes. Returns their geometric mean.
 fn measure_throughput(socket: &Path) -> std::result::Result<f64, ServerFailure> {
     let csv =
         run_benchmark(socket, &["-t", "set,get", "-n", "200000", "-r", "100000", "-P", "16", "-d", "500", "--csv"])?;
@@ -165,7 +167,7 @@ fn stored_value(key: u32) -> String {
     format!("{key:09}.").repeat(VALUE_BYTES / 10)
 }
 
-/// A connection to the server that can send the commands needed here and check their replies.
+/// A connection to the Redis server that sends commands and checks their replies.
 struct Client {
     reader: BufReader<UnixStream>,
     writer: std::io::BufWriter<UnixStream>,
@@ -200,7 +202,7 @@ impl Client {
         Ok(())
     }
 
-    fn expect(&mut self, wanted: &str) -> std::result::Result<(), ServerFailure> {
+    fn expect_reply(&mut self, wanted: &str) -> std::result::Result<(), ServerFailure> {
         self.writer.flush()?;
         let mut line = String::new();
         self.reader.read_line(&mut line)?;
@@ -220,12 +222,12 @@ impl Client {
 
     fn call(&mut self, words: &[&str], wanted: &str) -> std::result::Result<(), ServerFailure> {
         self.send(words)?;
-        self.expect(wanted)
+        self.expect_reply(wanted)
     }
 }
 
 /// Makes a folder for the server's socket and data.
-pub fn folder() -> Result<tempfile::TempDir> {
+pub fn make_folder() -> Result<tempfile::TempDir> {
     tempfile::tempdir().map_err(doing("making a folder for Redis"))
 }
 
@@ -233,7 +235,8 @@ pub fn folder() -> Result<tempfile::TempDir> {
 mod tests {
     use super::*;
 
-    /// The header of the CSV must be skipped. Unless both rates are present, there must be no mean.
+    /// The geometric mean of the rates of SET and GET must be computed from CSV output with a header line. If one rate
+    /// is missing, there must be no mean.
     #[test]
     fn csv_rates_are_averaged() {
         let csv = "\"test\",\"rps\",\"avg_latency_ms\"\n\"SET\",\"200.00\",\"0.1\"\n\"GET\",\"800.00\",\"0.1\"\n";

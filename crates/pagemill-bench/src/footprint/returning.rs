@@ -14,8 +14,8 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 use crate::subject::{AvailableSubject, PAGEMILL};
 
-/// MiB that a process allocates and frees (quick, full).
-const MIB: (u64, u64) = (64, 400);
+/// MiB that each process allocates and frees (quick, full).
+const FREED_MIB: (u64, u64) = (64, 400);
 /// Seconds for which the process works after the last free (quick, full).
 const SECONDS: (u64, u64) = (2, 15);
 
@@ -24,24 +24,27 @@ const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
 /// Sizes of the allocations in bytes, in a quick run.
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
-/// Maximum of the resident memory at the end, in MiB.
+/// Maximum of [`GROWTH_MIB`] at the end of the run.
 const MAX_LEFT_MIB: f64 = 16.0;
 
-const FILLED: &str = "filled_mib";
-const CPU: &str = "cpu_share";
-const MORE_MIB: &str = "more_mib";
+/// Metric: growth of the resident memory, in MiB, until all allocations were made.
+const FILLED_MIB: &str = "filled_mib";
+/// Metric: CPU time that the process used after the last free, divided by the duration.
+const CPU_SHARE: &str = "cpu_share";
+/// Metric: growth of the resident memory, in MiB, since before the first allocation.
+const GROWTH_MIB: &str = "more_mib";
 
 /// Size of the allocations in bytes, and seconds since the last free.
 type Case = (u64, u64);
 
-/// Runs the experiment; adds rows and verdicts.
+/// Measures how much freed memory stays resident after each second; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::CannotRun`] if the machine has too little memory to run all allocators at once.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let (mib, seconds) = (common.quick_or_full(MIB.0, MIB.1), common.quick_or_full(SECONDS.0, SECONDS.1));
+    let (mib, seconds) = (common.quick_or_full(FREED_MIB.0, FREED_MIB.1), common.quick_or_full(SECONDS.0, SECONDS.1));
     let wanted = 2 * mib * ready.len() as u64;
     let available = proc::available_bytes().unwrap_or(u64::MAX) >> 20;
     if available < wanted {
@@ -62,8 +65,8 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     Ok(())
 }
 
-/// Measures all sizes and rounds. The allocators of a round run concurrently: no time is measured, and each process
-/// leaves four fifths of a CPU idle.
+/// Measures all allocation sizes and rounds. All allocators of a round run concurrently, because no time is measured
+/// and each process uses only a fifth of a CPU.
 fn measure(
     common: &CommonOptions,
     ready: &[AvailableSubject],
@@ -95,14 +98,14 @@ fn add_sample(samples: &mut SampleTable<Case>, size: u64, seconds: u64, name: &'
     for second in 0..=seconds {
         let of_second = match &outcome {
             Outcome::Measured(line) => {
-                Outcome::Measured(serde_json::json!({ MORE_MIB: line[MORE_MIB][second as usize] }))
+                Outcome::Measured(serde_json::json!({ GROWTH_MIB: line[GROWTH_MIB][second as usize] }))
             }
             Outcome::Killed => Outcome::Killed,
             Outcome::Failed(why) => Outcome::Failed(why.clone()),
         };
-        samples.add_outcome(&(size, second), name, &[MORE_MIB], &of_second);
+        samples.add_outcome(&(size, second), name, &[GROWTH_MIB], &of_second);
     }
-    samples.add_outcome(&(size, 0), name, &[FILLED, CPU], &outcome);
+    samples.add_outcome(&(size, 0), name, &[FILLED_MIB, CPU_SHARE], &outcome);
 }
 
 fn add_rows(
@@ -121,17 +124,17 @@ fn add_rows(
     let metric = |name, unit| Metric { name, unit, better: Better::Lower, baseline: None };
     for subject in ready {
         let whole = (&(size, 0), name.as_str());
-        report_row(report, samples, whole, subject.name(), metric(FILLED, "MiB"), cell("filled".to_owned()));
+        report_row(report, samples, whole, subject.name(), metric(FILLED_MIB, "MiB"), cell("filled".to_owned()));
         for second in 0..=seconds {
             let at = format!("after {second} s");
             // The JSON has a row for each second, and the table only for some of them.
             let is_shown = second % 5 == 0 || second == 1 || second == seconds;
             let shown = if is_shown { cell(at.clone()) } else { None };
             let (case, name) = ((size, second), format!("{name}, {at}"));
-            report_row(report, samples, (&case, &name), subject.name(), metric(MORE_MIB, "MiB"), shown);
+            report_row(report, samples, (&case, &name), subject.name(), metric(GROWTH_MIB, "MiB"), shown);
         }
         let shown = cell("CPU used".to_owned());
-        report_row(report, samples, whole, subject.name(), metric(CPU, "share"), shown);
+        report_row(report, samples, whole, subject.name(), metric(CPU_SHARE, "share"), shown);
     }
 }
 
@@ -139,7 +142,7 @@ fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
     let (size, seconds) = case;
     let target = format!("{mib} MiB in pieces of {} freed, still held {seconds} s later", Bytes(size));
     let blank = not_measured(target, Bound::AtMost(MAX_LEFT_MIB), "MiB", "pagemill was not run");
-    match samples.get(&case, PAGEMILL, MORE_MIB) {
+    match samples.get(&case, PAGEMILL, GROWTH_MIB) {
         None => blank,
         Some(series) => blank.measured(series),
     }
@@ -150,11 +153,13 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The memory after the last second must be judged, whatever it was before. A killed run must make the target fall
-    /// short.
+    /// The verdict must depend on the memory after the last second and not on the memory before. If a run was killed,
+    /// the target must be missed.
     #[test]
     fn the_last_second_is_judged() {
-        let line = |held: [f64; 3]| Outcome::Measured(serde_json::json!({ MORE_MIB: held, FILLED: 400.0, CPU: 0.2 }));
+        let line = |held: [f64; 3]| {
+            Outcome::Measured(serde_json::json!({ GROWTH_MIB: held, FILLED_MIB: 400.0, CPU_SHARE: 0.2 }))
+        };
         let judge = |outcomes: [Outcome; 3]| {
             let mut samples = SampleTable::new();
             outcomes.into_iter().for_each(|outcome| add_sample(&mut samples, 4096, 2, PAGEMILL, outcome));

@@ -20,13 +20,13 @@ pub struct TreePeaks {
     pub resident: u64,
     /// Peak of the resident anonymous memory, summed over the tree.
     pub anonymous: u64,
-    /// Peak of the difference of resident memory and memory that could be returned. None if the allocator does not
-    /// publish the memory that it could return.
+    /// Peak of the resident memory minus the free memory that the tree could return at once. None if the allocator does
+    /// not publish how much it could return.
     pub net: Option<u64>,
-    /// The largest peak of a single process. The kernel records the peak of each process, so it is exact even between
-    /// samples.
+    /// The largest peak of the resident memory of a single process. The kernel records the peak of each process, so it
+    /// is exact even between samples.
     pub largest_process: u64,
-    /// Whether the root process has mapped the preloaded library.
+    /// Whether the root process of the tree has mapped the preloaded library.
     pub has_mapped_library: bool,
 }
 
@@ -47,8 +47,8 @@ pub struct TreeSampler {
 }
 
 impl TreeSampler {
-    /// Starts to sample the tree below `root`. `publishes` says whether the allocator publishes how much memory it
-    /// could return. A process that has not published yet counts as zero.
+    /// Starts to sample the tree below `root`. `publishes` says whether the allocator publishes how much free memory it
+    /// could return. A process that has not published this number yet counts as zero.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_stopped = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
@@ -121,8 +121,8 @@ fn take_sample(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u6
 mod tests {
     use super::*;
 
-    /// The sampler runs on this test process, which starts a child. The child must be found in the process tree, and
-    /// the memory of both processes must count.
+    /// A sampler runs on this test process, which starts a child. The child must be found in the process tree, and the
+    /// peaks of the tree must not be zero.
     #[test]
     fn sampler_includes_children() {
         let root = std::process::id();

@@ -1,7 +1,7 @@
 //! Two million objects, of which nine tenths are freed at random. The allocator then returns as much free memory as it
 //! can, and the resident memory of the process is measured.
 
-use super::keepers::{self, MOVERS, StorageSubject};
+use super::storage_subjects::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child;
 use crate::error::{Error, Result};
@@ -13,50 +13,52 @@ use crate::stats::Better;
 /// Sizes of the objects in bytes.
 pub const SIZES: [u64; 2] = [192, 576];
 
-/// Number of objects (quick, full). The targets apply to the full number.
+/// Number of objects that are allocated before most are freed (quick, full). The targets apply to the full number.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// Bytes of memory that the workload needs for each object of the larger size. They suffice for the allocator that
-/// needs most, and for the copies that are timed.
+/// Bytes of memory that the workload needs for each object of the larger size. This is enough for the allocator that
+/// needs most, and for the objects whose copying is timed.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
 
-/// Metric: memory before the free memory is returned, divided by the bytes of the live objects.
+/// Metric: resident memory before the free memory is returned, divided by the total size of the live objects.
 const HELD: &str = "held_ratio";
-/// Metric: memory afterwards, divided by the bytes of the live objects. For the cache by handle, 8 bytes for each
-/// object of the peak are subtracted first.
+/// Metric: resident memory after the free memory was returned, divided by the total size of the live objects. For
+/// [`BY_HANDLE`], the handles (8 bytes for each object at the peak) are subtracted first.
 const LEFT: &str = "left_ratio";
-/// Metric: memory afterwards, including handles.
+/// Metric: resident memory in MiB after the free memory was returned, including handles.
 const LEFT_MIB: &str = "left_mib";
-/// Metric: the part of [`LEFT_MIB`] that handles use.
+/// Metric: the part of [`LEFT_MIB`] that the table of handles uses.
 const HANDLES_MIB: &str = "handles_mib";
-/// Metric: duration of the return.
-const MS: &str = "ms";
-/// Metric: number of objects that were moved.
+/// Metric: time in milliseconds to return the free memory.
+const RETURN_MS: &str = "ms";
+/// Metric: number of objects that were moved while the free memory was returned.
 const MOVED: &str = "moved";
-/// Metric: duration of the return divided by the number of moved objects.
+/// Metric: time to return the free memory, divided by the number of objects moved meanwhile.
 const MOVE_NS: &str = "move_ns";
 /// Metric: nanoseconds to copy the bytes of one object.
 const COPY_NS: &str = "copy_ns";
 /// Metric: [`MOVE_NS`] divided by [`COPY_NS`].
 const TIMES_COPY: &str = "times_copy";
 
-const COMMON_METRICS: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
+const COMMON_METRICS: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, RETURN_MS];
 const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
 /// Maximum of [`LEFT`].
 const MAX_LEFT_RATIO: f64 = 1.10;
-/// Minimum of [`LEFT_MIB`] of each peer, divided by that of the named cache.
+/// For each cache, the minimum of a peer allocator's [`LEFT_MIB`], divided by [`LEFT_MIB`] of the cache.
 const MIN_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
 /// Maximum of [`TIMES_COPY`].
 const MAX_TIMES_COPY: f64 = 6.0;
 
+/// Returns the number of objects that are allocated before most are freed.
 pub fn objects(options: &Options) -> u64 {
     options.objects.map_or(options.common.quick_or_full(OBJECTS.0, OBJECTS.1), u64::from)
 }
 
-/// Checks that enough memory is available, and touches the memory beforehand.
+/// Checks that the machine has enough available memory for the objects. Touches that memory, so that the first sample
+/// is not slower than later ones.
 ///
 /// # Errors
 ///
@@ -71,13 +73,14 @@ pub fn prepare(options: &Options) -> Result<()> {
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures how much memory the wanted allocators and caches keep after most objects were freed; adds rows and verdicts
+/// to the report.
 ///
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] without enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let subjects = keepers::available_subjects(&options.common, report)?;
+    let subjects = storage_subjects::available_subjects(&options.common, report)?;
     if subjects.is_empty() {
         return Ok(());
     }
@@ -117,7 +120,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[Storage
         (LEFT_MIB, "MiB", Better::Lower, "left, MiB"),
         (LEFT, "x", Better::Lower, "left, x of live, less handles"),
         (HANDLES_MIB, "MiB", Better::Lower, "of it handles, MiB"),
-        (MS, "ms", Better::Lower, "ms"),
+        (RETURN_MS, "ms", Better::Lower, "ms"),
         (MOVED, "objects", Better::Higher, "moves"),
         (MOVE_NS, "ns", Better::Lower, "ns a move, all counted"),
         (COPY_NS, "ns", Better::Lower, "ns a copy"),
@@ -150,7 +153,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
         ));
     }
     for (subject, least) in MIN_PEER_RATIOS {
-        for peer in keepers::peers().filter(|peer| samples.get(&size, peer, LEFT_MIB).is_some()) {
+        for peer in storage_subjects::peers().filter(|peer| samples.get(&size, peer, LEFT_MIB).is_some()) {
             let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
             add(compare_bytes(samples, target, Bound::AtLeast(least), (size, subject, peer)));
         }
@@ -166,7 +169,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
     }
 }
 
-/// Compares [`LEFT_MIB`] of a peer with that of `subject`, which includes handles.
+/// Compares [`LEFT_MIB`] of a peer allocator with [`LEFT_MIB`] of the cache `subject`.
 fn compare_bytes(
     samples: &SampleTable<u64>,
     target: String,

@@ -4,11 +4,11 @@
 //! Each part of the experiment has its own samples, rows and targets, and adds them to one report.
 
 mod fragments;
-mod keepers;
 mod moves;
 mod reads;
 mod speed;
 mod stalls;
+mod storage_subjects;
 mod walks;
 
 use clap::ValueEnum;
@@ -18,14 +18,14 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, Role, SUBJECTS};
 
-/// Name of the slab cache whose objects keep their address, in the report.
+/// Name in the report of the slab cache whose objects keep their address.
 pub const FIXED: &str = "fixed";
-/// Name of the slab cache whose objects are moved by a function of their owner, in the report.
+/// Name in the report of the slab cache whose objects are moved by a function of their owner.
 pub const BY_OWNER: &str = "by-owner";
-/// Name of the slab cache that moves its objects behind handles, in the report.
+/// Name in the report of the slab cache that moves its objects behind handles.
 pub const BY_HANDLE: &str = "by-handle";
 
-/// A part of the experiment.
+/// A part of the experiment on slab caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
     /// Allocate and free objects
@@ -43,7 +43,7 @@ pub enum Part {
 }
 
 /// Text that `--help` prints below the options.
-const MORE_HELP: &str = "\
+const HELP_EXAMPLES_AND_SUBJECTS: &str = "\
 Subjects (--only) of the parts (--parts):
   speed      fixed, by-owner, by-handle: Pagemill's caches
              slotmap, sharded-slab, glibc, jemalloc, mimalloc, tcmalloc
@@ -63,7 +63,7 @@ The part speed takes about eight minutes, reads and moves two. Methods and metri
 docs/benchmarks-slab.md.";
 
 #[derive(Clone, Debug, clap::Args)]
-#[command(after_help = MORE_HELP)]
+#[command(after_help = HELP_EXAMPLES_AND_SUBJECTS)]
 pub struct Options {
     #[command(flatten)]
     pub common: CommonOptions,
@@ -92,22 +92,23 @@ impl Part {
         match self {
             Self::Speed => speed::names().collect(),
             Self::Reads => reads::SUBJECTS.to_vec(),
-            Self::Moves => moves::KINDS.to_vec(),
-            Self::Fragments | Self::Stalls => keepers::names().collect(),
+            Self::Moves => moves::MOVING_CACHES.to_vec(),
+            Self::Fragments | Self::Stalls => storage_subjects::names().collect(),
             Self::Walks => walks::NAMES.to_vec(),
         }
     }
 }
 
 impl Options {
-    /// Returns whether to run a part. `--parts` must name the part or be absent, and the part must have a wanted
-    /// subject.
-    fn has(&self, part: Part) -> bool {
+    /// Returns whether to run a part of the experiment. `--parts` must name the part or be absent, and `--only` must
+    /// name a subject of the part or be absent.
+    fn runs_part(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))
     }
 
-    /// Checks that each given part, subject and option has something to measure.
+    /// Checks that with the given options there is something to measure for each part of `--parts`, each subject of
+    /// `--only` and each other option.
     ///
     /// # Errors
     ///
@@ -115,7 +116,7 @@ impl Options {
     fn check(&self) -> Result<()> {
         self.common.check_only(&all_subjects())?;
         let list = |part: &Part| format!("{} has {}", part.name(), part.subjects().join(", "));
-        if let Some(part) = self.parts.iter().find(|part| !self.has(**part)) {
+        if let Some(part) = self.parts.iter().find(|part| !self.runs_part(**part)) {
             let only = self.common.only.join(", ");
             return Err(Error::CannotRun(format!("the part {0} has no subject {only}; {1}", part.name(), list(part))));
         }
@@ -129,7 +130,7 @@ impl Options {
             ("--callgrind", self.callgrind, &[Part::Speed]),
             ("--objects", self.objects.is_some(), &[Part::Fragments, Part::Stalls]),
         ];
-        match options.into_iter().find(|(_, is_given, of)| *is_given && !of.iter().any(|part| self.has(*part))) {
+        match options.into_iter().find(|(_, is_given, of)| *is_given && !of.iter().any(|part| self.runs_part(*part))) {
             Some((option, _, of)) => {
                 let of: Vec<String> = of.iter().map(|part| part.name()).collect();
                 Err(Error::CannotRun(format!(
@@ -142,7 +143,7 @@ impl Options {
     }
 }
 
-/// Runs the experiment and returns the report.
+/// Runs the wanted parts of the experiment on slab caches. Returns the report.
 ///
 /// # Errors
 ///
@@ -151,22 +152,22 @@ impl Options {
 pub fn run(options: &Options) -> Result<Report> {
     options.check()?;
     let mut report = Report::new("slab", options.common.json);
-    if options.has(Part::Speed) {
+    if options.runs_part(Part::Speed) {
         speed::run_part(options, &mut report)?;
     }
-    if options.has(Part::Reads) {
+    if options.runs_part(Part::Reads) {
         reads::run_part(options, &mut report)?;
     }
-    if options.has(Part::Moves) {
+    if options.runs_part(Part::Moves) {
         moves::run_part(options, &mut report)?;
     }
-    if options.has(Part::Fragments) {
+    if options.runs_part(Part::Fragments) {
         fragments::run_part(options, &mut report)?;
     }
-    if options.has(Part::Stalls) {
+    if options.runs_part(Part::Stalls) {
         stalls::run_part(options, &mut report)?;
     }
-    if options.has(Part::Walks) {
+    if options.runs_part(Part::Walks) {
         walks::run_part(options, &mut report)?;
     }
     Ok(report)
@@ -183,7 +184,8 @@ fn allocator_names() -> impl Iterator<Item = &'static str> {
     SUBJECTS.iter().filter(|subject| subject.role == Role::Default).map(|subject| subject.name)
 }
 
-/// Returns the wanted default allocators that are available on this machine, and a gap for each that is not.
+/// Returns the wanted allocators with default settings that are available on this machine. For each other wanted
+/// allocator, also returns a sentence for the report that says what is missing.
 fn allocators(common: &CommonOptions) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
     let is_default = |subject: &subject::Subject| subject.role == Role::Default;
     let only: Vec<String> = allocator_names().filter(|name| common.is_wanted(name)).map(str::to_owned).collect();
@@ -194,9 +196,10 @@ fn allocators(common: &CommonOptions) -> Result<(Vec<AvailableSubject>, Vec<Stri
 mod tests {
     use super::*;
 
+    /// The text below the options of `--help` must name all parts and, for each part, all its subjects.
     #[test]
     fn help_lists_all_parts_and_subjects() {
-        let parts: Vec<&str> = MORE_HELP.split("\n  ").collect();
+        let parts: Vec<&str> = HELP_EXAMPLES_AND_SUBJECTS.split("\n  ").collect();
         for part in Part::value_variants().iter().filter(|part| **part != Part::Stalls) {
             let lines: Vec<&&str> = parts.iter().skip_while(|line| !line.starts_with(&part.name())).take(2).collect();
             let missing = |name: &&str| !lines.iter().any(|line| line.contains(name));

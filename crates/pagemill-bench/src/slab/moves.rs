@@ -9,8 +9,8 @@ use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measur
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
-/// The kinds of caches. The names in the report and on the workload's command line are equal.
-pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
+/// Names of the slab caches whose objects are moved, in the report and on the workload's command line.
+pub const MOVING_CACHES: [&str; 2] = [BY_HANDLE, BY_OWNER];
 
 // Metrics: rates of the reader, the writer and the defragmentation, and the number of objects moved in the sample.
 const READS: &str = "reads_per_second";
@@ -18,14 +18,14 @@ const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
 const MOVED: &str = "moved";
 
-/// Whether objects are moved in the background.
+/// Whether a background thread moves objects during the measurement.
 type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
 /// Number of objects. Their total size of 38 MB exceeds the CPU caches.
 const OBJECTS: u64 = 200_000;
-/// Duration of a sample (quick, full).
-const RUN_MS: (u64, u64) = (200, 1000);
+/// Duration in milliseconds of a sample (quick, full).
+const SAMPLE_MS: (u64, u64) = (200, 1000);
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
 /// 10 %.
 const ROUNDS: (usize, usize) = (3, 9);
@@ -34,13 +34,13 @@ fn case_name(case: Case) -> &'static str {
     if case { "defragmented meanwhile" } else { "left alone" }
 }
 
-/// Measures this part; adds rows and verdicts.
+/// Measures a reader and a writer with and without background defragmentation; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if an object, or a write to an object, was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let kinds: Vec<&'static str> = KINDS.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
+    let kinds: Vec<&'static str> = MOVING_CACHES.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
     let samples = measure(&options.common, &kinds)?;
     for case in CASES {
         for kind in &kinds {
@@ -70,7 +70,7 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
         for kind in kinds {
             for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
-                let outcome = sample(kind, case, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
+                let outcome = sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
                 samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &outcome);
             }
         }
@@ -79,7 +79,8 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
 }
 
 fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
-    let mut line = child::words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
+    let mut line =
+        child::command_words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
     line.extend(case.then(|| "--defrag".to_owned()));
     child::run_plain(kind, line, Duration::from_secs(60))
 }
@@ -101,10 +102,10 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// With the bound of 90 % of the speed without defragmentation, 80 % must fall short and 95 % must reach the
-    /// target. A failed round must make the target fall short.
+    /// The target is 90 % of the speed without defragmentation. A reader at 80 % must miss the target, and a reader at
+    /// 95 % must reach it. After a failed round, the target must be missed.
     #[test]
-    fn slowed_reader_falls_short() {
+    fn slow_reader_misses_the_target() {
         let mut samples = SampleTable::new();
         let mut add = |case, kind, reads: f64| {
             let line = serde_json::json!({ READS: reads, WRITES: 9.0, MOVES: 7.0, MOVED: 7 });

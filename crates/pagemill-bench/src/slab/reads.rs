@@ -9,29 +9,30 @@ use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_time_rat
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-const HANDLE: &str = "handle-read";
-const POINTER: &str = "pointer-read";
-/// The names in the report and in the workload's JSON. One process measures both subjects, because they read the same
-/// memory.
-pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
+const HANDLE_READ: &str = "handle-read";
+const POINTER_READ: &str = "pointer-read";
+/// Names of reads by handle and reads by pointer, in the report and in the workload's JSON. One process measures both,
+/// because they read the same memory.
+pub const SUBJECTS: [&str; 2] = [HANDLE_READ, POINTER_READ];
 
 /// Metric: nanoseconds of a read that does not depend on other reads.
-const NS: &str = "ns";
-/// Metric: nanoseconds of a dependent read, in a chain in which each value leads to the next one.
+const READ_NS: &str = "ns";
+/// Metric: nanoseconds of a read in a chain, in which each value contains the index of the value that is read next.
 const CHAIN_NS: &str = "chain_ns";
 
-/// Number of values. The smaller number of values, with their handles and state words, fits into the L1 cache. The
-/// larger number exceeds the L2 cache.
+/// Number of values that are read. The smaller number of values, with their handles and state words, fits into the L1
+/// cache. The larger number exceeds the L2 cache.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
-const RUN_MS: (u64, u64) = (100, 500);
+/// Duration in milliseconds of a sample (quick, full).
+const SAMPLE_MS: (u64, u64) = (100, 500);
 
 fn case_name(case: Case) -> String {
     let fits = if case == CASES[0] { "in L1" } else { "beyond L2" };
     format!("{case} values of 192 B, {fits}")
 }
 
-/// Measures this part; adds rows and verdicts.
+/// Measures reads by handle and by pointer; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -43,19 +44,20 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     for _ in 0..common.rounds() {
         for case in CASES {
             progress.step(&format!("read, {}", case_name(case)));
-            let outcome = sample(case, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
+            let outcome = sample(case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
             for subject in SUBJECTS {
-                samples.add_outcome(&case, subject, &[NS, CHAIN_NS], &of_subject(&outcome, subject));
+                samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &subject_outcome(&outcome, subject));
             }
         }
     }
-    for (metric, how) in [(NS, "each by itself"), (CHAIN_NS, "each of where the one before said")] {
+    for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "each of where the one before said")] {
         for case in CASES {
             for subject in SUBJECTS {
-                let table =
-                    format!("ns to read the first word of a value at random, {how}, half the spread, times {POINTER}");
+                let table = format!(
+                    "ns to read the first word of a value at random, {how}, half the spread, times {POINTER_READ}"
+                );
                 let cell = Some(TableCell { table, column: case_name(case) });
-                let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: Some(POINTER) };
+                let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: Some(POINTER_READ) };
                 report_row(report, &samples, (&case, &case_name(case)), subject, metric, cell);
             }
         }
@@ -65,12 +67,12 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
-    let line = child::words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
-    child::run_plain(HANDLE, line, Duration::from_secs(60))
+    let line = child::command_words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
+    child::run_plain(HANDLE_READ, line, Duration::from_secs(60))
 }
 
-/// Returns the part of the workload's JSON line that belongs to one subject.
-fn of_subject(outcome: &Outcome, subject: &str) -> Outcome {
+/// Returns the part of a workload's outcome that belongs to one of the [`SUBJECTS`].
+fn subject_outcome(outcome: &Outcome, subject: &str) -> Outcome {
     match outcome {
         Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
         Outcome::Killed => Outcome::Killed,
@@ -80,10 +82,16 @@ fn of_subject(outcome: &Outcome, subject: &str) -> Outcome {
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for case in &CASES {
-        for (metric, how) in [(NS, "each by itself"), (CHAIN_NS, "one after the other")] {
-            let target = format!("read, {}, {how}: {HANDLE}, time of {POINTER}", case_name(*case));
+        for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "one after the other")] {
+            let target = format!("read, {}, {how}: {HANDLE_READ}, time of {POINTER_READ}", case_name(*case));
             let side = |subject| SeriesKey { case, subject, metric };
-            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(2.0), side(HANDLE), side(POINTER)));
+            report.add_verdict(judge_time_ratio(
+                samples,
+                target,
+                Bound::AtMost(2.0),
+                side(HANDLE_READ),
+                side(POINTER_READ),
+            ));
         }
     }
 }
@@ -92,20 +100,21 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
 mod tests {
     use super::*;
 
-    /// One JSON line must yield the metrics of both subjects. A failed run must be a lost round of both subjects.
+    /// A JSON line of the workload must yield the metrics of reads by handle and of reads by pointer. A failed run must
+    /// count as a lost round of both.
     #[test]
     fn json_line_has_both_subjects() {
-        let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });
+        let line = serde_json::json!({ HANDLE_READ: { READ_NS: 3.0, CHAIN_NS: 9.0 }, POINTER_READ: { READ_NS: 2.0, CHAIN_NS: 3.0 } });
         let mut samples = SampleTable::new();
         for outcome in [Outcome::Measured(line), Outcome::Failed("no".to_owned())] {
             for subject in SUBJECTS {
-                samples.add_outcome(&CASES[0], subject, &[NS, CHAIN_NS], &of_subject(&outcome, subject));
+                samples.add_outcome(&CASES[0], subject, &[READ_NS, CHAIN_NS], &subject_outcome(&outcome, subject));
             }
         }
         let of = |subject, metric| samples.get(&CASES[0], subject, metric).expect("it was entered");
 
-        assert_eq!(of(HANDLE, NS).rounds, [Some(3.0), None]);
-        assert_eq!(of(POINTER, CHAIN_NS).rounds, [Some(3.0), None]);
-        assert_eq!(of(POINTER, NS).failures.len(), 1);
+        assert_eq!(of(HANDLE_READ, READ_NS).rounds, [Some(3.0), None]);
+        assert_eq!(of(POINTER_READ, CHAIN_NS).rounds, [Some(3.0), None]);
+        assert_eq!(of(POINTER_READ, READ_NS).failures.len(), 1);
     }
 }

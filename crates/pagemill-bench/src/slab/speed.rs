@@ -14,8 +14,8 @@ use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::Better;
 use crate::subject::{self, AvailableSubject};
 
-/// Subjects that are caches or keyed maps, not allocators: the name in the report, and the name on the workload's
-/// command line.
+/// The slab caches and keyed maps that are measured: the name in the report, and the name on the workload's command
+/// line.
 pub const CACHES: [(&str, &str); 5] = [
     (FIXED, "fixed"),
     (BY_OWNER, "by-owner"),
@@ -28,14 +28,15 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// The subjects that have a verdict. Each is compared with the faster of the two [`PEERS`].
-const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
+/// Names of the slab caches that have a verdict. Each is compared with the faster of the two [`PEERS`].
+const JUDGED_CACHES: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
 /// Name of the faster of the two [`PEERS`] in verdicts.
-const BEST: &str = "best-of-tcmalloc-and-jemalloc";
+const BEST_PEER: &str = "best-of-tcmalloc-and-jemalloc";
 const BASELINE: &str = "jemalloc";
 
-/// Orders of allocating and freeing, as the workload's command line names them.
+/// Orders in which objects are allocated and freed, as the workload's command line names them: each is freed at once; a
+/// thousand are allocated, then freed; a random one of many is replaced.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 /// Object sizes in bytes.
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
@@ -43,23 +44,23 @@ const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Number of live objects in the pattern churn, unless [`LIVE_BYTES`] allows only fewer objects of the size.
-const LIVE: usize = 100_000;
+/// Number of live objects in the pattern churn, unless [`MAX_LIVE_BYTES`] allows only fewer objects of the size.
+const LIVE_OBJECTS: usize = 100_000;
 /// Maximum of the total bytes of live objects in the pattern churn.
-const LIVE_BYTES: usize = 128 << 20;
-/// Duration of a sample (quick, full).
-const RUN_MS: (u64, u64) = (20, 100);
+const MAX_LIVE_BYTES: usize = 128 << 20;
+/// Duration in milliseconds of a sample (quick, full).
+const SAMPLE_MS: (u64, u64) = (20, 100);
 
-/// Metric: nanoseconds to allocate and free an object, as one thread sees them.
-const NS: &str = "ns";
-/// Metric: objects that all threads together allocate and free per second.
+/// Metric: nanoseconds in which one thread allocates and frees an object.
+const NS_PER_OBJECT: &str = "ns";
+/// Metric: number of objects that all threads together allocate and free per second.
 const RATE: &str = "pairs_per_second";
-/// Metric: instructions to allocate and free an object.
+/// Metric: number of instructions to allocate and free an object.
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
-/// Pattern and object size.
+/// Order of allocating and freeing (pattern), and object size.
 type PatternAndSize = (&'static str, usize);
-/// Pattern, object size, number of threads.
+/// Order of allocating and freeing (pattern), object size, and number of threads.
 type Case = (&'static str, usize, u64);
 
 /// A subject: either an allocator under which the workload process runs, or a cache inside that process.
@@ -91,15 +92,16 @@ impl Subject {
     }
 
     fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
-        let live = LIVE.min(LIVE_BYTES / size);
+        let live = LIVE_OBJECTS.min(MAX_LIVE_BYTES / size);
         let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
         let mut command = child::workload_command([""; 0])?;
         self.add_arguments(&mut command, (pattern, size), &numbers);
-        child::finish(self.name(), &mut command, Duration::from_secs(60))
+        child::run_to_end(self.name(), &mut command, Duration::from_secs(60))
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures how fast the wanted caches, maps and allocators allocate and free objects; adds rows and verdicts to the
+/// report.
 ///
 /// # Errors
 ///
@@ -116,7 +118,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     if subjects.is_empty() {
         return Ok(());
     }
-    child::touch_beforehand(4 * (LIVE_BYTES >> 20) as u64)?;
+    child::touch_beforehand(4 * (MAX_LIVE_BYTES >> 20) as u64)?;
     let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
     let samples = measure(&subjects, sizes, common)?;
     add_rows(report, &samples, &subjects, sizes);
@@ -132,7 +134,7 @@ pub fn parse_size(text: &str) -> std::result::Result<usize, String> {
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
 }
 
-fn shapes(sizes: &[usize]) -> impl Iterator<Item = PatternAndSize> {
+fn patterns_and_sizes(sizes: &[usize]) -> impl Iterator<Item = PatternAndSize> {
     PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size)))
 }
 
@@ -140,20 +142,20 @@ fn case_name((pattern, size, threads): Case) -> String {
     format!("{pattern}, {size} B, {}", threads_text(threads))
 }
 
-/// Measures all cases. The runs of a subject with one and with two threads follow each other, because the verdict on
-/// scaling compares them.
+/// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
+/// the verdict on scaling compares these two.
 fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let run_ms = common.quick_or_full(RUN_MS.0, RUN_MS.1);
-    let progress = Progress::new(shapes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
+    let run_ms = common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1);
+    let progress = Progress::new(patterns_and_sizes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
-    for (pattern, size) in shapes(sizes) {
+    for (pattern, size) in patterns_and_sizes(sizes) {
         for round in 0..common.rounds() {
             for subject in rotated(subjects, round) {
                 for threads in THREADS {
                     let case = (pattern, size, threads);
                     progress.step(&format!("{}, {}", case_name(case), subject.name()));
                     let outcome = subject.sample(case, run_ms)?;
-                    samples.add_outcome(&case, subject.name(), &[NS, RATE], &outcome);
+                    samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, RATE], &outcome);
                 }
             }
         }
@@ -162,14 +164,14 @@ fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Res
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject], sizes: &[usize]) {
-    let cases = shapes(sizes).flat_map(|(pattern, size)| THREADS.map(|threads| (pattern, size, threads)));
+    let cases = patterns_and_sizes(sizes).flat_map(|(pattern, size)| THREADS.map(|threads| (pattern, size, threads)));
     for case in cases {
         let (pattern, size, threads) = case;
         let what = "ns to take an object and give it back, as a thread sees it";
         for subject in subjects {
             let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_text(threads));
             let cell = Some(TableCell { table, column: format!("{size} B") });
-            let ns = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
+            let ns = Metric { name: NS_PER_OBJECT, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
             report_row(report, samples, (&case, &case_name(case)), subject.name(), ns, cell);
             let rate = Metric { name: RATE, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
             report_row(report, samples, (&case, &case_name(case)), subject.name(), rate, None);
@@ -179,29 +181,30 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subjec
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for pattern in PATTERNS {
-        for name in JUDGED {
+        for name in JUDGED_CACHES {
             report.add_verdict(judge_against_best(samples, name, (pattern, TARGET_SIZE, 1)));
             report.add_verdict(judge_scaling(samples, name, (pattern, TARGET_SIZE)));
         }
     }
 }
 
-/// Compares a cache with the faster one of its peers, by the medians of this run.
+/// Compares the speed of a slab cache with that of the faster one of [`PEERS`], by the medians of this run.
 fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Case) -> Verdict {
     let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
-    let of = |name: &'static str| Some((name, samples.get(&case, name, NS).filter(|series| series.survived())?));
+    let of =
+        |name: &'static str| Some((name, samples.get(&case, name, NS_PER_OBJECT).filter(|series| series.survived())?));
     let peers: Vec<(&str, &Series)> = PEERS.into_iter().filter_map(of).collect();
     let best = peers
         .iter()
         .min_by(|(_, one), (_, other)| one.median().partial_cmp(&other.median()).unwrap_or(std::cmp::Ordering::Equal));
-    let (Some(own), Some((best, peer))) = (samples.get(&case, name, NS), best) else { return blank };
+    let (Some(own), Some((best, peer))) = (samples.get(&case, name, NS_PER_OBJECT), best) else { return blank };
     let missing = if peers.len() < PEERS.len() { ", the only one that there is" } else { "" };
     let note = format!("best: {best}{missing}");
-    Verdict { note, ..blank.compared(own, (BEST, peer), Better::Lower) }
+    Verdict { note, ..blank.compared(own, (BEST_PEER, peer), Better::Lower) }
 }
 
-/// Compares the throughput of two threads with that of one thread.
+/// Compares the throughput of a slab cache with two threads with its throughput with one thread.
 fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): PatternAndSize) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
@@ -211,17 +214,17 @@ fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size
 }
 
 /// Number of live objects under valgrind. It is small, so that setting up takes less than a minute.
-const VALGRIND_LIVE: u64 = 20_000;
+const VALGRIND_LIVE_OBJECTS: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
-    let progress = Progress::new(shapes(sizes).count() * subjects.len());
+    let progress = Progress::new(patterns_and_sizes(sizes).count() * subjects.len());
     let mut samples = SampleTable::new();
-    for shape in shapes(sizes) {
+    for shape in patterns_and_sizes(sizes) {
         let (pattern, size) = shape;
         for subject in subjects {
             progress.step(&format!("instructions, {}, {}", case_name((pattern, size, 1)), subject.name()));
             let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
-                subject.add_arguments(command, shape, &[("--live", VALGRIND_LIVE), ("--pairs", pairs)]);
+                subject.add_arguments(command, shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
             })?;
             match counted {
                 Ok(count) => samples.add_value(&shape, subject.name(), INSTRUCTIONS, count),
@@ -246,14 +249,20 @@ mod tests {
     fn samples(ns: &[(&'static str, u64, f64)]) -> SampleTable<Case> {
         let mut samples = SampleTable::new();
         for &(name, threads, ns) in ns {
-            let line = serde_json::json!({ NS: ns, RATE: threads as f64 * 1e9 / ns });
-            samples.add_outcome(&("pair", TARGET_SIZE, threads), name, &[NS, RATE], &Outcome::Measured(line));
+            let line = serde_json::json!({ NS_PER_OBJECT: ns, RATE: threads as f64 * 1e9 / ns });
+            samples.add_outcome(
+                &("pair", TARGET_SIZE, threads),
+                name,
+                &[NS_PER_OBJECT, RATE],
+                &Outcome::Measured(line),
+            );
         }
         samples
     }
 
-    /// A cache at 8 ns is compared with two peers at 6 and 9 ns. The baseline must be the peer at 6 ns. Without this
-    /// peer, the other one must be the baseline, and the note must say so.
+    /// A slab cache that takes 8 ns per object is compared with two allocators that take 6 and 9 ns. The baseline must
+    /// be the faster allocator. If only the slower allocator was measured, it must be the baseline, and the note must
+    /// say so.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
@@ -272,7 +281,8 @@ mod tests {
         assert_eq!(alone.state(), crate::report::VerdictState::NotMeasured);
     }
 
-    /// Two threads at 10 ns per pair must have 1.8 times the throughput of one thread at 9 ns.
+    /// If each of two threads takes 10 ns per object and a single thread takes 9 ns, the ratio of the throughputs must
+    /// be 1.8.
     #[test]
     fn scaling_compares_total_throughput() {
         let both = judge_scaling(&samples(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
@@ -287,6 +297,6 @@ mod tests {
     fn subject_names_are_unique() {
         let known = super::super::all_subjects();
         assert_eq!(known.iter().collect::<std::collections::BTreeSet<_>>().len(), known.len());
-        assert!(PEERS.iter().chain(&JUDGED).chain([&BASELINE]).all(|name| known.contains(name)));
+        assert!(PEERS.iter().chain(&JUDGED_CACHES).chain([&BASELINE]).all(|name| known.contains(name)));
     }
 }

@@ -3,7 +3,7 @@
 
 use super::Options;
 use super::fragments::{self, SIZES};
-use super::keepers::{self, MOVERS, StorageSubject};
+use super::storage_subjects::{self, MOVERS, StorageSubject};
 use crate::error::Result;
 use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
@@ -11,8 +11,8 @@ use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metrics and their columns: percentiles of the latency in microseconds. The first four are measured while the thread
-/// runs alone.
+/// Metrics and the titles of their table columns: percentiles of the latency in microseconds. The first four metrics
+/// are measured while the thread runs alone.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -20,20 +20,20 @@ const TIMES: [(&str, &str); 8] = [
     ("quiet_longest_us", "longest"),
     ("p50_us", "meanwhile, 50 %"),
     ("p99_us", "meanwhile, 99 %"),
-    (WORST, "meanwhile, 99.99 %"),
+    (P9999, "meanwhile, 99.99 %"),
     ("longest_us", "meanwhile, longest"),
 ];
-/// Metric: 99.99th percentile of the latency while memory is returned.
-const WORST: &str = "p9999_us";
-/// Metric: number of calls that the thread made while memory was returned.
+/// Metric: 99.99th percentile of the latency of an allocation or free while memory is returned.
+const P9999: &str = "p9999_us";
+/// Metric: number of allocations and frees that the measured thread made while memory was returned.
 const CALLS: &str = "calls";
-/// Metric: duration of the return of memory.
-const MS: &str = "ms";
+/// Metric: time in milliseconds to return the free memory.
+const RETURN_MS: &str = "ms";
 
-/// Maximum of [`WORST`], in microseconds.
+/// Maximum of [`P9999`], in microseconds.
 const MAX_P9999_US: f64 = 1000.0;
 
-/// Milliseconds for which the thread runs alone (quick, full).
+/// Milliseconds for which the measured thread runs alone, before memory is returned (quick, full).
 const QUIET_MS: (u64, u64) = (100, 500);
 
 /// Size of the objects in bytes, and whether they are compacted in small steps, as the background thread does it.
@@ -44,14 +44,15 @@ fn case_name((size, steps): Case) -> String {
     format!("{size} B, {how}")
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the latency of allocations while memory is returned or objects are compacted; adds rows and verdicts to the
+/// report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if an object had wrong contents; [`crate::error::Error::CannotRun`] without
 /// enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let subjects = keepers::available_subjects(&options.common, report)?;
+    let subjects = storage_subjects::available_subjects(&options.common, report)?;
     if subjects.is_empty() {
         return Ok(());
     }
@@ -60,10 +61,12 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     for case in cases() {
         for subject in &subjects {
             let columns = TIMES.map(|(metric, column)| (metric, "us", column));
-            for (metric, unit, column) in columns.into_iter().chain([(MS, "ms", "ms"), (CALLS, "calls", "calls")]) {
+            for (metric, unit, column) in
+                columns.into_iter().chain([(RETURN_MS, "ms", "ms"), (CALLS, "calls", "calls")])
+            {
                 let table = format!("microseconds of a call, {}", case_name(case));
                 let cell = Some(TableCell { table, column: column.to_owned() });
-                let baseline = (metric == WORST).then_some(BASELINE);
+                let baseline = (metric == P9999).then_some(BASELINE);
                 let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
                 report_row(report, &samples, (&case, &case_name(case)), subject.name(), metric, cell);
             }
@@ -75,7 +78,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
             &samples,
             target,
             (Bound::AtMost(MAX_P9999_US), "us"),
-            SeriesKey { case: &case, subject, metric: WORST },
+            SeriesKey { case: &case, subject, metric: P9999 },
         );
         let note = samples.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
         let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
@@ -102,7 +105,7 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
                 let quiet = options.common.quick_or_full(QUIET_MS.0, QUIET_MS.1);
                 let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
                 let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
-                let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([MS, CALLS]).collect();
+                let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALLS]).collect();
                 samples.add_outcome(&case, subject.name(), &metrics, &outcome);
             }
         }

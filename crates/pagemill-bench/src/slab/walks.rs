@@ -2,7 +2,7 @@
 //! afterwards.
 
 use super::Options;
-use super::keepers::LIMIT;
+use super::storage_subjects::TIME_LIMIT;
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
@@ -11,7 +11,7 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subject: walks without moves.
+/// Subject: walks while no objects are moved.
 const STILL: &str = "still";
 /// Subject: walks while a background thread moves objects.
 const MOVING: &str = "moving";
@@ -21,21 +21,21 @@ const FRAGMENTED: &str = "fragmented";
 const PACKED: &str = "packed";
 pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 
-/// Metric: nanoseconds per entry of a walk.
-const NS: &str = "ns";
+/// Metric: nanoseconds in which a walk visits one entry.
+const NS_PER_ENTRY: &str = "ns";
 /// Metric: number of objects moved during the walks.
 const MOVED: &str = "moved";
 
 /// Number of entries of the tree (quick, full).
-const ENTRIES: (u64, u64) = (20_000, 100_000);
+const TREE_ENTRIES: (u64, u64) = (20_000, 100_000);
 /// Number of pages of the file whose index is walked (quick, full).
-const PAGES: (u64, u64) = (6_000, 30_000);
-/// Number of turns; in each turn, both subjects of a case are measured once (quick, full).
+const FILE_PAGES: (u64, u64) = (6_000, 30_000);
+/// Number of turns of a sample (quick, full). In each turn, the workload replaces all objects and then walks them.
 const TURNS: (u64, u64) = (2, 5);
-/// Milliseconds of each measurement in a turn (quick, full).
+/// Milliseconds for which the workload walks the objects in each turn (quick, full).
 const TURN_MS: (u64, u64) = (100, 300);
 
-/// The bound on the speed: a walk may be at most 5 % slower than its baseline.
+/// Minimum speed of walks relative to their baseline.
 const MIN_SPEED: f64 = 0.95;
 
 /// The data structure that is walked, and whether it was compacted.
@@ -66,7 +66,7 @@ impl Case {
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the wanted walks; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -77,10 +77,10 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let samples = measure(common)?;
     for case in Case::ALL {
         for subject in case.sides() {
-            for (metric, unit, column) in [(NS, "ns", "ns"), (MOVED, "objects", "moves")] {
+            for (metric, unit, column) in [(NS_PER_ENTRY, "ns", "ns"), (MOVED, "objects", "moves")] {
                 let table = format!("walks, nanoseconds an entry: {}", case.name());
                 let cell = Some(TableCell { table, column: column.to_owned() });
-                let baseline = (metric == NS).then_some(case.sides()[1]);
+                let baseline = (metric == NS_PER_ENTRY).then_some(case.sides()[1]);
                 let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
                 report_row(report, &samples, (&case, case.name()), subject, metric, cell);
             }
@@ -99,7 +99,7 @@ fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     report.add_verdict(match moved {
         Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
         _ => {
-            let side = |subject| SeriesKey { case: &case, subject, metric: NS };
+            let side = |subject| SeriesKey { case: &case, subject, metric: NS_PER_ENTRY };
             judge_time_ratio(samples, target, bound, side(own), side(base))
         }
     });
@@ -121,7 +121,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
-                    samples.add_outcome(&case, subject, &[NS, MOVED], &sample(common, case, subject)?);
+                    samples.add_outcome(&case, subject, &[NS_PER_ENTRY, MOVED], &sample(common, case, subject)?);
                 }
             }
         }
@@ -131,8 +131,8 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
 
 fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
     let (work, size) = match case {
-        Case::Index => ("index", ("--pages", common.quick_or_full(PAGES.0, PAGES.1))),
-        _ => ("tree", ("--entries", common.quick_or_full(ENTRIES.0, ENTRIES.1))),
+        Case::Index => ("index", ("--pages", common.quick_or_full(FILE_PAGES.0, FILE_PAGES.1))),
+        _ => ("tree", ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1))),
     };
     let turns = [
         ("--turns", common.quick_or_full(TURNS.0, TURNS.1)),
@@ -142,10 +142,10 @@ fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> 
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
 
-/// Takes one sample of walks in a fragmented and in a compacted tree. The same process walks before and after the
-/// compaction.
+/// Takes one sample of walks in a fragmented tree and one of walks in a compacted tree. The same process walks the tree
+/// before and after the compaction.
 fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Result<()> {
-    let entries = ("--entries", common.quick_or_full(ENTRIES.0, ENTRIES.1));
+    let entries = ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1));
     let turn = ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1));
     let outcome = run("packed", PACKED, &[entries, turn], None)?;
     let part = |metrics: &[(&str, &str)]| match &outcome {
@@ -156,13 +156,18 @@ fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Res
         Outcome::Killed => Outcome::Killed,
         Outcome::Failed(why) => Outcome::Failed(why.clone()),
     };
-    samples.add_outcome(&Case::Packed, FRAGMENTED, &[NS], &part(&[(NS, "fragmented_ns")]));
-    samples.add_outcome(&Case::Packed, PACKED, &[NS, MOVED], &part(&[(NS, "packed_ns"), (MOVED, MOVED)]));
+    samples.add_outcome(&Case::Packed, FRAGMENTED, &[NS_PER_ENTRY], &part(&[(NS_PER_ENTRY, "fragmented_ns")]));
+    samples.add_outcome(
+        &Case::Packed,
+        PACKED,
+        &[NS_PER_ENTRY, MOVED],
+        &part(&[(NS_PER_ENTRY, "packed_ns"), (MOVED, MOVED)]),
+    );
     Ok(())
 }
 
 fn run(work: &str, subject: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
-    let mut line = child::words(&["__slab", work], numbers);
+    let mut line = child::command_words(&["__slab", work], numbers);
     line.extend(flag.map(str::to_owned));
-    child::run_plain(subject, line, LIMIT)
+    child::run_plain(subject, line, TIME_LIMIT)
 }

@@ -14,15 +14,16 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Runs per sample (quick, full). A sample is the median of its runs, so that one outlier does not affect it.
+/// Number of runs of the program per sample (quick, full). A sample is the median of its runs, so that one outlier does
+/// not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
 /// The baseline of all subjects: the program without a preload, under glibc.
 const BASELINE: &str = "none";
-/// Metric: duration of the program.
+/// Metric: duration of a run of the program, in milliseconds.
 const WALL_MS: &str = "ms";
-/// Metric: [`WALL_MS`] minus that of the baseline in the same round.
-const MS_MORE: &str = "ms_more";
+/// Metric: [`WALL_MS`] minus [`WALL_MS`] of the baseline in the same round.
+const ADDED_MS: &str = "ms_more";
 /// The only case. Its name is that of the program `true`, which does nothing.
 const CASE: &str = "true";
 
@@ -47,11 +48,11 @@ pub fn run(options: &Options) -> Result<Report> {
         let cell = |column: &str| Some(TableCell { table: table.clone(), column: column.to_owned() });
         let whole = Metric { name: WALL_MS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
         report_row(&mut report, &samples, (&CASE, CASE), name, whole, cell("ms"));
-        let more = Metric { name: MS_MORE, unit: "ms", better: Better::Lower, baseline: None };
+        let more = Metric { name: ADDED_MS, unit: "ms", better: Better::Lower, baseline: None };
         report_row(&mut report, &samples, (&CASE, CASE), name, more, cell("ms more than none"));
     }
     let verdict = not_measured("start of `true`, more than without", Bound::AtMost(1.0), "ms", "");
-    report.add_verdict(match samples.get(&CASE, PAGEMILL, MS_MORE) {
+    report.add_verdict(match samples.get(&CASE, PAGEMILL, ADDED_MS) {
         Some(series) => {
             Verdict { estimate: stats::estimate_median(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
         }
@@ -90,7 +91,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleT
         for (name, &median) in subject_names(ready).zip(&medians) {
             samples.add_value(&CASE, name, WALL_MS, median);
             if name != BASELINE {
-                samples.add_value(&CASE, name, MS_MORE, median - medians[0]);
+                samples.add_value(&CASE, name, ADDED_MS, median - medians[0]);
             }
         }
     }
@@ -103,8 +104,8 @@ fn true_program() -> Result<&'static str> {
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Runs the program once and returns the milliseconds. The program takes only a moment, so it needs no process group
-/// and no timeout.
+/// Runs the program once and returns its duration in milliseconds. The program takes only a moment, so it needs no
+/// process group and no timeout.
 fn run_for_wall_ms(program: &str, ready: Option<&AvailableSubject>) -> Result<f64> {
     let mut command = Command::new(program);
     match ready {

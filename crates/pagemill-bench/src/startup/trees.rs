@@ -19,33 +19,34 @@ use crate::subject::{self, PAGEMILL};
 
 /// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
 const STARTS: (usize, usize) = (20, 100);
-/// Number of programs that one shell starts (quick, full).
+/// Number of short programs that one shell starts in a sample (quick, full).
 const PROGRAMS: (u32, u32) = (50, 1000);
 
-/// Maximum of the CPU time that `pagemill run` adds to a program, divided by the CPU time that the spawner adds.
+/// Maximum of the CPU time that `pagemill run` adds to a program, divided by the CPU time that a minimal launcher
+/// ([`SPAWNER`]) adds.
 const MAX_ADDED_RATIO: f64 = 1.5;
-/// Maximum of the CPU time of [`SHORT`] under `pagemill run`, divided by the CPU time without it.
+/// Maximum of the CPU time of [`SHORT_PROGRAMS`] under `pagemill run`, divided by the CPU time without a launcher.
 const MAX_PROGRAMS_RATIO: f64 = 1.15;
-/// Maximum of the CPU time of [`CONFIGURE`] under `pagemill run`, divided by the CPU time without it.
+/// Maximum of the CPU time of [`CONFIGURE`] under `pagemill run`, divided by the CPU time without a launcher.
 const MAX_CONFIGURE_RATIO: f64 = 1.05;
 
-/// Subject: the program without a launcher.
+/// Subject: the program is started without a launcher.
 const PLAIN: &str = "none";
-/// Subject: the program under the spawner, a minimal launcher ([`SPAWNER_SOURCE`]).
+/// Subject: the program is started by a minimal launcher ([`SPAWNER_SOURCE`]).
 const SPAWNER: &str = "spawner";
 
 /// Case: one program that does nothing.
-const RUN: &str = "run true";
+const RUN_TRUE: &str = "run true";
 /// Case: a shell that starts [`PROGRAMS`] short programs.
-const SHORT: &str = "short programs";
+const SHORT_PROGRAMS: &str = "short programs";
 /// Case: a configure script.
 const CONFIGURE: &str = "configure";
 
 /// Metric: CPU time of the whole process tree.
 const CPU: &str = "cpu_ms";
 /// Metric: CPU time that the launcher adds to [`PLAIN`].
-const ADDED: &str = "cpu_ms_added";
-/// Metric: duration.
+const ADDED_CPU: &str = "cpu_ms_added";
+/// Metric: duration of the run of the process tree.
 const WALL: &str = "wall_ms";
 
 /// A C program that starts a program, waits for it and exits with its status. This is the minimum that any waiting
@@ -65,7 +66,8 @@ int main(int argc, char **argv) {
 }
 ";
 
-/// Runs the three cases; adds rows and verdicts.
+/// Measures the program `true`, many short programs, and a configure script, with and without `pagemill run`. Adds rows
+/// and verdicts to the report.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let Some(pagemill) = subject::built_file("pagemill") else {
         report.add_gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
@@ -89,7 +91,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Compiles the spawner with `cc`. The inner error is a sentence for the list of gaps.
+/// Compiles [`SPAWNER_SOURCE`] with `cc`, and returns the path of the program. The inner error is a sentence for the
+/// report that says why it was not compiled.
 fn compile_spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
     if !is_installed("cc") {
         return Ok(Err(
@@ -121,7 +124,7 @@ fn measure_true(
     for round in 0..common.rounds() {
         let mut cpu = [Duration::ZERO; 3];
         for start in 0..starts {
-            progress.step(RUN);
+            progress.step(RUN_TRUE);
             for index in 0..launchers.len() {
                 let index = (index + start + round) % launchers.len();
                 let (name, words) = &launchers[index];
@@ -131,9 +134,9 @@ fn measure_true(
         }
         let each = cpu.map(|cpu| cpu.as_secs_f64() * 1e3 / starts as f64);
         for ((name, _), own) in launchers.iter().zip(each) {
-            samples.add_value(&RUN, name, CPU, own);
+            samples.add_value(&RUN_TRUE, name, CPU, own);
             if *name != PLAIN {
-                samples.add_value(&RUN, name, ADDED, own - each[0]);
+                samples.add_value(&RUN_TRUE, name, ADDED_CPU, own - each[0]);
             }
         }
     }
@@ -159,7 +162,7 @@ fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a
 fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut SampleTable<&'static str>) -> Result<()> {
     let (count, program) = (options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1), true_program()?);
     let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
-    measure_with_and_without(options, SHORT, pagemill, samples, || {
+    measure_with_and_without(options, SHORT_PROGRAMS, pagemill, samples, || {
         let mut command = Command::new("sh");
         command.args(["-c", &script]);
         Ok((command, None))
@@ -183,7 +186,8 @@ fn measure_configure(
     })
 }
 
-/// In each round, runs a command alone and under `pagemill run`. Both runs must succeed and print the same.
+/// In each round, runs a command without a launcher and under `pagemill run`. Fails unless both runs succeed and print
+/// the same output.
 fn measure_with_and_without(
     options: &Options,
     case: &'static str,
@@ -235,12 +239,12 @@ fn run_once(
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
     let table = "`pagemill run`: CPU of the whole tree, half the spread, times none";
-    for case in [RUN, SHORT, CONFIGURE] {
+    for case in [RUN_TRUE, SHORT_PROGRAMS, CONFIGURE] {
         for name in [PLAIN, SPAWNER, PAGEMILL] {
             let cell = |what: &str| Some(TableCell { table: table.to_owned(), column: format!("{case}, {what}") });
             let metric = |name, baseline| Metric { name, unit: "ms", better: Better::Lower, baseline };
             report_row(report, samples, (&case, case), name, metric(CPU, Some(PLAIN)), cell("ms"));
-            report_row(report, samples, (&case, case), name, metric(ADDED, Some(SPAWNER)), cell("ms added"));
+            report_row(report, samples, (&case, case), name, metric(ADDED_CPU, Some(SPAWNER)), cell("ms added"));
             report_row(report, samples, (&case, case), name, metric(WALL, Some(PLAIN)), None);
         }
     }
@@ -250,13 +254,19 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, option
     let count = options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1);
     for (case, metric, baseline, most, target) in [
         (
-            RUN,
-            ADDED,
+            RUN_TRUE,
+            ADDED_CPU,
             SPAWNER,
             MAX_ADDED_RATIO,
             "CPU that `pagemill run true` adds, against a minimal spawner".to_owned(),
         ),
-        (SHORT, CPU, PLAIN, MAX_PROGRAMS_RATIO, format!("CPU of {count} short programs in a run, against none")),
+        (
+            SHORT_PROGRAMS,
+            CPU,
+            PLAIN,
+            MAX_PROGRAMS_RATIO,
+            format!("CPU of {count} short programs in a run, against none"),
+        ),
         (CONFIGURE, CPU, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");

@@ -4,8 +4,9 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Index of the field that counts completed writes. The kernel counts after it has merged adjacent writes.
-const WRITES: usize = 4;
+/// Index of the field of `/sys/dev/block/*/stat` that counts completed writes. The kernel counts writes after it has
+/// merged adjacent ones.
+const WRITES_FIELD_INDEX: usize = 4;
 
 /// Returns the number of writes that the device of a file has completed. Returns none if the file system has no single
 /// device with such a count.
@@ -17,14 +18,15 @@ pub fn completed_writes(path: &Path) -> Option<u64> {
 }
 
 fn parse_completed_writes(line: &str) -> Option<u64> {
-    line.split_whitespace().nth(WRITES)?.parse().ok()
+    line.split_whitespace().nth(WRITES_FIELD_INDEX)?.parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The fifth number of the line must be the count. A file without a device must have none.
+    /// The number of completed writes must be the fifth number of the line. A file without a block device must have no
+    /// such number.
     #[test]
     fn completed_writes_are_parsed() {
         assert_eq!(parse_completed_writes("  100  2  300 4  57 6  700 8 0 10 11\n"), Some(57));

@@ -25,7 +25,7 @@ const COMMON_ARGUMENTS: [&str; 6] = [
     "--percentile_list=50:99:99.9",
 ];
 
-/// fio argument: write the same bytes each time. By default fio changes the bytes of each write.
+/// Argument with which fio writes the same bytes each time. By default fio changes the bytes of each write.
 const KEEP_BYTES_ARGUMENT: &str = "--scramble_buffers=0";
 
 /// An I/O engine of fio, with its settings.
@@ -37,8 +37,8 @@ pub struct Engine {
     pub is_huge: bool,
 }
 
-/// Correction that is added to user time and to system time. fio truncates each of them to whole milliseconds, which
-/// subtracts half a millisecond on average.
+/// Correction that is added to the user time and to the system time of fio. fio truncates each of them to whole
+/// milliseconds, which subtracts half a millisecond on average.
 const MEAN_TRUNCATION_MS: f64 = 0.5;
 
 /// fio's engine that uses blocking system calls.
@@ -73,12 +73,13 @@ fn escaped(path: &Path) -> String {
     path.display().to_string().replace(':', "\\:")
 }
 
-/// If fio is missing, removes the subjects that need it and adds a gap.
+/// If the program fio is missing, removes the subjects that need it from `subjects`, and adds a sentence (gap) to the
+/// report.
 ///
 /// # Errors
 ///
 /// [`Error::CannotRun`] if no subject is left.
-pub fn leave_out_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
+pub fn remove_fio_if_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
     if subjects.iter().any(&is_fio)
         && let Some(gap) = missing_reason()
     {
@@ -126,7 +127,7 @@ impl Job<'_> {
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
-    /// Runs the job and returns its metrics.
+    /// Runs fio with this job, and returns the metrics.
     ///
     /// # Errors
     ///
@@ -182,7 +183,7 @@ impl Pass<'_> {
     }
 }
 
-/// A fio job that writes at the offsets of an I/O list.
+/// A fio job that writes at the offsets of a list that [`write_list`] made.
 #[derive(Clone, Copy, Debug)]
 pub struct Replay<'a> {
     pub engine: Engine,
@@ -208,7 +209,7 @@ impl Replay<'_> {
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
-    /// Runs the replay and returns its metrics.
+    /// Runs fio with the list of offsets, and returns the metrics.
     ///
     /// # Errors
     ///
@@ -222,7 +223,8 @@ impl Replay<'_> {
     }
 }
 
-/// Writes an I/O list for [`Replay`], in fio's iolog format, version 2. The last entry is a datasync.
+/// Writes a list of write operations at the offsets `places` to the file `to`, in fio's iolog format, version 2. The
+/// last operation is a datasync.
 ///
 /// # Errors
 ///
@@ -258,8 +260,8 @@ fn run(
     })
 }
 
-/// Extracts the metrics of fio's only job group from its JSON. `ios` returns the number of operations. The CPU time is
-/// that of the job threads and excludes fio's startup.
+/// Extracts the metrics of fio's only job group from its JSON. `ios` returns the number of operations from the JSON of
+/// the read or write side. The CPU time is that of the job threads and excludes fio's startup.
 fn parse_fio_output(
     stdout: &[u8],
     is_write: bool,
@@ -302,8 +304,8 @@ fn parse_fio_output(
 mod tests {
     use super::*;
 
-    /// The metrics must be read from JSON that follows a line of text. fio errors and missing output must be reported
-    /// as errors.
+    /// The metrics must be parsed from fio's JSON output, even if a line of text precedes it. An error that fio
+    /// reports, missing writes and empty output must be errors.
     #[test]
     fn fio_output_is_parsed() {
         let output = |error: i64| {

@@ -15,15 +15,15 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Metric: copies of resident pages per second, without other reads.
+/// Metric: number of resident pages that a thread copies per second, without concurrent reads.
 pub const COPIES_ALONE: &str = "alone_per_second";
-/// Metric: copies of resident pages per second, during concurrent misses.
+/// Metric: number of resident pages that a thread copies per second, while another thread causes cache misses.
 pub const COPIES_WITH_MISSES: &str = "beside_per_second";
 /// Metric: [`COPIES_WITH_MISSES`] divided by [`COPIES_ALONE`].
 pub const KEPT_RATIO: &str = "kept_ratio";
-/// Metric: misses per second during the copies of [`COPIES_WITH_MISSES`].
+/// Metric: number of cache misses per second during the copies of [`COPIES_WITH_MISSES`].
 pub const MISSES: &str = "misses_per_second";
-/// Metric: number of copies that found their page evicted.
+/// Metric: number of copies whose page was not resident any more and had to be read from the file.
 pub const COPIES_MISSED: &str = "hits_lost";
 
 /// Subject: one thread with a queue of the page cache and [`DEPTH`] reads in flight.
@@ -36,11 +36,12 @@ const FUTURES: &str = "futures-32";
 const RING: &str = "ring-32";
 const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
-/// Subject: copies of resident pages of the cache, during concurrent misses.
+/// Subject: copies resident pages of the cache while another thread causes misses.
 const HITS: &str = "hits";
-/// Subject: as [`HITS`], but the pages are copied from plain memory.
+/// Subject: as [`HITS`], but the pages are copied from plain memory instead of the cache.
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Subjects with blocking threads: the name, the fio job to compare with, and the number of threads and of fio jobs.
+/// Subjects in which threads read with blocking calls: name, name of the fio subject to compare with, and number of
+/// threads of both.
 const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
@@ -54,15 +55,15 @@ const BLOCKING_COLD: [(&str, &str, u64); 2] =
 /// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
 const DEPTH: u64 = 32;
 /// Number of reads that the bare io_uring submits together.
-const BATCH: u64 = 4;
-/// Duration of a sample (quick, full).
-const RUN_MS: (u64, u64) = (500, 2000);
-/// Memory for cached pages (quick, full).
+const RING_BATCH: u64 = 4;
+/// Duration in milliseconds of a sample (quick, full).
+const SAMPLE_MS: (u64, u64) = (500, 2000);
+/// Size in MiB of the cache (quick, full).
 const CACHE_MIB: (u64, u64) = (32, 256);
-/// Size of the file divided by the memory for cached pages.
+/// Size of the file divided by the size of the cache.
 const FILE_TO_CACHE_RATIO: u64 = 6;
 
-/// How a subject reads the file; with `Hits`, it copies resident pages during misses.
+/// How a subject reads the file. The subject `Hits` copies resident pages while another thread causes misses.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads { count: u64, is_cold: bool },
@@ -76,7 +77,7 @@ enum Work {
 #[derive(Clone, Copy, Debug)]
 struct Subject {
     name: &'static str,
-    /// The fio job with the same number of reads in flight.
+    /// Name of the fio subject with the same number of reads in flight.
     baseline: Option<&'static str>,
     work: Work,
 }
@@ -128,9 +129,10 @@ pub struct Options {
     pub cache_mib: Option<u64>,
 }
 
+/// This experiment has only one case.
 type Case = ();
 
-/// Runs the experiment and returns the report.
+/// Measures the cost of cache misses. Returns the report.
 ///
 /// # Errors
 ///
@@ -142,7 +144,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut subjects = subjects();
     common.check_only(&subjects.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     subjects.retain(|subject| common.is_wanted(subject.name));
-    fio::leave_out_missing(&mut subjects, Subject::is_fio, &mut report)?;
+    fio::remove_fio_if_missing(&mut subjects, Subject::is_fio, &mut report)?;
     let target = options.place.open_or_make(FILE_TO_CACHE_RATIO * common.quick_or_full(CACHE_MIB.0, CACHE_MIB.1))?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
@@ -169,7 +171,7 @@ fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: 
     for round in 0..common.rounds() {
         for subject in rotated(subjects, round) {
             progress.step(subject.name);
-            let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
+            let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
             samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
         }
     }
@@ -191,12 +193,12 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
         Work::Futures => (miss_words(false), vec![("--futures", DEPTH), ("--cache-mib", cache_mib)]),
         Work::Ring => {
             let words = &["__ring", "--memory", "huge", "--registered", "--random"][..];
-            (words, vec![("--depth", DEPTH), ("--batch", BATCH), ("--io-bytes", io_bytes)])
+            (words, vec![("--depth", DEPTH), ("--batch", RING_BATCH), ("--io-bytes", io_bytes)])
         }
         Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
     };
-    let line = child::words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
+    let line = child::command_words(words, &[numbers, vec![("--run-ms", run_ms)]].concat());
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 

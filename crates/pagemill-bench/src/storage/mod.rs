@@ -32,7 +32,7 @@ pub const P999: &str = "p999_us";
 pub const CPU: &str = "cpu_us";
 /// Metric: CPU time per MiB.
 pub const CPU_PER_MIB: &str = "cpu_us_per_mib";
-/// Metric of a cache: the rate of all reads, including hits.
+/// Metric of a cache: all reads per second, including hits.
 pub const READS: &str = "reads_per_second";
 /// Metric of a cache: the fraction of hits among all reads.
 pub const HIT_RATIO: &str = "hit_ratio";
@@ -53,7 +53,8 @@ pub struct PlaceOptions {
 }
 
 impl PlaceOptions {
-    /// Opens the given file, or makes a temporary one.
+    /// Opens the file that the user named, or makes a temporary file. Uses `mib` MiB unless the user set another
+    /// length.
     fn open_or_make(&self, mib: u64) -> Result<Target> {
         let bytes = self.mib.unwrap_or(mib) << 20;
         match &self.file {
@@ -63,7 +64,7 @@ impl PlaceOptions {
     }
 }
 
-/// Runs a hidden subcommand of the bench on the file.
+/// Runs a hidden subcommand of the bench, with the file `target` as further arguments.
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
     child::run_plain(subject, line, limit)
@@ -83,7 +84,8 @@ fn best_subject<'a, Case: Ord + Clone>(
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// Compares a rate with that of the best of several subjects. The note names the best subject.
+/// Compares the rate of the subject `own` with the rate of the best of `subjects`. The note of the verdict names the
+/// best subject.
 fn judge_against_best<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     (target, bound): (String, Bound),
@@ -98,7 +100,7 @@ fn judge_against_best<Case: Ord + Clone>(
     }
 }
 
-/// Compares the quotient of two series with a bound.
+/// Judges the quotient of two series, `own` divided by `base`, against a bound.
 fn judge_ratio(
     target: impl Into<String>,
     bound: Bound,
@@ -116,10 +118,10 @@ fn judge_ratio(
 mod tests {
     use super::*;
 
-    /// The baseline must be the subject with the best median, although another subject has the best single round. If no
-    /// peer was run, there must be no estimate.
+    /// The baseline must be the peer with the best median, although another peer has the best single round. If no peer
+    /// was run, there must be no estimate.
     #[test]
-    fn the_best_has_the_best_median() {
+    fn best_peer_has_the_best_median() {
         let mut samples = SampleTable::new();
         let all = [("own", [95.0, 96.0, 94.0]), ("steady", [100.0, 99.0, 101.0]), ("lucky", [50.0, 200.0, 60.0])];
         for (subject, rates) in all {

@@ -111,7 +111,7 @@ pub fn run(options: &Options) -> Result<Report> {
     common.check_only(&SUBJECTS.map(|subject| subject.name))?;
     let mut report = Report::new("stream", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
+    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
     let file_mib = target.len_bytes >> 20;
     let cache_mib = options.cache_mib.unwrap_or(file_mib / FILE_TO_CACHE_RATIO).max(2);
@@ -174,7 +174,7 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) ->
         Work::Calls(way) => {
             let words = ["__stream", "--way", way.name()].into_iter().chain(is_write.then_some("--write"));
             let numbers = [("--cache-mib", cache_mib), ("--call-bytes", call_bytes)];
-            let line = child::words(&words.collect::<Vec<_>>(), &numbers);
+            let line = child::command_words(&words.collect::<Vec<_>>(), &numbers);
             sample(subject.name, target, line, Duration::from_secs(300))
         }
     }

@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 use crate::pattern::{self, RECORD_BYTES, Records};
 
 /// File-system types of `statfs` for file systems in memory: tmpfs and ramfs.
-const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+const IN_MEMORY_FS_TYPES: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Bytes that must stay free on the file system.
+/// Bytes that must stay free on the file system of the temporary file.
 const SPARE_BYTES: u64 = 256 << 20;
 
 /// A file, of which the first `len_bytes` bytes are used. Dropping the value removes the file if it is temporary.
@@ -32,7 +32,7 @@ fn cannot_run(path: &Path, why: impl std::fmt::Display) -> Error {
 }
 
 impl Target {
-    /// Makes a temporary file and writes all of it.
+    /// Makes a temporary file of about `len_bytes` bytes in `dir` and fills it with records.
     ///
     /// # Errors
     ///
@@ -87,7 +87,7 @@ impl Target {
         &self.path
     }
 
-    /// Returns the workload arguments that describe the file.
+    /// Returns the arguments that tell a workload the path, length and contents of the file.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());
@@ -100,7 +100,7 @@ impl Target {
 
 fn is_in_memory(folder: &Path) -> Result<bool> {
     let state = rustix::fs::statfs(folder).map_err(|cause| cannot_run(folder, cause))?;
-    Ok(IN_MEMORY.contains(&(state.f_type as u64)))
+    Ok(IN_MEMORY_FS_TYPES.contains(&(state.f_type as u64)))
 }
 
 fn default_folder() -> Result<PathBuf> {

@@ -17,9 +17,9 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Metric: number of write operations of the subject per dirty page.
+/// Metric: number of write operations that the subject submits, per dirty page.
 pub const TRANSFERS: &str = "transfers_per_page";
-/// Metric: number of writes that the device counted per dirty page.
+/// Metric: number of writes that the block device completed, per dirty page.
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
 /// Subject: the writeback of the page cache.
@@ -27,14 +27,14 @@ const CACHE: &str = "cache";
 /// Subject: a bare io_uring with [`DEPTH`] writes in flight.
 const RING: &str = "ring-64";
 const FIO_URING: &str = "fio-io_uring-64";
-/// Number of writes in flight.
+/// Number of writes in flight of [`RING`] and of the asynchronous fio jobs.
 const DEPTH: u64 = 64;
-/// Size of the file (quick, full).
+/// Size of the file in MiB (quick, full).
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// One page in this many is dirty by default. That suffices to write for half a second. For seven of eight dirty pages
-/// the page before is clean. So merging gains little, and mostly the speed of writing single pages is compared.
-const ONE_OF: u64 = 8;
+/// By default, one page in this many is dirty. That is enough for half a second of writes. Seven of eight dirty pages
+/// follow a clean page. So merging gains little, and the comparison is mostly of writes of single pages.
+const PAGES_PER_DIRTY_PAGE: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
 enum Work {
@@ -73,11 +73,16 @@ pub struct Options {
     pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Required with --file, WHOSE CONTENT IS LOST
+    /// Write to the file given by --file, WHOSE CONTENT IS LOST; required with --file
     #[arg(long, requires = "file")]
     pub writes: bool,
     /// Make one page in this many dirty
-    #[arg(long, value_name = "PAGES", default_value_t = ONE_OF, value_parser = clap::value_parser!(u64).range(1..=1024))]
+    #[arg(
+        long,
+        value_name = "PAGES",
+        default_value_t = PAGES_PER_DIRTY_PAGE,
+        value_parser = clap::value_parser!(u64).range(1..=1024)
+    )]
     pub one_of: u64,
 }
 
@@ -88,9 +93,10 @@ pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Ve
     all.filter(|_| random.u64(..one_of) == 0).collect()
 }
 
+/// This experiment has only one case.
 type Case = ();
 
-/// Runs the experiment and returns the report.
+/// Measures the cost of writeback of scattered dirty pages. Returns the report.
 ///
 /// # Errors
 ///
@@ -105,7 +111,7 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     let mut report = Report::new("writeback", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
+    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
     let pages = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
     report
@@ -195,7 +201,7 @@ mod tests {
     use super::*;
 
     /// Equal seeds must give equal offsets. The offsets must ascend, be multiples of the page size inside the file, and
-    /// select about one page in eight. For one page in one, all pages must be selected.
+    /// select about one page in eight. With `one_of` equal to 1, all pages must be selected.
     #[test]
     fn page_offsets_follow_the_seed() {
         let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);

@@ -13,15 +13,15 @@ use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_S
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT, VOLATILE};
+use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT_FOLDER, VOLATILE_FOLDER};
 
 /// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Size of the mount in a run without a cgroup limit. It is smaller than [`LIMITED_SIZE`], because without a limit
-/// files are removed only when the file system is full.
-const UNLIMITED_SIZE: u64 = 4 << 30;
-/// Size of the mount in a run with a cgroup limit.
-const LIMITED_SIZE: u64 = 8 << 30;
+/// Size in bytes of the mount in a run without a cgroup limit. This size is smaller than [`LIMITED_MOUNT_BYTES`],
+/// because without a limit files are removed only when the file system is full.
+const UNLIMITED_MOUNT_BYTES: u64 = 4 << 30;
+/// Size in bytes of the mount in a run with a cgroup limit.
+const LIMITED_MOUNT_BYTES: u64 = 8 << 30;
 /// Seconds of a run on plain tmpfs. The run is short because the tmpfs is soon full.
 const PLAIN_SECONDS: u64 = 2;
 
@@ -33,8 +33,8 @@ const PEAK: &str = "peak_mib";
 const UNLIMITED: &str = "unlimited";
 /// Metric: number of writes that failed.
 const FAILED_WRITES: &str = "failed_writes";
-/// Metrics that count losses, none of which is allowed, and their columns.
-const LOSSES: [(&str, &str); 5] = [
+/// Metrics that count losses, and the titles of their table columns. No loss is allowed.
+const LOSS_METRICS: [(&str, &str); 5] = [
     (FAILED_WRITES, "failed writes"),
     ("lost_newest", "newest lost"),
     ("lost_kept", "kept lost"),
@@ -43,8 +43,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// One case: a number of writers of files of one size, in a cgroup with a memory limit. For each file size and number
-/// of writers, the case with the first limit also runs without a limit.
+/// One case: a number of threads that write files of one size, in a cgroup with a memory limit. For each file size and
+/// number of writers, the case with the first limit also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -60,7 +60,8 @@ impl Case {
         format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
     }
 
-    /// Returns the MiB that cannot be removed: the files that are being written, and the files that must be kept.
+    /// Returns how many MiB of files cannot be removed: the files that are being written, and the files that must be
+    /// kept.
     fn unremovable_mib(&self) -> u64 {
         self.writers * self.file_mib + KEPT_MIB
     }
@@ -70,8 +71,8 @@ impl Case {
         self.unremovable_mib() < self.limit_mib
     }
 
-    /// Returns how many of the files closed last must still exist at the end. The result is the largest number of these
-    /// that fits below the purge threshold: two per writer, one per writer, or none.
+    /// Returns how many of the files that were closed last must still exist at the end of a run: two per writer, one
+    /// per writer, or none. The result is the largest of these numbers of files that fits below the purge threshold.
     fn required_newest_files(&self) -> u64 {
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
         let fits = |count: &u64| self.unremovable_mib() + count * self.file_mib <= mark;
@@ -79,7 +80,7 @@ impl Case {
     }
 }
 
-/// Runs the cases; adds rows and verdicts.
+/// Runs all cases of volatile files; adds rows and verdicts to the report.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(None)?;
@@ -122,7 +123,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns all wanted cases, ordered by file size and number of writers.
+/// Returns the cases that `--case` selects, ordered by file size and number of writers.
 fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     for file_mib in [4, 64] {
@@ -139,7 +140,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
     }
 }
 
-/// Takes one sample in a new cgroup on a new mount.
+/// Takes one sample of a case in a new cgroup, with files on a new mount.
 fn sample(
     mounter: &Mounter,
     subject: FileSystem,
@@ -152,7 +153,7 @@ fn sample(
         None => Cgroup::without_limit(),
     };
     let group = group.map_err(Error::CannotRun)?;
-    let size_bytes = if limit_mib.is_some() { LIMITED_SIZE } else { UNLIMITED_SIZE };
+    let size_bytes = if limit_mib.is_some() { LIMITED_MOUNT_BYTES } else { UNLIMITED_MOUNT_BYTES };
     let mounted = match mounter.mount(subject, size_bytes)? {
         Ok(mounted) => mounted,
         Err(gap) => return Ok(Outcome::Failed(gap)),
@@ -163,7 +164,7 @@ fn sample(
     // The speed is measured only after as many bytes were written as fit. Before that, files may get memory that the
     // host of a virtual machine has taken back, and its first touch is many times slower. Touching other memory
     // beforehand does not help.
-    let fill_mib = if subject == PAGEMILL_MOUNT { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
+    let fill_mib = if subject == PAGEMILL_MOUNT { limit_mib.unwrap_or(UNLIMITED_MOUNT_BYTES >> 20) } else { 0 };
     let options = [
         ("--writers", case.writers),
         ("--file-mib", case.file_mib),
@@ -196,7 +197,7 @@ fn sample(
 /// Makes the folder for volatile files and the folder for files that must be kept. Marks the first folder, so that
 /// files in it are volatile.
 fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
-    let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
+    let [volatile, kept] = [VOLATILE_FOLDER, KEPT_FOLDER].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
         std::fs::create_dir(folder).map_err(|cause| format!("{}: {cause}", folder.display()))?;
     }
@@ -209,7 +210,7 @@ fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(
 
 fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<RunningGroup> {
     let own = child::own_executable()?.display().to_string();
-    let mut line = child::words(&[&own, "__file-writers"], options);
+    let mut line = child::command_words(&[&own, "__file-writers"], options);
     line.extend(place_arguments(mounted));
     start_in_group(group, &line)
 }
@@ -217,7 +218,7 @@ fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<R
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
     let table = format!("survive: {}, {KEPT_MIB} MiB beside them that must stay", case.name());
     for subject in [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name] {
-        let losses = LOSSES.map(|(name, column)| (name, "count", None, column));
+        let losses = LOSS_METRICS.map(|(name, column)| (name, "count", None, column));
         let speed = (SPEED, "GiB/s", Some(UNLIMITED), "written, GiB/s");
         let peak = (PEAK, "MiB", None, "peak of the group, MiB");
         for (name, unit, baseline, column) in [speed, peak].into_iter().chain(losses) {
@@ -234,7 +235,7 @@ fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
     let Some(series) = samples.get(case, PAGEMILL_MOUNT.name, SPEED) else { return blank };
     let count =
         |metric| samples.get(case, PAGEMILL_MOUNT.name, metric).map_or(0.0, |series| series.values().iter().sum());
-    let mut losses: Vec<String> = LOSSES
+    let mut losses: Vec<String> = LOSS_METRICS
         .into_iter()
         // If the files cannot fit, failed writes are expected. All other losses count.
         .filter(|(metric, _)| case.can_fit() || *metric != FAILED_WRITES)
@@ -268,8 +269,8 @@ mod tests {
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// The numbers of required files must equal those computed by hand. The required files must fit below the purge
-    /// threshold. Cases whose unremovable files exceed the limit must be detected.
+    /// [`Case::required_newest_files`] must return the numbers computed by hand. [`Case::can_fit`] must detect that the
+    /// files that cannot be removed exceed the limit.
     #[test]
     fn required_newest_files_fit_below_limit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.required_newest_files();
@@ -291,8 +292,9 @@ mod tests {
         samples
     }
 
-    /// A slow run without losses must fall short. A fast run with a failed write must fall short, too. Without the
-    /// baseline run there must be no verdict.
+    /// A run at 0.7 of the speed of the unlimited run must miss its target, even without losses. A run at 0.9 of that
+    /// speed must reach its target without losses, and miss it after failed writes. Without samples, the target must
+    /// count as not measured.
     #[test]
     fn any_loss_misses_the_target() {
         assert_eq!(verdict(&samples(9.0, 0.0), &SMALL).state(), VerdictState::Reached);
@@ -302,7 +304,8 @@ mod tests {
         assert_eq!(verdict(&SampleTable::new(), &SMALL).state(), VerdictState::NotMeasured);
     }
 
-    /// If the files cannot fit, failed writes must be accepted, but a kill must make the target fall short.
+    /// If the files of a case cannot fit below the limit, failed writes must be accepted. A killed sample must still
+    /// miss the target.
     #[test]
     fn kill_misses_target_even_if_files_cannot_fit() {
         let case = Case { file_mib: 64, writers: 8, limit_mib: 512 };

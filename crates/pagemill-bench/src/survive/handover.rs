@@ -17,20 +17,20 @@ use crate::workload::handover::{freed_sign, taken_sign};
 
 use super::LIMIT_MIB;
 
-/// Memory that the keeper fills and frees. The limit has room for this memory or for the newcomer's, but not for both
-/// together.
+/// MiB that the first process (the keeper) fills and frees. The limit of the cgroup has room for this memory or for
+/// that of the second process (the newcomer), but not for both together.
 const KEEPER_MIB: u64 = 200;
-/// Memory that the newcomer needs.
+/// MiB that the newcomer, a process that starts after another one has freed memory, needs.
 const NEWCOMER_MIB: u64 = 180;
-/// Number of threads of the newcomer.
+/// Number of threads of the newcomer, the process that needs the freed memory.
 const NEWCOMER_THREADS: u64 = 4;
 
 const CASE: &str = "handover";
-/// Metric: median of the newcomers' speeds.
+/// Metric: median, over the turns of a sample, of the speed at which the process that needs memory fills it.
 const SPEED: &str = "gib_per_second";
-/// Metric: longest time of a newcomer.
+/// Metric: longest time, over the turns of a sample, in which the process that needs memory fills it.
 const SLOWEST: &str = "slowest_ms";
-/// Metric: number of failed allocations of all processes.
+/// Metric: number of failed allocations of all processes of a sample.
 const REFUSED: &str = "refused";
 /// Metric: peak of the cgroup's memory as a fraction of its limit.
 const USED: &str = "used_share";
@@ -38,7 +38,8 @@ const USED: &str = "used_share";
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
 
-/// Runs the experiment under every allocator; adds rows and a verdict to the report.
+/// Measures under every allocator whether a second process can use memory that the first freed; adds rows and a verdict
+/// to the report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let turns = common.quick_or_full(2, 5);
     let progress = Progress::new(ready.len() * common.rounds());
@@ -62,7 +63,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     Ok(())
 }
 
-/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
+/// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
 fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
@@ -102,7 +103,7 @@ fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Ou
     }))
 }
 
-/// Runs one newcomer process from start to end.
+/// Runs one process that needs the freed memory (a newcomer) from start to end.
 fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
     let (mib, threads) = (NEWCOMER_MIB.to_string(), NEWCOMER_THREADS.to_string());
     let own = child::own_executable()?.display().to_string();
@@ -111,7 +112,7 @@ fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
     child::classify("the newcomer's glibc", &finished)
 }
 
-/// Starts a command in the cgroup, without any allocator setting of the caller.
+/// Starts a command in the cgroup, without any environment variable of the caller that affects allocators.
 pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
     let entrance = group.join_file().display().to_string();
     let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
@@ -120,8 +121,8 @@ pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
     RunningGroup::start(&mut command)
 }
 
-/// Returns the JSON line of a sample: the median speed of the newcomers, their longest time, and the number of failed
-/// allocations of all processes.
+/// Returns the JSON line of a sample: the median speed of the processes that needed memory (newcomers), their longest
+/// time, the number of failed allocations of all processes, and the used fraction of the limit.
 fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
@@ -180,8 +181,9 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
 mod tests {
     use super::*;
 
-    /// A sample of three turns must have the median speed of the newcomers, their longest time, and the number of
-    /// failed allocations of keeper and newcomers.
+    /// In three turns of a sample, a process (keeper) frees memory and another (newcomer) fills it. The JSON line of
+    /// the sample must have the median speed of the newcomers, their longest time, and the failed allocations of all
+    /// processes.
     #[test]
     fn sample_summarizes_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
@@ -192,8 +194,8 @@ mod tests {
         assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
     }
 
-    /// A survived sample of Pagemill must reach the target, and the note must name the killed peer. A single killed
-    /// sample must make the target fall short.
+    /// After one sample that Pagemill survived and glibc did not, the target must be reached, and the note must say
+    /// that glibc was killed. After a second sample in which Pagemill was killed, the target must be missed.
     #[test]
     fn one_kill_misses_the_target() {
         let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");

@@ -18,26 +18,27 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
-use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP};
+use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP_SIGN};
 
-/// The experiment refuses to run with less available memory than this.
+/// Minimum of available memory with which the experiment runs.
 const MIN_AVAILABLE_BYTES: u64 = 4 << 30;
-/// Number of CPUs that other processes may use. If they use more, the machine is not idle enough for the experiment.
-const BUSY_CPUS: f64 = 0.3;
+/// Number of CPUs that other processes may use. If other processes use more, the machine is not idle enough for the
+/// experiment.
+const MAX_BUSY_CPUS: f64 = 0.3;
 
-/// MiB that the filler allocates per second.
-const RATE_MIB: u64 = 1024;
-/// Live memory of the server.
+/// MiB that the filler, the process that fills the machine's memory, allocates per second.
+const FILL_MIB_PER_SECOND: u64 = 1024;
+/// MiB of live memory of the server, the process that also holds free memory.
 const LIVE_MIB: u64 = 64;
-/// Interval between samples of the machine, the server and the filler.
+/// Interval between samples of the memory of the machine, the server and the filler.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// Sampling continues for this long after the filler has allocated its last byte.
+/// Sampling continues for this long after the process that fills the machine (filler) has allocated its last byte.
 const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
-/// The server counts as returning memory once its resident memory has fallen by this much. Its own work changes its
-/// memory by less.
+/// The server counts as returning memory once its resident memory has fallen by this many bytes. Its own work changes
+/// its resident memory by less.
 const RETURNING_BYTES: u64 = 128 << 20;
 
-/// Available memory counts as low while it exceeds the minimum of the run by less than this.
+/// Available memory counts as low while it exceeds its minimum over the run by less than this.
 const LOW_MARGIN_BYTES: u64 = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -46,13 +47,13 @@ const CASE: &str = "host";
 const AVAILABLE: &str = "least_available_percent";
 /// Metric: rate at which the server returned memory while memory was low.
 const RETURNED: &str = "gave_gib_per_second";
-/// Metric: rate at which the filler allocated memory.
+/// Metric: rate at which the filler, the process that fills the machine, allocated memory.
 const FILL_RATE: &str = "filler_gib_per_second";
 /// Metric: rate at which the server returned memory, divided by the filler's rate during the same time.
 const RETURNED_PER_FILLED: &str = "gave_per_taken";
 /// Metric: 99.9th percentile of the duration of malloc in the server while memory was low.
 const P999: &str = "p999_ms";
-/// Metric: 1 if the filler stopped at the floor, else 0.
+/// Metric: 1 if the filler stopped because available memory fell to its minimum (the floor), else 0.
 const STOPPED: &str = "stopped";
 const METRICS: &[&str] = &[
     AVAILABLE,
@@ -70,19 +71,19 @@ const METRICS: &[&str] = &[
     "refused",
 ];
 
-/// The sizes in bytes that a run uses on this machine.
+/// The amounts of memory, in bytes, that a run uses on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Plan {
+struct MemoryPlan {
     total: u64,
     /// Available memory that the server should leave to the machine, in bytes.
     margin: u64,
     /// Available memory at which the filler stops, in bytes.
     floor: u64,
-    /// Free memory that the server holds.
+    /// Free memory that the server holds at the start, in bytes.
     free: u64,
 }
 
-impl Plan {
+impl MemoryPlan {
     fn new(total: u64, available: u64) -> Self {
         Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
     }
@@ -94,7 +95,8 @@ impl Plan {
     }
 }
 
-/// One sample of the machine, the server and the filler, in bytes.
+/// Available memory of the machine, and resident memory of the server (which holds free memory) and of the filler
+/// (which fills the machine), at one point in time, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct MachineSample {
     seconds: f64,
@@ -127,7 +129,7 @@ pub fn check_machine() -> Result<()> {
         }
         _ => 0.0,
     };
-    match busy > BUSY_CPUS {
+    match busy > MAX_BUSY_CPUS {
         true => Err(Error::CannotRun(format!("survive --host needs an idle machine; others use {busy:.1} CPUs"))),
         false => Ok(()),
     }
@@ -138,10 +140,11 @@ fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus:
     busy_after.saturating_sub(busy) as f64 / passed as f64 * cpus as f64
 }
 
-/// Runs the experiment; adds rows and verdicts. Pagemill runs in every round, each peer once.
+/// Measures how fast a server under each allocator returns free memory while the machine fills up; adds rows and
+/// verdicts to the report. Pagemill runs in every round, each other allocator once.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
-    let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
+    let plan = MemoryPlan::new(total, proc::available_bytes().unwrap_or(0));
     // Touches all available memory once, except twice the margin, which the system itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::touch_beforehand(warm >> 20)?;
@@ -162,7 +165,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     Ok(())
 }
 
-fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
+fn run_sample(ready: &AvailableSubject, plan: &MemoryPlan) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let folder = folder.path().display().to_string();
@@ -175,7 +178,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
         return child::classify(ready.name(), &server.finish(TIMEOUT)?);
     }
     let available = proc::available_bytes().unwrap_or(0);
-    let (mib, rate) = (plan.filler_mib(available).to_string(), RATE_MIB.to_string());
+    let (mib, rate) = (plan.filler_mib(available).to_string(), FILL_MIB_PER_SECOND.to_string());
     let floor = (plan.floor >> 20).to_string();
     let mut command =
         child::workload_command(["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
@@ -183,7 +186,7 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     subject::clear_foreign_settings(&mut command);
     let filler = RunningGroup::start(&mut command)?;
     let trace = sample_until_full(plan, &signs, &server, &filler)?;
-    signs.create(STOP).map_err(doing("giving a sign"))?;
+    signs.create(STOP_SIGN).map_err(doing("giving a sign"))?;
     let (filler, server) = (filler.finish(TIMEOUT)?, server.finish(TIMEOUT)?);
     Ok(match (child::classify(ready.name(), &server)?, child::classify("the filler's glibc", &filler)?) {
         (Outcome::Measured(server), Outcome::Measured(filler)) => {
@@ -193,9 +196,11 @@ fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     })
 }
 
-/// Takes samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until server or filler ends.
+/// Samples the memory of the machine, the server and the process that fills the machine (filler). Ends
+/// [`SAMPLING_AFTER_END`] after the filler allocated its last byte; earlier if the server or the filler ends, if
+/// available memory falls below half of the floor, or after [`TIMEOUT`].
 fn sample_until_full(
-    plan: &Plan,
+    plan: &MemoryPlan,
     signs: &Signs,
     server: &RunningGroup,
     filler: &RunningGroup,
@@ -234,10 +239,10 @@ fn resident_bytes(running: &RunningGroup) -> u64 {
     proc::resident_memory(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// Returns the JSON line of a sample: the rates and the minimum of available memory from the trace, and the values that
-/// server and filler report.
+/// Returns the JSON line of a sample: rates and minimum of available memory, computed from `trace`, and the values that
+/// the server and the process that fills the machine (filler) reported.
 fn sample_json(
-    plan: &Plan,
+    plan: &MemoryPlan,
     trace: &[MachineSample],
     server: &serde_json::Value,
     filler: &serde_json::Value,
@@ -258,10 +263,11 @@ fn sample_json(
     line
 }
 
-/// Returns the rate at which the server returned memory and the rate at which the filler allocated memory, in GiB/s.
-/// Both rates are measured over the same time. It starts with the first sample in which available memory is low and the
-/// server has begun to return memory. It ends with the filler's last byte. Returns none if there is no such sample.
-/// Memory that was returned earlier does not count, since it was not yet needed.
+/// Returns the rate at which the server returned memory, and the rate at which the process that fills the machine
+/// (filler) allocated memory, in GiB/s. Both rates are measured over the same time. This time starts with the first
+/// sample in which available memory is low and the server has begun to return memory. It ends with the filler's last
+/// byte. Returns none if there is no such sample. Memory that was returned earlier does not count, since it was not yet
+/// needed.
 fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
     let little = trace.iter().map(|sample| sample.available).min()? + LOW_MARGIN_BYTES;
@@ -273,7 +279,7 @@ fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     (seconds > 0.0 && took > 0.0).then(|| (rate(first.server.saturating_sub(last.server)), took))
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &Plan) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &MemoryPlan) {
     let metrics = [
         (AVAILABLE, "%", Better::Higher, "least available, %"),
         (RETURNED, "GiB/s", Better::Higher, "gave, GiB/s"),
@@ -286,8 +292,9 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
         ("quiet_longest_ms", "ms", Better::Lower, "longest before, ms"),
     ];
     let free = plan.free as f64 / f64::from(1 << 30);
-    let table =
-        format!("survive: {free:.1} GiB held free, while another process fills the machine at {RATE_MIB} MiB/s");
+    let table = format!(
+        "survive: {free:.1} GiB held free, while another process fills the machine at {FILL_MIB_PER_SECOND} MiB/s"
+    );
     for subject in ready {
         for (name, unit, better, column) in metrics {
             let cell = TableCell { table: table.clone(), column: column.to_owned() };
@@ -333,8 +340,8 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// In the trace the server has 8 GiB. It returns nothing for four seconds, then half as fast as the filler
-    /// allocates. Only the later four seconds must count: 0.5 GiB/s and 1 GiB/s.
+    /// In the trace, a server with 8 GiB returns nothing for four seconds. For four more seconds, it returns 0.5 GiB/s
+    /// while the filler allocates 1 GiB/s. Both rates must be computed over the later four seconds only.
     #[test]
     fn rates_start_with_the_first_return() {
         let trace: Vec<MachineSample> = (0..=900)
@@ -357,18 +364,18 @@ mod tests {
         assert!(return_and_fill_rates(&trace[..300]).is_none() && return_and_fill_rates(&[]).is_none());
     }
 
-    /// Margin and floor must be fixed fractions of the machine's memory. The filler must allocate the memory available
-    /// above the margin, and four fifths of the server's free memory.
+    /// The margin and the floor of available memory must be fixed fractions of the machine's memory. The planned size
+    /// of the filler must be the available memory above the margin, plus four fifths of the server's free memory.
     #[test]
     fn plan_leaves_margin_and_floor() {
-        let plan = Plan::new(20 * GIB, 19 * GIB);
+        let plan = MemoryPlan::new(20 * GIB, 19 * GIB);
 
         assert_eq!((plan.margin, plan.floor, plan.free), (GIB, GIB / 2, 8 * GIB));
         assert!(plan.filler_mib(11 * GIB).abs_diff(16_384 + 6 * 1024 / 15) < 64);
-        assert!(Plan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
+        assert!(MemoryPlan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
     }
 
-    /// If half of all ticks on two CPUs are busy, the result must be one CPU.
+    /// If half of the clock ticks of two CPUs are busy, the result must be one busy CPU.
     #[test]
     fn busy_ticks_convert_to_cpus() {
         assert_eq!(busy_cpus((100, 1000), (150, 1100), 2), 1.0);

@@ -18,7 +18,7 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject;
 
-/// The memory limit of the cgroup with all processes of a sample.
+/// The memory limit, in MiB, of the cgroup that contains all processes of a sample.
 const LIMIT_MIB: u64 = 256;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -28,7 +28,8 @@ pub struct Options {
     /// Seconds that each sample of the writers lasts (default 60, with --quick 1)
     #[arg(long)]
     pub seconds: Option<u64>,
-    /// Run only the writers, in a cgroup that is too small for the memory that they freed
+    /// Run only threads that write and free memory (writers), in a cgroup that is too small for live and freed memory
+    /// together
     #[arg(long)]
     pub writers: bool,
     /// Run only the handover: one process frees much memory, then another in its cgroup needs it; with allocations of
@@ -41,10 +42,11 @@ pub struct Options {
     /// With --handover: only allocations of these sizes, such as 512,4K,1M
     #[arg(long, value_name = "SIZES", requires = "handover", value_delimiter = ',', value_parser = pagemill_core::units::parse_bytes)]
     pub sizes: Vec<u64>,
-    /// With --handover: only these variants (default all, with --quick the first)
+    /// With --handover and allocations of one size: only these variants (default all, with --quick the first)
     #[arg(long, value_name = "VARIANTS", requires = "handover", value_delimiter = ',')]
     pub variants: Vec<pieces::Variant>,
-    /// Measure only the time from a sibling's request until the memory is returned
+    /// Measure only the time from a request to another process of the same tree until that process has returned the
+    /// memory
     #[arg(long)]
     pub reaction: bool,
     /// Run only on a machine that another process fills at 1 GiB/s. Uses nearly all memory; runs only if this option is
@@ -61,18 +63,19 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns whether to run a part: its option is given, or no option for any part is given.
+    /// Returns whether to run a part of the experiment. `is_named` says whether the option of the part is given.
+    /// Without an option for any part, the result is true.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
 
-    /// Returns whether to run any part that compares allocators.
+    /// Returns whether to run any part of the experiment that compares allocators.
     fn wants_allocators(&self) -> bool {
         !self.files || self.writers || self.handover || self.reaction || self.host
     }
 }
 
-/// Runs the experiment and returns the report.
+/// Runs the wanted parts of the experiment, which count processes killed for lack of memory. Returns the report.
 ///
 /// # Errors
 ///
@@ -125,8 +128,8 @@ mod tests {
         options: Options,
     }
 
-    /// Without options, exactly the three parts that leave the machine usable must run. With options, only the named
-    /// parts must run.
+    /// Without options, exactly the three parts that do not use all memory and need no root must run. With options,
+    /// only the named parts must run. An option of a part that is not named must be refused.
     #[test]
     fn options_choose_parts() {
         let wanted = |line: &[&str]| {

@@ -25,40 +25,41 @@ use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use crate::workload::handover::taken_sign;
 use crate::workload::pieces::{Freed, Load, keeper_sign};
 
-/// The memory limit of the cgroup with all processes of a sample.
+/// The memory limit, in MiB, of the cgroup that contains all processes of a sample.
 const LIMIT_MIB: u64 = 140;
-/// Memory that all keepers together fill.
+/// MiB that all processes under the measured allocator (keepers) together fill.
 const KEEPERS_MIB: u64 = 100;
-/// Memory that the newcomer allocates.
+/// MiB that the newcomer, the process that uses the freed memory, allocates.
 const NEWCOMER_MIB: u64 = 70;
-/// Number of threads of the newcomer.
+/// Number of threads of the newcomer, the process that uses the freed memory.
 const NEWCOMER_THREADS: u64 = 2;
-/// The limit of the process tree, in the variant that sets one. The keepers' memory fits below it.
+/// Argument of `pagemill run --limit` in the variant [`Variant::Limit`]. The memory of the processes that run under
+/// this limit fits below it.
 const TREE_LIMIT: &str = "128M";
 
-/// Sizes of the keepers' allocations in bytes, in a full run.
+/// Sizes in bytes of the allocations that are made and freed, in a full run.
 const SIZES: &[u64] = &[16, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// Sizes of the keepers' allocations in bytes, in a quick run.
+/// Sizes in bytes of the allocations that are made and freed, in a quick run.
 const QUICK_SIZES: &[u64] = &[4 << 10, 1 << 20];
-/// The smallest size of the variant that frees at random. From this size on, each allocation has OS pages of its own,
-/// so an allocator can return freed ones.
-const RANDOM_FROM: u64 = 64 << 10;
+/// The smallest allocation size of [`Variant::Random`]. Each allocation of at least this size has OS pages of its own,
+/// so an allocator can return the pages of freed ones.
+const MIN_RANDOM_FREE_BYTES: u64 = 64 << 10;
 
-/// Pauses between the last free and the start of the newcomer; samples use them in turn. In the longer pauses,
-/// Pagemill's periodic reclaim goes to sleep.
+/// Pauses between the last free and the start of the process that uses the freed memory. The samples use these pauses
+/// in turn. In the longer pauses, Pagemill's periodic reclaim goes to sleep.
 const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Duration::from_millis(1500)];
 
-/// Metric: GiB that the newcomer fills per second.
+/// Metric: GiB that the process that uses the freed memory (newcomer) fills per second.
 const SPEED: &str = "gib_per_second";
-/// Metric: longest time of the newcomer.
+/// Metric: time in which the process that uses the freed memory (newcomer) fills it.
 const SLOWEST: &str = "slowest_ms";
-/// Metric: number of failed allocations of all processes.
+/// Metric: number of failed allocations of all processes of a sample.
 const REFUSED: &str = "refused";
 /// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED];
 
-/// The number of keepers, and which allocations they free.
+/// A variant: how many processes fill memory, which of their allocations they free, and what they do afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Variant {
     /// One process frees all allocations
@@ -104,19 +105,19 @@ impl Variant {
     }
 
     fn applies_to(self, size: u64, ready: &AvailableSubject) -> bool {
-        let is_for_size = self != Self::Random || size >= RANDOM_FROM;
+        let is_for_size = self != Self::Random || size >= MIN_RANDOM_FREE_BYTES;
         is_for_size && (self != Self::Limit || ready.subject.role == Role::Pagemill)
     }
 }
 
-/// Variant and size in bytes. Their order is also the order in the tables.
+/// Variant, and size of the allocations in bytes. The order of these fields is also the order in the tables.
 type Case = (Variant, u64);
 
-/// Runs all variants and sizes under every allocator; adds rows and verdicts.
+/// Measures all variants and allocation sizes under every allocator; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a size smaller than the link of a list, or larger than the keepers' memory.
+/// [`Error::CannotRun`] for an allocation size below [`MIN_BYTES`] or above [`KEEPERS_MIB`].
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let (common, cases) = (&options.common, cases(options)?);
     // A quick run only checks that the cases work. Only a full run has enough samples for survival rates.
@@ -162,7 +163,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
         given => given,
     };
     let of_all = variants.iter().flat_map(|&variant| sizes.iter().map(move |&size| (variant, size)));
-    Ok(of_all.filter(|&(variant, size)| variant != Variant::Random || size >= RANDOM_FROM).collect())
+    Ok(of_all.filter(|&(variant, size)| variant != Variant::Random || size >= MIN_RANDOM_FREE_BYTES).collect())
 }
 
 fn case_name((variant, size): Case) -> String {
@@ -176,7 +177,7 @@ fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, o
     samples.add_value(&case, name, SURVIVED, f64::from(u8::from(has_survived)));
 }
 
-/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
+/// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
 fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
@@ -222,7 +223,8 @@ fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::
     }))
 }
 
-/// Returns the command line of a keeper. The outer error is a sentence for the list of gaps.
+/// Returns the command line of a keeper, a process that fills and frees memory. The outer error is a sentence for the
+/// report that says why nothing was measured.
 fn keeper_line(
     ready: &AvailableSubject,
     (variant, size): Case,
@@ -275,7 +277,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready:
     }
 }
 
-/// Judges all sizes of a variant together. A single lost sample makes the target fall short.
+/// Judges all allocation sizes of a variant together. The target is missed if a process was killed or a malloc failed
+/// in any sample.
 fn verdict(samples: &SampleTable<Case>, variant: Variant, cases: &[Case]) -> Verdict {
     let target = format!("survive, pieces of one size, {}: samples without a kill or refusal", variant.description());
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
@@ -306,10 +309,11 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// Of three samples of one size, one is killed and one has a failed malloc. The target must fall short, and the
-    /// note must have the count. A variant without a loss must reach its target.
+    /// Of three samples with allocations of 4 KiB, one is killed and one has a failed malloc. The target of the variant
+    /// must be missed, and the note must say that 2 of 3 samples were lost. A variant without lost samples must reach
+    /// its target. A variant without samples must count as not measured.
     #[test]
-    fn one_lost_sample_misses_the_target() {
+    fn lost_samples_miss_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];
         let mut samples = SampleTable::new();
         let line = |refused: u64| Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST: 1.0, REFUSED: refused }));

@@ -1,4 +1,5 @@
-//! Latency from a request to a sibling until the sibling has returned the memory. Only Pagemill supports such requests.
+//! Latency from a request to a sibling (another process of the same tree) until the sibling has returned memory. Only
+//! Pagemill supports such requests.
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,23 +11,24 @@ use crate::report::{Report, TableCell};
 use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL};
 
-/// MiB of free memory that the sibling holds (quick, full).
-const HOARD_MIB: (u64, u64) = (256, 1024);
+/// MiB of free memory that the requested process holds (quick, full).
+const HELD_FREE_MIB: (u64, u64) = (256, 1024);
 
-/// MiB per request, and number of requests (quick, full).
+/// MiB per request, and number of requests in a sample (quick, full).
 const CASES: [(u64, (u64, u64)); 2] = [(2, (50, 300)), (64, (9, 150))];
 
-/// Metric: median of the latency of the requests.
+/// Metric: median of the time until a requested amount of memory was returned.
 const MEDIAN: &str = "median_us";
-/// Metric: 99th percentile of the latency of the requests.
+/// Metric: 99th percentile of the time until a requested amount of memory was returned.
 const P99: &str = "p99_us";
-/// Metric: number of requests that took longer than a second.
-const LATE: &str = "late";
+/// Metric: number of requests for which the return of memory took longer than a second.
+const LATE_REQUESTS: &str = "late";
 
-/// Runs the experiment under Pagemill, if Pagemill is among the subjects; adds rows to the report.
+/// Measures the latency of requests to return memory, if Pagemill is among the measured allocators; adds rows to the
+/// report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let Some(pagemill) = ready.iter().find(|ready| ready.name() == PAGEMILL) else { return Ok(()) };
-    let hoard_mib = common.quick_or_full(HOARD_MIB.0, HOARD_MIB.1);
+    let hoard_mib = common.quick_or_full(HELD_FREE_MIB.0, HELD_FREE_MIB.1);
     child::touch_beforehand(hoard_mib + hoard_mib / 8)?;
     let progress = Progress::new(CASES.len() * common.rounds());
     let mut samples = SampleTable::new();
@@ -50,7 +52,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
             subject::clear_foreign_settings(&mut command);
             let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
             let outcome = child::classify(PAGEMILL, &finished)?;
-            samples.add_outcome(&ask_mib, PAGEMILL, &[MEDIAN, P99, LATE], &outcome);
+            samples.add_outcome(&ask_mib, PAGEMILL, &[MEDIAN, P99, LATE_REQUESTS], &outcome);
         }
     }
     drop(progress);
@@ -62,7 +64,9 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 
 fn add_rows(report: &mut Report, samples: &SampleTable<u64>, ask_mib: u64, hoard_mib: u64) {
     let name = format!("reaction, {ask_mib} MiB");
-    for (metric, unit, column) in [(MEDIAN, "us", "median, us"), (P99, "us", "99th, us"), (LATE, "asks", "over 1 s")] {
+    for (metric, unit, column) in
+        [(MEDIAN, "us", "median, us"), (P99, "us", "99th, us"), (LATE_REQUESTS, "asks", "over 1 s")]
+    {
         let cell = TableCell {
             table: format!("survive: from request to bytes given, by a sibling that holds {hoard_mib} MiB free"),
             column: format!("{ask_mib} MiB: {column}"),

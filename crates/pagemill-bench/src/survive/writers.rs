@@ -1,4 +1,5 @@
-//! Writers in a cgroup. Its limit has room for their live memory, but not also for the memory that they freed.
+//! Threads that write and free memory (writers) in a cgroup. The limit of the cgroup has room for their live memory,
+//! but not also for the memory that they freed.
 
 use std::time::Duration;
 
@@ -13,11 +14,12 @@ use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use super::handover::start_in_group;
 use super::{LIMIT_MIB, Options};
 
-/// Live memory of all writers together. Together with the memory that they free in one phase, it exceeds the limit.
+/// MiB of live memory of all writing threads together. Live memory and the memory that these threads free in one phase
+/// together exceed the limit of the cgroup.
 const LIVE_MIB: u64 = 160;
-/// A sample must free at least this many times the limit; otherwise it proves nothing. The writers free all that they
-/// write.
-const MIN_FREED_LIMITS: u64 = 2;
+/// Minimum of the memory that a sample frees, divided by the limit of the cgroup. A sample that frees less proves
+/// nothing.
+const MIN_FREED_TO_LIMIT_RATIO: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const REFUSED: &str = "refused";
@@ -48,7 +50,8 @@ const CASES: [Case; 6] = [
     Case { processes: 2, writers: 4 },
 ];
 
-/// Runs the cases under every allocator whose settings let it retain free memory; adds rows and verdicts.
+/// Measures all numbers of writing threads and processes under every allocator whose settings let it retain free
+/// memory; adds rows and verdicts to the report.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let ready: Vec<&AvailableSubject> =
@@ -83,12 +86,12 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     Ok(())
 }
 
-/// Adds a gap if a sample freed too little memory to prove anything. Assumes that all processes write as fast as the
-/// first one.
+/// Adds a sentence (gap) to the report if a sample freed too little memory to prove anything. Assumes that all
+/// processes of the sample write as fast as the first one.
 fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &AvailableSubject, written_gib: f64) {
-    if written_gib * 1024.0 < (MIN_FREED_LIMITS * LIMIT_MIB) as f64 {
+    if written_gib * 1024.0 < (MIN_FREED_TO_LIMIT_RATIO * LIMIT_MIB) as f64 {
         report.add_gap(format!(
-            "{} {}: a sample freed less than {MIN_FREED_LIMITS} times the limit; give it more --seconds",
+            "{} {}: a sample freed less than {MIN_FREED_TO_LIMIT_RATIO} times the limit; give it more --seconds",
             ready.name(),
             case.name()
         ));

@@ -91,7 +91,8 @@ pub const KINDS: [(&str, TraceKind); 11] = [
     ("bursts", TraceKind::Bursts),
 ];
 
-/// Makes a trace of `requests` page numbers below `pages`, for a cache with room for `size` pages.
+/// Makes a trace of `requests` requests for page numbers below `pages`. Some kinds of traces depend on `size`, the
+/// number of pages for which the cache has room.
 pub fn trace(kind: TraceKind, pages: usize, size: usize, requests: usize, seed: u64) -> Vec<u32> {
     let random = &mut Random(seed);
     let set = pages / 20;
@@ -141,17 +142,17 @@ fn zipf_with_scans(pages: usize, requests: usize, random: &mut Random) -> Vec<u3
 }
 
 fn bursts(pages: usize, requests: usize, random: &mut Random) -> Vec<u32> {
-    const MAX_DRAWS_LATER: usize = 64;
+    const RING_LEN: usize = 64;
     let zipf = Zipf::new(pages, 0.9, random);
-    let mut later: [Vec<u32>; MAX_DRAWS_LATER] = std::array::from_fn(|_| Vec::new());
-    let mut requested = Vec::with_capacity(requests + MAX_DRAWS_LATER);
+    let mut later: [Vec<u32>; RING_LEN] = std::array::from_fn(|_| Vec::new());
+    let mut requested = Vec::with_capacity(requests + RING_LEN);
     let mut now = 0;
     while requested.len() < requests {
-        requested.append(&mut later[now % MAX_DRAWS_LATER]);
+        requested.append(&mut later[now % RING_LEN]);
         let page = zipf.draw(random);
         requested.push(page);
         for _ in 0..=random.next_below(4) {
-            later[(now + 1 + random.next_below(MAX_DRAWS_LATER - 1)) % MAX_DRAWS_LATER].push(page);
+            later[(now + 1 + random.next_below(RING_LEN - 1)) % RING_LEN].push(page);
         }
         now += 1;
     }

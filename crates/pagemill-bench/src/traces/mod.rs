@@ -1,4 +1,4 @@
-//! Hit ratios on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
+//! Hit hit_percents on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
 //!
 //! In this experiment pages are only numbers, and nothing is timed. So the results are the same on every machine.
 //! Pagemill's policy is the same module that the page cache uses.
@@ -17,17 +17,17 @@ use peers::{Clock, Lru, Policy, S3Fifo, Sieve};
 
 const S3_FIFO: &str = "s3-fifo";
 const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
-const HIT_RATIO: &str = "hit_percent";
+const HIT_PERCENT: &str = "hit_percent";
 
-/// Number of pages of the footprint (quick, full).
-const PAGES: (usize, usize) = (20_000, 100_000);
-/// Number of requests for each page of the footprint.
-const REQUESTS: usize = 20;
-/// Sizes of the cache, in percent of the footprint.
+/// Number of distinct pages in a trace, which is its footprint (quick, full).
+const DISTINCT_PAGES: (usize, usize) = (20_000, 100_000);
+/// Number of requests in a trace, divided by the number of its distinct pages.
+const REQUESTS_PER_PAGE: usize = 20;
+/// Sizes of the cache, in percent of the number of distinct pages in the trace.
 const CACHE_PERCENTS: [usize; 3] = [1, 10, 25];
-/// The first fifth of the requests only fills the cache and is not counted.
+/// The number of requests divided by this is the number of warm-up requests. They come first and are not counted.
 const WARM_DIVISOR: usize = 5;
-/// The seed of the first round. Each later round adds its index.
+/// The seed of the trace in the first round. Later rounds add the index of the round.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -43,10 +43,10 @@ pub struct Options {
     pub traces: Vec<String>,
 }
 
-/// Index of the trace, and size of the cache in percent of the footprint.
+/// Index of the trace in [`KINDS`], and size of the cache in percent of the number of distinct pages.
 type Case = (usize, usize);
 
-/// Runs the experiment and returns the report.
+/// Computes the hit ratios of all eviction policies on the generated traces. Returns the report.
 ///
 /// # Errors
 ///
@@ -72,7 +72,7 @@ pub fn run(options: &Options) -> Result<Report> {
         for (trace, (name, _)) in KINDS.iter().enumerate() {
             for subject in &subjects {
                 let cell = Some(TableCell { table: table.clone(), column: (*name).to_owned() });
-                let metric = Metric { name: HIT_RATIO, unit: "%", better: Better::Higher, baseline: None };
+                let metric = Metric { name: HIT_PERCENT, unit: "%", better: Better::Higher, baseline: None };
                 let case = (&(trace, percent), &*format!("{name}, {percent} %"));
                 report_row(&mut report, &samples, case, subject, metric, cell);
             }
@@ -84,7 +84,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    let pages = options.pages.map_or(common.quick_or_full(PAGES.0, PAGES.1), |pages| pages as usize);
+    let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES.0, DISTINCT_PAGES.1), |pages| pages as usize);
     let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);
     let subjects: Vec<_> = subjects.iter().filter(|subject| is_wanted(&common.only, subject)).collect();
     let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(&options.traces, name)).collect();
@@ -95,10 +95,10 @@ fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<C
             for percent in CACHE_PERCENTS {
                 progress.step(name);
                 let size = pages * percent / 100;
-                let requests = generate::trace(*kind, pages, size, REQUESTS * pages, SEED + round);
+                let requests = generate::trace(*kind, pages, size, REQUESTS_PER_PAGE * pages, SEED + round);
                 for subject in &subjects {
                     let mut policy = make_policy(subject, pages, size)?;
-                    samples.add_value(&(*trace, percent), subject, HIT_RATIO, hit_percent(&mut *policy, &requests));
+                    samples.add_value(&(*trace, percent), subject, HIT_PERCENT, hit_percent(&mut *policy, &requests));
                 }
             }
         }
@@ -125,16 +125,17 @@ fn hit_percent(policy: &mut dyn Policy, requests: &[u32]) -> f64 {
     100.0 * hits as f64 / counted.len() as f64
 }
 
-/// Returns the hit percentages of one subject in one case, for each round.
-fn ratios(samples: &SampleTable<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
-    samples.get(case, subject, HIT_RATIO).map(|series| series.values())
+/// For each round, returns the hit ratio of one policy in one case, in percent.
+fn hit_percents(samples: &SampleTable<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
+    samples.get(case, subject, HIT_PERCENT).map(|series| series.values())
 }
 
-/// Returns for each round by how many percentage points Pagemill's policy exceeds the best peer.
+/// For each round, returns by how many percentage points the hit ratio of Pagemill's policy exceeds that of the best
+/// peer.
 fn lead_over_best_peer(samples: &SampleTable<Case>, case: &Case) -> Option<Vec<f64>> {
-    let peers: Option<Vec<_>> = PEERS.iter().map(|peer| ratios(samples, case, peer)).collect();
-    let (own, peers) = (ratios(samples, case, PAGEMILL)?, peers?);
-    let best = |round: usize| peers.iter().map(|ratios| ratios[round]).fold(0.0, f64::max);
+    let peers: Option<Vec<_>> = PEERS.iter().map(|peer| hit_percents(samples, case, peer)).collect();
+    let (own, peers) = (hit_percents(samples, case, PAGEMILL)?, peers?);
+    let best = |round: usize| peers.iter().map(|hit_percents| hit_percents[round]).fold(0.0, f64::max);
     Some(own.iter().enumerate().map(|(round, own)| own - best(round)).collect())
 }
 
@@ -168,10 +169,11 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     report.add_verdict(mean);
 }
 
-/// Returns for each round by how many percentage points Pagemill's mean over all cases exceeds S3-FIFO's.
+/// For each round, returns by how many percentage points the mean hit ratio of Pagemill's policy over all cases exceeds
+/// that of S3-FIFO.
 fn lead_over_s3_fifo(samples: &SampleTable<Case>) -> Option<Vec<f64>> {
     let cases = samples.cases();
-    let both = |case: &&Case| Some((ratios(samples, case, PAGEMILL)?, ratios(samples, case, S3_FIFO)?));
+    let both = |case: &&Case| Some((hit_percents(samples, case, PAGEMILL)?, hit_percents(samples, case, S3_FIFO)?));
     let all: Vec<_> = cases.iter().map(both).collect::<Option<_>>()?;
     let rounds = all.iter().map(|(own, _)| own.len()).min()?;
     let ahead = |round: usize| all.iter().map(|(own, peer)| own[round] - peer[round]).sum::<f64>() / all.len() as f64;

@@ -7,10 +7,10 @@ use pagemill_cache::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
-/// Maximum number of uses that the state word of a folio can count.
+/// Maximum of the use count in the state word of a folio.
 const MAX_USES: u8 = 2;
 
-/// The number of uses of each frame.
+/// For each frame of the cache, the number of uses that the eviction scan has not subtracted yet.
 struct Frames(Vec<Cell<u8>>);
 
 impl Folios for Frames {
@@ -28,7 +28,7 @@ impl Folios for Frames {
     }
 }
 
-/// The absence of a frame or page.
+/// Stands for no frame or no page.
 const ABSENT: u32 = u32::MAX;
 
 /// A cache of page numbers with Pagemill's eviction policy.
@@ -54,8 +54,8 @@ impl PagemillPolicy {
         Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![ABSENT; pages], size })
     }
 
-    /// Returns a frame for another page, and evicts a page if no frame is free. Returns `None` if no frame can be
-    /// freed.
+    /// Returns an unused frame; if there is none, evicts a page and returns its frame. Returns `None` if no page can be
+    /// evicted.
     fn take_frame(&mut self) -> Option<u32> {
         if self.page_of.len() < self.size {
             self.page_of.push(ABSENT);

@@ -17,7 +17,7 @@ pub trait Policy {
     fn access(&mut self, page: u32) -> bool;
 }
 
-/// The absence of a page, or of a page's ghost.
+/// Stands for no page, or for no ghost of a page.
 const ABSENT: u32 = u32::MAX;
 
 /// A doubly linked list of pages that can remove any page in constant time.
@@ -279,8 +279,8 @@ mod tests {
         trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
     }
 
-    /// Each policy runs a short trace with room for three pages. The pattern of hits (`+`) and misses (`-`), computed
-    /// by hand, shows which pages were evicted.
+    /// Each policy runs a short trace with room for three pages. The pattern of hits (`+`) and misses (`-`) must equal
+    /// the pattern computed by hand, which shows which pages were evicted.
     #[test]
     fn each_policy_evicts_the_expected_page() {
         // LRU: page 0 was used again, so 3 evicts 1. Then 1 evicts 2.

@@ -1,5 +1,5 @@
 //! Random churn: threads replace allocations of random sizes, some hundred MiB in total. Then they free everything, and
-//! the process sleeps.
+//! the process is almost idle.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -14,35 +14,35 @@ use crate::native::TaggedAllocation;
 use crate::stats;
 use crate::{native, proc};
 
-/// Smallest size of an allocation. The logarithms of the sizes are uniformly distributed.
+/// Smallest size of an allocation, in bytes. The logarithms of the sizes are uniformly distributed.
 const MIN_BYTES: f64 = 16.0;
-/// Largest size of an allocation.
+/// Largest size of an allocation, in bytes.
 const MAX_BYTES: f64 = (8 << 20) as f64;
 
-/// One allocation in this many is passed to another thread, which frees it.
-const PASSED_ONE_OF: usize = 8;
-/// Number of slots through which allocations are passed.
+/// Of this many allocations, one on average is passed to another thread, which frees it.
+const ALLOCATIONS_PER_PASSED_ONE: usize = 8;
+/// Number of slots through which threads pass allocations to each other.
 const PASSING_SLOTS: usize = 64;
 
-/// Interval at which the process samples its own memory.
+/// Interval at which the process samples its own memory usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Churn {
+pub struct ChurnArguments {
     #[arg(long)]
     pub threads: usize,
-    /// Live memory of all threads together, in MiB.
+    /// Total size of the live allocations of all threads together, in MiB.
     #[arg(long)]
     pub mib: usize,
-    /// Duration of the churn in ms.
+    /// Time in ms for which the threads replace allocations.
     #[arg(long)]
     pub run_ms: u64,
-    /// Duration of the sleep after everything is freed, in ms.
+    /// Time in ms for which the process is almost idle after all allocations are freed.
     #[arg(long)]
     pub rest_ms: u64,
 }
 
-/// An allocation with the values that are needed to check and count it.
+/// An allocation with its size and its tag, by which it is counted and checked when it is freed.
 struct TrackedAllocation {
     piece: TaggedAllocation,
     size: usize,
@@ -50,16 +50,18 @@ struct TrackedAllocation {
 }
 
 struct SharedState {
-    /// The slots through which allocations are passed. A thread frees the allocation that it replaces in a slot.
+    /// The slots through which threads pass allocations to each other. A thread puts an allocation into a slot and
+    /// frees the previous allocation of that slot.
     shared: Vec<Mutex<Option<TrackedAllocation>>>,
     is_over: AtomicBool,
     /// Sum of the sizes of all live allocations, in bytes.
     live: AtomicU64,
 }
 
-/// Churns, frees everything, and sleeps. The JSON line has the memory of the process during the churn (the median over
-/// the last three quarters, and over the last quarter) and after the sleep. It also has the CPU time per replacement.
-pub fn run(arguments: &Churn) -> WorkloadResult {
+/// Replaces allocations, frees all of them, and is then almost idle. The resulting JSON has the resident memory of the
+/// process during the replacements (the median over the last three quarters of the time, and over the last quarter) and
+/// at the end. It also has the CPU time per replacement.
+pub fn run(arguments: &ChurnArguments) -> WorkloadResult {
     let state = SharedState {
         shared: (0..PASSING_SLOTS).map(|_| Mutex::new(None)).collect(),
         is_over: AtomicBool::new(false),
@@ -82,7 +84,8 @@ pub fn run(arguments: &Churn) -> WorkloadResult {
         state.is_over.store(true, Ordering::Relaxed);
         emptied.wait();
         let cpu = native::own_cpu_time() - cpu_before;
-        let rested = state.free_shared().and_then(|()| work_little(Duration::from_millis(arguments.rest_ms)));
+        let rested =
+            state.free_allocations_in_slots().and_then(|()| allocate_slowly(Duration::from_millis(arguments.rest_ms)));
         let after_mib = mib(proc::own_resident_bytes());
         ended.wait();
         let joined =
@@ -105,7 +108,8 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Samples the memory of the process and its live bytes, in MiB, for the given duration.
+/// Samples two values for the given duration: the resident memory of the process, and the sum of the sizes of its live
+/// allocations, both in MiB.
 fn sample_memory(state: &SharedState, duration: Duration) -> Vec<(f64, f64)> {
     let begun = Instant::now();
     let mut memory_samples = Vec::with_capacity((duration.as_millis() / SAMPLE_INTERVAL.as_millis()) as usize + 2);
@@ -116,8 +120,8 @@ fn sample_memory(state: &SharedState, duration: Duration) -> Vec<(f64, f64)> {
     memory_samples
 }
 
-/// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all of them. Returns the number
-/// of allocations that it made.
+/// Runs one thread: makes allocations of `share` bytes in total, replaces them until the end, and frees all of them.
+/// Returns the number of allocations that it made.
 fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failure> {
     let mut random = Rng::with_seed(seed);
     let (mut held, mut held_bytes, mut allocated) = (Vec::<TrackedAllocation>::with_capacity(1 << 16), 0, 0);
@@ -133,7 +137,7 @@ fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failu
         allocated += 1;
         state.live.fetch_add(size as u64, Ordering::Relaxed);
         let new = TrackedAllocation { piece, size, tag };
-        if random.usize(..PASSED_ONE_OF) == 0 {
+        if random.usize(..ALLOCATIONS_PER_PASSED_ONE) == 0 {
             let place = &state.shared[random.usize(..PASSING_SLOTS)];
             let other = place.lock().unwrap_or_else(PoisonError::into_inner).replace(new);
             other.map_or(Ok(()), |other| state.free(other))?;
@@ -152,16 +156,16 @@ fn random_size(random: &mut Rng) -> usize {
     (MIN_BYTES * (MAX_BYTES / MIN_BYTES).powf(share)) as usize
 }
 
-fn work_little(duration: Duration) -> Result<(), Failure> {
+fn allocate_slowly(duration: Duration) -> Result<(), Failure> {
     let begun = Instant::now();
     while begun.elapsed() < duration {
-        Load::Little.work_for_one_turn(MIN_BYTES as usize)?;
+        Load::Little.work_once(MIN_BYTES as usize)?;
     }
     Ok(())
 }
 
 impl SharedState {
-    /// Frees an allocation after a check of its tag.
+    /// Frees an allocation. Fails if its tag has changed since it was made.
     fn free(&self, held: TrackedAllocation) -> Result<(), Failure> {
         self.live.fetch_sub(held.size as u64, Ordering::Relaxed);
         match held.piece.tag() == held.tag {
@@ -170,8 +174,8 @@ impl SharedState {
         }
     }
 
-    /// Frees the allocations that are still in the slots.
-    fn free_shared(&self) -> Result<(), Failure> {
+    /// Frees the allocations that are still in the slots through which threads pass allocations to each other.
+    fn free_allocations_in_slots(&self) -> Result<(), Failure> {
         let places = self.shared.iter();
         let mut all = places.filter_map(|place| place.lock().unwrap_or_else(PoisonError::into_inner).take());
         all.try_for_each(|held| self.free(held))
@@ -182,16 +186,16 @@ impl SharedState {
 mod tests {
     use super::*;
 
-    /// Random sizes must lie between minimum and maximum, and their median must be far below their mean. A short churn
-    /// must find each tag unchanged and report its results.
+    /// Random sizes must lie between minimum and maximum, and their median must be far below their mean. A short run
+    /// must find the tag of each allocation unchanged, and must report its results.
     #[test]
-    fn churn_keeps_its_tags() {
+    fn allocations_keep_their_tags_during_churn() {
         let mut random = Rng::with_seed(1);
         let sizes: Vec<f64> = (0..10_000).map(|_| random_size(&mut random) as f64).collect();
         assert!(sizes.iter().all(|&size| (MIN_BYTES..=MAX_BYTES).contains(&size)));
         assert!((4e3..40e3).contains(&stats::median(&sizes).expect("there are some")));
 
-        let line = run(&Churn { threads: 2, mib: 32, run_ms: 40, rest_ms: 5 }).expect("all tags are there");
+        let line = run(&ChurnArguments { threads: 2, mib: 32, run_ms: 40, rest_ms: 5 }).expect("all tags are there");
         assert!(line["cpu_us_per_act"].as_f64().is_some_and(|time| time > 0.0), "{line}");
         assert!(line["live_mib"].as_f64().is_some_and(|mib| mib > 1.0), "{line}");
     }

@@ -19,34 +19,35 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::copies::{self, Copies, Copy, Memory};
+use super::copies::{self, Copies, Copy, CopyMemory};
 use super::{Failure, WorkloadResult};
 use crate::native::{self, WordAllocation};
 use crate::proc;
 
-/// Number of words in 256 KiB, the size of ebizzy's chunks.
-const FIXED_WORDS: usize = 256 * 1024 / 8;
+/// Number of words of a chunk, and of each copy, with [`CopySizes::Fixed`]: 256 KiB, as in ebizzy.
+const FIXED_COPY_WORDS: usize = 256 * 1024 / 8;
 
-/// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
-const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
+/// Smallest and largest number of words of a copy with [`CopySizes::Mixed`]: 64 KiB to 1 MiB.
+const MIXED_COPY_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Minimum number of records that each thread makes before counting starts, and again while they are counted, even if
-/// the set time is over. The first records touch new memory, and a thread may be without a CPU for a while.
+/// Minimum number of records (a copy and a search in it) that each thread makes before the measurement, and again
+/// during the measurement, even if the set time is over. The first records touch new memory, and a thread may get no
+/// CPU for a while.
 const MIN_RECORDS: u64 = 4;
-/// Time limit for [`MIN_RECORDS`].
+/// Maximum time to wait until every thread has made [`MIN_RECORDS`] records.
 const MIN_RECORDS_TIME_LIMIT: Duration = Duration::from_secs(30);
 
-/// The sizes of the copies.
+/// The sizes of the copies that are made of the chunks of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Sizes {
-    /// 256 KiB each
+pub enum CopySizes {
+    /// Each copy has 256 KiB
     Fixed,
-    /// 64 KiB to 1 MiB, uniformly random
+    /// Each copy has a uniformly random size from 64 KiB to 1 MiB
     Mixed,
 }
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Ebizzy {
+pub struct EbizzyArguments {
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
@@ -54,37 +55,37 @@ pub struct Ebizzy {
     #[arg(long)]
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
-    pub sizes: Sizes,
+    pub sizes: CopySizes,
     /// The kind of memory in which the copies are stored.
     #[arg(long, default_value = "malloc")]
-    pub memory: Memory,
-    /// One record in this many computes the sum of its whole copy and compares it; 0 for none.
+    pub memory: CopyMemory,
+    /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
-    /// Number of chunks in the working set.
+    /// Number of chunks of keys from which copies are made.
     #[arg(long, default_value_t = 10)]
     pub chunks: usize,
-    /// Memory in MiB that is live at the end of a burst; 0 for no bursts.
+    /// Size in MiB of the copies that are live at the end of a burst; 0 for no bursts.
     #[arg(long, default_value_t = 0)]
     pub burst_mib: usize,
     /// Milliseconds from the end of a burst to the start of the next.
     #[arg(long, default_value_t = 500)]
     pub burst_every_ms: u64,
-    /// The lock file by which bursts and the hog exclude each other.
+    /// Lock file that prevents a burst from running at the same time as a round of the memory hog.
     #[arg(long)]
     pub lock: Option<PathBuf>,
 }
 
-struct Shared {
+struct SharedState {
     chunks: Vec<WordAllocation>,
-    sizes: Sizes,
+    sizes: CopySizes,
     sum_every: u64,
     is_over: AtomicBool,
     counters: Vec<Counters>,
     bursts: AtomicU64,
 }
 
-/// Counters of one thread, on cache lines of their own.
+/// Counters of one thread, on cache lines that no other thread writes.
 #[derive(Default)]
 #[repr(align(128))]
 struct Counters {
@@ -94,7 +95,7 @@ struct Counters {
     refused: AtomicU64,
 }
 
-/// State of the bursts. Only the first thread makes bursts.
+/// State of the bursts, in which many copies are live at once. Only the first thread makes bursts.
 struct Bursts {
     lock: File,
     bytes: usize,
@@ -102,13 +103,14 @@ struct Bursts {
     next: Instant,
 }
 
-/// Runs the workload. The JSON line has records per second, faults per record, and the number of failed allocations.
-pub fn run(arguments: &Ebizzy) -> WorkloadResult {
+/// Runs threads that copy chunks of keys, search the copies and free them. The resulting JSON has the records (a copy
+/// and a search in it) per second, the page faults per record, and the number of failed allocations.
+pub fn run(arguments: &EbizzyArguments) -> WorkloadResult {
     let words = match arguments.sizes {
-        Sizes::Fixed => FIXED_WORDS,
-        Sizes::Mixed => MIXED_WORDS.1,
+        CopySizes::Fixed => FIXED_COPY_WORDS,
+        CopySizes::Mixed => MIXED_COPY_WORDS.1,
     };
-    let shared = Shared {
+    let shared = SharedState {
         chunks: make_working_set(arguments.chunks, words)?,
         sizes: arguments.sizes,
         sum_every: arguments.sum_every,
@@ -133,14 +135,15 @@ pub fn run(arguments: &Ebizzy) -> WorkloadResult {
         shared.is_over.store(true, Ordering::Relaxed);
         measured
     });
-    let mismatches = shared.sum(|counters| &counters.mismatches);
+    let mismatches = shared.sum_over_threads(|counters| &counters.mismatches);
     if mismatches > 0 {
         return Err(Failure::WrongAnswer(format!("{mismatches} searches ended at a wrong key")));
     }
     measured
 }
 
-/// Makes chunks of ascending keys. The upper bits of a key are the chunk's number, so that no two chunks share a key.
+/// Makes chunks of ascending keys. The upper bits of a key are the index of its chunk, so that no two chunks share a
+/// key.
 fn make_working_set(chunks: usize, words: usize) -> Result<Vec<WordAllocation>, Failure> {
     let mut random = Rng::with_seed(0x6562_697a_7a79);
     (0..chunks)
@@ -157,7 +160,7 @@ fn make_working_set(chunks: usize, words: usize) -> Result<Vec<WordAllocation>, 
         .collect()
 }
 
-fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
+fn open_bursts(arguments: &EbizzyArguments) -> Result<Option<Bursts>, Failure> {
     let Some(path) = arguments.lock.as_ref().filter(|_| arguments.burst_mib > 0) else {
         return Ok(None);
     };
@@ -170,8 +173,9 @@ fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
     }))
 }
 
-/// Warms up, until after the first burst if there are bursts. Then counts for the given time.
-fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
+/// Waits for the end of the warm-up and, if there are bursts, of the first burst. Then counts records, page faults and
+/// purged chunks for the given time.
+fn measure(shared: &SharedState, arguments: &EbizzyArguments) -> WorkloadResult {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
     while arguments.burst_mib > 0 && shared.bursts.load(Ordering::Relaxed) == 0 {
@@ -183,7 +187,12 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
     shared.await_records(&vec![0; arguments.threads])?;
     let snapshot = || {
         let faults = proc::process_stat(std::process::id()).map_or(0, |own| own.minor_faults);
-        (shared.sum(|counters| &counters.records), faults, shared.sum(|counters| &counters.purged), Instant::now())
+        (
+            shared.sum_over_threads(|counters| &counters.records),
+            faults,
+            shared.sum_over_threads(|counters| &counters.purged),
+            Instant::now(),
+        )
     };
     let (before, made) = (snapshot(), shared.records_per_thread());
     thread::sleep(Duration::from_millis(arguments.measure_ms));
@@ -195,17 +204,17 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
         "records_per_second": records as f64 / seconds,
         "faults_per_record": (after.1 - before.1) as f64 / records.max(1) as f64,
         "purged_per_record": (after.2 - before.2) as f64 / records.max(1) as f64,
-        "refused": shared.sum(|counters| &counters.refused),
+        "refused": shared.sum_over_threads(|counters| &counters.refused),
         "bursts": shared.bursts.load(Ordering::Relaxed),
     }))
 }
 
-fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
+fn run_thread(shared: &SharedState, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
     let mut random = Rng::with_seed(0x1000 + index as u64);
     let counters = &shared.counters[index];
     while !shared.is_over.load(Ordering::Relaxed) {
         match &mut bursts {
-            Some(bursts) if bursts.is_due() => make_burst(shared, bursts, counters, &mut copies, &mut random),
+            Some(bursts) if bursts.lock_if_due() => make_burst(shared, bursts, counters, &mut copies, &mut random),
             _ => match Query::make(shared, &mut copies, &mut random) {
                 Some(query) => {
                     counters.count_record(shared, &query);
@@ -218,7 +227,7 @@ fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Opt
 }
 
 /// Makes copies until their bytes reach the size of a burst, then searches all of them and frees them.
-fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Rng) {
+fn make_burst(shared: &SharedState, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Rng) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
         match Query::make(shared, copies, random) {
@@ -243,7 +252,7 @@ fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies:
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, and the key to find in it.
+/// One record of the workload: a copy of a chunk, and the key to find in the copy.
 struct Query {
     copy: Copy,
     chunk: usize,
@@ -253,31 +262,31 @@ struct Query {
 }
 
 impl Query {
-    fn make(shared: &Shared, copies: &mut Copies, random: &mut Rng) -> Option<Self> {
+    fn make(shared: &SharedState, copies: &mut Copies, random: &mut Rng) -> Option<Self> {
         let chunk = random.usize(..shared.chunks.len());
         let source = shared.chunks[chunk].words();
         let words = match shared.sizes {
-            Sizes::Fixed => source.len(),
-            Sizes::Mixed => MIXED_WORDS.0 + random.usize(..MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
+            CopySizes::Fixed => source.len(),
+            CopySizes::Mixed => MIXED_COPY_WORDS.0 + random.usize(..MIXED_COPY_WORDS.1 - MIXED_COPY_WORDS.0 + 1),
         };
         let place = random.usize(..words);
         let copy = copies.copy_of(&source[..words])?;
         Some(Self { copy, chunk, words, place })
     }
 
-    fn finds_key(&self, shared: &Shared) -> bool {
+    fn finds_key(&self, shared: &SharedState) -> bool {
         self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
     }
 
     /// Returns whether the sum of the whole copy equals that of its source.
-    fn equals_source(&self, shared: &Shared) -> bool {
+    fn equals_source(&self, shared: &SharedState) -> bool {
         let source = &shared.chunks[self.chunk].words()[..self.words];
         self.copy.sum() == Some(copies::sum(source.iter().copied()))
     }
 }
 
 impl Counters {
-    fn count_record(&self, shared: &Shared, query: &Query) {
+    fn count_record(&self, shared: &SharedState, query: &Query) {
         // Only one thread writes to its counters, so a load and a store suffice.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
@@ -289,7 +298,7 @@ impl Counters {
         }
     }
 
-    /// Frees the copy of a record, or returns its chunk.
+    /// Frees the allocation of a record's copy, or returns the copy's chunk to `copies` for reuse.
     fn release(&self, query: Query, copies: &mut Copies) {
         self.purged.store(copies.purged, Ordering::Relaxed);
         // A failure to release a copy is a bug, and a panic in a thread ends the run.
@@ -303,20 +312,20 @@ impl Counters {
 }
 
 impl Bursts {
-    fn is_due(&self) -> bool {
+    fn lock_if_due(&self) -> bool {
         Instant::now() >= self.next && native::try_lock(self.lock.as_fd())
     }
 }
 
-impl Shared {
-    /// Returns the number of records of each thread, including those that failed for lack of memory.
+impl SharedState {
+    /// Returns the number of records that each thread has made, including those that failed for lack of memory.
     fn records_per_thread(&self) -> Vec<u64> {
         let made =
             |counters: &Counters| counters.records.load(Ordering::Relaxed) + counters.refused.load(Ordering::Relaxed);
         self.counters.iter().map(made).collect()
     }
 
-    /// Waits until each thread has made [`MIN_RECORDS`] more records than the numbers in `before`.
+    /// Waits until each thread has made [`MIN_RECORDS`] more records than its number in `before`.
     fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
         let begun = Instant::now();
         while self.records_per_thread().iter().zip(before).any(|(made, before)| *made < before + MIN_RECORDS) {
@@ -328,7 +337,7 @@ impl Shared {
         Ok(())
     }
 
-    fn sum(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
+    fn sum_over_threads(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
         let counters = self.counters.iter().map(counter);
         counters.map(|counter| counter.load(Ordering::Relaxed)).sum()
     }
@@ -338,10 +347,10 @@ impl Shared {
 mod tests {
     use super::*;
 
-    fn shared() -> Shared {
-        Shared {
-            chunks: make_working_set(3, MIXED_WORDS.1).expect("3 MiB are there"),
-            sizes: Sizes::Mixed,
+    fn shared_state() -> SharedState {
+        SharedState {
+            chunks: make_working_set(3, MIXED_COPY_WORDS.1).expect("3 MiB are there"),
+            sizes: CopySizes::Mixed,
             sum_every: 1,
             is_over: AtomicBool::new(false),
             counters: vec![Counters::default()],
@@ -352,18 +361,18 @@ mod tests {
     /// Keys must ascend within a chunk and from chunk to chunk, so that a search has only one right answer.
     #[test]
     fn keys_are_unique() {
-        let shared = shared();
+        let shared = shared_state();
         let keys: Vec<u64> = shared.chunks.iter().flat_map(|chunk| chunk.words()).copied().collect();
 
         assert!(keys.is_sorted_by(|a, b| a < b));
     }
 
-    /// A correct record must pass both checks. A record with a damaged copy must fail both and be counted as a
-    /// mismatch.
+    /// An intact copy must pass the search for its key and the comparison of sums. A damaged copy must fail both
+    /// checks, and its record must be counted as a mismatch.
     #[test]
     fn damaged_copy_is_counted() {
-        let shared = shared();
-        let mut copies = Copies::new(Memory::Malloc, 0).expect("nothing is made yet");
+        let shared = shared_state();
+        let mut copies = Copies::new(CopyMemory::Malloc, 0).expect("nothing is made yet");
         let mut query = Query::make(&shared, &mut copies, &mut Rng::with_seed(1)).expect("1 MiB is there");
         assert!(query.finds_key(&shared) && query.equals_source(&shared));
 
@@ -376,6 +385,6 @@ mod tests {
         assert!(!query.finds_key(&shared) && !query.equals_source(&shared));
         shared.counters[0].count_record(&shared, &query);
 
-        assert_eq!(shared.sum(|counters| &counters.mismatches), 1);
+        assert_eq!(shared.sum_over_threads(|counters| &counters.mismatches), 1);
     }
 }

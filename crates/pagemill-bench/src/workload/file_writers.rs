@@ -18,24 +18,24 @@ const KEPT_FILES: u64 = 16;
 /// Time limit for writing before the measurement. After this time, the measurement starts even if less was written
 /// than requested.
 pub const FILL_TIME_LIMIT: Duration = Duration::from_secs(60);
-/// The folder of volatile files, which the bench marks before the writers start.
-pub const VOLATILE: &str = "volatile";
-/// The folder of files that must be kept.
-pub const KEPT: &str = "kept";
+/// Name of the folder of volatile files. The bench marks the folder as volatile before the writers start.
+pub const VOLATILE_FOLDER: &str = "volatile";
+/// Name of the folder of files that must be kept.
+pub const KEPT_FOLDER: &str = "kept";
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct FileWriters {
+pub struct FileWritersArguments {
     #[command(flatten)]
     pub place: FilePlace,
     #[arg(long)]
     pub writers: u64,
-    /// Length of each volatile file
+    /// Length of each volatile file in MiB
     #[arg(long)]
     pub file_mib: u64,
-    /// Total length of the files that must be kept
+    /// Total length in MiB of the files that must be kept
     #[arg(long)]
     pub kept_mib: u64,
-    /// How many of the files closed last must still exist at the end
+    /// Number of volatile files that must still exist at the end: those that were closed last
     #[arg(long)]
     pub newest: usize,
     /// MiB to write before the measurement starts
@@ -45,13 +45,13 @@ pub struct FileWriters {
     pub run_ms: u64,
 }
 
-/// Counters shared by all writers.
+/// Counters shared by all threads that write files.
 #[derive(Default)]
 struct Counters {
-    /// Number of the next file to write.
+    /// Index of the next file to write, from 0.
     next: AtomicU64,
-    /// Number of closes that have begun. A writer gets its sequence number just before it closes its file. After the
-    /// close, the writer could be delayed, and the file would seem newer than it is.
+    /// Number of closes that have begun. A writer takes the sequence number of a close from this counter just before
+    /// the close. After the close, the writer could be delayed, and its file would seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
@@ -60,9 +60,9 @@ struct Counters {
 }
 
 impl Counters {
-    /// Returns whether the time is over. Starts the measurement once enough was written, or once the time limit for
-    /// that has passed.
-    fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
+    /// Returns whether the time of the measurement is over. Starts the measurement when `fill_mib` MiB have been
+    /// written, or when [`FILL_TIME_LIMIT`] has passed.
+    fn is_over(&self, arguments: &FileWritersArguments, begun: Instant) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
         if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= FILL_TIME_LIMIT {
             let (start, _) = self.start.get_or_init(|| (Instant::now(), closed));
@@ -72,17 +72,17 @@ impl Counters {
     }
 }
 
-/// The record of one writer: the files that it closed, and its first error.
+/// The results of one writer: the files that it closed, and its first error.
 #[derive(Default)]
 struct WriterRecord {
-    /// Pairs of the sequence number of the close and the number of the file.
+    /// For each closed file, the sequence number of its close and the index of the file.
     closed: Vec<(u64, u64)>,
     complaint: Option<String>,
 }
 
-/// Writes until the time is over, then checks all files.
-pub fn run(arguments: &FileWriters) -> WorkloadResult {
-    let (volatile, kept) = (arguments.place.folder.join(VOLATILE), arguments.place.folder.join(KEPT));
+/// Runs all writers until the time of the measurement is over, then checks all files.
+pub fn run(arguments: &FileWritersArguments) -> WorkloadResult {
+    let (volatile, kept) = (arguments.place.folder.join(VOLATILE_FOLDER), arguments.place.folder.join(KEPT_FOLDER));
     arguments.place.check()?;
     let kept_bytes = (arguments.kept_mib << 20) / KEPT_FILES;
     for file in 0..KEPT_FILES {
@@ -122,7 +122,7 @@ fn path(folder: &Path, file: u64) -> PathBuf {
 
 /// Runs one writer, which writes one file after the other. A failure is counted, and the writer continues with the next
 /// file a millisecond later.
-fn run_writer(arguments: &FileWriters, folder: &Path, begun: Instant, counters: &Counters) -> WriterRecord {
+fn run_writer(arguments: &FileWritersArguments, folder: &Path, begun: Instant, counters: &Counters) -> WriterRecord {
     let mut record = WriterRecord::default();
     while !counters.is_over(arguments, begun) {
         let file = counters.next.fetch_add(1, Ordering::Relaxed);
@@ -154,12 +154,12 @@ fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
     Ok(output)
 }
 
-/// Returns whether the file exists and has every byte that was written.
+/// Returns whether the file exists and has exactly the bytes that its writer wrote.
 fn is_intact(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }
 
-/// Returns whether the length and every byte are right.
+/// Returns whether the file has the given length and every byte that its writer wrote.
 fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     let mut input = File::open(path)?;
     let mut piece = vec![0; WRITE_BYTES];
@@ -174,7 +174,8 @@ fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     Ok(input.read(&mut piece)? == 0)
 }
 
-/// Returns the number of incomplete files. Pagemill may remove a volatile file, but only as a whole.
+/// Returns the number of files in the folder that have a wrong length or wrong bytes. Pagemill may remove a volatile
+/// file, but only as a whole.
 fn count_torn_files(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
     let mut torn = 0;
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
 
     /// Of four complete files, one is shortened, one is renamed so that its contents do not fit its name, and one is
-    /// lengthened. The unchanged file must count as existing, and the three changed files as torn.
+    /// lengthened. Only the unchanged file must count as intact, and the three changed files must count as torn.
     #[test]
     fn torn_and_missing_files_are_distinguished() {
         let folder = tempfile::tempdir().expect("a temporary folder");

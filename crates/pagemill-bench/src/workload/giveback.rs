@@ -8,15 +8,16 @@ use super::{Failure, WorkloadResult};
 use crate::native::{self, GiveBack, TaggedAllocation};
 use crate::proc;
 
-/// Sizes that the other thread allocates in turn: small ones, and one for which an allocator may make a separate
-/// mapping.
-const OTHER_THREAD_SIZES: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
+/// Sizes in bytes that the second thread allocates one after the other. For the largest, an allocator may make a
+/// separate mapping.
+const SECOND_THREAD_SIZES: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 
-/// Time for which the other thread runs before the request. It shows the delays that the machine itself causes.
-const QUIET: Duration = Duration::from_millis(100);
+/// Time for which the second thread allocates before the return of memory is requested. The longest malloc in this time
+/// shows the delays that the machine itself causes.
+const QUIET_TIME: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Giveback {
+pub struct GivebackArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
@@ -25,9 +26,10 @@ pub struct Giveback {
     pub how: GiveBack,
 }
 
-/// Allocates and touches memory, frees it, and requests its return. The JSON line has the duration of the return and
-/// the memory before and after.
-pub fn run(arguments: &Giveback) -> WorkloadResult {
+/// Allocates and touches memory, frees it, and requests that the allocator return it to the system. The resulting JSON
+/// has the duration of the request, the resident memory before it, the returned memory, and the longest malloc of a
+/// second thread.
+pub fn run(arguments: &GivebackArguments) -> WorkloadResult {
     // The last allocation is kept, so that the freed memory does not end at the end of a heap. Such memory could simply
     // be trimmed.
     let last = fill_and_free(arguments)?;
@@ -35,7 +37,7 @@ pub fn run(arguments: &Giveback) -> WorkloadResult {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let unrelated = scope.spawn(|| allocate_until_stopped(&longest_ns, &is_over));
-        thread::sleep(QUIET);
+        thread::sleep(QUIET_TIME);
         let quiet_ns = longest_ns.swap(0, Ordering::Relaxed);
         let held = resident_bytes()?;
         let begun = Instant::now();
@@ -60,8 +62,8 @@ pub fn run(arguments: &Giveback) -> WorkloadResult {
     })
 }
 
-/// Makes and touches all allocations, then frees all but the last one. Returns the last one.
-fn fill_and_free(arguments: &Giveback) -> Result<Option<TaggedAllocation>, Failure> {
+/// Makes and touches all allocations, then frees all except the last one, which it returns.
+fn fill_and_free(arguments: &GivebackArguments) -> Result<Option<TaggedAllocation>, Failure> {
     let count = (arguments.mib << 20) / arguments.piece;
     let mut held = Vec::with_capacity(count);
     for tag in 0..count as u64 {
@@ -74,11 +76,12 @@ fn fill_and_free(arguments: &Giveback) -> Result<Option<TaggedAllocation>, Failu
     }
 }
 
-/// Allocates and frees until stopped. Records the longest call. Returns whether every tag was intact.
+/// Allocates and frees memory until `is_over` is set. Records the longest time of one allocation and free in
+/// `longest_ns`. Returns whether every allocation kept its tag.
 fn allocate_until_stopped(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     let mut is_right = true;
     while !is_over.load(Ordering::Relaxed) {
-        for size in OTHER_THREAD_SIZES {
+        for size in SECOND_THREAD_SIZES {
             let begun = Instant::now();
             let block = TaggedAllocation::new(size, size as u64);
             is_right &= block.is_none_or(|block| block.tag() == size as u64);

@@ -12,51 +12,55 @@ use super::{Failure, WorkloadResult};
 use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
 
-/// Smallest and largest size of a large allocation.
-const LARGE: (usize, usize) = (64 << 10, 1 << 20);
-/// Number of small allocations for each large one.
+/// Smallest and largest size of a large allocation, in bytes.
+const LARGE_SIZES: (usize, usize) = (64 << 10, 1 << 20);
+/// Number of small allocations that are made for each large one.
 const SMALL_PER_LARGE: usize = 4;
-/// Smallest and largest size of a small allocation.
-const SMALL: (usize, usize) = (16, 4 << 10);
+/// Smallest and largest size of a small allocation, in bytes.
+const SMALL_SIZES: (usize, usize) = (16, 4 << 10);
 
 const NEWCOMER_ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Bytes that the keeper allocates and frees each millisecond while it is almost idle.
+/// Bytes that the keeper process allocates and frees each millisecond while it is almost idle.
 const IDLE_ALLOCATION_BYTES: usize = 512;
 
-/// Arguments of the keeper, which frees its memory and keeps running.
+/// Arguments of the keeper, the process that frees its memory and keeps running.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Keeper {
+pub struct KeeperArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub turns: u64,
-    /// The folder of sign files.
+    /// The folder of sign files, empty files by which the processes signal their progress.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Arguments of the newcomer. All its allocations are live at the same time.
+/// Arguments of the newcomer, the process that needs the memory that the keeper process has freed. All its allocations
+/// are live at the same time.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Newcomer {
+pub struct NewcomerArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub threads: usize,
 }
 
-/// Returns the name of the keeper's sign for this turn: the keeper has freed its memory.
+/// Returns the name of the empty file that the keeper process creates to signal that it has freed its memory in round
+/// `turn`.
 pub fn freed_sign(turn: u64) -> String {
     format!("freed-{turn}")
 }
 
-/// Returns the name of the bench's sign for this turn: the newcomer has ended.
+/// Returns the name of the empty file that the bench creates to signal that the newcomer process of round `turn` has
+/// ended.
 pub fn taken_sign(turn: u64) -> String {
     format!("taken-{turn}")
 }
 
-/// In each turn, fills and frees memory. Then does little work until the newcomer has ended.
-pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
+/// In each turn, fills and frees memory, and is then almost idle until the newcomer process, which needs that memory,
+/// has ended.
+pub fn run_keeper(arguments: &KeeperArguments) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut random = Rng::with_seed(0x6b65_6570);
     let mut refused = 0_u64;
@@ -77,8 +81,8 @@ fn fill_and_free(bytes: usize, random: &mut Rng) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
         let mut sizes = [0; SMALL_PER_LARGE + 1];
-        sizes.fill_with(|| SMALL.0 + random.usize(..SMALL.1 - SMALL.0));
-        sizes[SMALL_PER_LARGE] = LARGE.0 + random.usize(..LARGE.1 - LARGE.0);
+        sizes.fill_with(|| SMALL_SIZES.0 + random.usize(..SMALL_SIZES.1 - SMALL_SIZES.0));
+        sizes[SMALL_PER_LARGE] = LARGE_SIZES.0 + random.usize(..LARGE_SIZES.1 - LARGE_SIZES.0);
         for size in sizes {
             let tag = held.len() as u64;
             match TaggedAllocation::filled(size, tag) {
@@ -98,8 +102,9 @@ fn fill_and_free(bytes: usize, random: &mut Rng) -> Result<u64, Failure> {
     }
 }
 
-/// Allocates and fills memory with all threads at full speed. Then checks every word.
-pub fn run_newcomer(arguments: &Newcomer) -> WorkloadResult {
+/// Allocates and fills memory with all threads at full speed, then checks every word of it. The resulting JSON has the
+/// duration and the number of failed allocations.
+pub fn run_newcomer(arguments: &NewcomerArguments) -> WorkloadResult {
     let refused = AtomicU64::new(0);
     let begun = Instant::now();
     let taken: Vec<Vec<(u64, WordAllocation)>> = thread::scope(|scope| {
@@ -125,7 +130,7 @@ pub fn run_newcomer(arguments: &Newcomer) -> WorkloadResult {
 }
 
 /// Allocates and fills the memory of one thread. Returns each allocation with the word that fills it.
-fn fill_memory(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, WordAllocation)> {
+fn fill_memory(arguments: &NewcomerArguments, index: usize, refused: &AtomicU64) -> Vec<(u64, WordAllocation)> {
     let count = (arguments.mib << 20) / NEWCOMER_ALLOCATION_BYTES / arguments.threads;
     let mut taken = Vec::with_capacity(count);
     for number in 0..count as u64 {

@@ -13,27 +13,28 @@ use crate::native::{self, TaggedAllocation};
 const ALLOCATION_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Hog {
+pub struct HogArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub pause_ms: u64,
-    /// The folder with the stop file and with the lock file that hog and workload use.
+    /// The folder of the stop file and of the lock file. The lock prevents the hog and the workload from using memory
+    /// at the same time.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Name of the lock file in the folder of [`Hog`].
-pub const LOCK: &str = "turn";
-/// Name of the stop file. The hog ends once it exists.
-pub const STOP: &str = "stop";
+/// Name of the lock file that the hog holds during each round.
+pub const LOCK_FILE: &str = "turn";
+/// Name of the stop file. The hog ends when this file exists.
+pub const STOP_FILE: &str = "stop";
 
-/// Repeats rounds until the stop file exists. The JSON line has the number of rounds and the number of failed
-/// allocations.
-pub fn run(arguments: &Hog) -> WorkloadResult {
-    let path = arguments.folder.join(LOCK);
+/// Allocates, touches, checks and frees memory in rounds, until the stop file exists. The resulting JSON has the number
+/// of rounds and the number of failed allocations.
+pub fn run(arguments: &HogArguments) -> WorkloadResult {
+    let path = arguments.folder.join(LOCK_FILE);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
-    let stop = arguments.folder.join(STOP);
+    let stop = arguments.folder.join(STOP_FILE);
     let (mut rounds, mut refused) = (0_u64, 0_u64);
     while !stop.exists() {
         native::lock(lock.as_fd()).map_err(|cause| cause.to_string())?;

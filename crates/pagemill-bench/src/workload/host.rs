@@ -15,39 +15,40 @@ use crate::signs::Signs;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// The server's sign: the server has allocated its memory and freed most of it.
+/// Name of the empty file that the server creates to signal that it has allocated its memory and freed most of it.
 pub const READY_SIGN: &str = "ready";
-/// The filler's sign: the filler has allocated all its memory, or was stopped.
+/// Name of the empty file that the filler creates to signal that it has allocated all its memory, or was stopped.
 pub const FILLED_SIGN: &str = "taken";
-/// The bench's sign: available memory is low. From then on the server records the times of malloc separately.
+/// Name of the empty file that the bench creates to signal that available memory is low. From then on the server
+/// records the times of malloc separately.
 pub const NEARLY_FULL_SIGN: &str = "near";
-/// The bench's sign: server and filler must end.
-pub const STOP: &str = "stop";
+/// Name of the empty file that the bench creates to signal that server and filler must end.
+pub const STOP_SIGN: &str = "stop";
 
-/// Number of live allocations in the server's work. Each step replaces one of them.
-const LIVE_BLOCKS: usize = 256;
-/// Smallest size of the allocations in the server's work, and the number of powers of two above this size. All powers
-/// of two are equally frequent.
+/// Number of live allocations that the server replaces one by one after it has freed most of its memory.
+const LIVE_ALLOCATIONS: usize = 256;
+/// Smallest size, in bytes, of the allocations that the server replaces, and the number of size ranges. Each range
+/// begins at a power of two and ends below the next; all ranges are equally frequent.
 const ALLOCATION_SIZES: (usize, u32) = (1 << 10, 10);
 
-/// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
-const BATCH: usize = 64;
+/// Number of allocations that the server replaces before it sleeps for a millisecond.
+const BATCH_ALLOCATIONS: usize = 64;
 
-/// Arguments of the server, which holds much free memory.
+/// Arguments of the server, a process that holds much free memory and continues to allocate.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Server {
+pub struct ServerArguments {
     #[arg(long)]
     pub free_mib: usize,
     #[arg(long)]
     pub live_mib: usize,
-    /// The folder of sign files.
+    /// The folder of sign files, empty files by which the processes signal their progress.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Arguments of the filler, which takes memory at a steady rate.
+/// Arguments of the filler, a process that allocates memory at a steady rate.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Filler {
+pub struct FillerArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
@@ -55,14 +56,14 @@ pub struct Filler {
     /// The filler stops before less than this many MiB are available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
-    /// The folder of sign files.
+    /// The folder of sign files, empty files by which the processes signal their progress.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Replaces allocations until the bench's sign to stop. The JSON line has the latency of malloc before memory was low,
-/// and afterwards.
-pub fn run_server(arguments: &Server) -> WorkloadResult {
+/// Replaces allocations until the file [`STOP_SIGN`] exists. The resulting JSON has the latency of malloc before the
+/// machine's available memory was low, and afterwards.
+pub fn run_server(arguments: &ServerArguments) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut held = fill_memory(arguments.live_mib + arguments.free_mib)?;
     // The allocations that stay live are spread among the freed ones, so the free memory is scattered.
@@ -77,11 +78,11 @@ pub fn run_server(arguments: &Server) -> WorkloadResult {
     let mut work = ServerWork::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // If the signs `NEARLY_FULL_SIGN` and `STOP` both exist, the server times one more batch before it ends.
-        is_over = signs.exists(STOP);
+        // If the signs `NEARLY_FULL_SIGN` and `STOP_SIGN` both exist, the server times one more batch before it ends.
+        is_over = signs.exists(STOP_SIGN);
         is_near = is_near || signs.exists(NEARLY_FULL_SIGN);
         let times = if is_near { &mut near } else { &mut before };
-        (0..BATCH).for_each(|_| work.replace_one(times));
+        (0..BATCH_ALLOCATIONS).for_each(|_| work.replace_one(times));
         thread::sleep(Duration::from_millis(1));
     }
     let is_right = held.iter().all(|(tag, piece)| piece.tag() == *tag);
@@ -107,7 +108,7 @@ fn fill_memory(mib: usize) -> Result<Vec<(u64, TaggedAllocation)>, Failure> {
     pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
 }
 
-/// The server's permanent work. Each step frees one allocation and makes another.
+/// The allocations that the server replaces until it ends, and the counters of this work.
 struct ServerWork {
     blocks: Vec<Option<(u64, TaggedAllocation)>>,
     random: Rng,
@@ -118,11 +119,12 @@ struct ServerWork {
 
 impl ServerWork {
     fn new() -> Self {
-        let blocks = (0..LIVE_BLOCKS).map(|_| None).collect();
+        let blocks = (0..LIVE_ALLOCATIONS).map(|_| None).collect();
         Self { blocks, random: Rng::with_seed(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
-    /// Frees one allocation and makes another instead. Times the malloc together with the touch of its first page.
+    /// Frees one allocation and makes another instead. Adds the time of the malloc and of the touch of its first page
+    /// to `times`.
     fn replace_one(&mut self, times: &mut Histogram) {
         let place = self.random.usize(..self.blocks.len());
         let old = self.blocks[place].take();
@@ -138,9 +140,9 @@ impl ServerWork {
     }
 }
 
-/// Allocates memory at the given rate until it has the given amount or reaches the floor. Then creates its sign, and
-/// waits for the sign to stop.
-pub fn run_filler(arguments: &Filler) -> WorkloadResult {
+/// Allocates memory at the given rate, until it has the given amount or the machine's available memory is at the floor.
+/// Then creates the file [`FILLED_SIGN`] and waits for the file [`STOP_SIGN`].
+pub fn run_filler(arguments: &FillerArguments) -> WorkloadResult {
     // If the kernel has to kill a process, it should choose this one.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
     let signs = Signs::new(&arguments.folder);
@@ -149,7 +151,7 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
     while held.len() < arguments.mib {
         let available = proc::available_bytes().ok_or("no /proc/meminfo".to_owned())?;
         is_stopped = available < (arguments.floor_mib << 20) + ALLOCATION_BYTES as u64;
-        if is_stopped || signs.exists(STOP) {
+        if is_stopped || signs.exists(STOP_SIGN) {
             break;
         }
         let tag = held.len() as u64;
@@ -159,7 +161,7 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
     }
     let seconds = begun.elapsed().as_secs_f64();
     signs.create(FILLED_SIGN).map_err(|cause| cause.to_string())?;
-    while !signs.exists(STOP) {
+    while !signs.exists(STOP_SIGN) {
         thread::sleep(Duration::from_millis(2));
     }
     if !(0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
@@ -173,22 +175,22 @@ pub fn run_filler(arguments: &Filler) -> WorkloadResult {
 mod tests {
     use super::*;
 
-    /// The signs [`NEARLY_FULL_SIGN`] and [`STOP`] are created as soon as a server with 8 MiB of free memory is ready.
-    /// The server must still time one batch, and no allocation may be damaged.
+    /// The files [`NEARLY_FULL_SIGN`] and [`STOP_SIGN`] are created as soon as a server with 8 MiB of free memory is
+    /// ready. The server must still record the malloc times of one batch, and no allocation may be damaged.
     #[test]
-    fn server_times_a_batch_after_the_near_sign() {
+    fn a_last_batch_is_timed_while_memory_is_low() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
-        let arguments = Server { free_mib: 8, live_mib: 2, folder: folder.path().to_owned() };
+        let arguments = ServerArguments { free_mib: 8, live_mib: 2, folder: folder.path().to_owned() };
         let server = thread::spawn(move || run_server(&arguments));
         while !signs.exists(READY_SIGN) {
             thread::yield_now();
         }
-        [NEARLY_FULL_SIGN, STOP].into_iter().for_each(|sign| signs.create(sign).expect("given"));
+        [NEARLY_FULL_SIGN, STOP_SIGN].into_iter().for_each(|sign| signs.create(sign).expect("given"));
 
         let line = server.join().expect("it ends").expect("all is right");
 
-        assert!(line["mallocs"].as_u64().is_some_and(|count| count >= BATCH as u64), "{line}");
+        assert!(line["mallocs"].as_u64().is_some_and(|count| count >= BATCH_ALLOCATIONS as u64), "{line}");
         assert_eq!(line["refused"], 0);
     }
 }

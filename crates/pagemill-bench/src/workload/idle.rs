@@ -9,15 +9,15 @@ use crate::native::TaggedAllocation;
 const ALLOCATION_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Idle {
+pub struct IdleArguments {
     #[arg(long)]
     pub mib: usize,
-    /// Lifetime of the process in seconds; the bench may end it earlier.
+    /// Seconds for which the process sleeps after it has freed its memory; the bench may end it earlier.
     #[arg(long)]
     pub seconds: u64,
 }
 
-pub fn run(arguments: &Idle) -> WorkloadResult {
+pub fn run(arguments: &IdleArguments) -> WorkloadResult {
     let held: Vec<_> = (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
     let taken = held.iter().flatten().count();
     drop(held);

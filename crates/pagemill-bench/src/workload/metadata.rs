@@ -11,15 +11,15 @@ use crate::files::FilePlace;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// Number of times that each file is checked by stat, because stat is faster than creation.
+/// Number of stat calls for each file. It is more than one, because stat is faster than creation.
 const STAT_REPEATS: usize = 4;
 /// Number of times that each file is read.
 const READ_REPEATS: usize = 2;
-/// Number of times that the whole tree is searched.
+/// Number of times that the whole directory tree is searched.
 const FIND_REPEATS: usize = 4;
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Metadata {
+pub struct MetadataArguments {
     #[command(flatten)]
     pub place: FilePlace,
     #[arg(long)]
@@ -32,8 +32,8 @@ pub struct Metadata {
     pub huge_never: bool,
 }
 
-/// Runs all operations. The JSON line has the operations per second of each kind.
-pub fn run(arguments: &Metadata) -> WorkloadResult {
+/// Creates, stats, reads, finds and removes all files. The resulting JSON has the operations per second of each kind.
+pub fn run(arguments: &MetadataArguments) -> WorkloadResult {
     let root = arguments.place.folder.join("tree");
     let paths = make_directories(arguments, &root)?;
     arguments.place.check()?;
@@ -56,7 +56,7 @@ pub fn run(arguments: &Metadata) -> WorkloadResult {
 }
 
 /// Makes the directories and returns the paths of the files to create.
-fn make_directories(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
+fn make_directories(arguments: &MetadataArguments, root: &Path) -> Result<Vec<PathBuf>, Failure> {
     fs::create_dir_all(root).map_err(|cause| failed_at(root, &cause))?;
     if arguments.huge_never {
         let flags = rustix::fs::XattrFlags::empty();
@@ -78,7 +78,7 @@ fn failed_at(path: &Path, cause: &io::Error) -> Failure {
     Failure::Other(format!("{}: {cause}", path.display()))
 }
 
-/// Applies an operation to all files, `times` times. Returns the operations per second.
+/// Applies `operation` to all files, and repeats that `times` times. Returns the operations per second.
 fn operations_per_second(
     times: usize,
     paths: &[PathBuf],
@@ -133,7 +133,9 @@ fn find(root: &Path, files: usize) -> Result<(), Failure> {
     let seen = match command.output() {
         Ok(output) if output.status.success() => output.stdout.iter().filter(|&&byte| byte == b'\n').count(),
         Ok(output) => return Err(format!("find: {}", String::from_utf8_lossy(&output.stderr).trim()).into()),
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => walk(root).map_err(|cause| failed_at(root, &cause))?,
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
+            count_files(root).map_err(|cause| failed_at(root, &cause))?
+        }
         Err(cause) => return Err(format!("find: {cause}").into()),
     };
     match seen == files {
@@ -143,11 +145,11 @@ fn find(root: &Path, files: usize) -> Result<(), Failure> {
 }
 
 /// Counts the files below a directory.
-fn walk(directory: &Path) -> io::Result<usize> {
+fn count_files(directory: &Path) -> io::Result<usize> {
     let mut count = 0;
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        count += if entry.file_type()?.is_dir() { walk(&entry.path())? } else { 1 };
+        count += if entry.file_type()?.is_dir() { count_files(&entry.path())? } else { 1 };
     }
     Ok(count)
 }
@@ -156,18 +158,20 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// The program `find` and the walk must find the same files. A file with other contents must be a wrong answer. A
-    /// missing file must be a wrong answer, too.
+    /// The program `find`, and a walk of the tree in this process, must find all files. A file with other contents and
+    /// a missing file must each be reported as a wrong answer.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let place = FilePlace { folder: folder.path().to_owned(), device: 0 };
-        let paths =
-            make_directories(&Metadata { place, files: 25, per_directory: 10, huge_never: false }, folder.path())
-                .expect("laid out");
+        let paths = make_directories(
+            &MetadataArguments { place, files: 25, per_directory: 10, huge_never: false },
+            folder.path(),
+        )
+        .expect("laid out");
         operations_per_second(1, &paths, create).expect("they are made");
 
-        assert_eq!(walk(folder.path()).expect("a walk"), 25);
+        assert_eq!(count_files(folder.path()).expect("a walk"), 25);
         assert!(
             find(folder.path(), 25).is_ok()
                 && operations_per_second(2, &paths, stat).is_ok()

@@ -58,28 +58,29 @@ impl From<String> for Failure {
     }
 }
 
-/// Touches and frees memory, so that the host of a virtual machine has backed it before other workloads run.
+/// Arguments of a process that touches and frees memory, so that the host of a virtual machine has backed this memory
+/// before other workloads run.
 #[derive(Debug, clap::Args)]
-pub struct Touch {
+pub struct TouchArguments {
     #[arg(long)]
     mib: usize,
 }
 
-/// Arguments of a process that replaces itself by a command (`exec`). The command is killed when this bench ends. If a
-/// cgroup is given, the process first joins the cgroup.
+/// Arguments of a process that joins a cgroup, if one is given, and then replaces itself by a command (`exec`). The
+/// command is killed when the bench ends.
 #[derive(Debug, clap::Args)]
-pub struct Enter {
-    /// The file `cgroup.procs` of that cgroup.
+pub struct ExecArguments {
+    /// The file `cgroup.procs` of the cgroup to join.
     #[arg(long)]
     entrance: Option<PathBuf>,
     #[arg(last = true, required = true)]
     command: Vec<String>,
 }
 
-/// Runs a workload in this process, prints its result, and returns the exit status.
+/// Runs a workload in this process, prints its result as one line of JSON, and returns the exit status.
 pub fn run(work: impl FnOnce() -> WorkloadResult) -> ExitCode {
     native::die_with_parent();
-    let outcome = check_library().and_then(|()| work());
+    let outcome = check_malloc_library().and_then(|()| work());
     match outcome {
         Ok(line) => {
             println!("{line}");
@@ -97,7 +98,7 @@ pub fn run(work: impl FnOnce() -> WorkloadResult) -> ExitCode {
     }
 }
 
-pub fn touch(arguments: &Touch) -> WorkloadResult {
+pub fn touch(arguments: &TouchArguments) -> WorkloadResult {
     const ALLOCATION_BYTES: usize = 64 << 20;
     let mut held = Vec::new();
     for _ in 0..(arguments.mib << 20).div_ceil(ALLOCATION_BYTES) {
@@ -106,8 +107,8 @@ pub fn touch(arguments: &Touch) -> WorkloadResult {
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
 
-/// Runs the workload [`Enter`]; returns only on failure.
-pub fn enter(arguments: &Enter) -> ExitCode {
+/// Joins the cgroup, if one is given, and replaces this process by the command. Returns only on failure.
+pub fn exec_in_cgroup(arguments: &ExecArguments) -> ExitCode {
     native::die_with_parent();
     if let Some(entrance) = &arguments.entrance
         && let Err(cause) = std::fs::write(entrance, "0")
@@ -121,7 +122,7 @@ pub fn enter(arguments: &Enter) -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn check_library() -> Result<(), Failure> {
+fn check_malloc_library() -> Result<(), Failure> {
     let Some(expected) = env::var_os(EXPECTED_LIBRARY).map(PathBuf::from) else {
         return Ok(());
     };

@@ -1,4 +1,5 @@
-//! Starts workload and hog from one launcher process, so that both are in the same process tree and cgroup.
+//! Starts the ebizzy workload and the memory hog from one launcher process, so that both are in the same process tree
+//! and cgroup.
 
 use std::fs;
 use std::io::Read;
@@ -10,12 +11,13 @@ use std::time::{Duration, Instant};
 use super::{Failure, WorkloadResult, hog};
 use crate::child::WRONG_ANSWER;
 
-/// Time limit for the hog to end after the stop file was made. The hog first completes its round.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for the memory hog to end after the stop file was created. The hog first completes its round.
+const HOG_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Arguments of workload and hog. Both use the lock file in the hog's folder.
+/// Arguments of the ebizzy workload and of the memory hog, which run as a pair of processes. Both use the lock file in
+/// the hog's folder.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Pair {
+pub struct PairArguments {
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
@@ -26,14 +28,14 @@ pub struct Pair {
     pub burst_mib: usize,
     #[arg(long)]
     pub burst_every_ms: u64,
-    /// The kind of memory in which the workload stores its copies.
+    /// The kind of memory in which the ebizzy workload stores its copies.
     #[arg(long, default_value = "malloc")]
     pub memory: String,
-    /// One record in this many computes the sum of its whole copy; 0 for none.
+    /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     #[command(flatten)]
-    pub hog: hog::Hog,
+    pub hog: hog::HogArguments,
 }
 
 /// A child process that is killed when this value is dropped.
@@ -47,11 +49,11 @@ impl Drop for ChildProcess {
     }
 }
 
-/// Starts both processes, waits for the workload, and stops the hog. If either process is killed, the result is that
-/// the pair was killed.
-pub fn run(arguments: &Pair) -> WorkloadResult {
+/// Starts the ebizzy workload and the memory hog, waits for the end of the workload, and stops the hog. Returns
+/// [`Failure::Killed`] if either process was killed.
+pub fn run(arguments: &PairArguments) -> WorkloadResult {
     let folder = &arguments.hog.folder;
-    let lock = folder.join(hog::LOCK).display().to_string();
+    let lock = folder.join(hog::LOCK_FILE).display().to_string();
     let hog_arguments = [
         ("--mib", arguments.hog.mib.to_string()),
         ("--pause-ms", arguments.hog.pause_ms.to_string()),
@@ -80,12 +82,12 @@ pub fn run(arguments: &Pair) -> WorkloadResult {
         thread::sleep(Duration::from_millis(5));
     };
     check_status(work_status)?;
-    fs::write(folder.join(hog::STOP), "").map_err(|cause| cause.to_string())?;
+    fs::write(folder.join(hog::STOP_FILE), "").map_err(|cause| cause.to_string())?;
     let stop_time = Instant::now();
     let hog_status = loop {
         match exit_status(&mut hog)? {
             Some(status) => break status,
-            None if stop_time.elapsed() > TIMEOUT => {
+            None if stop_time.elapsed() > HOG_STOP_TIMEOUT => {
                 return Err(Failure::Other("the hog did not stop".to_owned()));
             }
             None => thread::sleep(Duration::from_millis(5)),
@@ -122,7 +124,7 @@ fn check_status(status: ExitStatus) -> Result<(), Failure> {
     }
 }
 
-/// Reads the JSON line of a process that has ended. The pipe buffers the whole line.
+/// Reads the JSON that a process has printed before it ended. The pipe buffers the whole text.
 fn read_json_line(process: &mut ChildProcess) -> WorkloadResult {
     let mut text = String::new();
     let pipe: Option<&mut ChildStdout> = process.0.stdout.as_mut();

@@ -1,5 +1,5 @@
-//! Allocations of one size, which fill a given amount of memory and are then freed, all or most of them. Also the work
-//! that the process does afterwards.
+//! Allocations of one size, which fill a given amount of memory. All or most of them are then freed. Also the work that
+//! the process does afterwards.
 
 use std::path::PathBuf;
 use std::thread;
@@ -14,39 +14,40 @@ use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
 
-/// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
+/// Bytes of a run, that is, of consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
-/// Of this many consecutive runs, [`KEPT_RUNS`] are kept. If allocations are freed at random, the same fraction of them
-/// is kept.
+/// Of this many consecutive runs of allocations, [`KEPT_RUNS_PER_CYCLE`] are kept and the others are freed. If single
+/// allocations are freed at random, the same fraction of them is kept.
 const RUNS_PER_CYCLE: u64 = 20;
-/// Number of runs that are kept of [`RUNS_PER_CYCLE`].
-const KEPT_RUNS: u64 = 2;
+/// Number of runs of allocations that are kept, of [`RUNS_PER_CYCLE`] consecutive runs.
+const KEPT_RUNS_PER_CYCLE: u64 = 2;
 
 /// The process measures its resident memory each time it has allocated this many bytes.
 const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
-/// Which allocations are freed.
+/// The allocations that are freed, and the pattern of those that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Freed {
     All,
-    /// Nine tenths, in runs of consecutive allocations.
+    /// Nine tenths of the allocations, in runs of consecutive ones.
     Runs,
-    /// Nine tenths, where each allocation is chosen at random.
+    /// Nine tenths of the allocations, each chosen at random.
     Random,
 }
 
 /// The work that a process does after it has freed its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Load {
-    /// One small malloc per millisecond.
+    /// One small allocation per millisecond.
     Little,
-    /// Pairs of malloc and free for a fifth of the time.
+    /// Pairs of malloc and free for a fifth of the time; sleep for the rest.
     Busy,
 }
 
-/// Arguments of a keeper: it fills memory, frees it, and works until the newcomer has ended.
+/// Arguments of a keeper, a process that fills memory, frees it, and works until the process that then needs the memory
+/// has ended.
 #[derive(Clone, Debug, clap::Args)]
-pub struct PieceKeeper {
+pub struct PieceKeeperArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
@@ -55,20 +56,21 @@ pub struct PieceKeeper {
     pub freed: Freed,
     #[arg(long)]
     pub load: Load,
-    /// The number of this keeper among several.
+    /// Index, from 0, of this process among the processes that free memory at the same time.
     #[arg(long)]
     pub index: u64,
-    /// The folder of sign files.
+    /// The folder of sign files, empty files by which the processes signal their progress.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Returns the name of a keeper's sign that it has freed its allocations.
+/// Returns the name of the empty file that the process with this index creates to signal that it has freed its
+/// allocations.
 pub fn keeper_sign(index: u64) -> String {
     format!("pieces-freed-{index}")
 }
 
-pub fn run_keeper(arguments: &PieceKeeper) -> WorkloadResult {
+pub fn run_keeper(arguments: &PieceKeeperArguments) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut chain = Chain::new(arguments.size)?;
     let mut refused = fill(&mut chain, arguments.size, arguments.mib << 20);
@@ -76,7 +78,7 @@ pub fn run_keeper(arguments: &PieceKeeper) -> WorkloadResult {
     signs.create(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
     let taken = taken_sign(0);
     while !signs.exists(&taken) {
-        refused += arguments.load.work_for_one_turn(arguments.size)?;
+        refused += arguments.load.work_once(arguments.size)?;
     }
     match chain.retain(|_| true) {
         0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.allocated_count() })),
@@ -114,8 +116,8 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     let mut random = Rng::with_seed(0x7069_6563);
     let wrong = chain.retain(|place| match freed {
         Freed::All => false,
-        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS,
-        Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS,
+        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS_PER_CYCLE,
+        Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS_PER_CYCLE,
     });
     match wrong {
         0 => Ok(()),
@@ -123,31 +125,32 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     }
 }
 
-/// Length of a cycle of work and sleep.
-const CYCLE: Duration = Duration::from_millis(10);
-/// Time of each cycle in which the process works.
-const WORKING_TIME: Duration = Duration::from_millis(2);
+/// Length of a cycle of work and sleep with [`Load::Busy`].
+const BUSY_CYCLE: Duration = Duration::from_millis(10);
+/// Part of each cycle in which a process with [`Load::Busy`] works.
+const WORKING_TIME_PER_CYCLE: Duration = Duration::from_millis(2);
 
-/// Bytes that a process with little work allocates each millisecond.
-const LITTLE_BYTES: usize = 512;
+/// Bytes that a process with [`Load::Little`] allocates each millisecond.
+const LITTLE_LOAD_BYTES: usize = 512;
 
 impl Load {
-    /// Works for some milliseconds; returns the number of failed allocations.
+    /// Does this work once, then sleeps: 1 ms in total with `Little`, 10 ms with `Busy`. Returns the number of failed
+    /// allocations.
     ///
     /// # Errors
     ///
     /// [`Failure::WrongAnswer`] if an allocation lost its tag.
-    pub fn work_for_one_turn(self, size: usize) -> Result<u64, Failure> {
+    pub fn work_once(self, size: usize) -> Result<u64, Failure> {
         let begun = Instant::now();
         let mut refused = 0;
         match self {
             Self::Little => {
-                refused += u64::from(TaggedAllocation::new(LITTLE_BYTES, 1).is_none());
+                refused += u64::from(TaggedAllocation::new(LITTLE_LOAD_BYTES, 1).is_none());
                 thread::sleep(Duration::from_millis(1));
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING_TIME {
+                while begun.elapsed() < WORKING_TIME_PER_CYCLE {
                     match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));
@@ -157,7 +160,7 @@ impl Load {
                     }
                     tag += 1;
                 }
-                thread::sleep(CYCLE.saturating_sub(begun.elapsed()));
+                thread::sleep(BUSY_CYCLE.saturating_sub(begun.elapsed()));
             }
         }
         Ok(refused)
@@ -168,7 +171,7 @@ impl Load {
 mod tests {
     use super::*;
 
-    /// Of 100 allocations, about a tenth must be kept by `Runs` and by `Random`, and none by `All`.
+    /// [`free`] must keep about a tenth of 100 allocations with `Runs` and with `Random`, and none with `All`.
     #[test]
     fn a_tenth_is_kept() {
         for (freed, low, high) in [(Freed::All, 0, 0), (Freed::Runs, 10, 10), (Freed::Random, 2, 25)] {
@@ -186,15 +189,15 @@ mod tests {
         }
     }
 
-    /// Filling must stop when the allocations, or the resident memory, have grown by the given bytes. After each kind
-    /// of work, all allocations must be intact.
+    /// [`fill`] must stop when the sum of the allocations, or the resident memory, has grown by the given bytes. After
+    /// each kind of work, all allocations must be intact.
     #[test]
     fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");
         assert_eq!(fill(&mut chain, 64, 4 << 20), 0);
         assert!(chain.allocated_count() >= (1 << 20) / 64 && chain.allocated_count() <= (4 << 20) / 64);
         for load in [Load::Little, Load::Busy] {
-            assert_eq!(load.work_for_one_turn(64).expect("all tags are there"), 0);
+            assert_eq!(load.work_once(64).expect("all tags are there"), 0);
         }
         assert_eq!(chain.retain(|_| true), 0);
     }

@@ -17,16 +17,16 @@ use crate::native::TaggedAllocation;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Pause after the hoarder has freed its memory again. In this time its helper thread starts, and its published counts
-/// become stable.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Pause after the hoarder process has freed its memory. In this time the helper thread of that process starts, and the
+/// memory counters that the process publishes become stable.
+const PAUSE_AFTER_REFILL: Duration = Duration::from_millis(100);
 
-/// A request that takes longer than this is late, and this time is recorded as its latency.
-const LATE: Duration = Duration::from_secs(1);
+/// Time limit of a request. A request that takes longer counts as late, and this time is recorded as its latency.
+const REQUEST_TIME_LIMIT: Duration = Duration::from_secs(1);
 
-/// Arguments of the asker, which starts the hoarder.
+/// Arguments of the asker, the process that requests memory. It starts the hoarder, the process that holds free memory.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Asker {
+pub struct AskerArguments {
     /// MiB of free memory that the hoarder holds before the first request and after each refill.
     #[arg(long)]
     pub hoard_mib: usize,
@@ -36,9 +36,9 @@ pub struct Asker {
     pub asks: u64,
 }
 
-/// Arguments of the hoarder.
+/// Arguments of the hoarder, the process that holds much free memory.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Hoarder {
+pub struct HoarderArguments {
     #[arg(long)]
     pub mib: usize,
 }
@@ -62,7 +62,7 @@ impl HoarderProcess {
         }
     }
 
-    /// Makes the hoarder fill and free its memory again.
+    /// Makes the hoarder process fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
         writeln!(self.requests).map_err(|cause| cause.to_string())?;
@@ -70,7 +70,7 @@ impl HoarderProcess {
         if answer.trim() != "free" {
             return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
         }
-        thread::sleep(PAUSE);
+        thread::sleep(PAUSE_AFTER_REFILL);
         Ok(())
     }
 }
@@ -83,9 +83,10 @@ impl Drop for HoarderProcess {
     }
 }
 
-/// Sends requests. The JSON line has the median and the 99th percentile of the times until the memory was returned.
-pub fn run_asker(arguments: &Asker) -> WorkloadResult {
-    let page = join_tree()?;
+/// Sends requests for free memory to the hoarder process. The resulting JSON has the median and the 99th percentile of
+/// the times until the memory was returned.
+pub fn run_asker(arguments: &AskerArguments) -> WorkloadResult {
+    let page = join_process_tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
     // Number of requests before the hoarder fills its memory again. Its free memory would suffice for one more request,
     // but the last free memory may be too scattered to be returned.
@@ -100,7 +101,7 @@ pub fn run_asker(arguments: &Asker) -> WorkloadResult {
         for _ in 0..asks_per_refill.min(arguments.asks - times.count()) {
             let took = time_request(page, bytes);
             late += u64::from(took.is_none());
-            times.add(took.unwrap_or(LATE));
+            times.add(took.unwrap_or(REQUEST_TIME_LIMIT));
         }
     }
     Ok(serde_json::json!({
@@ -110,8 +111,8 @@ pub fn run_asker(arguments: &Asker) -> WorkloadResult {
     }))
 }
 
-/// Returns the time from a request until the tree's published total has fallen by `bytes`. Returns none if that takes
-/// longer than [`LATE`].
+/// Returns the time from a request until the published resident memory of the process tree has fallen by `bytes`.
+/// Returns none if that takes longer than [`REQUEST_TIME_LIMIT`].
 fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
     let is_returned = || before.saturating_sub(page.totals().resident) >= bytes;
@@ -119,7 +120,7 @@ fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     page.ask(bytes, None, is_returned);
     // A sibling publishes its new total shortly after it has answered.
     while !is_returned() {
-        if begun.elapsed() > LATE {
+        if begun.elapsed() > REQUEST_TIME_LIMIT {
             return None;
         }
         thread::yield_now();
@@ -127,15 +128,15 @@ fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     Some(begun.elapsed())
 }
 
-fn join_tree() -> Result<&'static TreePage, Failure> {
+fn join_process_tree() -> Result<&'static TreePage, Failure> {
     let name = TREE_VARIABLE.to_str().unwrap_or_default();
     let folder = std::env::var(name).map_err(|_| format!("{name} is not set: there is no tree to ask"))?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|cause| cause.to_string())?;
     TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// For each line of input, fills memory, frees it, and prints a line as the answer.
-pub fn run_hoarder(arguments: &Hoarder) -> WorkloadResult {
+/// For each line of standard input, fills memory, frees it, and prints a line as the answer.
+pub fn run_hoarder(arguments: &HoarderArguments) -> WorkloadResult {
     let (mut refills, mut answers) = (0_u64, io::stdout());
     for request in io::stdin().lines() {
         request.map_err(|cause| cause.to_string())?;

@@ -9,33 +9,33 @@ use pagemill_cache::mapping::{Mapping, PageCache};
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::hit::{cache, failed, write_all};
-use super::steps::in_threads;
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult};
 use crate::native::{Pages, SharedCounters};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
 
-/// How a range is pinned.
+/// The method by which a range of a folio is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PinMethod {
-    /// A pin of a folio that may be split.
+    /// One pin of a folio that may be split.
     Splittable,
-    /// A pin of a folio that is never split.
+    /// One pin of a folio that is never split.
     NeverSplit,
-    /// One reference count for each 4 KiB.
+    /// One reference count for each 4 KiB of the range, without a folio.
     PerPage,
 }
 
-/// Arguments of a run that pins and unpins ranges.
+/// Arguments of a run that pins and unpins ranges of huge folios.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Refs {
+pub struct RefsArguments {
     #[arg(long)]
     pub way: PinMethod,
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
     pub range_kib: usize,
-    /// Each thread uses a folio of its own.
+    /// Each thread pins ranges of a folio of its own; otherwise all threads use one folio.
     #[arg(long)]
     pub own: bool,
     #[arg(long)]
@@ -44,8 +44,9 @@ pub struct Refs {
 
 const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
 
-/// Measures the nanoseconds to pin and unpin a range, as each thread sees them.
-pub fn run(arguments: &Refs) -> WorkloadResult {
+/// Measures the time that a thread needs to pin and unpin a range. The resulting JSON has the mean over all threads, in
+/// nanoseconds.
+pub fn run(arguments: &RefsArguments) -> WorkloadResult {
     let folios = if arguments.own { arguments.threads } else { 1 };
     let len_bytes = arguments.range_kib << 10;
     if len_bytes > BLOCK_BYTES {
@@ -54,7 +55,7 @@ pub fn run(arguments: &Refs) -> WorkloadResult {
     let folio_of = |thread: usize| if arguments.own { thread } else { 0 };
     let ns = if arguments.way == PinMethod::PerPage {
         let counts = SharedCounters::new(folios * PAGES_PER_BLOCK)?;
-        let ns = time_by_threads(arguments, |thread| {
+        let ns = mean_ns_in_threads(arguments, |thread| {
             let first = folio_of(thread) * PAGES_PER_BLOCK;
             let range = || (first..first + len_bytes / RECORD_BYTES).map(|page| counts.counter(page));
             for count in range() {
@@ -70,8 +71,8 @@ pub fn run(arguments: &Refs) -> WorkloadResult {
         }
         ns
     } else {
-        let (cache, file) = huge_file(folios, arguments.way == PinMethod::Splittable)?;
-        let ns = time_by_threads(arguments, |thread| {
+        let (cache, file) = file_of_huge_folios(folios, arguments.way == PinMethod::Splittable)?;
+        let ns = mean_ns_in_threads(arguments, |thread| {
             let pins = file.pin_range((folio_of(thread) * BLOCK_BYTES) as u64, len_bytes).map_err(failed)?;
             match pins.first() {
                 Some(pin) if pins.len() == 1 && pin.len_bytes() >= len_bytes => Ok(()),
@@ -88,8 +89,8 @@ pub fn run(arguments: &Refs) -> WorkloadResult {
     Ok(serde_json::json!({ "ns": ns }))
 }
 
-/// Makes a file that consists of huge folios.
-fn huge_file(folios: usize, may_split: bool) -> Result<(PageCache, Mapping), Failure> {
+/// Makes a cache, and a file in it that consists of huge folios.
+fn file_of_huge_folios(folios: usize, may_split: bool) -> Result<(PageCache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
     // The cache may use more than twice the memory of the file, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
@@ -120,7 +121,10 @@ fn check_folios(file: &Mapping, folios: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-fn time_by_threads(arguments: &Refs, operation: impl Fn(usize) -> Result<(), Failure> + Sync) -> Result<f64, Failure> {
+fn mean_ns_in_threads(
+    arguments: &RefsArguments,
+    operation: impl Fn(usize) -> Result<(), Failure> + Sync,
+) -> Result<f64, Failure> {
     const BATCH: usize = 100;
     let (start, run) = (Barrier::new(arguments.threads), Duration::from_millis(arguments.run_ms));
     let repeat = |thread: usize, run: Duration| -> Result<f64, Failure> {
@@ -136,14 +140,15 @@ fn time_by_threads(arguments: &Refs, operation: impl Fn(usize) -> Result<(), Fai
         // A tenth of the time is warm-up, in which CPUs leave their idle states.
         repeat(thread, run / 10).and_then(|_| repeat(thread, run))
     };
-    let each = in_threads(arguments.threads, work)?;
+    let each = run_in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
 /// Arguments of a run that splits and collapses huge folios, or copies as much memory.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Change {
-    /// Copy huge pages instead. Each copy overwrites the source of the previous copy.
+pub struct SplitCollapseArguments {
+    /// Copy huge pages, instead of splitting and collapsing folios. Each copy overwrites the source of the previous
+    /// copy.
     #[arg(long)]
     pub copy: bool,
     #[arg(long)]
@@ -152,13 +157,13 @@ pub struct Change {
     pub run_ms: u64,
 }
 
-/// Measures the median nanoseconds of each operation: split and collapse, or copy.
-pub fn measure_change(arguments: &Change) -> WorkloadResult {
+/// Measures the median time of each operation, in nanoseconds: split and collapse, or copy.
+pub fn measure_split_and_collapse(arguments: &SplitCollapseArguments) -> WorkloadResult {
     let run = Duration::from_millis(arguments.run_ms);
     if arguments.copy { time_copies(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
 }
 
-/// Records the nanoseconds of an operation. An operation that did nothing is an error.
+/// Runs an operation and appends its duration in nanoseconds to `times`. Fails if the operation changed nothing.
 fn time_operation(
     times: &mut Vec<f64>,
     operation: impl FnOnce() -> pagemill_core::Result<bool>,
@@ -173,7 +178,7 @@ fn time_operation(
 }
 
 fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
-    let (cache, file) = huge_file(folios, true)?;
+    let (cache, file) = file_of_huge_folios(folios, true)?;
     let (mut splits, mut collapses) = (Vec::new(), Vec::new());
     let begun = Instant::now();
     // The first round over all folios is not counted: it allocates the index nodes and blocks that later rounds reuse.

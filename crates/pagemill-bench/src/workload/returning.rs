@@ -9,24 +9,24 @@ use crate::chain::Chain;
 use crate::{native, proc};
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Returning {
+pub struct ReturningArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub size: usize,
-    /// Seconds for which the process works after the last free.
+    /// Seconds for which the process continues to work after it has freed all memory.
     #[arg(long)]
     pub seconds: u64,
 }
 
-/// Size of the allocations that the process makes while it works.
+/// Size in bytes of the allocations that the process makes after it has freed its memory.
 const WORK_BYTES: usize = 512;
 
-/// Fills memory, frees it, and works. The JSON line has the growth of the resident memory since before the first
-/// allocation: directly after the last free, and after each second.
-pub fn run(arguments: &Returning) -> WorkloadResult {
+/// Fills memory, frees it, and continues to work. The resulting JSON has the growth of the resident memory since before
+/// the first allocation: when all memory is filled, directly after the last free, and after each further second.
+pub fn run(arguments: &ReturningArguments) -> WorkloadResult {
     // The memory that the work itself needs is allocated first, so that it is not part of the growth.
-    Load::Busy.work_for_one_turn(WORK_BYTES)?;
+    Load::Busy.work_once(WORK_BYTES)?;
     let before = proc::own_resident_bytes();
     let more_mib = || (proc::own_resident_bytes() as f64 - before as f64) / f64::from(1 << 20);
     let mut chain = Chain::new(arguments.size)?;
@@ -39,7 +39,7 @@ pub fn run(arguments: &Returning) -> WorkloadResult {
     let mut held = vec![more_mib()];
     for second in 1..=arguments.seconds {
         while begun.elapsed() < Duration::from_secs(second) {
-            Load::Busy.work_for_one_turn(WORK_BYTES)?;
+            Load::Busy.work_once(WORK_BYTES)?;
         }
         held.push(more_mib());
     }

@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 
 use super::Failure;
 
-/// The work of one thread.
+/// The work of one thread, which is divided into steps.
 pub trait StepWork {
-    /// Makes a fixed number of operations. The clock is read only between steps.
+    /// Makes a fixed number of operations. No clock is read during a step.
     fn step(&mut self) -> Result<(), Failure>;
 
     /// Returns an error if any operation of this thread had a wrong result.
     fn check_results(&mut self) -> Result<(), Failure>;
 }
 
-/// Operations and durations of all threads in the measured interval.
+/// For each thread, its number of operations in the measured interval and the time that they took.
 pub struct ThreadTimes(Vec<ThreadTime>);
 
-/// Number of operations of one thread, and the time that they took.
+/// Number of operations that one thread made in the measured interval, and the time that they took.
 #[derive(Clone, Copy)]
 struct ThreadTime {
     nanoseconds: u64,
@@ -31,7 +31,7 @@ impl ThreadTimes {
         self.0.iter().map(|time| time.operations).sum::<u64>().max(1)
     }
 
-    /// Returns the nanoseconds per operation within a thread.
+    /// Returns the mean time that a thread needs for one operation, in nanoseconds.
     pub fn ns_per_operation(&self) -> f64 {
         self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.operations() as f64
     }
@@ -42,7 +42,7 @@ impl ThreadTimes {
     }
 }
 
-/// Returns the result of a thread. A panic is an error.
+/// Waits for the end of a thread and returns its result. A panic of the thread is returned as an error.
 pub fn join<T>(worker: ScopedJoinHandle<'_, Result<T, Failure>>) -> Result<T, Failure> {
     worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))
 }
@@ -53,8 +53,9 @@ fn join_all<T>(workers: Vec<ScopedJoinHandle<'_, Result<T, Failure>>>) -> Result
     results.into_iter().collect()
 }
 
-/// Runs `work` in this many threads at once, with the index of the thread. Returns the results in that order.
-pub fn in_threads<T: Send>(
+/// Runs `work` in `threads` threads at once, and passes each call the index of its thread. Returns the results in the
+/// order of the indexes.
+pub fn run_in_threads<T: Send>(
     threads: usize,
     work: impl Fn(usize) -> Result<T, Failure> + Sync,
 ) -> Result<Vec<T>, Failure> {

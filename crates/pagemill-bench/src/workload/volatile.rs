@@ -12,37 +12,37 @@ use pagemill_testbed::Testbed;
 use pagemill_volatile::vrange::Mode;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
-use super::steps::in_threads;
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult};
 use crate::histogram::Histogram;
 use crate::native::Pages;
 use crate::stats;
 
-/// Bytes of memory that each thread uses.
+/// Bytes of memory in which each thread marks and unmarks ranges.
 const AREA_BYTES: usize = 64 << 20;
-/// Number of further ranges that are marked while marks by address are measured.
-const OTHER_MARKS: usize = 100_000;
+/// Number of other ranges that stay marked by address while the cost of such marks is measured.
+const OTHER_MARKED_RANGES: usize = 100_000;
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// How memory is allowed to be discarded, and how that permission ends.
+/// The method that allows memory to be discarded and later ends this permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Method {
-    /// Handles: mark volatile, then unmark.
+    /// A range with a handle is marked volatile and unmarked.
     Handles,
-    /// Handles: pin, then unpin.
+    /// A range with a handle, which is marked volatile, is pinned and unpinned.
     Pin,
-    /// `vrange` marks by address, with 100,000 other marked ranges.
+    /// A range is marked and unmarked by its address (`vrange`), while 100,000 other ranges are marked.
     Vrange,
-    /// `MADV_FREE`, then a write to each page.
+    /// `MADV_FREE` is applied to a range, then each page of the range is written.
     Free,
-    /// `MADV_DONTNEED`, then a write to each page.
+    /// `MADV_DONTNEED` is applied to a range, then each page of the range is written.
     Dontneed,
 }
 
 /// Arguments of a run that repeatedly marks and unmarks ranges, or applies the system calls that replace marks.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Toggle {
+pub struct ToggleArguments {
     #[arg(long)]
     pub way: Method,
     #[arg(long)]
@@ -55,31 +55,31 @@ pub struct Toggle {
 
 /// Arguments of a run that measures two things: the rate of purges, and the time to unmark a range during its purge.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Purging {
+pub struct PurgingArguments {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Measures the page faults, and the nanoseconds that a thread needs to mark and unmark a range or to make the system
-/// calls that replace marks.
-pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
-    let pagemill = pagemill()?;
+/// Measures the time that a thread needs to mark and unmark a range, or to make the system calls that replace marks.
+/// The resulting JSON has the mean time in nanoseconds and the number of page faults.
+pub fn measure_toggle(arguments: &ToggleArguments) -> WorkloadResult {
+    let pagemill = make_testbed()?;
     let start = Barrier::new(arguments.threads);
-    let results = in_threads(arguments.threads, |index| toggle_in_thread(arguments, pagemill, index, &start))?;
+    let results = run_in_threads(arguments.threads, |index| toggle_in_thread(arguments, pagemill, index, &start))?;
     let each: Vec<f64> = results.iter().map(|(ns, _)| *ns).collect();
     let faults: u64 = results.iter().map(|(_, faults)| *faults).sum();
     Ok(serde_json::json!({ "ns": each.iter().sum::<f64>() / each.len() as f64, "faults": faults }))
 }
 
-fn pagemill() -> Result<&'static Testbed, Failure> {
+fn make_testbed() -> Result<&'static Testbed, Failure> {
     Testbed::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED)
         .map_err(|error| Failure::Other(error.to_string()))
 }
 
 fn toggle_in_thread(
-    arguments: &Toggle,
+    arguments: &ToggleArguments,
     pagemill: &'static Testbed,
     index: usize,
     start: &Barrier,
@@ -102,8 +102,8 @@ fn toggle_in_thread(
         Method::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
             // The further ranges are every second page of another mapping, so that they do not merge.
-            let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
-            for page in 0..OTHER_MARKS / arguments.threads {
+            let others = Pages::new(OTHER_MARKED_RANGES / arguments.threads * 2 * Pages::page_bytes())?;
+            for page in 0..OTHER_MARKED_RANGES / arguments.threads {
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
             }
             start.wait();
@@ -117,7 +117,7 @@ fn toggle_in_thread(
             let mut area = Pages::new(AREA_BYTES)?;
             area.touch(0, AREA_BYTES);
             start.wait();
-            time_calls(&mut area, arguments.way, range_bytes, duration)
+            time_madvise_calls(&mut area, arguments.way, range_bytes, duration)
         }
     }
 }
@@ -160,9 +160,14 @@ fn time_pins(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), F
     })
 }
 
-/// Times the system calls. With `MADV_DONTNEED` also times the writes afterwards, since they fault. Writes after
-/// `MADV_FREE` do not fault and are not timed.
-fn time_calls(area: &mut Pages, way: Method, range_bytes: usize, duration: Duration) -> Result<(f64, u64), Failure> {
+/// Returns the mean nanoseconds of an `madvise` call, and the page faults. With `MADV_DONTNEED`, the time includes the
+/// writes afterwards, since these cause page faults. Writes after `MADV_FREE` cause none and are not timed.
+fn time_madvise_calls(
+    area: &mut Pages,
+    way: Method,
+    range_bytes: usize,
+    duration: Duration,
+) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
     while begun.elapsed() < duration {
@@ -207,8 +212,8 @@ fn check(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
 }
 
 /// Measures the rate of purging huge pages, and the 99.9th percentile of the time to unmark a range during its purge.
-pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
-    let pagemill = pagemill()?;
+pub fn measure_purging(arguments: &PurgingArguments) -> WorkloadResult {
+    let pagemill = make_testbed()?;
     let bytes = arguments.mib << 20;
     // The first round is not measured: it touches memory that the host of a virtual machine has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
@@ -227,7 +232,7 @@ pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
         }
         total += freed;
     }
-    let waits = measure_waits(pagemill, Duration::from_millis(arguments.run_ms))?;
+    let waits = measure_unmark_times(pagemill, Duration::from_millis(arguments.run_ms))?;
     let lazy = measure_purge_of_marks(pagemill, bytes, Mode::Volatile)?;
     let strict = measure_purge_of_marks(pagemill, bytes, Mode::VolatileStrict)?;
     Ok(serde_json::json!({
@@ -272,9 +277,9 @@ fn measure_purge_of_marks(pagemill: &'static Testbed, bytes: usize, mode: Mode) 
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Returns the times to unmark a range during a purge. One thread purges continuously; this thread
-/// marks and unmarks the range.
-fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Histogram, Failure> {
+/// Returns the times to unmark a range while it is being purged. One thread purges continuously, and this thread marks
+/// and unmarks the range.
+fn measure_unmark_times(pagemill: &'static Testbed, run: Duration) -> Result<Histogram, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
     let is_over = AtomicBool::new(false);

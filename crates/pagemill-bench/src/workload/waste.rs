@@ -15,12 +15,12 @@ use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
 
-/// Time between the last close and the second measurement.
-const SECOND_MEASUREMENT: Duration = Duration::from_secs(1);
+/// Time between the last close of a file and the second measurement of memory.
+const SECOND_MEASUREMENT_DELAY: Duration = Duration::from_secs(1);
 
-/// Arguments: number and kind of the files.
+/// Arguments of a run that writes files: their number, their length, and how they are written.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Waste {
+pub struct WasteArguments {
     #[command(flatten)]
     pub place: FilePlace,
     #[arg(long)]
@@ -33,9 +33,9 @@ pub struct Waste {
     pub step: usize,
 }
 
-/// Writes the files, waits and measures. The JSON line has the MiB in use. For files that are written in steps, it also
-/// has the fraction of the first file that is mapped by huge pages.
-pub fn run(arguments: &Waste) -> WorkloadResult {
+/// Writes the files. The resulting JSON has the MiB that they use on the file system, at once and a second later. For
+/// files that are written in steps, it also has the fraction of the first file that is mapped by huge pages.
+pub fn run(arguments: &WasteArguments) -> WorkloadResult {
     let folder = &arguments.place.folder;
     arguments.place.check()?;
     let before = used_bytes(folder)?;
@@ -46,7 +46,7 @@ pub fn run(arguments: &Waste) -> WorkloadResult {
     }
     let closed = Instant::now();
     let at_once = used()?;
-    thread::sleep(SECOND_MEASUREMENT.saturating_sub(closed.elapsed()));
+    thread::sleep(SECOND_MEASUREMENT_DELAY.saturating_sub(closed.elapsed()));
     let later = used()?;
     let share = match arguments.step {
         0 => None,
@@ -57,7 +57,7 @@ pub fn run(arguments: &Waste) -> WorkloadResult {
     Ok(serde_json::json!({ "used_at_once": mib(at_once), "used_after_second": mib(later), "huge_share": share }))
 }
 
-fn write(path: &Path, index: u64, arguments: &Waste) -> io::Result<()> {
+fn write(path: &Path, index: u64, arguments: &WasteArguments) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     if arguments.step == 0 {
         file.set_len(arguments.bytes as u64)?;
@@ -87,14 +87,15 @@ fn huge_fraction(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
 mod tests {
     use super::*;
 
-    /// Files must have their full length for every step size. A sparse file must have a single nonzero byte.
+    /// For every size of the writes, a file must have its full length. A file written as a hole must have a single
+    /// nonzero byte.
     #[test]
     fn files_have_their_length() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let place = FilePlace { folder: folder.path().to_owned(), device: 0 };
         for (step, bytes) in [(1000, 1000), (4096, 10_000), (0, 10_000)] {
             let path = folder.path().join(step.to_string());
-            write(&path, 0, &Waste { place: place.clone(), files: 1, bytes, step }).expect("it is written");
+            write(&path, 0, &WasteArguments { place: place.clone(), files: 1, bytes, step }).expect("it is written");
             let content = std::fs::read(&path).expect("it is read");
             assert_eq!(content.len(), bytes);
             assert_eq!(content.iter().filter(|byte| **byte != 0).count() == 1, step == 0);

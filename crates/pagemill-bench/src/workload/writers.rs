@@ -11,25 +11,25 @@ use super::{Failure, WorkloadResult};
 use crate::child::{self, WRONG_ANSWER};
 use crate::native::TaggedAllocation;
 
-/// Size of the allocations in each phase, in KiB.
-const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
+/// Size of the allocations in each phase of a writer, in KiB.
+const PHASE_SIZES_KIB: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Writers {
-    /// Number of processes; the first process starts the others.
+pub struct WritersArguments {
+    /// Number of processes that write; the first process starts the others.
     #[arg(long, default_value_t = 1)]
     pub processes: usize,
-    /// Number of writers in each process.
+    /// Number of writer threads in each process.
     #[arg(long)]
     pub threads: usize,
-    /// Live memory of each process in MiB.
+    /// Size of the live allocations of each process in MiB.
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Counters shared by all writers of a process.
+/// Counters shared by all writer threads of a process.
 #[derive(Default)]
 struct Counters {
     bytes: AtomicU64,
@@ -37,9 +37,9 @@ struct Counters {
     wrong: AtomicU64,
 }
 
-/// Writes until the time is over. The JSON line has the write rate of this process and its number of failed
-/// allocations.
-pub fn run(arguments: &Writers) -> WorkloadResult {
+/// Runs the writer threads until the time is over. The resulting JSON has the rate at which this process wrote memory,
+/// and its number of failed allocations.
+pub fn run(arguments: &WritersArguments) -> WorkloadResult {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
     let (start, counters) = (Instant::now(), Counters::default());
     let end = start + Duration::from_millis(arguments.run_ms);
@@ -66,7 +66,7 @@ pub fn run(arguments: &Writers) -> WorkloadResult {
     Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": counters.refused.into_inner() }))
 }
 
-fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
+fn start_sibling(arguments: &WritersArguments) -> Result<Child, Failure> {
     let executable = child::own_executable().map_err(|cause| cause.to_string())?;
     let mut command = Command::new(executable);
     command.arg("__writers").stdout(Stdio::null());
@@ -78,12 +78,12 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// Runs one writer. In each phase, the writer fills its memory, checks the tags, and frees everything. It runs at least
-/// one phase.
-fn run_writer(arguments: &Writers, index: usize, end: Instant, counters: &Counters) {
+/// Runs one writer thread for at least one phase. In each phase, the thread fills its memory with allocations of one
+/// size, checks their tags, and frees all of them.
+fn run_writer(arguments: &WritersArguments, index: usize, end: Instant, counters: &Counters) {
     let bytes_per_writer = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
-        let size = PHASES[phase % PHASES.len()] << 10;
+        let size = PHASE_SIZES_KIB[phase % PHASE_SIZES_KIB.len()] << 10;
         let mut held = Vec::with_capacity(bytes_per_writer / size);
         for tag in 0..(bytes_per_writer / size) as u64 {
             // The first phase is always completed, even if this thread got no CPU within the time.

@@ -13,9 +13,8 @@ use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
-/// Maximum number of blocks that one system call discards or moves. The maximum bounds the time that other threads
-/// wait.
-const BATCH_BLOCKS: usize = 32;
+/// Maximum number of blocks that one system call discards or moves. It bounds the time for which other threads wait.
+const MAX_BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.
 pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
@@ -24,14 +23,15 @@ pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
 }
 
 impl Arena {
-    /// Makes an empty block usable: resident as a huge page if [`Arena::may_take_huge`] allows one, else overcommitted.
+    /// Makes an empty block usable. If [`Arena::may_take_huge`] allows a huge page, the block becomes resident as a
+    /// huge page; otherwise the block is overcommitted.
     ///
     /// Does not wait for another thread that backs the same block, because the kernel provides the pages of an
     /// overcommitted block when they are touched.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`].
+    /// [`Error::NoMemory`] if the limit has been reached.
     pub fn back_block(&self, block: usize, expected_use: ExpectedUse) -> Result<()> {
         debug_assert!(self.heap.contains(self.block_addr(block)), "the gauge of the heap counts the block");
         if self.block_state(block).backing != Backing::Empty {
@@ -46,7 +46,7 @@ impl Arena {
             // A whole block exceeds the limit, but the part that the program will touch may fit.
             return self.overcommit(block, 1, Context::Outside);
         }
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
             locked.state = self.populate_huge(block);
             if locked.state.backing == Backing::Huge {
@@ -66,7 +66,8 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. After an error all blocks are empty.
+    /// [`Error::NoMemory`] if the blocks do not fit below the limit; [`Error::System`] if the kernel has no page. After
+    /// an error all blocks are empty.
     ///
     /// # Safety
     ///
@@ -89,9 +90,9 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
+    /// Makes all pages of an empty block resident, which is charged already. Returns whether the block got a huge page.
     fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
         let addr = self.block_addr(block);
         let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
@@ -108,8 +109,8 @@ impl Arena {
         Ok(state.backing == Backing::Huge)
     }
 
-    /// Populates an empty block with a huge page. If none is available, returns the state of an overcommitted block,
-    /// for which the kernel provides small pages on touch.
+    /// Populates an empty block with a huge page, and returns the new state of the block. If no huge page is available,
+    /// returns the state of an overcommitted block, for which the kernel provides small pages on touch.
     pub(super) fn populate_huge(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
@@ -140,7 +141,7 @@ impl Arena {
         self.budget.overcommit((empty * BLOCK_BYTES) as u64, context)?;
         let mut overcommitted = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
                 locked.state = BlockState::OVERCOMMITTED;
                 overcommitted += 1;
@@ -150,10 +151,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Overcommits blocks of a live allocation again after [`Arena::discard`]. Cannot fail.
-    fn reopen(&self, first: usize, blocks: usize) {
+    /// Overcommits the empty blocks of a live allocation again, after [`Arena::discard`]. Cannot fail.
+    fn overcommit_again(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
                 locked.state = BlockState::OVERCOMMITTED;
                 self.budget.reconciled(0, -(BLOCK_BYTES as i64));
@@ -171,7 +172,7 @@ impl Arena {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
         let is_gone = (first..first + blocks).all(|block| self.block_state(block).backing == Backing::Empty);
-        self.reopen(first, blocks);
+        self.overcommit_again(first, blocks);
         is_gone.then_some(freed)
     }
 
@@ -195,7 +196,7 @@ impl Arena {
         }
     }
 
-    /// Makes a range of overcommitted blocks resident in whole software pages, if these are larger than the OS page.
+    /// Makes a range of overcommitted blocks resident, if the software page is larger than the OS page.
     pub fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
@@ -211,15 +212,16 @@ impl Arena {
             if state.backing != Backing::Lazy || state.is_inherited || state.charged_pages == full {
                 continue;
             }
-            let Some(mut locked) = self.word(block).try_lock(&self.generation) else { continue };
+            let Some(mut locked) = self.state_word(block).try_lock(&self.generation) else { continue };
             if locked.state.backing == Backing::Lazy {
-                self.measure(block, &mut locked.state);
+                self.measure_block(block, &mut locked.state);
             }
         }
     }
 
-    /// Measures the resident pages of a locked *Lazy* block and updates its charge.
-    pub(super) fn measure(&self, block: usize, state: &mut BlockState) {
+    /// Measures the resident pages of a block whose backing is [`Backing::Lazy`], and updates the block's charge. The
+    /// caller must hold the block's lock; `state` is the block's state.
+    pub(super) fn measure_block(&self, block: usize, state: &mut BlockState) {
         if state.is_inherited {
             return;
         }
@@ -231,7 +233,8 @@ impl Arena {
         self.set_charge(block, state, count);
     }
 
-    /// Sets the charge of a *Lazy* block to `pages`. The rest of the block stays overcommitted.
+    /// Charges exactly `pages` OS pages of a block whose backing is [`Backing::Lazy`]. The rest of the block stays
+    /// overcommitted.
     fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
         debug_assert!(!state.is_inherited, "the parent is charged for inherited memory");
         debug_assert!(pages as usize <= os_pages_per_block());
@@ -243,7 +246,7 @@ impl Arena {
         }
     }
 
-    /// Returns the memory of whole blocks to the kernel. Returns the bytes that were resident.
+    /// Gives the memory of whole blocks back to the kernel. Returns the number of bytes that were resident.
     ///
     /// # Safety
     ///
@@ -252,7 +255,7 @@ impl Arena {
         let mut freed = 0;
         let mut at = first;
         while at < first + blocks {
-            let count = (first + blocks - at).min(BATCH_BLOCKS);
+            let count = (first + blocks - at).min(MAX_BATCH_BLOCKS);
             // SAFETY: guaranteed by the caller for all blocks.
             freed += unsafe { self.discard_batch(at, count) };
             at += count;
@@ -260,13 +263,13 @@ impl Arena {
         freed
     }
 
-    /// As [`Arena::discard`], with one system call.
+    /// As [`Arena::discard`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
-        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
+        debug_assert!(blocks > 0 && blocks <= MAX_BATCH_BLOCKS);
         debug_assert!(!self.small.contains(self.block_addr(first)), "extents have maps, too");
         let mut range = first..first + blocks;
         if range.all(|block| self.block_state(block).backing == Backing::Empty) {
@@ -281,7 +284,7 @@ impl Arena {
         }
         let mut freed = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             freed += self.mark_empty(block, &mut locked.state);
         }
         freed
@@ -301,14 +304,14 @@ impl Arena {
         Some((first..first + blocks).map(|block| Self::charged_bytes(self.block_state(block).charged_pages)).sum())
     }
 
-    /// Ends the charge for memory that the kernel took from offered blocks, and returns the number of these bytes. The
-    /// blocks that lost memory become *Lazy*.
+    /// Ends the charge for memory that the kernel took from offered blocks. Returns the number of bytes that the kernel
+    /// took. The backing of the blocks that lost memory becomes [`Backing::Lazy`].
     pub fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             let before = locked.state.charged_pages;
-            self.measure(block, &mut locked.state);
+            self.measure_block(block, &mut locked.state);
             let gone = Self::charged_bytes(before.saturating_sub(locked.state.charged_pages));
             if gone > 0 {
                 locked.state.backing = Backing::Lazy;
@@ -320,8 +323,8 @@ impl Arena {
         taken
     }
 
-    /// Marks a locked block as empty. Ends its charge, and no longer counts it as overcommitted. Returns the bytes that
-    /// were charged.
+    /// Marks a block as empty. Ends the block's charge, and no longer counts the block as overcommitted. Returns the
+    /// bytes that were charged. The caller must hold the block's lock; `state` is the block's state.
     fn mark_empty(&self, block: usize, state: &mut BlockState) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
         Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
@@ -335,8 +338,8 @@ impl Arena {
         bytes
     }
 
-    /// Returns a part of a *Lazy* block to the kernel. Returns the number of bytes freed; `None` if the kernel refused.
-    /// Does nothing for a block with another backing.
+    /// Gives a part of a block whose backing is [`Backing::Lazy`] back to the kernel. Returns the number of bytes
+    /// freed; `None` if the kernel refused. Does nothing for a block with another backing.
     ///
     /// # Safety
     ///
@@ -350,7 +353,8 @@ impl Arena {
     }
 
     /// As [`Arena::discard_part`] for several parts, which must be in the order of their addresses and may be empty.
-    /// Calls `refused` with the index of each part that the kernel refused. `None` if the block is not *Lazy*.
+    /// Calls `refused` with the index of each part that the kernel refused. Returns `None` if the block's backing is
+    /// not [`Backing::Lazy`].
     ///
     /// Cost: two measurements of the block (some 15 us), and one system call for each run of adjacent parts.
     ///
@@ -368,14 +372,14 @@ impl Arena {
         debug_assert!(whole().all(|part| part.start >= range.start && part.end <= range.end), "parts of this block");
         debug_assert!(whole().all(|part| (part.start | part.end).is_multiple_of(os_page_bytes())), "whole OS pages");
         debug_assert!(whole().map(|part| part.start).is_sorted(), "parts in the order of their addresses");
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing != Backing::Lazy {
             return None;
         }
         if parts.iter().all(Range::is_empty) {
             return Some(0);
         }
-        self.measure(block, &mut locked.state);
+        self.measure_block(block, &mut locked.state);
         let before = locked.state.charged_pages;
         let mut first = 0;
         while first < parts.len() {
@@ -391,13 +395,13 @@ impl Arena {
             }
             first = next;
         }
-        self.measure(block, &mut locked.state);
+        self.measure_block(block, &mut locked.state);
         Some(Self::charged_bytes(before.saturating_sub(locked.state.charged_pages)))
     }
 
     /// Splits the huge page of a block into small pages, so that parts of the block can be returned.
     pub fn split(&self, block: usize) {
-        let mut locked = self.word(block).lock(&self.generation);
+        let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing == Backing::Huge {
             debug_assert!(!self.small.contains(self.block_addr(block)), "blocks of extents become small");
             mem::split_huge(self.block_addr(block), BLOCK_BYTES);
@@ -423,7 +427,7 @@ impl Arena {
         debug_assert!(self.gauge_of_block(from) == self.gauge_of_block(to), "one gauge counts the moved memory");
         let mut done = 0;
         while done < blocks {
-            let count = (blocks - done).min(BATCH_BLOCKS);
+            let count = (blocks - done).min(MAX_BATCH_BLOCKS);
             // SAFETY: guaranteed by the caller for the whole ranges.
             let result = unsafe { self.move_batch(to + done, from + done, count) };
             match result {
@@ -436,17 +440,17 @@ impl Arena {
         Ok(done * BLOCK_BYTES)
     }
 
-    /// As [`Arena::move_blocks`], with one system call.
+    /// As [`Arena::move_blocks`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
     ///
     /// # Safety
     ///
     /// As [`Arena::move_blocks`].
     unsafe fn move_batch(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
-        debug_assert!(blocks > 0 && blocks <= BATCH_BLOCKS);
+        debug_assert!(blocks > 0 && blocks <= MAX_BATCH_BLOCKS);
         // All blocks are locked during the move, so that no page is measured both in its source and in its target.
         let lock = |first: usize| {
-            std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
-                (index < blocks).then(|| self.word(first + index).lock(&self.generation))
+            std::array::from_fn::<_, MAX_BATCH_BLOCKS, _>(|index| {
+                (index < blocks).then(|| self.state_word(first + index).lock(&self.generation))
             })
         };
         let (mut sources, mut targets) = (lock(from), lock(to));
@@ -467,7 +471,7 @@ impl Arena {
         Ok(moved)
     }
 
-    /// Requests that the helper makes a block resident, because it will be needed soon.
+    /// Requests that the helper thread makes a block resident, because an allocation will need the block soon.
     pub fn request_prefault(&self, block: usize) {
         debug_assert!(self.heap.contains(self.block_addr(block)));
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Backing {
-    /// The block has no page and reads zero.
+    /// The block has no memory and reads zero.
     Empty = 0,
     /// The block may be touched. The kernel provides pages on touch, which are charged when they are measured.
     Lazy = 1,
@@ -25,7 +25,7 @@ pub enum Backing {
     Huge = 3,
 }
 
-/// A state word, unpacked.
+/// The state of a block, unpacked from its state word.
 ///
 /// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,17 +33,18 @@ pub struct BlockState {
     pub backing: Backing,
     /// Number of OS pages charged to this process's account.
     pub charged_pages: u32,
-    /// Whether the block got its memory before `fork`. The parent is charged for it; this process never measures it.
+    /// Whether the block got its memory before `fork`. The parent is charged for this memory; this process never
+    /// measures it.
     pub is_inherited: bool,
 }
 
-/// A thread holds the block's lock.
-const LOCKED: u64 = 1 << 2;
-/// The block got its memory before `fork`.
-const INHERITED: u64 = 1 << 3;
-/// Position of the generation (16 bits) in which the word was written.
+/// Bit of the state word: a thread holds the block's lock.
+const LOCKED_BIT: u64 = 1 << 2;
+/// Bit of the state word: the block got its memory before `fork`.
+const INHERITED_BIT: u64 = 1 << 3;
+/// Position, in the state word, of the fork generation (16 bits) in which the word was written.
 const GENERATION_SHIFT: u32 = 16;
-/// Position of the number of charged OS pages (16 bits).
+/// Position, in the state word, of the number of charged OS pages (16 bits).
 const CHARGED_SHIFT: u32 = 32;
 
 impl BlockState {
@@ -56,7 +57,7 @@ impl BlockState {
         Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }
     }
 
-    /// The word for this state, unlocked.
+    /// Returns the state word for this state, with the lock bit clear.
     fn pack(self, generation: u16) -> u64 {
         let (pages, full) = (self.charged_pages as usize, os_pages_per_block());
         debug_assert!(pages <= full, "a block is charged once");
@@ -67,12 +68,13 @@ impl BlockState {
             "a huge page is charged as a whole"
         );
         self.backing as u64
-            | (u64::from(self.is_inherited) * INHERITED)
+            | (u64::from(self.is_inherited) * INHERITED_BIT)
             | u64::from(generation) << GENERATION_SHIFT
             | u64::from(self.charged_pages) << CHARGED_SHIFT
     }
 
-    /// Unpacks a word. Of a word of another generation only the backing is valid.
+    /// Unpacks a state word. If the word was written in another fork generation, only its backing is valid: the block
+    /// is not charged, and its memory is inherited.
     fn unpack(word: u64, generation: u16) -> Self {
         let backing = match word & 3 {
             0 => Backing::Empty,
@@ -84,7 +86,7 @@ impl BlockState {
         Self {
             backing,
             charged_pages: if is_ours { (word >> CHARGED_SHIFT) as u32 & 0xFFFF } else { 0 },
-            is_inherited: backing != Backing::Empty && (!is_ours || word & INHERITED != 0),
+            is_inherited: backing != Backing::Empty && (!is_ours || word & INHERITED_BIT != 0),
         }
     }
 }
@@ -99,34 +101,36 @@ impl BlockWord {
         Self(AtomicU64::new(0))
     }
 
-    /// The current state. Other threads may change it at any time.
+    /// Returns the current state of the block. Other threads may change the state at any time.
     #[inline]
     pub fn state(&self, generation: &Generation) -> BlockState {
         BlockState::unpack(self.0.load(Acquire), generation.get())
     }
 
     /// Acquires the block's lock; returns `None` if another thread holds it.
-    pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<Locked<'word>> {
+    pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<LockedBlock<'word>> {
         let generation = generation.get();
         let word = self.0.load(Relaxed);
-        if word & LOCKED != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
+        if word & LOCKED_BIT != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
             return None;
         }
-        self.claim(word, generation)
+        self.lock_if_unchanged(word, generation)
     }
 
-    /// Acquires the lock of a word that was read as `seen`, unlocked; returns `None` if the word has changed since.
-    fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
+    /// Acquires the block's lock if the state word is still `seen`, which the caller has read and found unlocked.
+    /// Returns `None` if the word has changed.
+    fn lock_if_unchanged(&self, seen: u64, generation: u16) -> Option<LockedBlock<'_>> {
         let is_void = (seen >> GENERATION_SHIFT) as u16 != generation;
-        debug_assert!(seen & LOCKED == 0 || is_void, "the word was read unlocked");
+        debug_assert!(seen & LOCKED_BIT == 0 || is_void, "the word was read unlocked");
         let state = BlockState::unpack(seen, generation);
-        self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
+        self.0.compare_exchange(seen, state.pack(generation) | LOCKED_BIT, Acquire, Relaxed).ok()?;
         // The guard is created after the lock was acquired, because dropping a guard always releases the lock.
-        Some(Locked { word: self, generation, state })
+        Some(LockedBlock { word: self, generation, state })
     }
 
-    /// Acquires the block's lock. It is held for some hundred microseconds at most, so waiting threads yield in a loop.
-    pub fn lock<'word>(&'word self, generation: &Generation) -> Locked<'word> {
+    /// Acquires the block's lock. Threads hold the lock for some hundred microseconds at most, so a waiting thread
+    /// yields in a loop.
+    pub fn lock<'word>(&'word self, generation: &Generation) -> LockedBlock<'word> {
         loop {
             if let Some(locked) = self.try_lock(generation) {
                 return locked;
@@ -136,16 +140,16 @@ impl BlockWord {
     }
 }
 
-/// A locked block. Dropping it stores `state` and releases the lock.
-pub(crate) struct Locked<'word> {
+/// The guard of a block's lock. Dropping the guard stores `state` in the state word and releases the lock.
+pub(crate) struct LockedBlock<'word> {
     word: &'word BlockWord,
     generation: u16,
     pub state: BlockState,
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedBlock<'_> {
     fn drop(&mut self) {
-        debug_assert!(self.word.0.load(Relaxed) & LOCKED != 0, "only a held lock is released");
+        debug_assert!(self.word.0.load(Relaxed) & LOCKED_BIT != 0, "only a held lock is released");
         self.word.0.store(self.state.pack(self.generation), Release);
     }
 }
@@ -154,7 +158,7 @@ impl Drop for Locked<'_> {
 mod tests {
     use super::*;
 
-    /// Locks a block, advances the generation as in a fork child, and locks the block again, which must succeed.
+    /// Locks a block, and advances the generation as in a fork child. Locking the block again must then succeed.
     #[test]
     fn lock_of_older_generation_is_void() {
         let (word, generation) = (BlockWord::new(), Generation::default());
@@ -169,14 +173,14 @@ mod tests {
         assert_eq!(locked.state, BlockState { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
     }
 
-    /// Reads a word unlocked, locks the block, then claims the word as read. The claim must fail, and the lock must
-    /// stay.
+    /// Reads the state word of an unlocked block and locks the block. Another attempt to lock, with the word as read,
+    /// must then fail, and must not release the lock.
     #[test]
-    fn failed_claim_keeps_lock_of_other_thread() {
+    fn failed_lock_keeps_lock_of_other_thread() {
         let (word, generation) = (BlockWord::new(), Generation::default());
         let seen = word.0.load(Relaxed);
         let held = word.lock(&generation);
-        assert!(word.claim(seen, generation.get()).is_none());
+        assert!(word.lock_if_unchanged(seen, generation.get()).is_none());
         assert!(word.try_lock(&generation).is_none(), "the lock was ended");
         drop(held);
         assert!(word.try_lock(&generation).is_some());

@@ -5,7 +5,7 @@
 //! *stale*, and the next commit zeroes it. So returning a whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
-use super::block::{Backing, BlockState, Locked};
+use super::block::{Backing, BlockState, LockedBlock};
 use super::{Arena, Context, ExpectedUse};
 use crate::error::Result;
 use crate::stats::{self, Counter};
@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The sets of committed and of stale OS pages of one block. Protected by the block's lock.
 pub(crate) struct ExtentMaps {
-    /// Pages that the small allocator may use.
+    /// Committed pages: the small allocator may use them.
     committed: PageSet,
-    /// Decommitted pages that are still resident with their old bytes.
+    /// Stale pages: they are decommitted, and still resident with their old bytes.
     stale: PageSet,
 }
 
@@ -39,7 +39,7 @@ impl PageSet {
         }
     }
 
-    /// Whether the set has at least one of these pages.
+    /// Returns whether the set contains at least one of these pages.
     fn contains_any(&self, pages: Range<usize>) -> bool {
         debug_assert!(pages.end <= os_pages_per_block(), "the pages belong to one block");
         let mut page = pages.start;
@@ -67,11 +67,12 @@ struct BlockPart {
 }
 
 impl Arena {
-    /// Carves address space for an extent, without memory. The address is a multiple of `align_bytes` and of a block.
+    /// Carves address space for an extent, without memory. Returns its address, a multiple of `align_bytes` and of 2
+    /// MiB.
     ///
     /// # Errors
     ///
-    /// `NoAddresses`, `System`.
+    /// `NoAddresses` if the small zone is full, `System` if the kernel refuses memory for the metadata.
     pub fn extent(&self, len_bytes: usize, align_bytes: usize) -> Result<usize> {
         let blocks = len_bytes.div_ceil(BLOCK_BYTES);
         let align = align_bytes.div_ceil(BLOCK_BYTES).max(1);
@@ -79,8 +80,8 @@ impl Arena {
         unsafe { self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(())) }
     }
 
-    /// Overcommits a whole extent, for metadata of the small allocator. Its pages are charged when measured, and need
-    /// no later commit.
+    /// Overcommits a whole extent, for metadata of the small allocator. The extent's pages need no commit, and are
+    /// charged when a measurement finds them resident.
     ///
     /// # Errors
     ///
@@ -94,7 +95,7 @@ impl Arena {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
 
-    /// Splits a range at block boundaries.
+    /// Splits a range of an extent at block boundaries. Returns the part in each block.
     fn split_at_blocks(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
         debug_assert!(self.small.contains(addr) && self.small.contains(addr + len_bytes.max(1) - 1));
         let page = os_page_bytes();
@@ -111,7 +112,7 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// `NoMemory`.
+    /// `NoMemory` if the pages do not fit below the limit.
     ///
     /// # Safety
     ///
@@ -133,11 +134,11 @@ impl Arena {
         Ok(())
     }
 
-    /// Commits a part of one block. Admits the bytes first, without the block's lock.
+    /// Commits the pages of a part of one block. First charges these pages, without holding the block's lock.
     fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
         loop {
-            let mut locked = self.word(part.block).lock(&self.generation);
+            let mut locked = self.state_word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
                 // The pages of a *Lazy* block (allocator metadata, or inherited memory) need no commit.
                 drop(locked);
@@ -173,7 +174,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Number of OS pages in a unit of a block with this state.
+    /// Number of OS pages in a unit, which becomes resident as a whole, of a block with this state.
     fn unit_pages(&self, state: BlockState) -> usize {
         match state.backing {
             Backing::Huge => os_pages_per_block(),
@@ -181,8 +182,8 @@ impl Arena {
         }
     }
 
-    /// Number of OS pages in those units of a part that are not resident yet, and that a commit must charge.
-    fn nonresident_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
+    /// Number of OS pages that a commit of `part` must charge: those in units that are not resident yet.
+    fn nonresident_pages(&self, locked: &LockedBlock<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
@@ -195,8 +196,9 @@ impl Arena {
         (missing * unit) as u32
     }
 
-    /// Commits a part after the budget has admitted its pages. Returns the number of OS pages charged.
-    fn commit_admitted(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
+    /// Commits the pages of `part` after the budget has admitted them. Returns the number of OS pages by which the
+    /// block's charge grew.
+    fn commit_admitted(&self, locked: &mut LockedBlock<'_>, part: &BlockPart, take_huge: bool) -> u32 {
         debug_assert!(!take_huge || locked.state.backing == Backing::Empty, "only an empty block gets a huge page");
         debug_assert!(
             !self.maps.get(part.block).committed.contains_any(part.pages.clone()),
@@ -236,8 +238,9 @@ impl Arena {
         locked.state.charged_pages - before
     }
 
-    /// Asserts that a block is charged for its resident pages, unless the parent is charged for some.
-    fn check_charge(&self, locked: &Locked<'_>, block: usize) {
+    /// Asserts that this process is charged for the block's resident pages, unless its parent is charged for some of
+    /// them.
+    fn check_charge(&self, locked: &LockedBlock<'_>, block: usize) {
         let maps = self.maps.get(block);
         debug_assert!(
             locked.state.is_inherited
@@ -245,9 +248,9 @@ impl Arena {
         );
     }
 
-    /// Makes the units of a part resident if a software page is larger than the OS page. Otherwise the kernel provides
+    /// Makes the units of `part` resident if a software page is larger than the OS page. Otherwise the kernel provides
     /// each page on its first touch.
-    fn populate_units(&self, locked: &Locked<'_>, part: &BlockPart) {
+    fn populate_units(&self, locked: &LockedBlock<'_>, part: &BlockPart) {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         if unit == 1 {
             return;
@@ -262,7 +265,8 @@ impl Arena {
         }
     }
 
-    /// Decommits pages. Returns the bytes returned to the kernel at once: those of units without committed pages.
+    /// Decommits the pages of a range. Returns the bytes that the kernel got back at once: those of units without
+    /// committed pages.
     ///
     /// # Safety
     ///
@@ -270,7 +274,7 @@ impl Arena {
     pub unsafe fn decommit(&self, addr: usize, len_bytes: usize) -> u64 {
         let mut freed = 0;
         for part in self.split_at_blocks(addr, len_bytes) {
-            let mut locked = self.word(part.block).lock(&self.generation);
+            let mut locked = self.state_word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
                 freed += self.discard_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
@@ -284,8 +288,9 @@ impl Arena {
         freed
     }
 
-    /// Returns overcommitted pages to the kernel. The pages read zero afterwards, even if the kernel refuses.
-    fn discard_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    /// Discards the overcommitted pages of `part`. The pages read zero afterwards, even if the kernel refuses. Returns
+    /// the bytes freed.
+    fn discard_overcommitted(&self, locked: &mut LockedBlock<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
@@ -295,12 +300,12 @@ impl Arena {
             // SAFETY: as above, and the pages are writable.
             unsafe { std::ptr::write_bytes(addr as *mut u8, 0, len_bytes) };
         }
-        self.measure(part.block, &mut locked.state);
+        self.measure_block(part.block, &mut locked.state);
         Self::charged_bytes(before.saturating_sub(locked.state.charged_pages))
     }
 
-    /// Returns to the kernel the units of a part that have no committed page.
-    fn discard_unused_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    /// Discards those units of `part` that have no committed page. Returns the bytes freed.
+    fn discard_unused_units(&self, locked: &mut LockedBlock<'_>, part: &BlockPart) -> u64 {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
@@ -325,8 +330,8 @@ impl Arena {
         freed
     }
 
-    /// Returns a run of pages to the kernel, all of them in units without committed pages.
-    fn discard_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
+    /// Discards the adjacent pages `run` of a block, which all lie in units without committed pages.
+    fn discard_run(&self, locked: &mut LockedBlock<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
         debug_assert!(!self.maps.get(block).committed.contains_any(run.clone()), "no thread uses these pages");
         let addr = self.block_addr(block) + run.start * os_page_bytes();
@@ -339,15 +344,15 @@ impl Arena {
         }
     }
 
-    /// Splits huge pages of which at least a quarter is stale, and returns their stale pages, until `want_bytes` are
-    /// freed. Returns the bytes freed. Cost: 280 us for each huge page.
+    /// Splits huge pages of extents of which at least a quarter is stale, and discards their stale pages, until
+    /// `want_bytes` are freed. Returns the bytes freed. Cost: 280 us for each huge page.
     pub fn split_sparse_extents(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for block in self.sparse_huge_blocks() {
             if freed >= want_bytes {
                 break;
             }
-            let mut locked = self.word(block).lock(&self.generation);
+            let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Huge {
                 mem::split_huge(self.block_addr(block), BLOCK_BYTES);
                 stats::add(Counter::BlocksSplit, 1);
@@ -364,7 +369,7 @@ impl Arena {
         (pages.sum::<usize>() * os_page_bytes()) as u64
     }
 
-    /// The blocks of extents that are huge pages of which at least a quarter is stale.
+    /// Returns the blocks of extents that have a huge page of which at least a quarter is stale.
     fn sparse_huge_blocks(&self) -> impl Iterator<Item = usize> {
         let is_sparse = |block: &usize| {
             self.block_state(*block).backing == Backing::Huge
@@ -373,7 +378,7 @@ impl Arena {
         (0..self.small.carved_bytes() / BLOCK_BYTES).filter(is_sparse)
     }
 
-    /// Measures and charges the overcommitted extents (metadata of the allocator).
+    /// Measures which pages of overcommitted extents (metadata of the small allocator) are resident, and charges them.
     pub fn reconcile_extents(&self) {
         self.reconcile(0, self.small.carved_bytes() / BLOCK_BYTES);
     }

@@ -10,7 +10,8 @@ use crate::stats::{self, Counter};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::{hugetlb, mem};
 
-/// Hugetlb pages that were taken from the reserve and are not placed in the arena yet.
+/// Hugetlb pages that were taken from the administrator's reserve and are not part of the arena yet. Dropping the value
+/// returns the pages to the reserve.
 ///
 /// # Invariants
 ///
@@ -28,7 +29,8 @@ impl Reserve {
     ///
     /// # Errors
     ///
-    /// [`Error::NoHugetlb`] if too few are free, [`Error::Unsupported`] if the kernel does not support them.
+    /// [`Error::NoHugetlb`] if too few hugetlb pages are free, [`Error::Unsupported`] if the kernel does not support
+    /// them.
     pub fn take(len_bytes: usize) -> Result<Self> {
         assert!(len_bytes.is_multiple_of(BLOCK_BYTES), "hugetlb pages are whole blocks");
         match hugetlb::map(len_bytes, BLOCK_BYTES) {
@@ -55,7 +57,7 @@ impl Drop for Reserve {
 }
 
 impl Arena {
-    /// Moves hugetlb pages to the blocks that start at `addr`.
+    /// Moves the hugetlb pages of `reserve` to the blocks that start at `addr`.
     ///
     /// # Errors
     ///
@@ -79,7 +81,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Makes the hugetlb pages of blocks resident.
+    /// Makes the hugetlb pages of `blocks` blocks from block `first` on resident.
     ///
     /// # Errors
     ///

@@ -53,7 +53,6 @@ unsafe impl Zeroed for AtomicU64 {}
 
 impl<T: Zeroed> Table<T> {
     /// Creates a table whose entries are inaccessible until [`Table::open`].
-    ///
     pub fn new(len: usize) -> Result<Self> {
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
         let base = mem::reserve(bytes, BLOCK_BYTES, 0).map_err(Error::system("reserving metadata"))?;
@@ -82,12 +81,12 @@ impl<T: Zeroed> Table<T> {
     ///
     /// Works in steps of 1 MiB, so most calls do nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
-        const STEP_BYTES: usize = 1 << 20;
+        const OPEN_STEP_BYTES: usize = 1 << 20;
         assert!(end <= self.len);
         debug_assert!(first <= next, "entries are opened in order");
         let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
-        let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
-        let to = to.next_multiple_of(STEP_BYTES);
+        let from = if next == first { from & !(OPEN_STEP_BYTES - 1) } else { from.next_multiple_of(OPEN_STEP_BYTES) };
+        let to = to.next_multiple_of(OPEN_STEP_BYTES);
         if from < to {
             // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
             unsafe { mem::open(from, to - from) }.map_err(Error::system("opening metadata"))?;
@@ -95,7 +94,7 @@ impl<T: Zeroed> Table<T> {
         Ok(())
     }
 
-    /// The entry with this index, which must be accessible.
+    /// Returns the entry with this index. The entry must be accessible ([`Table::open`]).
     #[inline]
     pub fn get(&self, index: usize) -> &T {
         assert!(index < self.len);
@@ -103,7 +102,7 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Address of the first entry, whether or not that entry is accessible.
+    /// Returns the address of the first entry, whether that entry is accessible or not.
     pub fn start(&self) -> *const T {
         self.base as *const T
     }
@@ -133,8 +132,8 @@ impl<T: Zeroed> Table<T> {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }
 
-    /// Returns the memory of `count` entries to the kernel. They read as zero bits afterwards. The entries must occupy
-    /// whole OS pages.
+    /// Returns the memory of `count` entries from index `first` on to the kernel. The entries read as zero bits
+    /// afterwards. They must occupy whole OS pages.
     ///
     /// # Errors
     ///
@@ -166,7 +165,7 @@ impl<T> Drop for Table<T> {
     }
 }
 
-/// Moves a value into memory that exists until the process ends. Does not use the global allocator.
+/// Moves a value into new memory that is never freed. Does not use the global allocator.
 ///
 /// # Errors
 ///

@@ -45,7 +45,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 pub enum Context {
     /// The caller holds no lock, so the request may purge, wait and call all shrinkers.
     Outside,
-    /// The small allocator makes the request and holds its own locks.
+    /// The request comes from inside the small allocator, which holds its own locks.
     Nested,
 }
 
@@ -61,11 +61,11 @@ pub enum Context {
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Budget: Sync {
-    /// Charges `bytes`. If there is not enough room, reclaims first.
+    /// Charges `bytes`. If they do not fit below the limit, reclaims first.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if there is no room after reclaim; nothing is charged then.
+    /// [`Error::NoMemory`] if the bytes do not fit even after reclaim; nothing is charged then.
     fn admit(&self, bytes: u64, context: Context) -> Result<()>;
 
     /// Ends the charge of bytes that were returned to the kernel.
@@ -78,19 +78,19 @@ pub trait Budget: Sync {
     /// [`Error::NoMemory`] if the resident bytes have reached the limit, even after reclaim.
     fn overcommit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// Reclaims until there is room for `bytes` that were overcommitted earlier and are about to be touched. Charges
-    /// nothing.
+    /// Reclaims until `bytes` more fit below the limit. The bytes were overcommitted earlier and are about to be
+    /// touched. Charges nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if there is no room after reclaim.
+    /// [`Error::NoMemory`] if the bytes do not fit even after reclaim.
     fn reserve(&self, bytes: u64) -> Result<()>;
 
     /// Updates the account after a measurement of overcommitted memory: adds `resident` to the charge, and subtracts
     /// `reconciled` from the bytes that count as untouched. Both may be negative.
     fn reconciled(&self, resident: i64, reconciled: i64);
 
-    /// Returns the bytes that are resident now and the bytes that may still become resident.
+    /// Returns the bytes that are resident now, and the bytes that may still become resident below the limit.
     fn room(&self) -> (u64, u64);
 }
 
@@ -127,15 +127,15 @@ impl Generation {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    /// Address space for the small allocator's extents.
+    /// Bytes of address space for the small allocator's extents.
     pub small_bytes: usize,
-    /// Address space for slots.
+    /// Bytes of address space for slots (allocations of 64 KiB and more).
     pub heap_bytes: usize,
-    /// Address space for the pages of caches.
+    /// Bytes of address space for the pages of page caches and slab caches.
     pub pool_bytes: usize,
     /// The software page: the unit in which memory becomes resident where no huge page is used.
     pub page: PageSize,
-    /// The memory nodes that blocks are assigned to.
+    /// The NUMA nodes to which blocks are assigned.
     pub nodes: Nodes,
     /// Whether huge pages are used at all.
     pub use_huge: bool,
@@ -143,7 +143,7 @@ pub struct Layout {
     pub huge_from_bytes: u64,
 }
 
-/// The unused part of a huge page may be at most 1/16 of the resident bytes.
+/// The unused part of a huge page may be at most the process's resident bytes divided by this number.
 pub const WASTE_DIVISOR: u64 = 16;
 
 /// How much of a new block is expected to be used.
@@ -151,17 +151,18 @@ pub const WASTE_DIVISOR: u64 = 16;
 /// Example: [`Arena`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpectedUse {
-    /// All of the block, soon: its size class has filled a block before.
+    /// All of the block, soon: slots of the same size class have filled a block before.
     Full,
-    /// Unknown, for the first block of a size class and for extents, which the small allocator may use only in part.
+    /// Unknown: the block is the first of its size class, or belongs to an extent, which the small allocator may use
+    /// only in part.
     Unknown,
-    /// Only a part of the block, because its slots are larger than the requested sizes.
+    /// Only a part of the block, because slots in the block are larger than the requested sizes.
     Partial,
 }
 
 /// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave one of these
 /// blocks partly unused, so huge pages for them need a larger process.
-const SPARSE_FACTOR: u64 = 4;
+const UNKNOWN_USE_FACTOR: u64 = 4;
 
 impl Layout {
     /// The layout for a program: more address space than a machine has memory, as far as `RLIMIT_AS` allows.
@@ -189,13 +190,14 @@ impl Layout {
     }
 }
 
-/// A part of the reservation. Its blocks are carved in the order of their addresses.
+/// One of the three parts of the arena's address space. The blocks of a zone are carved (assigned to a use) in the
+/// order of their addresses.
 ///
 /// Example: [`Layout`].
 pub struct Zone {
     base: usize,
     len_bytes: usize,
-    /// Bytes carved so far, written under `lock`.
+    /// Bytes carved so far, from `base` on. Written under `lock`.
     next: AtomicUsize,
     lock: Lock,
 }
@@ -216,7 +218,7 @@ impl Zone {
         self.len_bytes
     }
 
-    /// Bytes carved so far, counted from the base.
+    /// Bytes of the zone that were carved so far, counted from its base.
     #[inline]
     pub fn carved_bytes(&self) -> usize {
         self.next.load(Relaxed)
@@ -240,9 +242,9 @@ pub struct Arena {
     pub page: PageSize,
     use_huge: bool,
     huge_from_bytes: u64,
-    /// Huge pages were allowed for the metadata.
+    /// Whether huge pages are allowed for `words` and `maps`.
     is_metadata_huge: AtomicBool,
-    /// Number of the block that the helper will make resident ahead of need, plus one; 0 for none.
+    /// Index plus one of the block that the helper thread will make resident before an allocation needs it; 0 for none.
     pub(crate) prefault: AtomicUsize,
 }
 
@@ -255,7 +257,7 @@ impl Arena {
     ///
     /// [`Error::System`] if less than 256 MiB of address space are available.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
-        let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
+        let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve_zones(&layout)?;
         assert!(base.is_multiple_of(BLOCK_BYTES));
         assert!((small_bytes | heap_bytes | pool_bytes).is_multiple_of(BLOCK_BYTES), "zones consist of blocks");
         let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
@@ -277,12 +279,12 @@ impl Arena {
         })
     }
 
-    /// The first address of the arena.
+    /// Returns the first address of the arena.
     pub fn base(&self) -> usize {
         self.small.base
     }
 
-    /// The addresses of the arena.
+    /// Returns the range of the arena's addresses.
     pub fn addresses(&self) -> std::ops::Range<usize> {
         self.small.base..self.pool.base + self.pool.len_bytes
     }
@@ -293,7 +295,7 @@ impl Arena {
         self.small.contains(addr) || self.heap.contains(addr) || self.pool.contains(addr)
     }
 
-    /// The index of the block that contains `addr`, counted from the arena's base.
+    /// Returns the index of the block that contains `addr`, counted from the arena's base.
     #[inline]
     pub fn block_of(&self, addr: usize) -> usize {
         debug_assert!(addr >= self.small.base && addr <= self.addresses().end, "the address is in the arena");
@@ -307,19 +309,19 @@ impl Arena {
     }
 
     #[inline]
-    pub(crate) fn word(&self, block: usize) -> &BlockWord {
+    pub(crate) fn state_word(&self, block: usize) -> &BlockWord {
         self.words.get(block)
     }
 
-    /// Bytes of address space for slots.
+    /// Returns the length of the heap zone, which contains the slots.
     pub fn heap_len_bytes(&self) -> usize {
         self.heap.len_bytes
     }
 
-    /// The current state of a block. Other threads may change it at any time.
+    /// Returns the current state of a block. Other threads may change the state at any time.
     #[inline]
     pub fn block_state(&self, block: usize) -> BlockState {
-        self.word(block).state(&self.generation)
+        self.state_word(block).state(&self.generation)
     }
 
     /// Carves the next blocks of a zone and returns their address. The blocks are readable and writable and have no
@@ -330,11 +332,11 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`], or [`Error::System`] if the kernel refuses the memory.
+    /// [`Error::NoAddresses`] if the zone is full; [`Error::System`] if the kernel refuses the memory.
     ///
     /// # Safety
     ///
-    /// The zone belongs to the caller, whose tables must cover all that is carved of it.
+    /// The zone belongs to the caller. The caller's tables must cover all blocks that are carved in the zone.
     pub unsafe fn carve(
         &self,
         zone: &Zone,
@@ -375,7 +377,7 @@ impl Arena {
         Ok(start)
     }
 
-    /// Makes blocks of [`Arena::carve_closed`] readable and writable.
+    /// Makes blocks that [`Arena::carve_closed`] has carved readable and writable.
     ///
     /// # Errors
     ///
@@ -390,7 +392,8 @@ impl Arena {
         backing::make_accessible(addr, len_bytes)
     }
 
-    /// Address and length in bytes of the next blocks of a zone. The caller must hold the zone's lock.
+    /// Returns the address and the length in bytes of the next `blocks` unused blocks of a zone. The caller must hold
+    /// the zone's lock.
     fn next_addresses(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
         debug_assert!(zone.lock.is_held());
         debug_assert!(zone.carved_bytes() <= zone.len_bytes);
@@ -403,7 +406,8 @@ impl Arena {
         if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
-    /// Makes the metadata of the blocks that a zone is about to carve accessible: their state words and extent maps.
+    /// Makes the metadata (state words and extent maps) of the unused blocks of a zone below the address `end`
+    /// accessible.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
         debug_assert!(end <= zone.base + zone.len_bytes, "the range is in the zone");
@@ -412,8 +416,8 @@ impl Arena {
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }
     }
 
-    /// Whether a block may get a huge page before all of the block is needed. True if the part that is expected to stay
-    /// unused is small compared to the resident bytes.
+    /// Returns whether a block may get a huge page before all of the block is needed. True if the part that is expected
+    /// to stay unused is small compared to the resident bytes.
     pub fn may_take_huge(&self, expected_use: ExpectedUse) -> bool {
         if !self.use_huge {
             return false;
@@ -427,13 +431,13 @@ impl Arena {
         }
         let is_filled = match expected_use {
             ExpectedUse::Full => true,
-            ExpectedUse::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
+            ExpectedUse::Unknown => resident >= UNKNOWN_USE_FACTOR * self.huge_from_bytes,
             ExpectedUse::Partial => self.huge_from_bytes == 0,
         };
         is_worth_it && is_filled
     }
 
-    /// Resident bytes of the metadata, as reported by the kernel. Queries the kernel about all metadata in use.
+    /// Returns the resident bytes of the arena's metadata. Queries the kernel about all metadata in use.
     pub fn metadata_bytes(&self) -> u64 {
         let small = self.small.carved_bytes() / BLOCK_BYTES;
         let heap = self.heap.carved_bytes() / BLOCK_BYTES;
@@ -444,13 +448,14 @@ impl Arena {
             + self.maps.resident_bytes(0, small)
     }
 
-    /// The generation of this process: the number of forks since the arena was created.
+    /// Returns the generation of this process: the number of forks between the process that created the arena and this
+    /// process.
     #[inline]
     pub fn generation(&self) -> u16 {
         self.generation.get()
     }
 
-    /// The preferred memory node of this thread.
+    /// Returns the NUMA node on which this thread's new memory should lie.
     #[inline]
     pub fn current_node(&self) -> usize {
         self.nodes.current()
@@ -466,7 +471,7 @@ impl Arena {
         self.generation.advance()
     }
 
-    /// Whether this process is a fork child of a process that had this arena.
+    /// Returns whether this process is a fork child of a process that had this arena.
     #[inline]
     pub fn is_forked(&self) -> bool {
         self.generation.get() != 0
@@ -490,13 +495,13 @@ impl Arena {
         self.small.lock.release();
     }
 
-    /// Bytes of a number of charged OS pages.
+    /// Converts a number of charged OS pages to bytes.
     #[inline]
     pub fn charged_bytes(pages: u32) -> u64 {
         u64::from(pages) * (BLOCK_BYTES / os_pages_per_block()) as u64
     }
 
-    /// The gauge that counts the charged bytes of a block's zone.
+    /// Returns the gauge that counts the charged bytes of the zone to which a block belongs.
     pub(crate) fn gauge_of_block(&self, block: usize) -> Counter {
         match self.block_addr(block) {
             addr if self.small.contains(addr) => Counter::Small,
@@ -518,9 +523,9 @@ impl Arena {
 
 /// Reserves address space for all zones. The zones are smaller if address space is limited. Returns the base and the
 /// lengths of the zones.
-fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
+fn reserve_zones(layout: &Layout) -> Result<(usize, [usize; 3])> {
     /// Minimum total length of the zones.
-    const LEAST_BYTES: usize = 256 << 20;
+    const MIN_RESERVATION_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
     let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];
     if zones.iter().sum::<usize>() > allowed {
@@ -537,7 +542,7 @@ fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
         };
         match result {
             Ok(base) => return Ok((base, zones)),
-            Err(cause) if total / 2 < LEAST_BYTES => {
+            Err(cause) if total / 2 < MIN_RESERVATION_BYTES => {
                 return Err(Error::System { doing: "reserving address space", cause });
             }
             Err(_) => zones = zones.map(|bytes| (bytes / 2).next_multiple_of(BLOCK_BYTES)),
@@ -545,7 +550,8 @@ fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     }
 }
 
-/// A random address below all libraries and stacks of a position-independent program.
+/// Returns a random base for the arena, below all libraries and stacks of a position-independent program. Returns 0 (no
+/// hint) for a small arena.
 ///
 /// With this base, one comparison distinguishes addresses of the arena from addresses of libraries and stacks. If the
 /// address is in use, the kernel chooses another base. Then only the message about an invalid address is less precise.

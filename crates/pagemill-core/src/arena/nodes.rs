@@ -2,7 +2,7 @@
 
 use pagemill_sys::numa;
 
-/// The set of nodes to which blocks are assigned.
+/// The set of NUMA nodes to which blocks are assigned.
 ///
 /// Example: [`Layout`](super::Layout).
 #[derive(Clone, Copy, Debug)]
@@ -12,12 +12,13 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// The nodes of this machine.
+    /// The NUMA nodes of this machine.
     pub fn real() -> Self {
         Self { count: numa::node_count(), are_real: true }
     }
 
-    /// A set of `count` logical nodes, which have no memory of their own. A thread's node follows from its CPU.
+    /// A set of `count` logical nodes, which have no memory of their own. The node of a thread follows from its CPU's
+    /// number.
     pub fn logical(count: usize) -> Self {
         Self { count: count.clamp(1, numa::MAX_NODES), are_real: false }
     }
@@ -27,7 +28,7 @@ impl Nodes {
         self.count
     }
 
-    /// The node of the CPU on which this thread runs.
+    /// Returns the node of the CPU on which this thread runs.
     #[inline]
     pub fn current(self) -> usize {
         if self.count == 1 {

@@ -2,7 +2,7 @@
 
 use super::control::ControlEndpoint;
 use super::figures::CounterValues;
-use super::{Head, ListWriter, MOST_RECORDS, Measured};
+use super::{AnswerHeader, FiguresSource, ListWriter, MOST_RECORDS};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::stats;
@@ -14,39 +14,39 @@ use std::sync::OnceLock;
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
-    /// The list writers, by subject.
+    /// The list writers, indexed by [`Subject`].
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
-    measured: OnceLock<&'static dyn Measured>,
+    figures_source: OnceLock<&'static dyn FiguresSource>,
 }
 
 impl StatsResponder {
     pub fn new(control: &'static ControlEndpoint) -> Self {
-        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
+        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, figures_source: OnceLock::new() }
     }
 
-    /// Adds a list writer for its subject. A request for a subject without a list writer gets an empty list.
+    /// Adds a list writer. A request for a list that no list writer writes gets an empty list.
     pub fn add(&self, writer: &'static dyn ListWriter) {
         let is_first = self.list_writers[writer.subject() as usize].set(writer).is_ok();
         assert!(is_first, "one list for each subject");
     }
 
-    /// Sets the object that measures the statistics before they are written.
-    pub fn set_measured(&self, measured: &'static dyn Measured) {
-        let _ = self.measured.set(measured);
+    /// Sets the object that measures the figures before they are written into an answer.
+    pub fn set_figures_source(&self, figures_source: &'static dyn FiguresSource) {
+        let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of all ranges into an empty file, and the head last. So a file with a head has a complete
-    /// list.
+    /// Writes the records of all volatile ranges into the empty `file`, and then the header. So a file with a header
+    /// has a complete list.
     ///
     /// # Errors
     ///
-    /// Errors of writing the head. An error of writing the records is reported in the head.
+    /// Errors of writing the header. An error of writing the records is reported in the header.
     pub fn write(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Ranges)
     }
 
-    /// As [`StatsResponder::write`], but lists the usage of caches.
+    /// As [`StatsResponder::write`], but lists the memory use of page caches.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl StatsResponder {
         self.write_list(file, number, Subject::Slabs)
     }
 
-    /// Writes the list of a subject, or the figures, into an empty file.
+    /// Writes the list of a subject, or the figures, into the empty `file`.
     fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
         let result = match (subject, self.list_writers[subject as usize].get()) {
@@ -72,13 +72,13 @@ impl StatsResponder {
             (_, Some(writer)) => writer.list(&mut response),
             (_, None) => Ok(()),
         };
-        response.write_head(number, subject, result)
+        response.write_header(number, subject, result)
     }
 
-    /// Measures the figures and writes their record.
+    /// Measures the figures of this process and writes their record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
-        if let Some(measured) = self.measured.get() {
-            measured.measure();
+        if let Some(source) = self.figures_source.get() {
+            source.measure();
         }
         response.write_record(&CounterValues(*stats::snapshot().values()).to_record())
     }
@@ -103,12 +103,12 @@ impl Answer for StatsResponder {
     }
 }
 
-/// The file of an answer. The head is written at offset `from`, and the records follow it.
+/// The file of an answer, while the answer is written. The header is at offset `from`, and the records follow it.
 ///
 /// Example: [`ListWriter`].
 pub struct Response<'file> {
     file: &'file AnswerFile,
-    /// Offset of the head in the file.
+    /// Offset of the header in the file.
     from: u64,
     /// Number of records written so far.
     records: u64,
@@ -122,7 +122,8 @@ impl<'file> Response<'file> {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 
-    /// Writes records of `record_len` bytes each up to [`MOST_RECORDS`] in total, and counts the rest.
+    /// Appends the records in `records`, each of `record_len` bytes. The answer gets [`MOST_RECORDS`] records at most;
+    /// all others are counted as left out.
     pub fn write_records(&mut self, records: &[u8], record_len: usize) -> io::Result<()> {
         let count = (records.len() / record_len) as u64;
         let written = count.min(MOST_RECORDS - self.records);
@@ -132,24 +133,24 @@ impl<'file> Response<'file> {
         Ok(())
     }
 
-    /// Writes one record after the existing ones.
+    /// Appends one record.
     pub fn write_record(&mut self, record: &[u8]) -> io::Result<()> {
         self.write(record, record.len())?;
         self.records += 1;
         Ok(())
     }
 
-    /// Writes bytes after the existing records. `bytes` are whole records of `record_len` bytes.
+    /// Writes `bytes`, which are whole records of `record_len` bytes each, after the existing records.
     fn write(&self, bytes: &[u8], record_len: usize) -> io::Result<()> {
-        self.file.write_at(bytes, self.from + Head::LEN as u64 + self.records * record_len as u64)
+        self.file.write_at(bytes, self.from + AnswerHeader::LEN as u64 + self.records * record_len as u64)
     }
 
-    /// Writes the head, with the error number of `result`.
-    pub(super) fn write_head(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
+    /// Writes the header, which completes the answer. If `result` is an error, the header contains its error number.
+    pub(super) fn write_header(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
-        let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
-        // The magic is written last. A reader that finds it finds a complete head.
-        let bytes = head.to_bytes(subject);
+        let header = AnswerHeader { number, errno: errno as u32, records: self.records, left_out: self.left_out };
+        // The magic is written last. A reader that finds it finds a complete header.
+        let bytes = header.to_bytes(subject);
         let (magic, rest) = bytes.split_at(8);
         self.file.write_at(rest, self.from + 8)?;
         self.file.write_at(magic, self.from)

@@ -1,7 +1,7 @@
 //! Sends a request to another process and reads the answer. The answer is untrusted, so all of it is checked.
 
 use super::figures::CounterValues;
-use super::{ControlCommand, Head, MOST_RECORDS, Outcome, Record, u32_at};
+use super::{AnswerHeader, ControlCommand, MOST_RECORDS, Outcome, Record, u32_at};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
 use crate::stats::{self, Figures, Snapshot};
@@ -20,10 +20,10 @@ pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// Pause between two checks for an answer.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// A request whose number was used before is repeated after this time.
+/// Time after which a request is sent again if its number was used before, because the process may have missed it.
 const REPEAT_AFTER: Duration = Duration::from_millis(100);
 
-/// Maximum number of open requests to a process, including those of commands that were killed while they waited.
+/// Maximum number of request files of one process. Files of commands that were killed while they waited count, too.
 const MAX_REQUESTS: u32 = 64;
 
 /// Why a request has no result.
@@ -31,7 +31,7 @@ const MAX_REQUESTS: u32 = 64;
 /// Example: [`ListWriter`](super::ListWriter).
 #[derive(Debug)]
 pub enum Unanswered {
-    /// The request could not be made.
+    /// The request could not be sent.
     Refused(io::Error),
     /// The process did not answer in time.
     Late,
@@ -41,7 +41,7 @@ pub enum Unanswered {
     Stopped,
     /// The process could not write its answer.
     Failed(io::Error),
-    /// The answer is malformed.
+    /// The answer does not have the expected format.
     Damaged,
     /// The process has accepted the command but has not finished it in time. The process continues to run the command.
     InProgress,
@@ -63,12 +63,12 @@ impl fmt::Display for Unanswered {
     }
 }
 
-/// A file with a request, in which the process writes its answer. The file is removed on drop.
+/// The file of a request, in which the requested process writes its answer. Dropping the value removes the file.
 struct Request {
     path: Path,
     file: File,
     number: u32,
-    /// Offset of the answer's head in the file.
+    /// Offset of the answer's header in the file.
     answer_at: u64,
 }
 
@@ -89,7 +89,7 @@ pub fn ask_for<R: Record>(
     identity: Identity,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    ask_with(figures, identity, None, should_stop)
+    request_and_wait(figures, identity, None, should_stop)
 }
 
 /// As [`ask_for`], but requests the list of several processes. All requests are sent before the first wait, so a
@@ -101,8 +101,8 @@ pub fn ask_all_for<R: Record>(
 ) -> Vec<Result<Records<R>, Unanswered>> {
     let deadline = Instant::now() + ANSWER_WITHIN;
     let asked =
-        targets.iter().map(|(figures, identity)| RequestState::begin(figures, *identity, None, deadline)).collect();
-    wait(asked, should_stop)
+        targets.iter().map(|(figures, identity)| RequestState::send(figures, *identity, None, deadline)).collect();
+    wait_for_results(asked, should_stop)
 }
 
 /// As [`ask_all_for`], but requests the figures, which each process measures first. Each target has the path of the
@@ -113,8 +113,8 @@ pub fn ask_for_figures(
 ) -> Vec<Result<Snapshot, Unanswered>> {
     let deadline = Instant::now() + ANSWER_WITHIN;
     let asked =
-        targets.iter().map(|(figures, known)| RequestState::begin(figures, known.identity, None, deadline)).collect();
-    let answers = wait(asked, should_stop).into_iter().zip(targets);
+        targets.iter().map(|(figures, known)| RequestState::send(figures, known.identity, None, deadline)).collect();
+    let answers = wait_for_results(asked, should_stop).into_iter().zip(targets);
     let measured = |(values, _): Records<CounterValues>, known: &Snapshot| match values.as_slice() {
         [CounterValues(values)] => Ok(known.with_values(*values)),
         _ => Err(Unanswered::Damaged),
@@ -133,39 +133,39 @@ pub fn command(
     command: ControlCommand,
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
-    let (outcomes, _) = ask_with::<Outcome>(figures, identity, Some(command), should_stop)?;
+    let (outcomes, _) = request_and_wait::<Outcome>(figures, identity, Some(command), should_stop)?;
     outcomes.into_iter().find(|outcome| outcome.of == command.target()).ok_or(Unanswered::Damaged)
 }
 
 /// The records of a list, and the number of records that were left out.
 pub type Records<R> = (Vec<R>, u64);
 
-/// Sends one request, with a command or without, and waits for the answer.
-fn ask_with<R: Record>(
+/// Sends one request, which may contain a command, and waits for the answer.
+fn request_and_wait<R: Record>(
     figures: &Path,
     identity: Identity,
     command: Option<ControlCommand>,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    let asked = RequestState::begin(figures, identity, command, Instant::now() + ANSWER_WITHIN);
-    wait(vec![asked], should_stop).remove(0)
+    let asked = RequestState::send(figures, identity, command, Instant::now() + ANSWER_WITHIN);
+    wait_for_results(vec![asked], should_stop).remove(0)
 }
 
-/// A request that waits for its answer, or its result.
+/// A request that waits for its answer, or the result of a finished request.
 enum RequestState<'a, R> {
     Waiting(Box<PendingRequest<'a, R>>),
     Done(Result<Records<R>, Unanswered>),
 }
 
 impl<'a, R: Record> RequestState<'a, R> {
-    fn begin(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, deadline: Instant) -> Self {
-        match PendingRequest::begin(figures, identity, command, deadline) {
+    fn send(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, deadline: Instant) -> Self {
+        match PendingRequest::send(figures, identity, command, deadline) {
             Ok(pending) => Self::Waiting(Box::new(pending)),
             Err(error) => Self::Done(Err(error)),
         }
     }
 
-    /// Checks for the answer. Returns whether the result is known.
+    /// Checks for the answer of a waiting request. Returns whether the request is finished.
     fn is_done(&mut self) -> bool {
         if let Self::Waiting(pending) = self
             && let Some(result) = pending.poll()
@@ -183,8 +183,8 @@ impl<'a, R: Record> RequestState<'a, R> {
     }
 }
 
-/// Waits until the results of all requests are known, or `should_stop` returns true.
-fn wait<R: Record>(
+/// Waits until all requests are finished, or `should_stop` returns true. Returns the result of each request.
+fn wait_for_results<R: Record>(
     mut asked: Vec<RequestState<'_, R>>,
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Records<R>, Unanswered>> {
@@ -212,14 +212,14 @@ struct PendingRequest<'a, R> {
 }
 
 impl<'a, R: Record> PendingRequest<'a, R> {
-    fn begin(
+    fn send(
         figures: &'a Path,
         identity: Identity,
         command: Option<ControlCommand>,
         deadline: Instant,
     ) -> Result<Self, Unanswered> {
         let request = create_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
-        let is_new = stats::with_page_of_process(figures.as_c_str(), |page| page.ask(request.number))
+        let is_new = stats::with_page_of_process(figures.as_c_str(), |page| page.announce_request(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, identity);
         // If the number was used before, the helper may have searched for the request's file before the file existed.
@@ -227,10 +227,11 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
     }
 
-    /// Returns the result, once it is known.
+    /// Checks for the answer. Returns the result of the request, or `None` if the request must wait longer. Sends the
+    /// request again if the process may have missed it.
     fn poll(&mut self) -> Option<Result<Records<R>, Unanswered>> {
-        match head_of(&self.request, R::SUBJECT) {
-            Ok(Some(head)) => return Some(read(&self.request, head)),
+        match read_header(&self.request, R::SUBJECT) {
+            Ok(Some(header)) => return Some(read_records(&self.request, header)),
             Ok(None) => {}
             Err(_) => return Some(Err(Unanswered::Damaged)),
         }
@@ -242,13 +243,13 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         if now <= self.repeat_deadline {
             return None;
         }
-        if is_accepted(&self.request) {
+        if is_command_accepted(&self.request) {
             return is_late.then_some(Err(Unanswered::InProgress));
         }
         if is_late {
             return Some(Err(Unanswered::Late));
         }
-        match Self::begin(self.figures, self.identity, self.command, self.deadline) {
+        match Self::send(self.figures, self.identity, self.command, self.deadline) {
             Ok(again) => {
                 *self = again;
                 None
@@ -259,15 +260,15 @@ impl<'a, R: Record> PendingRequest<'a, R> {
 }
 
 /// Whether the process has marked the command as accepted.
-fn is_accepted(request: &Request) -> bool {
+fn is_command_accepted(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
-    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::ACCEPTED_AT as u64).is_ok();
+    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::ACCEPTED_OFFSET as u64).is_ok();
     request.answer_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 
-/// Creates the file of a request, with the first free request number. Existing files, also links, are not touched.
+/// Creates the file of a request, with the first free request number. Does not touch existing files or follow links.
 fn create_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
-    let last = stats::with_page_of_process(figures.as_c_str(), Figures::asked)?;
+    let last = stats::with_page_of_process(figures.as_c_str(), Figures::latest_request)?;
     for number in (1..=MAX_REQUESTS).filter_map(|more| last.checked_add(more)) {
         let path = published::request_file(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
@@ -288,7 +289,7 @@ fn create_request(figures: &Path, subject: Subject, command: Option<ControlComma
     Err(io::Error::other("too many requests to it wait already"))
 }
 
-/// Wakes the helper of a process in a tree. That helper sleeps on the tree's page.
+/// Wakes the helper thread of a process that belongs to a process tree. Such a helper sleeps on the tree's shared page.
 fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
@@ -298,8 +299,9 @@ fn wake_in_tree(figures: &Path, identity: Identity) {
     }
 }
 
-/// Reads the head of the answer; `None` if it was not written yet. Other contents are an error.
-fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
+/// Reads the header of the answer to `request`. Returns `None` if no header was written yet, and an error if other
+/// bytes are in its place.
+fn read_header(request: &Request, subject: Subject) -> io::Result<Option<AnswerHeader>> {
     let mut magic = [0; 8];
     match request.file.read_exact_at(&mut magic, request.answer_at) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
@@ -309,24 +311,24 @@ fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
     if magic == [0; 8] {
         return Ok(None);
     }
-    let mut bytes = [0; Head::LEN];
+    let mut bytes = [0; AnswerHeader::LEN];
     request.file.read_exact_at(&mut bytes, request.answer_at)?;
-    Head::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    AnswerHeader::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Reads the records after the head, and checks all of them.
-fn read<R: Record>(request: &Request, head: Head) -> Result<(Vec<R>, u64), Unanswered> {
-    if head.errno != 0 {
-        return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(head.errno).unwrap_or(0))));
+/// Reads the records of an answer, which follow `header`. Rejects the answer if its length or a record is invalid.
+fn read_records<R: Record>(request: &Request, header: AnswerHeader) -> Result<(Vec<R>, u64), Unanswered> {
+    if header.errno != 0 {
+        return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(header.errno).unwrap_or(0))));
     }
-    let records_at = request.answer_at + Head::LEN as u64;
-    let expected = head.records.saturating_mul(R::LEN as u64).saturating_add(records_at);
+    let records_at = request.answer_at + AnswerHeader::LEN as u64;
+    let expected = header.records.saturating_mul(R::LEN as u64).saturating_add(records_at);
     let is_whole = request.file.metadata().is_ok_and(|metadata| metadata.len() == expected);
-    if head.number != request.number || head.records > MOST_RECORDS || !is_whole {
+    if header.number != request.number || header.records > MOST_RECORDS || !is_whole {
         return Err(Unanswered::Damaged);
     }
-    let mut bytes = vec![0; head.records as usize * R::LEN];
+    let mut bytes = vec![0; header.records as usize * R::LEN];
     request.file.read_exact_at(&mut bytes, records_at).map_err(|_| Unanswered::Damaged)?;
     let records = bytes.chunks_exact(R::LEN).map(R::from_bytes).collect::<Option<Vec<_>>>();
-    Ok((records.ok_or(Unanswered::Damaged)?, head.left_out))
+    Ok((records.ok_or(Unanswered::Damaged)?, header.left_out))
 }

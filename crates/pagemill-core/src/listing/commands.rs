@@ -11,14 +11,14 @@
 //!   24  u64  number of the cache; for action 4 the bytes to return
 //! ```
 //!
-//! The answer follows the command: a head (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64 the
-//! field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and after;
-//! 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
+//! The answer follows the command: a header (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64
+//! the field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and
+//! after; 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
 
-/// First word of a command.
+/// First word of the file of a command. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.
@@ -26,15 +26,15 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Moves objects of relocatable caches together, and returns empty slabs.
+    /// Moves the objects together, if the cache can move objects, and returns the memory of empty slabs.
     Shrink,
-    /// Sets `defrag_used_ratio`, in percent.
+    /// Sets the cache's setting `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),
-    /// Sets `remote_node_defrag_ratio`, in percent.
+    /// Sets the cache's setting `remote_node_defrag_ratio`, in percent.
     SetRemoteRatio(u32),
 }
 
-/// A command to a process.
+/// A command that one process sends to another process of the same user.
 ///
 /// ```
 /// use pagemill_testbed::Testbed;
@@ -52,32 +52,32 @@ pub enum Action {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
-    /// An action on the slab cache that has this number in the list.
+    /// Executes an action on the slab cache whose number in the list of slab caches is `cache`.
     Slab { action: Action, cache: u64 },
     /// Returns about this many bytes of free memory to the system.
     Trim { want_bytes: u64 },
 }
 
-/// The outcome of a command.
+/// The outcome of a [`ControlCommand`], which the process that executed the command reports.
 ///
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Number of the cache that the command acted on, or for [`ControlCommand::Trim`] the wanted bytes.
     pub of: u64,
-    /// What a shrink did; zeros for other actions. For [`ControlCommand::Trim`] only `freed_bytes` is set.
+    /// The result of a shrink; zeros after other actions. After [`ControlCommand::Trim`] only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
     /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ECANCELED` if code of the program
     /// panicked, `EAGAIN` if too many commands wait or no thread could be started.
     pub errno: i32,
 }
 
-/// Result of shrinking a cache on request of another process.
+/// Result of shrinking a slab cache on request of another process.
 ///
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
-    /// Bytes that were freed, as the `shrink` of the cache returns.
+    /// Bytes that were freed: the return value of the cache's `shrink`.
     pub freed_bytes: u64,
     /// Objects that the shrink moved.
     pub moved: u64,
@@ -92,9 +92,9 @@ impl ControlCommand {
     pub(super) const LEN: usize = 32;
 
     /// Offset of the field in which the process marks the command as accepted, by a 1 (u32).
-    pub(super) const ACCEPTED_AT: usize = 20;
+    pub(super) const ACCEPTED_OFFSET: usize = 20;
 
-    /// The value that identifies the command in its outcome.
+    /// Returns the value that the outcome of the command repeats in [`Outcome::of`].
     pub(super) fn target(self) -> u64 {
         match self {
             Self::Slab { cache, .. } => cache,
@@ -102,7 +102,7 @@ impl ControlCommand {
         }
     }
 
-    /// The command in the format of the module documentation, with the request id `number`.
+    /// Returns the command in the format of the module documentation, with the request id `number`.
     pub(super) fn to_bytes(self, number: u32) -> [u8; Self::LEN] {
         let (action, percent) = match self {
             Self::Slab { action: Action::Shrink, .. } => (1, 0),
@@ -112,14 +112,15 @@ impl ControlCommand {
         };
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        for (place, word) in bytes[8..Self::ACCEPTED_AT].chunks_exact_mut(4).zip([number, action, percent]) {
+        for (place, word) in bytes[8..Self::ACCEPTED_OFFSET].chunks_exact_mut(4).zip([number, action, percent]) {
             place.copy_from_slice(&u32::to_le_bytes(word));
         }
         bytes[24..].copy_from_slice(&self.target().to_le_bytes());
         bytes
     }
 
-    /// Reads a command. Returns `None` if it is invalid, was accepted before, or has another request id than `number`.
+    /// Parses a command. Returns `None` if the command is invalid, was accepted before, or has a request id other than
+    /// `number`.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
@@ -131,13 +132,13 @@ impl ControlCommand {
             _ => return None,
         };
         let is_command =
-            u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::ACCEPTED_AT) == 0;
+            u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::ACCEPTED_OFFSET) == 0;
         is_command.then_some(command)
     }
 }
 
 impl Outcome {
-    /// The outcome of a command that had no effect, with the reason `errno`.
+    /// Returns the outcome of a command that failed with the error number `errno`.
     pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
         Self { of: command.target(), shrunk: ShrinkReport::default(), errno }
     }
@@ -176,8 +177,9 @@ impl Record for Outcome {
 mod tests {
     use super::*;
 
-    /// A command must be read as it was written, with its own request id only. A command that is invalid, or was
-    /// accepted before, must be rejected.
+    /// Writes commands and parses them. Each parsed command must equal the written one, and must be rejected if another
+    /// request id is expected. A command with a changed magic or action, or one that was accepted before, must be
+    /// rejected.
     #[test]
     fn commands_are_read_as_written() {
         let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
@@ -190,7 +192,7 @@ mod tests {
                     (ControlCommand::from_bytes(&bytes, 5), ControlCommand::from_bytes(&bytes, 6)),
                     (Some(command), None)
                 );
-                for at in [0, 15, ControlCommand::ACCEPTED_AT] {
+                for at in [0, 15, ControlCommand::ACCEPTED_OFFSET] {
                     let mut bytes = bytes;
                     bytes[at] ^= 0x80;
                     assert_eq!(ControlCommand::from_bytes(&bytes, 5), None, "byte {at}");
@@ -199,7 +201,8 @@ mod tests {
         }
     }
 
-    /// An outcome must be read as it was written.
+    /// Writes an outcome into a record and parses it. The parsed outcome must equal the written one. An invalid record
+    /// must be rejected.
     #[test]
     fn outcomes_are_read_as_written() {
         let shrunk = ShrinkReport {

@@ -21,28 +21,28 @@ use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
-/// Maximum number of commands in the queue.
-const MAX_WAITING: usize = 8;
+/// Maximum number of commands that wait in the queue. A further command fails with `EAGAIN`.
+const MAX_QUEUED_COMMANDS: usize = 8;
 
-/// Bytes requested from the shrinkers per step.
-const STEP_BYTES: u64 = 64 << 20;
+/// Maximum number of bytes that one step of [`ControlCommand::Trim`] requests from the shrinkers.
+const TRIM_STEP_BYTES: u64 = 64 << 20;
 
-/// A command that is marked as accepted in its file.
+/// A command that was read and is not finished yet, with the file of its answer.
 struct PendingCommand {
     file: AnswerFile,
     number: u32,
     command: ControlCommand,
 }
 
-/// The commands that the separate thread has to execute.
+/// The queue of commands that take long. A separate thread executes them.
 struct CommandQueue {
     /// Oldest command first.
-    waiting: [Option<PendingCommand>; MAX_WAITING],
-    /// The thread runs, and will check the queue again.
+    waiting: [Option<PendingCommand>; MAX_QUEUED_COMMANDS],
+    /// The thread that executes the commands runs, and will check the queue again.
     is_working: bool,
 }
 
-/// Accepts commands and executes them.
+/// Accepts commands of other processes and executes them.
 ///
 /// Example: [`ControlCommand`].
 pub struct ControlEndpoint {
@@ -53,7 +53,7 @@ pub struct ControlEndpoint {
 
 impl ControlEndpoint {
     pub fn new(account: &'static Account) -> Self {
-        let queue = CommandQueue { waiting: [const { None }; MAX_WAITING], is_working: false };
+        let queue = CommandQueue { waiting: [const { None }; MAX_QUEUED_COMMANDS], is_working: false };
         Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
@@ -63,7 +63,8 @@ impl ControlEndpoint {
         assert!(is_first, "the slab caches of one process");
     }
 
-    /// Accepts the command in the file, if there is one. Called by the helper.
+    /// Reads the command with the request id `number` from the file at `path`, and executes or queues it. Does nothing
+    /// if the file contains no valid command. The helper thread calls this function.
     pub fn accept(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; ControlCommand::LEN];
         // A failure is not reported: the requester has ended, or must not access this process.
@@ -78,10 +79,10 @@ impl ControlEndpoint {
         }
     }
 
-    /// Queues a command for the thread, which it starts if needed.
+    /// Queues a command for the thread that executes the queued commands. Starts that thread if it does not run.
     fn enqueue(&'static self, pending: PendingCommand) {
         // The command is marked before it is queued, because the requester must not find it finished but not accepted.
-        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
+        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_OFFSET as u64);
         let mut queue = self.queue.lock();
         let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
             drop(queue);
@@ -97,7 +98,8 @@ impl ControlEndpoint {
         }
     }
 
-    /// Removes the oldest command from the queue. Returns `None` if the queue is empty; then the thread ends.
+    /// Removes the oldest command from the queue. Returns `None` if the queue is empty; then the thread that executes
+    /// the commands must end.
     fn dequeue(&self) -> Option<PendingCommand> {
         let mut queue = self.queue.lock();
         let pending = queue.waiting[0].take();
@@ -130,13 +132,13 @@ impl ControlEndpoint {
         }
     }
 
-    /// Makes the shrinkers return free and volatile memory, whole blocks first. Works in steps, so that the helper can
-    /// answer siblings between two steps.
+    /// Makes the shrinkers return free and volatile memory, whole blocks first. Returns the bytes freed. Works in
+    /// steps, so that the helper thread can answer requests of sibling processes between two steps.
     fn give_back(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for urgency in [Urgency::Request, Urgency::Split] {
             while freed < want_bytes {
-                let part = STEP_BYTES.min(want_bytes - freed);
+                let part = TRIM_STEP_BYTES.min(want_bytes - freed);
                 let given = self.account.give_back(part, Context::Outside, urgency, Reason::Program);
                 freed = freed.saturating_add(given);
                 // Do not wait for memory that a busy program frees meanwhile.
@@ -148,18 +150,19 @@ impl ControlEndpoint {
         freed
     }
 
-    /// Waits until no thread uses the queue, and acquires its lock before `fork`.
+    /// Acquires the lock of the queue before `fork`. Waits for a thread that holds the lock.
     pub fn acquire_for_fork(&self) {
         self.queue.acquire_when(|_| true);
     }
 
-    /// Releases the lock after `fork`, in the parent and in the child.
+    /// Releases the lock of the queue after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.queue.release();
     }
 
-    /// Empties the queue in a fork child. The child has neither the thread nor the thread's open files. The descriptor
-    /// numbers of these files may belong to other files in the child, so the files are not closed.
+    /// Empties the queue in a fork child, which has neither the thread that executes commands nor that thread's open
+    /// files. The descriptor numbers of these files may belong to other files in the child, so the files are not
+    /// closed.
     pub fn begin_child(&self) {
         let mut queue = self.queue.lock();
         queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
@@ -175,9 +178,9 @@ impl thread::Work for ControlEndpoint {
     }
 }
 
-/// Writes the outcome of a command into its file.
+/// Writes the outcome of a command into the command's file.
 fn write_answer(pending: &PendingCommand, outcome: Outcome) {
     let mut response = Response::after_request(&pending.file, ControlCommand::LEN);
     let result = response.write_record(&outcome.to_record());
-    let _ = response.write_head(pending.number, Subject::Command, result);
+    let _ = response.write_header(pending.number, Subject::Command, result);
 }

@@ -3,10 +3,10 @@
 
 use super::{Record, u64_at};
 use crate::published::Subject;
-use crate::stats::CAPACITY;
+use crate::stats::MAX_COUNTERS;
 
-/// The counters that a process measured.
-pub(super) struct CounterValues(pub [u64; CAPACITY]);
+/// The values of all counters of a process, indexed by [`Counter`](crate::stats::Counter).
+pub(super) struct CounterValues(pub [u64; MAX_COUNTERS]);
 
 impl CounterValues {
     pub fn to_record(&self) -> [u8; Self::LEN] {
@@ -20,7 +20,7 @@ impl CounterValues {
 
 impl Record for CounterValues {
     const SUBJECT: Subject = Subject::Figures;
-    const LEN: usize = 8 * CAPACITY;
+    const LEN: usize = 8 * MAX_COUNTERS;
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(std::array::from_fn(|at| u64_at(bytes, 8 * at))))
@@ -31,10 +31,10 @@ impl Record for CounterValues {
 mod tests {
     use super::*;
 
-    /// A record must be read as it was written.
+    /// Writes counter values into a record and parses it. All values must be the same.
     #[test]
     fn records_are_read_as_written() {
-        let values: [u64; CAPACITY] = std::array::from_fn(|at| (at as u64) << 40 | 7);
+        let values: [u64; MAX_COUNTERS] = std::array::from_fn(|at| (at as u64) << 40 | 7);
         assert_eq!(CounterValues::from_bytes(&CounterValues(values).to_record()).unwrap().0, values);
     }
 }

@@ -8,14 +8,14 @@
 //!   creates a file in the folder of its figures file
 //!   stores the request number on its page of figures,
 //!   wakes the helper                          ---->   the helper opens the file, after checks
-//!   waits for the head, 2 s at most           <----   writes the records, the head last
+//!   waits for the header, 2 s at most           <----   writes the records, the header last
 //!   reads and checks the answer, removes the file
 //! ```
 //!
-//! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
-//! caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
-//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and
-//! `commands`, and the modules `records` of the crates that add a [`ListWriter`], define the records.
+//! All numbers are little-endian. The header has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2`
+//! slab caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
+//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and `commands`, and
+//! the modules `records` of the crates that add a [`ListWriter`], define the records.
 //!
 //! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
 //! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
@@ -39,20 +39,20 @@ use crate::error::Result;
 use crate::published::Subject;
 use std::io;
 
-/// Maximum number of records in a file. That many records of ranges have 8 MiB.
+/// Maximum number of records in the file of an answer. As many records of volatile ranges take 8 MiB.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
-/// The head of a list, before its records.
+/// The header of an answer, before its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Head {
+struct AnswerHeader {
     number: u32,
     errno: u32,
     records: u64,
-    /// Number of records that are not in the file, because the list has more than [`MOST_RECORDS`].
+    /// Number of listed objects without a record in the file, because the list has more than [`MOST_RECORDS`] records.
     left_out: u64,
 }
 
-/// The first word of a list of this subject.
+/// Returns the first word of an answer about this subject, which identifies the file format.
 const fn magic_of(subject: Subject) -> u64 {
     u64::from_le_bytes(match subject {
         Subject::Ranges => *b"pm-vrng1",
@@ -63,7 +63,7 @@ const fn magic_of(subject: Subject) -> u64 {
     })
 }
 
-impl Head {
+impl AnswerHeader {
     const LEN: usize = 32;
 
     fn to_bytes(self, subject: Subject) -> [u8; Self::LEN] {
@@ -76,31 +76,32 @@ impl Head {
         bytes
     }
 
-    /// Parses a head. Returns `None` if it is not the head of a list of this subject.
+    /// Parses the header of an answer. Returns `None` if the answer is not about `subject`.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
-        let head = Self {
+        let header = Self {
             number: u32_at(bytes, 8),
             errno: u32_at(bytes, 12),
             records: u64_at(bytes, 16),
             left_out: u64_at(bytes, 24),
         };
-        (u64_at(bytes, 0) == magic_of(subject)).then_some(head)
+        (u64_at(bytes, 0) == magic_of(subject)).then_some(header)
     }
 }
 
-/// Measures the figures when another process requests them.
+/// An object that measures the figures of its process when another process requests them.
 ///
 /// Example: [`ListWriter`].
-pub trait Measured: Sync {
-    /// Updates the counters. Must neither allocate nor take long.
+pub trait FiguresSource: Sync {
+    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take long.
     fn measure(&self);
 }
 
-/// Time limit for inspecting the listed objects. The helper has other work, and siblings wait for it for at most 25 ms.
+/// Maximum time that a list writer spends on inspecting the objects that it lists. It runs in the helper thread, and
+/// other processes of the tree wait for answers of that thread for at most 25 ms.
 pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
-/// Writes one kind of list for other processes, such as that of slab caches. The crate of the listed objects implements
-/// this trait, and adds the implementation to the [`StatsResponder`] of an instance.
+/// Writes one kind of list for other processes, such as the list of slab caches. The crate of the listed objects
+/// implements this trait, and adds the implementation to the [`StatsResponder`] of an instance.
 ///
 /// ```
 /// use pagemill_core::listing::{ListWriter, Record, Response};
@@ -135,7 +136,8 @@ pub trait ListWriter: Sync {
     /// The subject of the list that [`ListWriter::list`] writes.
     fn subject(&self) -> Subject;
 
-    /// Writes all records. Must not allocate, and end soon after [`MAX_INSPECTION_NS`].
+    /// Writes the records of all listed objects to `response`. Must not allocate, and must end soon after
+    /// [`MAX_INSPECTION_NS`].
     ///
     /// # Errors
     ///
@@ -143,16 +145,16 @@ pub trait ListWriter: Sync {
     fn list(&self, response: &mut Response<'_>) -> io::Result<()>;
 }
 
-/// Executes commands on slab caches. The slab caches implement the trait, and [`control::ControlEndpoint::set_slabs`]
-/// gets them.
+/// Executes commands of other processes on the slab caches of this process. `pagemill-slab` implements this trait, and
+/// passes the implementation to [`control::ControlEndpoint::set_slabs`].
 ///
 /// Example: [`ControlCommand`].
 pub trait SlabCommands: Sync {
-    /// Executes `action` on the cache with the number `cache`. Returns `None` if there is no such cache.
+    /// Executes `action` on the slab cache with the number `cache`. Returns `None` if there is no such cache.
     fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>>;
 }
 
-/// A record of a list; each subject has a format of its own.
+/// A record of a list. Each kind of list has its own format of records.
 ///
 /// Example: [`ListWriter`].
 pub trait Record: Sized {
@@ -163,7 +165,7 @@ pub trait Record: Sized {
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
-/// Reads the little-endian number at this offset.
+/// Reads the little-endian 64-bit number at offset `at` of `bytes`.
 pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
@@ -177,15 +179,16 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A head must be read as it was written. Each subject must have a different magic.
+    /// Writes a header for each subject and parses it. The parsed header must equal the written one. It must be
+    /// rejected if another subject is expected.
     #[test]
-    fn heads_are_read_as_written() {
-        let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };
+    fn headers_are_read_as_written() {
+        let header = AnswerHeader { number: 3, errno: 28, records: 5, left_out: 6 };
         for subject in Subject::ALL {
-            let bytes = head.to_bytes(subject);
-            let read = Subject::ALL.map(|subject| Head::from_bytes(&bytes, subject));
-            assert_eq!(read, Subject::ALL.map(|other| (other == subject).then_some(head)));
-            assert_eq!(Head::from_bytes(&[0; Head::LEN], subject), None);
+            let bytes = header.to_bytes(subject);
+            let read = Subject::ALL.map(|subject| AnswerHeader::from_bytes(&bytes, subject));
+            assert_eq!(read, Subject::ALL.map(|other| (other == subject).then_some(header)));
+            assert_eq!(AnswerHeader::from_bytes(&[0; AnswerHeader::LEN], subject), None);
         }
     }
 }

@@ -33,34 +33,35 @@ const RECONCILE_NS: u64 = 2_000_000;
 /// reported.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
-/// Up to this much overcommitted memory is measured whenever the room is queried. That takes some 20 us.
+/// Up to this number of overcommitted bytes are measured whenever the room is queried, which takes some 20 us.
 const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 
-/// Up to this much overcommitted memory is measured whenever a limit is near. That takes some 0.4 ms.
+/// Up to this number of overcommitted bytes are measured whenever a limit is near, which takes some 0.4 ms.
 const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
 /// The pause after a measurement is this many times the duration of the measurement. So measuring costs at most 2 % of
 /// the time.
 const RECONCILE_PAUSE_FACTOR: u64 = 50;
 
-/// Largest part of an overcommitted range that is expected to be touched at once.
+/// Maximum number of bytes of an overcommitted range that the program is expected to touch at once.
 const MAX_TOUCHED_AT_ONCE_BYTES: u64 = 16 << 20;
 
-/// Minimum number of bytes of new memory after which free memory is returned to offset it. Each such step scans all
-/// free slots.
+/// Free memory is returned to offset new memory only after new memory of at least this number of bytes. Each such step
+/// scans all free slots.
 const OFFSET_STEP_BYTES: u64 = 1 << 20;
-/// Free memory is returned to offset new memory only after new memory of the resident bytes divided by this number.
+/// Free memory is returned to offset new memory only after new memory of at least the resident bytes divided by this
+/// number.
 const OFFSET_STEP_DIVISOR: u64 = 128;
 
-/// Free memory that was not reused for this long is cold. A page fault that brings it in again costs a hundredth of
-/// this time.
+/// Free memory that was not reused for this time is cold. A page fault that brings such memory in again costs a
+/// hundredth of this time.
 const COLD_AGE: Duration = Duration::from_millis(67);
 
 /// After a search that found too little cold memory, the next search waits for this long.
 const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
 /// Free memory up to the resident bytes divided by this number, plus one block, is not returned to offset new memory.
-const KEEP_FREE_DIVISOR: u64 = 16;
+const KEPT_FREE_DIVISOR: u64 = 16;
 
 /// Free memory above the resident bytes divided by this number, plus one block, is returned even if it is not cold.
 const MAX_FREE_DIVISOR: u64 = 3;
@@ -105,17 +106,18 @@ pub struct Account {
     /// Until this time, this process reclaims its own memory before it sends requests to siblings, because requests
     /// that were sent first freed too little.
     pub(super) siblings_first_after_ns: AtomicU64,
-    /// The helper thread. Woken when there is memory to give back.
+    /// The helper thread. It is woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
-    /// Bytes of new memory since the last step of [`Account::make_up_for`].
+    /// Bytes of memory that became resident since the last step of [`Account::offset_new_memory`].
     not_offset_bytes: AtomicU64,
     /// Earliest time of the next search for cold memory, after a search that found too little.
     next_offset_ns: AtomicU64,
-    /// A nested charge has exceeded the limit since the last [`Account::pay_debt`].
+    /// A nested charge (made inside the small allocator) has exceeded the limit since the last [`Account::pay_debt`].
     has_debt: AtomicBool,
     /// The last reclaim outside of the small allocator freed too little, so nested charges over the limit are refused.
     is_exhausted: AtomicBool,
-    /// Called when a nested charge has exceeded the limit. The function must not allocate or lock.
+    /// Called when a charge made inside the small allocator has exceeded the limit. The function must not allocate or
+    /// lock.
     on_debt: OnceLock<fn()>,
     /// Called before the first charge of this process. The function must not allocate or lock.
     on_first_charge: OnceLock<fn()>,
@@ -152,7 +154,7 @@ impl Account {
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if not even one OS page can be allocated for it.
+    /// [`Error::System`] if not even one OS page can be mapped.
     pub fn make(limit: u64) -> Result<&'static Self> {
         arena::place(Self::new(limit))
     }
@@ -162,7 +164,7 @@ impl Account {
     ///
     /// # Panics
     ///
-    /// If more than three of one cost register.
+    /// If more than three shrinkers of one cost register.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
         self.owners.register(shrinker);
     }
@@ -175,7 +177,7 @@ impl Account {
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> Result<()> {
         let what = "shrinkers of the program of one cost";
         let is_registered = self.owners.register_for_program(shrinker);
-        if is_registered { Ok(()) } else { Err(Error::TooMany { what, most: owners::SLOTS }) }
+        if is_registered { Ok(()) } else { Err(Error::TooMany { what, most: owners::SLOTS_PER_COST }) }
     }
 
     /// Sets the helper thread that is woken when there is memory to give back again.
@@ -183,8 +185,8 @@ impl Account {
         let _ = self.helper.set(helper);
     }
 
-    /// Sets the function that is called when a nested charge exceeds the limit. That function must arrange that
-    /// [`Account::pay_debt`] runs soon.
+    /// Sets the function that is called when a charge made inside the small allocator exceeds the limit. The function
+    /// must arrange that [`Account::pay_debt`] runs soon.
     pub fn on_debt(&self, act: fn()) {
         let _ = self.on_debt.set(act);
     }
@@ -214,42 +216,43 @@ impl Account {
 
     /// Resets the account in a fork child: the charge starts at zero, and the child gets its own slot on the tree's
     /// page.
-    pub fn forked(&self, identity: Identity) {
+    pub fn begin_child(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
         self.headroom.drop_credit();
-        self.owners.forked();
+        self.owners.begin_child();
         self.reclaim_paused_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
-            page.count_start();
+            page.count_started_program();
             self.membership.set(page, page.enter(identity));
         }
         self.publish();
     }
 
-    /// The slot of this process on the page of its tree; `None` if it has none.
+    /// Returns the slot of this process on the shared page of its process tree; `None` if the process has no slot.
     pub fn place(&self) -> Option<MemberSlot> {
         self.membership.place()
     }
 
-    /// Whether a limit of this process or of its tree applies.
+    /// Returns whether a limit of this process or of its tree applies.
     pub fn is_limited(&self) -> bool {
         self.limit() != UNLIMITED
     }
 
-    /// The smaller of the process's own limit and its tree's.
+    /// Returns the limit that applies: the smaller of the process's own limit and its tree's limit.
     pub fn limit(&self) -> u64 {
         let tree = self.membership.page().map_or(UNLIMITED, TreePage::limit);
         tree.min(self.own_limit.load(Relaxed))
     }
 
-    /// Resident bytes of this process, as far as they were charged or measured.
+    /// Returns the resident bytes of this process, as far as they were charged or measured.
     pub fn resident(&self) -> u64 {
         self.resident.load(Relaxed)
     }
 
-    /// The totals that the limit is compared with: of the tree, or of this process without a tree.
+    /// Returns the totals that are compared with the limit: those of the process tree, or of this process if it is in
+    /// no tree.
     fn totals(&self) -> Totals {
         let own = Totals {
             resident: self.resident.load(Relaxed),
@@ -272,7 +275,7 @@ impl Account {
         }
     }
 
-    /// Resident bytes of this process and its siblings.
+    /// Returns the resident bytes of this process and its siblings (the other processes of its tree).
     pub(super) fn tree_resident(&self) -> u64 {
         self.totals().resident
     }
@@ -289,7 +292,8 @@ impl Account {
         }
     }
 
-    /// Publishes `resident` and the giveable bytes, and wakes the helper if there is something to give back.
+    /// Publishes the charge `resident` and the giveable bytes, and wakes a parked helper if there is memory to give
+    /// back.
     fn publish_charge(&self, resident: u64) {
         let untouched = self.untouched.load(Relaxed);
         stats::set(Counter::Resident, resident);
@@ -305,11 +309,11 @@ impl Account {
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
-            place.page().note_peak(place.page().totals());
+            place.page().raise_peaks(place.page().totals());
         }
     }
 
-    /// Bytes that the shrinkers of this process could give back at once.
+    /// Returns the number of bytes that the shrinkers of this process could give back at once.
     pub fn giveable(&self) -> u64 {
         self.owners.giveable(Context::Outside)
     }
@@ -319,7 +323,7 @@ impl Account {
         self.owners.amounts().charged()
     }
 
-    /// Whether a measurement may find more giveable memory than the shrinkers report.
+    /// Returns whether a measurement may find more giveable memory than the shrinkers report.
     pub(super) fn may_have_more(&self) -> bool {
         self.owners.amounts().may_have_more
     }
@@ -394,22 +398,23 @@ impl Account {
         }
     }
 
-    /// Counts how much of the offered memory the kernel took. Usually the kernel took none.
+    /// Finds out how much of the offered memory the kernel took, and discharges it. Usually the kernel took none.
     pub fn reap(&self) {
         self.owners.reap();
     }
 
-    /// Counts `bytes` of new memory. Once a step's worth was counted, returns free memory to offset it, so that free
-    /// memory of unused size classes does not accumulate. With little free memory returns none; with more, up to as
-    /// many cold bytes as were counted; with very much, up to twice as many bytes, cold or not.
-    pub fn make_up_for(&self, bytes: u64) {
+    /// Counts `bytes` of memory that becomes resident, and returns free memory to the kernel to offset them, in steps
+    /// of at least [`OFFSET_STEP_BYTES`]. So free memory of unused size classes does not accumulate. A process with
+    /// little free memory returns none. With more free memory, a step returns up to as many bytes as were counted, but
+    /// only cold ones. With very much, a step returns up to twice as many bytes, cold or not.
+    pub fn offset_new_memory(&self, bytes: u64) {
         let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {
             return;
         }
         self.not_offset_bytes.store(0, Relaxed);
         let (free, resident) = (self.owners.giveable(Context::Nested), self.resident());
-        if free <= resident / KEEP_FREE_DIVISOR + BLOCK_BYTES as u64 {
+        if free <= resident / KEPT_FREE_DIVISOR + BLOCK_BYTES as u64 {
             return;
         }
         let excess = free.saturating_sub(resident / MAX_FREE_DIVISOR + BLOCK_BYTES as u64);
@@ -430,7 +435,7 @@ impl Account {
         }
     }
 
-    /// Answers an open request of a sibling for memory, if there is one.
+    /// Answers an open request for memory of a sibling (another process of the tree), if there is one.
     pub fn answer(&self) {
         let Some(place) = self.membership.place() else { return };
         self.measure();
@@ -445,7 +450,7 @@ impl Account {
         self.publish();
     }
 
-    /// Bytes by which the limit would be exceeded after a charge of `bytes`.
+    /// Returns the number of bytes by which a charge of `bytes` would exceed the limit.
     fn bytes_over_limit(&self, bytes: u64) -> u64 {
         self.totals().resident.saturating_add(bytes).saturating_sub(self.limit())
     }
@@ -483,8 +488,8 @@ impl Account {
         }
     }
 
-    /// Requests `bytes` from the siblings. Returns the number of bytes by which the siblings' charge fell. The wait for
-    /// their answers is bounded.
+    /// Requests `bytes` from the siblings. Returns the number of bytes by which the siblings' charge fell. Waits for
+    /// their answers for a bounded time, or until `is_enough` returns true.
     pub(super) fn request_from_siblings(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
         let Some(page) = self.membership.page() else { return 0 };
         let given = page.ask(bytes, self.membership.place(), is_enough);
@@ -492,20 +497,21 @@ impl Account {
         given
     }
 
-    /// The error of a refused charge of `bytes`, with the current usage and limit.
+    /// Returns the error of a refused charge of `bytes`, with the current usage and limit.
     fn no_memory_error(&self, bytes: u64) -> Error {
         let used_bytes = self.totals().resident;
         trace::event(Event::Refused, bytes, used_bytes);
         Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: self.limit() }
     }
 
-    /// Whether a nested charge has exceeded the limit since the last [`Account::pay_debt`].
+    /// Returns whether a nested charge has exceeded the limit since the last [`Account::pay_debt`].
     #[inline]
     pub fn has_debt(&self) -> bool {
         self.has_debt.load(Relaxed)
     }
 
-    /// Reclaims the bytes by which nested charges exceeded the limit. The caller must hold no lock.
+    /// Reclaims the bytes by which nested charges (made inside the small allocator) exceeded the limit. The caller must
+    /// hold no lock.
     pub fn pay_debt(&self) {
         if self.has_debt.swap(false, Relaxed) {
             let is_paid = self.bytes_over_limit(0) == 0 || self.make_room(0, Context::Outside);
@@ -514,8 +520,8 @@ impl Account {
         }
     }
 
-    /// Whether a charge that does not fit may exceed the limit. Only nested charges may, until a reclaim outside of the
-    /// small allocator fails.
+    /// Returns whether a charge that does not fit may exceed the limit. Only nested charges may, until a reclaim
+    /// outside of the small allocator fails. Records the debt of a nested charge.
     pub(super) fn may_exceed_limit(&self, context: Context) -> bool {
         if context == Context::Outside {
             return false;
@@ -530,7 +536,7 @@ impl Account {
 
     /// Runs `on_first_charge` once: at the first charge, or when the program first makes a range volatile.
     #[inline]
-    pub fn note_use(&self) {
+    pub fn note_first_use(&self) {
         if !self.has_charged.load(Relaxed)
             && !self.has_charged.swap(true, Relaxed)
             && let Some(act) = self.on_first_charge.get()
@@ -541,7 +547,7 @@ impl Account {
 
     /// Adds to the charge without a check of the limit.
     fn charge(&self, bytes: u64) {
-        self.note_use();
+        self.note_first_use();
         let charged = self.resident.fetch_add(bytes, Relaxed);
         debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
         self.publish();
@@ -551,8 +557,8 @@ impl Account {
 impl Account {
     /// Charges memory that the C library allocates for the program, or discharges what the C library frees. Never
     /// refuses and never reclaims.
-    pub fn count_c_library(&self, change_bytes: i64) {
-        self.note_use();
+    pub fn charge_c_library(&self, change_bytes: i64) {
+        self.note_first_use();
         let amount = change_bytes.unsigned_abs();
         if change_bytes >= 0 {
             stats::add(Counter::CLibrary, amount);
@@ -569,12 +575,12 @@ impl Account {
 impl Account {
     /// Records the peak of a process that ends and that allocated from the C library only. A process that never charged
     /// memory records its peak on the tree's page, any other process in its own statistics.
-    pub fn note_small(&self, peak_bytes: u64) {
+    pub fn record_libc_peak(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);
             stats::raise(Counter::NetPeak, peak_bytes);
         } else if let Some(page) = self.membership.page() {
-            page.note_small(peak_bytes);
+            page.record_unpublished_peak(peak_bytes);
         }
     }
 }
@@ -598,7 +604,7 @@ impl Budget for Account {
         }
         self.make_system_room(bytes, context)?;
         if context == Context::Nested {
-            self.make_up_for(bytes);
+            self.offset_new_memory(bytes);
         }
         self.charge(bytes);
         Ok(())
@@ -634,7 +640,7 @@ impl Budget for Account {
         // Programs touch large ranges gradually, if at all. So reclaim only what may become resident before the next
         // sample, and refuse only if not even one block may.
         self.make_system_room_or(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
-        self.note_use();
+        self.note_first_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
         Ok(())
@@ -681,7 +687,7 @@ mod tests {
     use super::*;
     use crate::arena::place;
 
-    /// A shrinker with a fixed stock of bytes. It discharges the bytes that it gives back.
+    /// A shrinker with a fixed stock of charged bytes. It discharges the bytes that it gives back.
     struct FixedStock {
         account: &'static Account,
         stock_bytes: AtomicU64,
@@ -706,7 +712,7 @@ mod tests {
         }
     }
 
-    fn account(limit: u64, stock: u64, may_nest: bool) -> (&'static Account, &'static FixedStock) {
+    fn account_with_stock(limit: u64, stock: u64, may_nest: bool) -> (&'static Account, &'static FixedStock) {
         let account = place(Account::new(limit)).unwrap();
         account.admit(stock, Context::Outside).unwrap();
         let stock = place(FixedStock { account, stock_bytes: AtomicU64::new(stock), may_nest }).unwrap();
@@ -714,11 +720,11 @@ mod tests {
         (account, stock)
     }
 
-    /// A charge over the limit must free exactly the missing bytes. A charge of more bytes than the shrinker has must
-    /// fail and charge nothing.
+    /// A charge over the limit must make the shrinker free exactly the missing bytes. A charge for which the shrinker
+    /// has too few bytes must fail, and must leave the account unchanged except for the bytes freed.
     #[test]
     fn a_charge_over_the_limit_reclaims_the_missing_bytes() {
-        let (account, stock) = account(100, 60, true);
+        let (account, stock) = account_with_stock(100, 60, true);
         account.admit(70, Context::Outside).unwrap();
         assert_eq!((account.resident(), stock.stock_bytes.load(Relaxed)), (100, 30));
         let error = account.admit(31, Context::Outside).unwrap_err();
@@ -730,7 +736,7 @@ mod tests {
     /// left, nested charges must be refused.
     #[test]
     fn nested_charges_exceed_the_limit_until_nothing_is_left_to_reclaim() {
-        let (account, stock) = account(100, 90, false);
+        let (account, stock) = account_with_stock(100, 90, false);
         account.admit(20, Context::Nested).unwrap();
         assert_eq!(account.resident(), 110);
         assert!(account.has_debt());
@@ -742,10 +748,11 @@ mod tests {
         assert!(account.admit(1, Context::Nested).is_err(), "the shrinker has nothing left");
     }
 
-    /// Overcommitting far more bytes than the limit must succeed until the resident bytes reach the limit.
+    /// Overcommitting many more bytes than the limit must succeed. Once a measurement finds the limit reached,
+    /// overcommitting one byte more must fail.
     #[test]
     fn overcommitting_is_refused_only_at_the_limit() {
-        let (account, _) = account(100, 0, true);
+        let (account, _) = account_with_stock(100, 0, true);
         account.overcommit(1 << 40, Context::Outside).unwrap();
         account.reconciled(100, 100);
         assert_eq!(account.resident(), 100);

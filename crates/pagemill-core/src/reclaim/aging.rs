@@ -9,12 +9,13 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// An age is divided into this many parts of equal length.
-const PARTS: u64 = 4;
-/// Number of parts whose minimum is stored: those of one age and the current part.
-const STORED_PARTS: usize = PARTS as usize + 1;
+/// Number of parts of equal length into which an age is divided. Each part has a minimum of its own.
+const PARTS_PER_AGE: u64 = 4;
+/// Number of parts whose minimum is stored: the parts of one age, and the current part.
+const STORED_PARTS: usize = PARTS_PER_AGE as usize + 1;
 
-/// The minimum of an amount over an age. One thread updates it; others may read it.
+/// Keeps the minimum of an amount over an age, which is the time up to now of a given length. One thread updates the
+/// value; other threads may read it.
 ///
 /// ```
 /// use pagemill_core::reclaim::aging::LeastOver;
@@ -28,39 +29,39 @@ const STORED_PARTS: usize = PARTS as usize + 1;
 /// ```
 #[derive(Default)]
 pub struct LeastOver {
-    /// The minimum for ages below [`LONG_FROM`].
+    /// The minimum for ages below [`MIN_LONG_AGE`].
     short: SingleAgeMinimum,
-    /// The minimum for ages from [`LONG_FROM`] on.
+    /// The minimum for ages from [`MIN_LONG_AGE`] on.
     long: SingleAgeMinimum,
 }
 
-/// Ages below this are used only to offset new memory ([`super::Account::make_up_for`]).
-const LONG_FROM: Duration = Duration::from_secs(1);
+/// Ages below this one are used only to offset new memory ([`super::Account::offset_new_memory`]).
+const MIN_LONG_AGE: Duration = Duration::from_secs(1);
 
 impl LeastOver {
-    /// Records `amount` at `now_ns`. Returns the minimum of the last `age`, or 0 if the records do not reach back that
-    /// far. An age of 0 returns `amount` itself.
+    /// Records `amount` at the time `now_ns`. Returns the minimum of the amounts within the last `age`, or 0 if the
+    /// records do not reach back that far. For an age of 0, returns `amount` itself.
     ///
     /// Time without records counts as time without change, since recording stops only while the process uses no CPU.
     /// For ages below a second, time without records discards all earlier records instead.
     pub fn least(&self, amount: u64, now_ns: u64, age: Duration) -> u64 {
         if age.is_zero() {
             amount
-        } else if age < LONG_FROM {
+        } else if age < MIN_LONG_AGE {
             self.short.least(amount, now_ns, age, Gap::DiscardsRecords)
         } else {
             self.long.least(amount, now_ns, age, Gap::IsUnchanged)
         }
     }
 
-    /// Subtracts bytes that were returned on request from all minima. The free time of the remaining bytes does not
-    /// change.
+    /// Subtracts `amount`, bytes that were returned on request, from all minima. The time for which the remaining bytes
+    /// have been free does not change.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);
     }
 
-    /// Discards all records.
+    /// Discards all recorded amounts.
     pub fn forget(&self) {
         self.short.forget();
         self.long.forget();
@@ -75,22 +76,22 @@ enum Gap {
     DiscardsRecords,
 }
 
-/// The minimum over one age. A different age discards the records.
+/// The minimum of an amount over one age. A record for a different age discards the earlier records.
 #[derive(Default)]
 struct SingleAgeMinimum {
-    /// The minimum of each part. Index: the part's number modulo [`STORED_PARTS`].
+    /// The minimum in each part of the age. The index is the part's number modulo [`STORED_PARTS`].
     least: [AtomicU64; STORED_PARTS],
-    /// Number of the current part plus one; 0 before the first record.
+    /// Number plus one of the part of the age to which the latest record belongs; 0 before the first record.
     current_part: AtomicU64,
-    /// Number of consecutive parts with records, up to and including the current one.
+    /// Number of consecutive parts of the age that have a minimum, up to and including the current part.
     parts_seen: AtomicU64,
-    /// Length of a part at the last record.
+    /// Length, in nanoseconds, of a part of the age at the last record.
     part_ns: AtomicU64,
 }
 
 impl SingleAgeMinimum {
     fn least(&self, amount: u64, now_ns: u64, age: Duration, gap: Gap) -> u64 {
-        let part_ns = (age.as_nanos() as u64 / PARTS).max(1);
+        let part_ns = (age.as_nanos() as u64 / PARTS_PER_AGE).max(1);
         let part = now_ns / part_ns + 1;
         let is_other_age = self.part_ns.swap(part_ns, Relaxed) != part_ns;
         if is_other_age || gap == Gap::DiscardsRecords && part > self.current_part.load(Relaxed).saturating_add(1) {
@@ -125,7 +126,7 @@ impl SingleAgeMinimum {
         self.parts_seen.store(0, Relaxed);
     }
 
-    /// The stored minimum of the part with this number.
+    /// Returns the stored minimum of the part of the age that has this number.
     fn minimum_of(&self, part: u64) -> &AtomicU64 {
         &self.least[(part % STORED_PARTS as u64) as usize]
     }
@@ -137,42 +138,42 @@ mod tests {
     use proptest::prelude::*;
 
     const AGE: Duration = Duration::from_secs(4);
-    const SECOND: u64 = 1_000_000_000;
+    const SECOND_NS: u64 = 1_000_000_000;
 
-    /// The result must be 0 until the records cover an age, and then the minimum over the last age.
+    /// `least` must return 0 until the records cover an age, and then the minimum of the amounts within the last age.
     #[test]
     fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
         let records = [(0, 50), (1, 50), (2, 30), (3, 60)];
-        assert!(records.iter().all(|(second, amount)| least.least(*amount, second * SECOND, AGE) == 0));
-        assert_eq!(least.least(60, 4 * SECOND, AGE), 30);
-        assert_eq!(least.least(10, 5 * SECOND, AGE), 10);
-        assert_eq!(least.least(60, 9 * SECOND, AGE), 10, "no record since second 5 counts as unchanged");
-        assert_eq!(least.least(60, 13 * SECOND, AGE), 60);
+        assert!(records.iter().all(|(second, amount)| least.least(*amount, second * SECOND_NS, AGE) == 0));
+        assert_eq!(least.least(60, 4 * SECOND_NS, AGE), 30);
+        assert_eq!(least.least(10, 5 * SECOND_NS, AGE), 10);
+        assert_eq!(least.least(60, 9 * SECOND_NS, AGE), 10, "no record since second 5 counts as unchanged");
+        assert_eq!(least.least(60, 13 * SECOND_NS, AGE), 60);
         least.take(25);
-        assert_eq!(least.least(35, 13 * SECOND, AGE), 35);
+        assert_eq!(least.least(35, 13 * SECOND_NS, AGE), 35);
         least.forget();
-        assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
+        assert_eq!(least.least(35, 14 * SECOND_NS, AGE), 0);
     }
 
-    /// Records for a short age must not count for a long one. A pause in the records of the short age must discard
-    /// them.
+    /// Amounts are recorded for a short age and for a long one. The records of one age must not count for the other. A
+    /// long pause must discard the records of the short age.
     #[test]
     fn records_of_two_ages_are_independent() {
-        const MS: u64 = 1_000_000;
+        const MS_NS: u64 = 1_000_000;
         let (least, cold) = (LeastOver::default(), Duration::from_millis(67));
         assert_eq!(least.least(100, 0, AGE), 0);
-        assert_eq!(least.least(100, MS, cold), 0);
-        assert_eq!(least.least(100, 2 * MS, AGE), 0, "recorded for 2 ms only");
-        assert_eq!(least.least(100, 2 * MS, Duration::ZERO), 100);
-        assert_eq!(least.least(100, 500 * MS, cold), 0, "the pause discarded the records");
-        assert!((1..=3).all(|step| least.least(100, (500 + 17 * step) * MS, cold) == 0));
-        assert_eq!(least.least(100, 568 * MS, cold), 100);
-        assert_eq!(least.least(100, SECOND, Duration::from_secs(2)), 0, "another age discards the records");
+        assert_eq!(least.least(100, MS_NS, cold), 0);
+        assert_eq!(least.least(100, 2 * MS_NS, AGE), 0, "recorded for 2 ms only");
+        assert_eq!(least.least(100, 2 * MS_NS, Duration::ZERO), 100);
+        assert_eq!(least.least(100, 500 * MS_NS, cold), 0, "the pause discarded the records");
+        assert!((1..=3).all(|step| least.least(100, (500 + 17 * step) * MS_NS, cold) == 0));
+        assert_eq!(least.least(100, 568 * MS_NS, cold), 100);
+        assert_eq!(least.least(100, SECOND_NS, Duration::from_secs(2)), 0, "another age discards the records");
     }
 
     proptest! {
-        /// The result must never exceed an amount that was recorded within the age.
+        /// `least` must never return more than an amount that was recorded within the age.
         #[test]
         fn the_result_never_exceeds_a_recorded_amount(records in prop::collection::vec((0u64..3000, 0u64..100), 1..80)) {
             let least = LeastOver::default();

@@ -15,7 +15,8 @@ use std::io;
 /// Maximum number of control groups that get alarms: the innermost ones that have a limit.
 pub const MAX_GROUPS: usize = 4;
 
-/// Two alarms for each group, plus one for stalls of the group and one for stalls of the machine.
+/// Maximum number of alarms: two for each group, one for stalls of the process's group, and one for stalls of the
+/// machine.
 const MAX_ALARMS: usize = 2 * MAX_GROUPS + 2;
 
 /// Tasks that wait for memory for this long within two seconds raise a stall event.
@@ -23,33 +24,33 @@ const STALL_US: u32 = 150_000;
 
 /// Time in nanoseconds after which refused alarms are set again. A refusal may be temporary, for example if descriptors
 /// have run out.
-const RETRY_NS: u64 = 60_000_000_000;
+const RETRY_AFTER_NS: u64 = 60_000_000_000;
 
 /// The limits and files for which alarms are to be set.
 ///
 /// Example: [`Alarms`].
-pub struct Plan {
-    /// Version number of the limits that this plan was made for.
+pub struct AlarmPlan {
+    /// Version number of the limits for which this plan was made.
     pub state: u32,
     pub version: Option<Version>,
     /// The groups with a limit, innermost first.
     pub groups: [Option<(Path, Limit)>; MAX_GROUPS],
     /// Whether `groups` contains all groups that have a limit.
     pub is_complete: bool,
-    /// The files that report stalls of the group and of the machine.
+    /// The files that report stalls of the process's group and of the machine.
     pub stalls: [Option<Path>; 2],
 }
 
-/// Which events wake the helper.
+/// The kinds of kernel events that wake the helper thread, because alarms for them are set.
 ///
 /// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Covered {
+pub struct CoveredEvents {
     /// A group that reaches three quarters of its limit wakes the helper, so the helper need not poll before that.
     pub has_thresholds: bool,
     /// A group that meets its limit wakes the helper.
     pub has_limits: bool,
-    /// Tasks that stall on memory wake the helper.
+    /// Tasks that stall on memory, in the process's group or on the machine, wake the helper.
     pub has_stalls: bool,
 }
 
@@ -57,18 +58,18 @@ pub struct Covered {
 ///
 /// ```
 /// let alarms = pagemill_core::reclaim::alarms::Alarms::new()?;
-/// assert!(alarms.set_for().is_none() && !alarms.covered.has_limits); // none is set yet
+/// assert!(alarms.limits_version().is_none() && !alarms.covered.has_limits); // none is set yet
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub struct Alarms {
     events: Events,
     sources: [Option<Source>; MAX_ALARMS],
-    /// Version number of the limits that the alarms were set for; `None` before the first call of `set_all`.
-    set_for: Option<u32>,
-    /// Time at which a refused alarm is tried again; `None` if none was refused.
+    /// Version number of the limits for which the alarms were set; `None` before the first call of `set_all`.
+    limits_version: Option<u32>,
+    /// Time at which a refused alarm is tried again; `None` if no alarm was refused.
     retry_ns: Option<u64>,
-    /// The events that wake the helper with these alarms.
-    pub covered: Covered,
+    /// The kinds of events for which alarms are set.
+    pub covered: CoveredEvents,
 }
 
 impl Alarms {
@@ -81,56 +82,57 @@ impl Alarms {
         Ok(Self {
             events: Events::new()?,
             sources: [const { None }; MAX_ALARMS],
-            set_for: None,
+            limits_version: None,
             retry_ns: None,
-            covered: Covered::default(),
+            covered: CoveredEvents::default(),
         })
     }
 
-    /// The descriptor that becomes readable when an alarm fires.
-    pub fn number(&self) -> i32 {
+    /// Returns the descriptor that becomes readable when an alarm fires.
+    pub fn descriptor(&self) -> i32 {
         self.events.number()
     }
 
-    /// Version number of the limits that the alarms are set for. `None`: the alarms must be set again.
-    pub fn set_for(&self) -> Option<u32> {
-        self.set_for.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
+    /// Returns the version number of the limits for which the alarms are set; `None` if the alarms must be set again.
+    pub fn limits_version(&self) -> Option<u32> {
+        self.limits_version.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }
 
-    /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: closing an alarm waits for the
-    /// kernel's readers (RCU).
+    /// Removes all alarms and sets the alarms of the plan. May take some tens of milliseconds: closing an alarm waits
+    /// for the kernel's readers (RCU).
     ///
     /// Cgroup version 1 supports thresholds. Two are set for each group: one where its limit gets near, and one well
     /// before its margin begins. Version 2 reports when a group meets its limit or stalls. Stalls of the machine are
     /// reported with both versions.
-    pub fn set_all(&mut self, plan: &Plan) {
+    pub fn set_all(&mut self, plan: &AlarmPlan) {
         self.sources = [const { None }; MAX_ALARMS];
-        (self.set_for, self.retry_ns) = (Some(plan.state), None);
+        (self.limits_version, self.retry_ns) = (Some(plan.state), None);
         let (mut has_limits, mut has_stalls) = (plan.is_complete, false);
         for (folder, limit) in plan.groups.iter().flatten() {
             let folder = folder.as_str();
             has_limits &= match plan.version {
                 Some(Version::V1) => {
                     let ahead = limit.soft_bytes - 2 * margin_bytes(*limit);
-                    self.set(|events| events.add_threshold(folder, alarm_bytes(*limit)))
-                        && self.set(|events| events.add_threshold(folder, ahead))
+                    self.set_alarm(|events| events.add_threshold(folder, alarm_bytes(*limit)))
+                        && self.set_alarm(|events| events.add_threshold(folder, ahead))
                 }
-                _ => self.set(|events| events.add_group_events(folder)),
+                _ => self.set_alarm(|events| events.add_group_events(folder)),
             };
         }
         for (file, sign) in plan.stalls.iter().zip([Sign::GroupStall, Sign::MachineStall]) {
             if let Some(file) = file {
-                has_stalls |= self.set(|events| events.add_stalls(file.as_c_str(), STALL_US, sign));
+                has_stalls |= self.set_alarm(|events| events.add_stalls(file.as_c_str(), STALL_US, sign));
             }
         }
         has_limits &= plan.groups[0].is_some();
         let has_thresholds = has_limits && plan.version == Some(Version::V1);
-        self.covered = Covered { has_thresholds, has_limits, has_stalls };
+        self.covered = CoveredEvents { has_thresholds, has_limits, has_stalls };
         self.publish();
     }
 
-    /// Returns those bits of `signs` whose event really happened. The kernel also wakes waiters for other reasons.
-    pub fn confirm(&mut self, signs: u64) -> u64 {
+    /// Returns those bits of `signs`, the reported kernel events, whose event really happened. The kernel also wakes
+    /// waiters for other reasons.
+    pub fn genuine_signs(&mut self, signs: u64) -> u64 {
         let mut false_signs = 0;
         for source in self.sources.iter_mut().flatten() {
             let sign = source.sign() as u64;
@@ -142,7 +144,7 @@ impl Alarms {
     }
 
     /// Sets one alarm. Returns whether that succeeded. A failure is counted, and schedules a retry.
-    fn set(&mut self, make: impl FnOnce(&Events) -> io::Result<Source>) -> bool {
+    fn set_alarm(&mut self, make: impl FnOnce(&Events) -> io::Result<Source>) -> bool {
         let place = self.sources.iter_mut().find(|place| place.is_none());
         let is_set = place.is_some_and(|place| {
             *place = make(&self.events).ok();
@@ -150,14 +152,14 @@ impl Alarms {
         });
         if !is_set {
             stats::add(Counter::AlarmsRefused, 1);
-            self.retry_ns = Some(clock::fine_ns() + RETRY_NS);
+            self.retry_ns = Some(clock::fine_ns() + RETRY_AFTER_NS);
         }
         is_set
     }
 
-    /// Publishes in the statistics which events wake the helper.
+    /// Publishes in the counters which kinds of events wake the helper.
     fn publish(&self) {
-        let Covered { has_thresholds, has_limits, has_stalls } = self.covered;
+        let CoveredEvents { has_thresholds, has_limits, has_stalls } = self.covered;
         stats::set(Counter::HelpersWarned, u64::from(has_thresholds || has_limits));
         stats::set(Counter::HelpersToldOfStalls, u64::from(has_stalls));
     }
@@ -167,32 +169,33 @@ impl Alarms {
 mod tests {
     use super::*;
 
-    fn plan(state: u32, folder: &str, version: Version) -> Plan {
+    fn plan_for(state: u32, folder: &str, version: Version) -> AlarmPlan {
         let limit = Limit { soft_bytes: 1 << 30, hard_bytes: 1 << 30 };
         let path = Path::format(format_args!("{folder}")).unwrap();
         let mut groups = [const { None }; MAX_GROUPS];
         groups[0] = Some((path, limit));
-        Plan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
+        AlarmPlan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// An alarm that the kernel refuses must be counted, cover nothing, and be retried after a minute.
+    /// Sets an alarm that the kernel refuses. The refusal must be counted, no event may be covered, and the alarm must
+    /// be set again after a minute.
     #[test]
     fn a_refused_alarm_is_counted_and_retried() {
         let mut alarms = Alarms::new().unwrap();
         let before = stats::get(Counter::AlarmsRefused);
-        assert_eq!(alarms.set_for(), None);
-        alarms.set_all(&plan(1, "/nowhere", Version::V1));
+        assert_eq!(alarms.limits_version(), None);
+        alarms.set_all(&plan_for(1, "/nowhere", Version::V1));
         assert!(stats::get(Counter::AlarmsRefused) > before);
-        assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(1)));
+        assert_eq!((alarms.covered, alarms.limits_version()), (CoveredEvents::default(), Some(1)));
         alarms.retry_ns = Some(0);
-        assert_eq!(alarms.set_for(), None, "a minute has passed");
-        let nothing = Plan { groups: [const { None }; MAX_GROUPS], ..plan(2, "", Version::V2) };
+        assert_eq!(alarms.limits_version(), None, "a minute has passed");
+        let nothing = AlarmPlan { groups: [const { None }; MAX_GROUPS], ..plan_for(2, "", Version::V2) };
         alarms.set_all(&nothing);
-        assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(2)));
+        assert_eq!((alarms.covered, alarms.limits_version()), (CoveredEvents::default(), Some(2)));
     }
 
-    /// Alarms of this process's own group, if its files can be written, must cover the events of its cgroup version. A
-    /// plan that lacks a group must cover no limits.
+    /// Sets alarms for this process's own group, if the group's files can be written. The alarms must cover the events
+    /// that the group's cgroup version supports. With a plan that lacks a group, no limits may be covered.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {
@@ -204,11 +207,11 @@ mod tests {
             return println!("skipped: the group cannot be written");
         }
         let mut alarms = Alarms::new().unwrap();
-        alarms.set_all(&plan(7, own.as_str(), groups.version));
+        alarms.set_all(&plan_for(7, own.as_str(), groups.version));
         let is_v1 = groups.version == Version::V1;
         assert_eq!((alarms.covered.has_limits, alarms.covered.has_thresholds), (true, is_v1));
-        let partial = Plan { is_complete: false, ..plan(8, own.as_str(), groups.version) };
+        let partial = AlarmPlan { is_complete: false, ..plan_for(8, own.as_str(), groups.version) };
         alarms.set_all(&partial);
-        assert_eq!(alarms.covered, Covered::default(), "a limit without an alarm");
+        assert_eq!(alarms.covered, CoveredEvents::default(), "a limit without an alarm");
     }
 }

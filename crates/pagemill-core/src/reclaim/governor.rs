@@ -16,7 +16,7 @@ use crate::arena::Context;
 use pagemill_sys::clock;
 use std::time::Duration;
 
-/// Giveable memory below this amount is not worth a wake-up of the helper.
+/// Less giveable memory than this number of bytes is not worth a wake-up of the helper thread.
 pub const WORTHWHILE_BYTES: u64 = 1 << 20;
 
 /// Number of searches for aged memory within the age that [`Return`] sets. More searches would cost CPU. Fewer searches
@@ -31,55 +31,56 @@ const AGED_STEP_BYTES: u64 = 16 << 20;
 /// Pause after a step that returned [`AGED_STEP_BYTES`]. It limits the rate to 800 MiB a second.
 const AGED_PAUSE: Duration = Duration::from_millis(20);
 
-/// Shortest pause between two samples of the room.
+/// Shortest pause between two samples of the room, which is the bytes left below the nearest limit.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
-/// Shortest pause between two samples of the room while no limit is near.
+/// Shortest pause between two samples of the room below the limits while no limit is near.
 const SHORTEST_FAR_PAUSE: Duration = Duration::from_millis(5);
-/// Longest pause between two samples of the room.
+/// Longest pause between two samples of the room below the limits.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest pause between two samples of the room if the kernel reports that a group gets near its limit. Samples are
-/// needed nevertheless, because limits may change.
+/// Longest pause between two samples of the room below the limits, if a kernel event reports that a group gets near its
+/// limit. Samples are needed nevertheless, because limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds other processes
-/// calm. The pause until the next sample is at least `calm_pause`, or at least `CALM_PAUSE_FACTOR` times the time in
-/// which the room could be used up, if that is shorter.
+/// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds that other
+/// processes use almost no room (are *calm*). The pause until the next sample is at least `calm_pause`, or at least
+/// `CALM_PAUSE_FACTOR` times the time in which the room could be used up, if that is shorter.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
-/// While other processes use up no room, the room is assumed to last this factor longer than at the fastest rate of
-/// use.
+/// While other processes use up none of the room below the limits, the room is assumed to last longer by this factor
+/// than at the fastest rate of use.
 const CALM_PAUSE_FACTOR: u64 = 4;
 
-/// The time for which the usage by other processes is extrapolated.
+/// Time for which the memory use of other processes is extrapolated.
 const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
-/// The extrapolated usage counts only up to the limit divided by this number.
+/// The extrapolated use by other processes counts only up to the limit divided by this number.
 const EXTRAPOLATED_DIVISOR: u64 = 16;
 
-/// Other processes *rush* if their extrapolated usage exceeds this number of bytes.
+/// Other processes *rush* (use memory up fast) if their extrapolated use exceeds this number of bytes.
 const RUSH_BYTES: u64 = 4 << 20;
-/// Other processes are *calm* if the room shrank by at most this number of bytes since the last sample.
+/// Other processes are *calm* if the room below the limits shrank by at most this number of bytes since the last
+/// sample.
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
 /// A process that used no more CPU time than this since it was last busy counts as idle.
-const BUSY_CPU_NS: u64 = 50_000;
+const MAX_IDLE_CPU_NS: u64 = 50_000;
 
 /// The longest pause of an idle process that has nothing to give back, if a threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE: Duration = Duration::from_secs(640);
 /// The longest pause of an idle process that has nothing to give back, if no threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE_WITHOUT_EVENTS: Duration = Duration::from_secs(5);
 
-/// The room of the machine is assumed to last this factor longer than a group's room of the same size.
+/// The room below the machine's limit is assumed to last longer by this factor than as much room below a group's limit.
 const MACHINE_PAUSE_FACTOR: u64 = 4;
 
 /// Minimum number of bytes to give back, coldest first, when a thread stalls on memory and a limit is near.
-const STALL_BYTES: u64 = 64 << 20;
+const MIN_STALL_RETURN_BYTES: u64 = 64 << 20;
 /// When a thread stalls on memory and a limit is near, at least the giveable bytes divided by this number are given
 /// back.
-const STALL_DIVISOR: u64 = 8;
+const STALL_RETURN_DIVISOR: u64 = 8;
 
 /// Near a limit (less than `1/NEAR_DIVISOR` of it is left), each step offers up to this many bytes of free memory to
 /// the kernel.
-const OFFER_BYTES: u64 = 32 << 20;
+const OFFER_STEP_BYTES: u64 = 32 << 20;
 
 /// The governor's source of time. Tests supply their own.
 ///
@@ -107,11 +108,11 @@ impl Clock for SystemClock {
     }
 }
 
-/// When the next step is due.
+/// When the next step of the governor is due.
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum NextStep {
     /// After this pause.
     After(Duration),
     /// There is nothing to give back: the helper sleeps until a shrinker has giveable memory.
@@ -120,30 +121,31 @@ pub enum Next {
     WhenAsked,
 }
 
-/// Kernel events since the last step.
+/// The kernel events since the governor's last step.
 ///
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Signs {
+pub struct KernelEvents {
     /// A thread stalled on memory in this process's group.
     pub group_stalls: bool,
     /// A thread stalled on memory on the machine.
     pub machine_stalls: bool,
-    /// The kernel would report when a group gets near its limit.
+    /// Alarms are set that report when a group gets near its limit.
     pub has_thresholds: bool,
     /// The kernel reported an event since the last step.
     pub is_woken: bool,
 }
 
-/// The state that the governor keeps between steps.
+/// The governor: it watches memory limits and returns free memory, one step at a time. The fields are its state between
+/// two steps.
 ///
 /// ```
-/// use pagemill_core::reclaim::governor::{Governor, Signs, SystemClock};
+/// use pagemill_core::reclaim::governor::{Governor, KernelEvents, SystemClock};
 /// use pagemill_testbed::Testbed;
 /// use pagemill_core::reclaim::Return;
 ///
 /// let pagemill = Testbed::for_test(); // without a helper of its own
-/// let next = Governor::new(SystemClock).step(pagemill.account, Signs::default(), Return::BALANCED);
+/// let next = Governor::new(SystemClock).step(pagemill.account, KernelEvents::default(), Return::BALANCED);
 /// println!("next step: {next:?}");
 /// ```
 #[derive(Debug)]
@@ -151,25 +153,25 @@ pub struct Governor<C> {
     clock: C,
     /// CPU time of the process when it last counted as busy.
     busy_cpu_ns: u64,
-    /// The process has run since its giveable memory was last measured.
+    /// The process has used CPU since its giveable memory was last measured.
     is_unmeasured: bool,
     /// The pause while the process is idle and has nothing to give back; it grows with each step.
     idle_pause: Duration,
     /// Time of the next search for aged memory; 0 if none is planned.
     next_search_ns: u64,
-    /// The age that `next_search_ns` was computed for.
+    /// The age for which `next_search_ns` was computed.
     searched_age: Duration,
     /// State of a pseudo-random generator. Random pauses keep the searches from following a program's own rhythm.
     random_state: u64,
-    /// The latest sample of the room; `None` before the first.
+    /// The latest sample of the room below the limits; `None` before the first sample.
     last_sample: Option<RoomSample>,
-    /// The pause after a sample near a limit, doubled while nothing uses up the room.
+    /// The pause after a sample near a limit. It doubles while other processes do not use up the room.
     calm_pause: Duration,
-    /// The pause after a step that could give nothing back, doubled each time.
+    /// The pause after a step that could give nothing back. It doubles with each further such step.
     futile_pause: Duration,
 }
 
-/// A sample of the room, with the bytes that were resident then.
+/// A sample of the room (bytes left below the nearest limit), and of the bytes that were resident at that time.
 #[derive(Clone, Copy, Debug)]
 struct RoomSample {
     now_ns: u64,
@@ -208,7 +210,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Samples the limits once, and gives back memory that is due. Returns when the next step is due.
-    pub fn step(&mut self, account: &Account, signs: Signs, policy: Return) -> Next {
+    pub fn step(&mut self, account: &Account, signs: KernelEvents, policy: Return) -> NextStep {
         if account.giveable() < WORTHWHILE_BYTES
             && let Some(next) = self.step_without_giveable(account, signs)
         {
@@ -216,19 +218,19 @@ impl<C: Clock> Governor<C> {
         }
         let watch = self.watch_limits(account, signs);
         let aged = policy.age().map(|age| self.give_aged(account, age));
-        watch.into_iter().chain(aged).min().map_or(Next::WhenAsked, Next::After)
+        watch.into_iter().chain(aged).min().map_or(NextStep::WhenAsked, NextStep::After)
     }
 
     /// Runs a step for a process that reports less than [`WORTHWHILE_BYTES`] of giveable memory. Returns `None` if this
     /// step must watch the limits nevertheless.
-    fn step_without_giveable(&mut self, account: &Account, signs: Signs) -> Option<Next> {
+    fn step_without_giveable(&mut self, account: &Account, signs: KernelEvents) -> Option<NextStep> {
         let has_used_cpu = self.has_used_cpu();
         if !account.may_have_more() {
             account.measure();
             let has_none = account.giveable() < WORTHWHILE_BYTES;
             return has_none.then(|| {
                 self.next_search_ns = 0;
-                Next::WhenGiveable
+                NextStep::WhenGiveable
             });
         }
         if has_used_cpu || signs.is_woken {
@@ -238,13 +240,13 @@ impl<C: Clock> Governor<C> {
         if std::mem::take(&mut self.is_unmeasured) {
             account.measure();
         }
-        (account.giveable() < WORTHWHILE_BYTES).then(|| Next::After(self.lengthen_idle_pause(signs)))
+        (account.giveable() < WORTHWHILE_BYTES).then(|| NextStep::After(self.lengthen_idle_pause(signs)))
     }
 
-    /// Whether the process used CPU since this function last returned true.
+    /// Returns whether the process used CPU since this function last returned true.
     fn has_used_cpu(&mut self) -> bool {
         let cpu = self.clock.cpu_ns();
-        let has_used_cpu = cpu.saturating_sub(self.busy_cpu_ns) > BUSY_CPU_NS;
+        let has_used_cpu = cpu.saturating_sub(self.busy_cpu_ns) > MAX_IDLE_CPU_NS;
         if has_used_cpu {
             self.busy_cpu_ns = cpu;
             self.idle_pause = SHORTEST_SEARCH_PAUSE;
@@ -254,7 +256,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Lengthens and returns the pause of an idle process, which freed nothing because it did not run.
-    fn lengthen_idle_pause(&mut self, signs: Signs) -> Duration {
+    fn lengthen_idle_pause(&mut self, signs: KernelEvents) -> Duration {
         let is_warned = signs.has_thresholds || self.last_sample.is_none();
         self.idle_pause =
             (2 * self.idle_pause).min(if is_warned { LONGEST_IDLE_PAUSE } else { LONGEST_IDLE_PAUSE_WITHOUT_EVENTS });
@@ -262,8 +264,9 @@ impl<C: Clock> Governor<C> {
         self.idle_pause
     }
 
-    /// Gives memory back if a group or the machine runs short. Returns the pause, or `None` without limits.
-    fn watch_limits(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
+    /// Samples the room, and gives memory back if a group or the machine runs short. Returns the pause until the next
+    /// sample, or `None` if no limit is known.
+    fn watch_limits(&mut self, account: &Account, signs: KernelEvents) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
         let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
@@ -362,25 +365,25 @@ impl<C: Clock> Governor<C> {
     }
 }
 
-/// The time in which processes use up `bytes` at the fastest rate, times `factor`.
+/// Returns the time in which processes use up `bytes` at the fastest possible rate, times `factor`.
 fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(factor))
 }
 
 /// Near a limit, offers memory to the kernel. If threads stall on memory because of this limit, also gives memory back.
 /// At other stalls the function gives nothing back, because free memory of this process would not end them.
-fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
+fn offer_near_limit(account: &Account, room: &Room, signs: KernelEvents, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
     }
-    account.offer(OFFER_BYTES, which);
+    account.offer(OFFER_STEP_BYTES, which);
     let is_stalled = match room.bound {
         Bound::Group => signs.group_stalls,
         Bound::Machine => signs.machine_stalls,
         Bound::None => false,
     };
     if is_stalled {
-        let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
+        let part = MIN_STALL_RETURN_BYTES.max(account.giveable() / STALL_RETURN_DIVISOR);
         account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
     }
 }
@@ -393,12 +396,13 @@ mod tests {
     use crate::arena::Budget;
     use crate::error::Error;
     use crate::reclaim::Shrinker;
-    use crate::reclaim::limits::{Kill, Limits};
+    use crate::reclaim::limits::{KillLimit, Limits};
     use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
     const MIB: u64 = 1 << 20;
 
-    /// A shrinker with a fixed stock, in a fake group with a limit of 256 MiB that gains what the shrinker gives back.
+    /// A shrinker with a fixed stock of bytes, and a fake control group with a limit of 256 MiB. The bytes that the
+    /// shrinker gives back are added to the group's room.
     #[derive(Default)]
     struct FakeGroup {
         stock: AtomicU64,
@@ -455,12 +459,12 @@ mod tests {
     impl Limits for FakeGroup {
         fn sample(&self) -> Room {
             let bytes = self.room.load(Relaxed);
-            let unused = Kill { limit_bytes: 320 * MIB, used_bytes: 0 };
+            let unused = KillLimit { limit_bytes: 320 * MIB, used_bytes: 0 };
             let used_bytes = (unused.room_bytes() as i64 - 16 * MIB as i64 - bytes) as u64;
             Room {
                 bound: Bound::Group,
                 bytes,
-                kill: Kill { used_bytes, ..unused },
+                kill: KillLimit { used_bytes, ..unused },
                 limit_bytes: 256 * MIB,
                 is_far: self.is_far.load(Relaxed),
                 machine_bytes: i64::MAX,
@@ -492,16 +496,17 @@ mod tests {
         }
     }
 
-    /// The pause of a step that sets one.
+    /// Returns the pause that a step requested. Panics if the step requested none.
     #[track_caller]
-    fn pause_of(next: Next) -> Duration {
+    fn pause_of(next: NextStep) -> Duration {
         match next {
-            Next::After(pause) => pause,
+            NextStep::After(pause) => pause,
             other => panic!("{other:?}"),
         }
     }
 
-    /// An account whose only shrinker has `stock` bytes. With `room`, the group is also its source of limits.
+    /// Returns an account whose only shrinker has `stock` bytes. If `room` is given, the fake group is also the
+    /// account's source of limits, with this room in bytes.
     fn fake_group(stock: u64, room: Option<i64>) -> (&'static FakeGroup, Account) {
         let fake: &'static FakeGroup = Box::leak(Box::default());
         fake.stock.store(stock, Relaxed);
@@ -521,20 +526,20 @@ mod tests {
     fn without_giveable_memory_or_limit_there_is_no_timeout() {
         let clock = FakeClock::default();
         let (_, poor) = fake_group(MIB - 1, Some(-5));
-        let signs = Signs::default();
-        assert_eq!(Governor::new(&clock).step(&poor, signs, Return::BALANCED), Next::WhenGiveable);
+        let signs = KernelEvents::default();
+        assert_eq!(Governor::new(&clock).step(&poor, signs, Return::BALANCED), NextStep::WhenGiveable);
         let (_, alone) = fake_group(100 * MIB, None);
-        assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), Next::WhenAsked);
+        assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), NextStep::WhenAsked);
     }
 
-    /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
-    /// about ten searches must be made within the age.
+    /// Half of the free memory is old enough to be returned. It must be returned in steps with pauses, also while the
+    /// process is busy. Younger memory must stay. About ten searches must be made within the age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let mut step = |account| pause_of(governor.step(account, Signs::default(), Return::After(AGE)));
+        let mut step = |account| pause_of(governor.step(account, KernelEvents::default(), Return::After(AGE)));
         let first = step(&account);
         assert_eq!(first, AGE / SEARCHES_PER_AGE);
         fake.aged.store(100 * MIB, Relaxed);
@@ -560,7 +565,7 @@ mod tests {
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
         let mut pass = |cpu| {
-            let pause = pause_of(governor.step(&account, Signs::default(), Return::After(AGE)));
+            let pause = pause_of(governor.step(&account, KernelEvents::default(), Return::After(AGE)));
             clock.advance(pause, cpu);
             pause
         };
@@ -584,79 +589,80 @@ mod tests {
             (pause, governor.last_sample.is_some_and(|last| last.now_ns == (&clock).now_ns()))
         };
         clock.advance(Duration::from_secs(1), Duration::from_secs(1));
-        assert!(step(Signs::default()).1, "watched");
+        assert!(step(KernelEvents::default()).1, "watched");
         clock.advance(Duration::from_secs(1), Duration::ZERO);
-        let steps: Vec<_> = (0..20).map(|_| step(Signs::default())).collect();
+        let steps: Vec<_> = (0..20).map(|_| step(KernelEvents::default())).collect();
         assert_eq!(fake.measured.load(Relaxed), 1);
         assert!(steps[0].0 < steps[1].0 && steps[19] == (LONGEST_IDLE_PAUSE_WITHOUT_EVENTS, false), "{steps:?}");
         fake.stock.store(100 * MIB, Relaxed);
         fake.room.store(-(30 * MIB as i64), Relaxed);
-        step(Signs { is_woken: true, ..Signs::default() });
+        step(KernelEvents { is_woken: true, ..KernelEvents::default() });
         assert!(fake.stock.load(Relaxed) <= 70 * MIB, "the missing bytes and the extrapolated ones");
     }
 
-    /// Near the limit the pauses must get shorter. Inside the margin the missing bytes must be given back.
+    /// A group's usage gets near its limit: the pauses must get shorter. Then usage enters the margin below the limit:
+    /// the missing bytes must be given back.
     #[test]
     fn memory_is_given_back_inside_the_margin_of_a_group() {
         let (fake, account) = fake_group(100 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let far = pause_of(governor.step(&account, Signs::default(), Return::Keep));
+        let far = pause_of(governor.step(&account, KernelEvents::default(), Return::Keep));
         let minute = Duration::from_secs(60);
         clock.advance(minute, Duration::ZERO);
         fake.room.store(20 * MIB as i64, Relaxed);
-        let near = pause_of(governor.step(&account, Signs::default(), Return::Keep));
+        let near = pause_of(governor.step(&account, KernelEvents::default(), Return::Keep));
         assert!(near < far && near >= SHORTEST_PAUSE, "{near:?} {far:?}");
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "nothing is given without need");
         clock.advance(minute, Duration::ZERO);
         fake.room.store(-(30 * MIB as i64), Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         // Slightly more than the missing bytes is given back, because the usage is extrapolated at this rate.
         assert_eq!((fake.stock.load(Relaxed) / MIB, fake.room.load(Relaxed) / MIB as i64), (69, 0));
     }
 
-    /// Other processes use 40 MiB in 10 ms. Near the limit the extrapolated bytes must be given back before the margin
-    /// is reached. Growth of this process itself must not count.
+    /// Other processes use 40 MiB in 10 ms. Near the limit, the bytes that they will use by extrapolation must be given
+    /// back before usage reaches the margin. Growth of this process itself must not be extrapolated.
     #[test]
     fn memory_is_given_back_early_if_others_rush() {
         let (fake, account) = fake_group(100 * MIB, Some(60 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         let take = |mib: u64| {
             fake.room.fetch_sub((mib * MIB) as i64, Relaxed);
             clock.advance(Duration::from_millis(10), Duration::ZERO);
         };
         take(40);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "the extrapolated bytes still fit");
         assert!(fake.offered.load(Relaxed) >= 100 * MIB, "all free memory is offered");
         take(10);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.room.load(Relaxed)), (94 * MIB, 16 * MIB as i64));
         fake.room.store(60 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         account.admit(50 * MIB, Context::Outside).unwrap();
         take(50);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 94 * MIB, "the process itself took them");
     }
 
-    /// A thread stalls on memory. An eighth of the free memory must be given back near the group's limit, and none far
-    /// from the limit.
+    /// A thread stalls on memory. Near the group's limit an eighth of the free memory must be given back. Far from the
+    /// limit nothing may be given back.
     #[test]
     fn a_stall_gives_memory_back_near_the_limit() {
         let (fake, account) = fake_group(1000 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let stalled = Signs { group_stalls: true, ..Signs::default() };
+        let stalled = KernelEvents { group_stalls: true, ..KernelEvents::default() };
         governor.step(&account, stalled, Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, 0));
         clock.advance(Duration::from_secs(60), Duration::ZERO);
         fake.room.store(30 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default(), Return::Keep);
-        assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
-        governor.step(&account, Signs { machine_stalls: true, ..Signs::default() }, Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
+        assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_STEP_BYTES));
+        governor.step(&account, KernelEvents { machine_stalls: true, ..KernelEvents::default() }, Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 1000 * MIB, "stalls of the machine, near the group's limit");
         governor.step(&account, stalled, Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 875 * MIB);
@@ -668,11 +674,11 @@ mod tests {
         let (fake, account) = fake_group(100 * MIB, Some(100 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        let warned = Signs { has_thresholds: true, ..Signs::default() };
+        let warned = KernelEvents { has_thresholds: true, ..KernelEvents::default() };
         assert!(pause_of(governor.step(&account, warned, Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS, "near already");
         fake.is_far.store(true, Relaxed);
         assert_eq!(pause_of(governor.step(&account, warned, Return::Keep)), LONGEST_PAUSE_WITH_EVENTS);
-        assert!(pause_of(governor.step(&account, Signs::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
+        assert!(pause_of(governor.step(&account, KernelEvents::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
     }
 
     /// Pauses must grow while memory is short and nothing can be given back.
@@ -681,9 +687,9 @@ mod tests {
         let (fake, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         assert_eq!(fake.stock.load(Relaxed), 0);
-        assert_eq!(governor.step(&account, Signs::default(), Return::Keep), Next::WhenGiveable);
+        assert_eq!(governor.step(&account, KernelEvents::default(), Return::Keep), NextStep::WhenGiveable);
         // A shrinker that reports giveable memory and gives nothing back.
         struct ShrinkerWithoutMemory;
         impl Shrinker for ShrinkerWithoutMemory {
@@ -702,7 +708,7 @@ mod tests {
         }
         account.register(&ShrinkerWithoutMemory);
         let pauses: Vec<_> =
-            (0..20).map(|_| pause_of(governor.step(&account, Signs::default(), Return::Keep))).collect();
+            (0..20).map(|_| pause_of(governor.step(&account, KernelEvents::default(), Return::Keep))).collect();
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST_PAUSE, "{pauses:?}");
     }
 

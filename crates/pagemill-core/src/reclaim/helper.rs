@@ -5,8 +5,8 @@
 //! fork child has no helper until it holds that much itself. If there is memory to give back and a limit to watch, a
 //! second thread waits for kernel events and wakes the helper.
 
-use super::alarms::{Alarms, Covered};
-use super::governor::{Governor, Next, Signs, SystemClock, WORTHWHILE_BYTES};
+use super::alarms::{Alarms, CoveredEvents};
+use super::governor::{Governor, KernelEvents, NextStep, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
 use super::{Account, Return};
 use crate::arena::Arena;
@@ -22,24 +22,25 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Resident bytes from which a process gets a helper if its tree or its control group has a limit.
+/// Resident bytes from which a process gets a helper thread if its tree or its control group has a limit.
 const HELPER_IF_LIMITED_BYTES: u64 = 4 << 20;
 
-/// Resident bytes from which every process gets a helper, which returns memory by age. Most smaller processes end
-/// before memory ages.
+/// Resident bytes from which every process gets a helper thread, which returns memory that was free for long. Most
+/// smaller processes end before their memory is old enough.
 const HELPER_BYTES: u64 = 16 << 20;
 
-/// Shortest pause between two forwarded kernel events. Events come in bursts while a group's usage oscillates around a
-/// threshold.
+/// Shortest pause between two kernel events that the second thread forwards to the helper. Events come in bursts while
+/// a group's usage oscillates around a threshold.
 const EVENT_PAUSE: Duration = Duration::from_millis(5);
 
 /// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
 const LATE_AFTER: Duration = Duration::from_millis(20);
 
-/// Maximum number of requests that are answered at once. If more have arrived, only the latest ones are answered.
-const MAX_ANSWERED: u32 = 8;
+/// Maximum number of requests that the helper answers one after the other. If more have arrived, only the latest ones
+/// are answered.
+const MAX_ANSWERED_REQUESTS: u32 = 8;
 
-/// Answers requests of other processes, which have ascending numbers.
+/// An object that answers requests of other processes. The requests have ascending numbers.
 ///
 /// Example: [`Helper`].
 pub trait Answer: Sync {
@@ -57,9 +58,9 @@ pub trait Answer: Sync {
 /// ```
 pub struct Helper {
     account: &'static Account,
-    /// The helper runs, or a thread has claimed the right to start it.
+    /// The helper thread runs, or another thread has claimed the right to start it.
     is_started: AtomicBool,
-    /// The helper sleeps without a timeout until there is something to give back.
+    /// The helper sleeps without a timeout until there is memory to give back.
     is_parked: AtomicBool,
     /// Answers requests of other processes; empty until [`Helper::set_answer`].
     answers: OnceLock<&'static dyn Answer>,
@@ -90,7 +91,7 @@ impl Helper {
         self.wake(self.account);
     }
 
-    /// The policy that [`Helper::set_return`] has set.
+    /// Returns the policy that [`Helper::set_return`] has set.
     fn policy(&self) -> Return {
         Return::after_seconds(self.return_after_s.load(Relaxed)).unwrap_or(Return::Keep)
     }
@@ -100,14 +101,14 @@ impl Helper {
         let _ = self.answers.set(answer);
     }
 
-    /// Whether a helper should be started now: none runs, and the process holds enough memory.
+    /// Returns whether a helper should be started now: none runs, and the process holds enough memory.
     #[inline]
     pub fn is_due(&self, account: &Account) -> bool {
         if self.is_started.load(Relaxed) {
             return false;
         }
         let resident = account.resident();
-        let is_near_limit = || account.is_limited() || account.headroom.known().bound == Bound::Group;
+        let is_near_limit = || account.is_limited() || account.headroom.latest_sample().bound == Bound::Group;
         resident >= HELPER_BYTES || (resident >= HELPER_IF_LIMITED_BYTES && is_near_limit())
     }
 
@@ -121,19 +122,19 @@ impl Helper {
         !self.is_started.swap(true, AcqRel)
     }
 
-    /// Undoes [`Helper::claim`] after the thread could not be started or was not copied by `fork`. Then another thread
-    /// may claim the right.
+    /// Undoes [`Helper::claim`] if the helper thread could not be started, or in a fork child, which has no helper
+    /// thread. Afterwards a thread may claim the right again.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
     }
 
-    /// Whether the helper sleeps until there is something to give back.
+    /// Returns whether the helper sleeps until there is memory to give back.
     #[inline]
     pub(super) fn is_parked(&self) -> bool {
         self.is_parked.load(Relaxed)
     }
 
-    /// Wakes the helper if it sleeps because there is nothing to give back. Neither allocates nor locks.
+    /// Wakes the helper if it sleeps until there is memory to give back. Neither allocates nor locks.
     #[inline]
     pub(super) fn unpark(&self, account: &Account) {
         if self.is_parked.load(Relaxed) && self.is_parked.swap(false, AcqRel) {
@@ -153,17 +154,17 @@ impl Helper {
 
     /// Answers the requests of other processes with numbers above `answered`. Returns the number of the latest request.
     fn answer_others(&self, answered: u32) -> u32 {
-        let asked = stats::current().asked();
+        let asked = stats::current().latest_request();
         if asked != answered
             && let Some(answers) = self.answers.get()
         {
-            let first = answered.min(asked).max(asked.saturating_sub(MAX_ANSWERED));
+            let first = answered.min(asked).max(asked.saturating_sub(MAX_ANSWERED_REQUESTS));
             (first..asked).for_each(|before| answers.answer(before + 1));
         }
         asked
     }
 
-    /// The main loop of the thread. Runs as long as the process lives.
+    /// The main loop of the helper thread. Runs as long as the process lives.
     pub fn run(&'static self, arena: &Arena) -> ! {
         let account = self.account;
         // Other threads may use all CPU time, so this thread requests a higher priority. A program may rely on the
@@ -186,10 +187,10 @@ impl Helper {
             account.answer();
             while arena.prefault() {}
             let next = governor.step(account, self.take_events(account, &mut alarms), self.policy());
-            if matches!(next, Next::After(_)) && can_set_alarms {
+            if matches!(next, NextStep::After(_)) && can_set_alarms {
                 can_set_alarms = self.update_alarms(&mut alarms);
             }
-            if next == Next::WhenGiveable {
+            if next == NextStep::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
                 // Memory that was freed since the step above did not wake the helper, so check again.
                 if account.giveable() >= WORTHWHILE_BYTES || account.may_have_more() {
@@ -198,8 +199,8 @@ impl Helper {
                 }
             }
             let pause = match next {
-                Next::After(pause) => Some(pause),
-                Next::WhenGiveable | Next::WhenAsked => None,
+                NextStep::After(pause) => Some(pause),
+                NextStep::WhenGiveable | NextStep::WhenAsked => None,
             };
             let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE_AFTER).as_nanos() as u64));
             futex::wait(word, seen, pause, Scope::Shared);
@@ -211,18 +212,18 @@ impl Helper {
     }
 
     /// Reads and clears the kernel events that happened since the last step.
-    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
+    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> KernelEvents {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
-            signs = alarms.confirm(signs);
+            signs = alarms.genuine_signs(signs);
         }
         if signs != 0 {
             stats::add(Counter::Signs, 1);
-            trace::event(Event::Sign, signs, account.headroom.known().bytes.max(0) as u64);
+            trace::event(Event::Sign, signs, account.headroom.latest_sample().bytes.max(0) as u64);
         }
-        let covered = alarms.as_ref().map_or(Covered::default(), |alarms| alarms.covered);
+        let covered = alarms.as_ref().map_or(CoveredEvents::default(), |alarms| alarms.covered);
         let has = |sign: Sign| signs & sign as u64 != 0;
-        Signs {
+        KernelEvents {
             group_stalls: has(Sign::GroupStall),
             machine_stalls: has(Sign::MachineStall),
             has_thresholds: covered.has_thresholds,
@@ -234,19 +235,19 @@ impl Helper {
     /// this process can set alarms.
     fn update_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
-        if headroom.known().bound == Bound::None {
+        if headroom.latest_sample().bound == Bound::None {
             return true;
         }
         if alarms.is_none() {
             let Ok(new) = Alarms::new() else { return false };
-            self.alarms.store(new.number(), Relaxed);
+            self.alarms.store(new.descriptor(), Relaxed);
             if thread::spawn(c"pagemill-signs", self).is_err() {
                 return false;
             }
             *alarms = Some(new);
         }
         if let Some(alarms) = alarms
-            && let Some(plan) = headroom.plan(alarms.set_for())
+            && let Some(plan) = headroom.plan(alarms.limits_version())
         {
             alarms.set_all(&plan);
         }
@@ -254,7 +255,7 @@ impl Helper {
     }
 }
 
-/// The age of a policy in whole seconds, at least 1; 0 for [`Return::Keep`].
+/// Returns the age of a policy in whole seconds, at least 1; 0 for [`Return::Keep`].
 fn return_after_seconds(policy: Return) -> u64 {
     policy.age().map_or(0, |age| age.as_secs().max(1))
 }

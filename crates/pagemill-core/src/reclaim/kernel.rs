@@ -3,8 +3,8 @@
 //! Uses `sys`. Locks: one, around `ControlGroups`; it is only tried, so no thread waits for it.
 #![allow(unsafe_code)] // a call on a separate stack
 
-use super::alarms::Plan;
-use super::limits::{self, Kill, Limits, Room};
+use super::alarms::AlarmPlan;
+use super::limits::{self, KillLimit, Limits, Room};
 use crate::stats::{self, Counter};
 use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
 use pagemill_sys::file::Path;
@@ -40,18 +40,19 @@ struct ControlGroups {
     limits: [Limit; MAX_LEVELS],
     /// Time of the next refresh.
     next_refresh_ns: u64,
-    /// The last search for groups failed because no descriptor or no memory was free.
+    /// The last search for control groups failed because no descriptor or no memory was free.
     search_failed: bool,
 }
 
 /// Interval, in nanoseconds, between two refreshes of the groups and their limits. A move to another group, or a new
 /// limit, is noticed within this time.
-const REFRESH_NS: u64 = 1_000_000_000;
+const REFRESH_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// The interval if the process is in no control group.
-const REFRESH_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
+/// Interval, in nanoseconds, between two searches for control groups if the process is in none.
+const REFRESH_INTERVAL_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
 
-/// Size of the stack for the search. A thread with a small stack may have less left when it calls malloc.
+/// Size of the stack for the search for control groups. A thread with a small stack may have less left when it calls
+/// malloc.
 const SEARCH_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
@@ -68,7 +69,7 @@ impl Kernel {
 }
 
 impl ControlGroups {
-    /// Calls [`Self::refresh`] on a new stack, if the interval has passed.
+    /// Calls [`Self::refresh`] on a new stack, if the time of the next refresh has come.
     fn refresh_if_due(&mut self, root: &'static str) {
         struct GroupSearch<'groups> {
             groups: &'groups mut ControlGroups,
@@ -88,10 +89,11 @@ impl ControlGroups {
         // SAFETY: `run_search` returns, and its argument outlives the call.
         unsafe { stack::call_on_new(SEARCH_STACK_BYTES, run_search, (&raw mut argument).cast()) };
         let is_final = self.groups.is_none() && !self.search_failed;
-        self.next_refresh_ns = now + if is_final { REFRESH_WITHOUT_GROUPS_NS } else { REFRESH_NS };
+        self.next_refresh_ns = now + if is_final { REFRESH_INTERVAL_WITHOUT_GROUPS_NS } else { REFRESH_INTERVAL_NS };
     }
 
-    /// Searches for the groups if they have changed, and reads their limits.
+    /// Reads the limits of the control groups. If the process is in other groups than before, searches for the groups
+    /// first.
     fn refresh(&mut self, root: &str) {
         let is_current = self.groups.as_ref().is_some_and(|groups| groups.is_current(root));
         if !is_current {
@@ -112,21 +114,21 @@ impl ControlGroups {
         self.limits = limits;
     }
 
-    /// Returns the groups with a limit, innermost first.
+    /// Returns the control groups that have a limit, innermost first.
     fn limited_groups(&self) -> impl Iterator<Item = (Path, Limit)> {
         let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
     }
 
     /// Returns the limits and files for which alarms are to be set.
-    fn plan(&self, root: &str) -> Plan {
+    fn plan(&self, root: &str) -> AlarmPlan {
         let version = self.groups.as_ref().map(|groups| groups.version);
         let mut limited = self.limited_groups();
         let groups = std::array::from_fn(|_| limited.next());
         let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
         let of_group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
         let of_machine = Path::format(format_args!("{root}/proc/pressure/memory"));
-        Plan {
+        AlarmPlan {
             state: self.state,
             version,
             groups,
@@ -167,14 +169,14 @@ impl Limits for Kernel {
         let Some(group) = group else { return room };
         // With free swap the kernel writes pages to swap before it kills, so no charge is refused.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
-        let kill = if has_swap { Kill::NONE } else { group.kill };
+        let kill = if has_swap { KillLimit::NONE } else { group.kill };
         let nearer = if group.bytes <= room.bytes { group } else { room };
         Room { kill, is_far: group.is_far, machine_bytes: room.machine_bytes, ..nearer }
     }
 
-    fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+    fn plan(&self, limits_version: Option<u32>) -> Option<AlarmPlan> {
         let groups = self.groups.try_lock().ok()?;
-        (set_for != Some(groups.state)).then(|| groups.plan(self.root))
+        (limits_version != Some(groups.state)).then(|| groups.plan(self.root))
     }
 }
 
@@ -183,48 +185,48 @@ mod tests {
     use super::*;
     use crate::reclaim::limits::Bound;
 
-    fn write(root: &str, path: &str, text: &str) {
+    fn write_file(root: &str, path: &str, text: &str) {
         let path = std::path::PathBuf::from(format!("{root}{path}"));
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     }
 
-    /// The ancestor with the least room must count. File pages that the kernel can reclaim must not count as used.
-    /// Values that cannot be read must be ignored.
+    /// Fake files describe two nested groups with limits. The sample must be that of the group with the least room.
+    /// File pages that the kernel can reclaim must not count as used. Limits that cannot be read must be ignored.
     #[test]
-    fn the_limit_with_the_least_room_counts() {
+    fn the_limit_with_the_least_room_is_used() {
         let folder = tempfile::tempdir().unwrap();
         let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
-        write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
+        write_file(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
         let system = Kernel::new(root);
         assert_eq!(system.sample().bound, Bound::Machine);
 
-        write(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
-        write(root, "/proc/self/cgroup", "0::/app/worker\n");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
-        write(root, "/cg/app/memory.current", "900000000\n");
-        write(root, "/cg/app/memory.max", "1073741824\n");
-        write(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
+        write_file(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
+        write_file(root, "/proc/self/cgroup", "0::/app/worker\n");
+        write_file(root, "/cg/app/worker/memory.current", "1000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write_file(root, "/cg/app/memory.current", "900000000\n");
+        write_file(root, "/cg/app/memory.max", "1073741824\n");
+        write_file(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
-        assert_eq!(room.kill, Kill { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
-        write(root, "/cg/app/worker/memory.current", "1500000000\n");
-        write(root, "/cg/app/worker/memory.max", "1600000000\n");
+        assert_eq!(room.kill, KillLimit { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
+        write_file(root, "/cg/app/worker/memory.current", "1500000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "1600000000\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
-        let nearest = Kill { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
+        let nearest = KillLimit { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
         assert_eq!(system.sample().kill, nearest, "the nearest killing limit, also if another limit has less room");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write_file(root, "/cg/app/worker/memory.current", "1000000\n");
+        write_file(root, "/cg/app/worker/memory.max", "2147483648\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
 
-        write(root, "/cg/app/memory.current", "-5\n");
+        write_file(root, "/cg/app/memory.current", "-5\n");
         assert_eq!(system.sample().limit_bytes, 2 << 30, "the limit of the inner group counts");
-        write(root, "/cg/app/worker/memory.max", "max\n");
+        write_file(root, "/cg/app/worker/memory.max", "max\n");
         system.groups.lock().unwrap().next_refresh_ns = 0;
         assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
-        write(root, "/proc/meminfo", "\n");
+        write_file(root, "/proc/meminfo", "\n");
         assert_eq!(system.sample(), Room::ENDLESS);
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! Uses `sync`. Locks: one, around a sample; a charge with credit does not take it.
 
-use super::alarms::Plan;
+use super::alarms::AlarmPlan;
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use pagemill_sys::cgroup::Limit;
@@ -15,7 +15,7 @@ use pagemill_sys::clock;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
-/// Which kind of limit is nearest.
+/// The kind of the nearest limit.
 ///
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,14 +32,14 @@ pub enum Bound {
 ///
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kill {
+pub struct KillLimit {
     /// The limit; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// Usage of the group, without the memory that the kernel could reclaim.
     pub used_bytes: u64,
 }
 
-impl Kill {
+impl KillLimit {
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
     /// Bytes that may still become resident before charges are refused. Charges may not use a reserve below the limit,
@@ -48,12 +48,13 @@ impl Kill {
         self.room_above_reserve(self.reserve_bytes())
     }
 
-    /// As [`Kill::room_bytes`] for nested charges, which may use half of the reserve.
+    /// As [`KillLimit::room_bytes`] for nested charges (made inside the small allocator), which may use half of the
+    /// reserve.
     pub fn debt_room_bytes(&self) -> u64 {
         self.room_above_reserve(self.reserve_bytes() / 2)
     }
 
-    /// Bytes between the usage and the reserve below the limit.
+    /// Returns the bytes between the usage and a reserve of `reserve_bytes` below the limit.
     fn room_above_reserve(&self, reserve_bytes: u64) -> u64 {
         match self.limit_bytes {
             u64::MAX => u64::MAX,
@@ -61,7 +62,7 @@ impl Kill {
         }
     }
 
-    /// Size of the reserve below the limit.
+    /// Returns the size of the reserve below the limit.
     fn reserve_bytes(&self) -> u64 {
         let most = self.limit_bytes / MAX_RESERVE_DIVISOR;
         (self.limit_bytes / RESERVE_DIVISOR).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end).min(most)
@@ -71,10 +72,10 @@ impl Kill {
 /// How much memory may still become resident below the nearest limit.
 ///
 /// ```
-/// use pagemill_core::reclaim::limits::{Bound, Kill, Room};
+/// use pagemill_core::reclaim::limits::{Bound, KillLimit, Room};
 ///
 /// let room = Room::of_machine(16 << 30, 3 << 30); // 3 of 16 GiB are available
-/// assert_eq!((room.bound, room.kill), (Bound::Machine, Kill::NONE));
+/// assert_eq!((room.bound, room.kill), (Bound::Machine, KillLimit::NONE));
 /// assert_eq!((room.bytes, room.shortage(5 << 30)), (2 << 30, 3 << 30)); // a sixteenth stays for others
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +84,7 @@ pub struct Room {
     /// Bytes left before usage enters the margin, in which free memory is given back. Negative inside the margin.
     pub bytes: i64,
     /// The nearest limit beyond which processes are killed. May differ from `limit_bytes`.
-    pub kill: Kill,
+    pub kill: KillLimit,
     /// The limit with the least room; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// No group has used three quarters of its limit, including file pages. Until a group has, an alarm suffices to
@@ -94,25 +95,25 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room without any limit.
+    /// The room if there is no limit.
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
-        kill: Kill::NONE,
+        kill: KillLimit::NONE,
         limit_bytes: u64::MAX,
         is_far: true,
         machine_bytes: i64::MAX,
     };
 
-    /// The room below a group's limits. The kernel can reclaim `idle_bytes` of its usage easily, and `other_bytes` with
-    /// more effort.
+    /// Returns the room below a group's limits. The kernel can reclaim `idle_bytes` of the group's usage easily, and
+    /// `other_bytes` with more effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
         let soft = limit.soft_bytes;
         let working_set = usage_bytes.saturating_sub(idle_bytes);
         let before_margin = soft - margin_bytes(limit);
         let kill = match limit.hard_bytes {
-            u64::MAX => Kill::NONE,
-            limit_bytes => Kill { limit_bytes, used_bytes: working_set.saturating_sub(other_bytes) },
+            u64::MAX => KillLimit::NONE,
+            limit_bytes => KillLimit { limit_bytes, used_bytes: working_set.saturating_sub(other_bytes) },
         };
         Self {
             bound: Bound::Group,
@@ -124,37 +125,38 @@ impl Room {
         }
     }
 
-    /// The room of the machine. A sixteenth of its memory is the margin, left to other processes.
+    /// Returns the room of the machine. A sixteenth of the machine's memory is the margin, which is left to other
+    /// processes.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = as_signed(available_bytes) - as_signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self {
             bound: Bound::Machine,
             bytes,
-            kill: Kill::NONE,
+            kill: KillLimit::NONE,
             limit_bytes: total_bytes,
             is_far: true,
             machine_bytes: bytes,
         }
     }
 
-    /// Bytes that must be given back before `bytes` more become resident.
+    /// Returns the bytes that must be given back before `bytes` more become resident.
     pub fn shortage(&self, bytes: u64) -> u64 {
         as_signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
 }
 
-/// Usage from which a group counts as near its limit.
+/// Returns the usage from which a group counts as near its limit.
 pub(super) fn alarm_bytes(limit: Limit) -> u64 {
     limit.soft_bytes - limit.soft_bytes / NEAR_DIVISOR
 }
 
-/// Size of the margin below a group's limit.
+/// Returns the size of the margin below a group's limit.
 pub(super) fn margin_bytes(limit: Limit) -> u64 {
     let margin = (limit.soft_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
     margin.min(limit.soft_bytes / 2)
 }
 
-/// Converts to a signed number; a larger number becomes `i64::MAX`.
+/// Converts a number of bytes to a signed number, which is at most `i64::MAX`.
 fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
@@ -180,7 +182,7 @@ pub(super) const NEAR_DIVISOR: u64 = 4;
 /// The margin of the machine is its memory divided by this number.
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
-/// A source of limits: the kernel, or a fake in tests.
+/// A source of memory limits: the kernel, or a fake in tests.
 ///
 /// ```
 /// use pagemill_core::reclaim::limits::{Headroom, Limits, Room};
@@ -202,9 +204,9 @@ pub trait Limits: Sync {
     /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Returns the alarms for these limits, or `None` if the alarms that were set for version `set_for` of the limits
-    /// are still valid.
-    fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
+    /// Returns the alarms for the current limits, or `None` if these are still the limits of version `limits_version`,
+    /// for which alarms were set.
+    fn plan(&self, _limits_version: Option<u32>) -> Option<AlarmPlan> {
         None
     }
 }
@@ -214,7 +216,7 @@ pub trait Limits: Sync {
 /// Example: [`Limits`].
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
-    /// Bytes that may still be charged before the next sample.
+    /// The credit: bytes that may still be charged before the next sample.
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
@@ -227,14 +229,15 @@ pub struct Headroom {
     sampling: Lock,
 }
 
-/// A sample gives credit for the room divided by this, because other processes use the room, too.
+/// After a sample, charges may use up the room divided by this number (the *credit*) before the next sample. The rest
+/// is left to other processes, which use the room, too.
 const CREDIT_DIVISOR: i64 = 4;
 
 /// Upper bound of the rate at which memory can be used up, in bytes per nanosecond.
 pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
 
-/// The credit of a sample expires after this time at the latest.
-const VALID_NS: u64 = 100_000_000;
+/// The credit of a sample expires after this time, in nanoseconds, at the latest.
+const MAX_CREDIT_NS: u64 = 100_000_000;
 
 impl Default for Headroom {
     fn default() -> Self {
@@ -256,8 +259,8 @@ impl Headroom {
         let _ = self.limits.set(limits);
     }
 
-    /// Returns the latest sample without taking a new one: kind of limit and bytes left.
-    pub fn known(&self) -> Room {
+    /// Returns the kind of limit and the bytes left in the latest sample, without taking a new sample.
+    pub fn latest_sample(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
             (u64::MAX, _) => Bound::None,
@@ -267,23 +270,23 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// Returns the alarms for the limits ([`Limits::plan`]). The caller sets the alarms outside of the lock, because
-    /// setting takes long.
-    pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+    /// Returns the alarms for the current limits ([`Limits::plan`]). The caller must set the alarms after this call,
+    /// outside of the lock, because setting them takes long.
+    pub(super) fn plan(&self, limits_version: Option<u32>) -> Option<AlarmPlan> {
         let limits = self.limits.get()?;
         // The lock keeps the source of limits consistent in a fork child.
         let _guard = self.sampling.lock();
-        limits.plan(set_for)
+        limits.plan(limits_version)
     }
 
-    /// Takes a sample now.
+    /// Measures the room below the nearest limit now, and replaces the latest sample.
     pub fn sample(&self) -> Room {
         let Some(limits) = self.limits.get() else { return Room::ENDLESS };
         let _guard = self.sampling.lock();
         self.sample_locked(*limits)
     }
 
-    /// Takes a sample and replaces the credit. The caller must hold `sampling`.
+    /// Samples the room and replaces the credit. The caller must hold `sampling`.
     fn sample_locked(&self, limits: &dyn Limits) -> Room {
         let room = limits.sample();
         stats::add(Counter::RoomSampled, 1);
@@ -292,12 +295,13 @@ impl Headroom {
         self.is_group.store(room.bound == Bound::Group, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
         self.credit.store(credit, Relaxed);
-        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(VALID_NS);
+        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(MAX_CREDIT_NS);
         self.valid_until_ns.store(clock::fine_ns() + valid_ns, Relaxed);
         room
     }
 
-    /// Returns the room if `bytes` more do not fit before the margin. Mostly returns `None`, which costs one atomic
+    /// Returns the room if `bytes` more do not fit before the margin below the nearest limit. Otherwise subtracts them
+    /// from the credit and returns `None`. The credit usually suffices without a sample; the call then costs one atomic
     /// subtraction and one read of the clock.
     pub fn is_short(&self, bytes: u64) -> Option<Room> {
         let limits = self.limits.get()?;
@@ -324,7 +328,7 @@ impl Headroom {
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 
-    /// Drops the credit of the parent. Called in a fork child.
+    /// Drops the credit that a fork child has inherited from its parent.
     pub(super) fn drop_credit(&self) {
         self.valid_until_ns.store(0, Relaxed);
     }
@@ -345,13 +349,13 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Returns the room that the test sets, and counts samples.
-    struct Fake {
+    /// A source of limits that returns the room that the test sets, and counts samples.
+    struct FakeLimits {
         bytes: AtomicI64,
         samples: AtomicUsize,
     }
 
-    impl Limits for Fake {
+    impl Limits for FakeLimits {
         fn sample(&self) -> Room {
             self.samples.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
@@ -359,9 +363,9 @@ mod tests {
         }
     }
 
-    /// A headroom whose source of limits is a fake with `bytes` of room.
-    fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
-        let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
+    /// Returns a headroom whose source of limits is a fake with `bytes` of room.
+    fn headroom(bytes: i64) -> (Headroom, &'static FakeLimits) {
+        let fake = Box::leak(Box::new(FakeLimits { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();
         headroom.set_limits(fake);
         (headroom, fake)
@@ -380,7 +384,7 @@ mod tests {
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// With little room, every charge must take a sample, unless credit was granted.
+    /// There is little room. Every charge must take a sample, unless credit was granted.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
@@ -393,10 +397,10 @@ mod tests {
         assert_eq!((short(1), short(0)), (51, 50));
         headroom.grant_credit(100, u64::MAX / 4);
         assert_eq!((headroom.is_short(60), headroom.is_short(60).is_some()), (None, true));
-        assert_eq!(headroom.known().bound, Bound::Group);
+        assert_eq!(headroom.latest_sample().bound, Bound::Group);
     }
 
-    /// Without a source of limits, no charge may be short of room.
+    /// Without a source of limits, a charge of any size must fit.
     #[test]
     fn without_a_source_of_limits_room_is_unlimited() {
         let headroom = Headroom::default();
@@ -420,7 +424,7 @@ mod tests {
             Room {
                 bound: Bound::Group,
                 bytes: -10,
-                kill: Kill { limit_bytes: 140, used_bytes: 40 },
+                kill: KillLimit { limit_bytes: 140, used_bytes: 40 },
                 limit_bytes: 100,
                 is_far: false,
                 machine_bytes: i64::MAX

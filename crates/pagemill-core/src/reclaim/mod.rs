@@ -57,7 +57,7 @@ pub enum Which {
 /// Example: [`Account`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// The program requested it.
+    /// The program requested that memory is given back.
     Program,
     /// The limit of the process or of its tree would be exceeded.
     Limit,
@@ -67,7 +67,7 @@ pub enum Reason {
     Machine,
     /// A sibling of the process tree needs memory.
     Sibling,
-    /// A thread stalls on memory, in this process's control group or elsewhere on the machine.
+    /// A thread stalls on (waits for) memory, in this process's control group or elsewhere on the machine.
     Stall,
     /// The memory was free, and not reused, for the age that [`Return`] sets.
     Age,
@@ -76,7 +76,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// The counter and the trace event of this reason.
+    /// Returns the counter and the trace event of this reason.
     fn counter_and_event(self) -> (Counter, Event) {
         match self {
             Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),
@@ -169,7 +169,8 @@ pub trait Shrinker: Sync {
         false
     }
 
-    /// The bytes of [`Shrinker::giveable_bytes`] that no account is charged for. Giving them back lowers no charge.
+    /// The part of [`Shrinker::giveable_bytes`] for which no account is charged. Giving these bytes back lowers no
+    /// charge.
     fn foreign_bytes(&self) -> u64 {
         0
     }
@@ -187,13 +188,14 @@ pub trait Shrinker: Sync {
         None
     }
 
-    /// Lets the kernel take up to about `want_bytes` of free memory if memory runs short (`MADV_FREE`): only memory
-    /// that has been free for a while, or any. Returns the bytes offered by this call, without those offered before.
+    /// Lets the kernel take up to about `want_bytes` of free memory if memory runs short (`MADV_FREE`). `which` selects
+    /// memory that has been free for a while, or any free memory. Returns the bytes offered by this call, without those
+    /// offered before.
     fn offer(&self, _want_bytes: u64, _which: Which) -> u64 {
         0
     }
 
-    /// Counts how much of the offered memory the kernel took. Called periodically.
+    /// Finds out how much of the offered memory the kernel took, and discharges it. Called periodically.
     fn reap(&self) {}
 
     /// Measures how much of the overcommitted memory has become resident, and charges it.

@@ -19,29 +19,30 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Maximum number of Pagemill's own owners for each cost, and also of the program's.
-pub const SLOTS: usize = 3;
+/// Maximum number of owners of one [`Cost`] that Pagemill itself registers. The program may register as many.
+pub const SLOTS_PER_COST: usize = 3;
 
 /// Number of slots in [`Owners`]. The slots are in the order of calls: by cost, and within one cost Pagemill's own
 /// before the program's.
-const MAX_OWNERS: usize = 2 * SLOTS * Cost::COUNT;
+const MAX_OWNERS: usize = 2 * SLOTS_PER_COST * Cost::COUNT;
 
 /// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
 const STEP_BYTES: u64 = 64 << 20;
 /// One call may always request the bytes wanted divided by this number.
 const STEP_DIVISOR: u64 = 16;
 
-/// An owner inside which threads made no progress for this long is skipped as blocked. A call usually takes some
-/// milliseconds.
-const BLOCKED_NS: u64 = 1_000_000_000;
+/// An owner is skipped as blocked if no thread inside its calls has made progress for this time, in nanoseconds. A call
+/// usually takes some milliseconds.
+const BLOCKED_AFTER_NS: u64 = 1_000_000_000;
 
 /// A slot for an owner of memory, and the state of the calls to this owner.
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
-    /// Number of threads inside a call that may take long.
+    /// Number of threads inside those calls to the owner that may take long.
     threads_inside: AtomicU32,
-    /// Time at which the first of the threads inside entered, or at which the latest one left.
+    /// Time at which a thread last left such a call, or, if none left since, at which the first of the threads inside
+    /// entered.
     progress_ns: AtomicU64,
     /// The owner has panicked, and is not called any more.
     has_failed: AtomicBool,
@@ -61,7 +62,8 @@ impl Drop for CallGuard<'_> {
 }
 
 impl RegisteredOwner {
-    /// Makes a call that returns at once. Returns `None` if the slot is free or its owner has panicked.
+    /// Calls `act` with the owner, for calls that return at once. Returns `None` if the slot is free or its owner has
+    /// panicked.
     fn query<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
@@ -82,10 +84,10 @@ impl RegisteredOwner {
         (!self.has_failed.load(Relaxed)).then(|| act(shrinker))
     }
 
-    /// Makes a call that may take long. Returns `None` if threads inside such a call made no progress for
-    /// [`BLOCKED_NS`].
+    /// Calls `act` with the owner, for calls that may take long. Returns `None` without a call if threads inside such
+    /// calls made no progress for [`BLOCKED_AFTER_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
-        self.call_within(BLOCKED_NS, act)
+        self.call_within(BLOCKED_AFTER_NS, act)
     }
 
     /// As [`RegisteredOwner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
@@ -102,12 +104,12 @@ impl RegisteredOwner {
         self.query(act)
     }
 
-    /// Whether the owner may be called by a thread that holds the locks of `context`.
+    /// Returns whether a thread that holds the locks of `context` may call the owner.
     fn may_be_called(&self, context: Context) -> bool {
         context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
 
-    /// Makes the owner give back memory that was not reused for `age`. Returns the bytes freed.
+    /// Makes the owner give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         if let Some(freed) = self.call(|shrinker| shrinker.shrink_aged(want_bytes, age)).flatten() {
             return freed;
@@ -128,7 +130,7 @@ impl RegisteredOwner {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         debug_assert!(want_bytes > 0, "the caller wants bytes");
         // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
-        let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
+        let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_AFTER_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
             let part = step.min(want_bytes - freed);
@@ -188,36 +190,38 @@ pub struct Owners {
 }
 
 impl Owners {
-    /// Registers an owner of Pagemill itself, after its others of the same cost.
+    /// Registers an owner of Pagemill itself. It is called after Pagemill's owners of the same cost that registered
+    /// before.
     ///
     /// # Panics
     ///
-    /// If Pagemill has more than [`SLOTS`] owners of this cost.
+    /// If Pagemill has more than [`SLOTS_PER_COST`] owners of this cost.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let first = shrinker.cost() as usize * 2 * SLOTS;
-        assert!(self.fill(first, shrinker), "{SLOTS} owners of Pagemill for each cost");
+        let first = shrinker.cost() as usize * 2 * SLOTS_PER_COST;
+        assert!(self.store_in_free_slot(first, shrinker), "{SLOTS_PER_COST} owners of Pagemill for each cost");
     }
 
-    /// Registers an owner of the program, after all others of the same cost. Returns whether there was a free slot: the
-    /// program has [`SLOTS`] for each cost.
+    /// Registers an owner of the program. It is called after all owners of the same cost that registered before.
+    /// Returns whether there was a free slot: the program has [`SLOTS_PER_COST`] slots for each cost.
     pub fn register_for_program(&self, shrinker: &'static dyn Shrinker) -> bool {
         self.has_programs.store(true, Relaxed);
-        self.fill((shrinker.cost() as usize * 2 + 1) * SLOTS, shrinker)
+        self.store_in_free_slot((shrinker.cost() as usize * 2 + 1) * SLOTS_PER_COST, shrinker)
     }
 
-    /// Stores the owner in the first free one of [`SLOTS`] slots from `first` on.
-    fn fill(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
-        assert!(first.is_multiple_of(SLOTS) && first < MAX_OWNERS, "slots of one cost");
-        self.slots[first..first + SLOTS].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
+    /// Stores the owner in the first free one of the [`SLOTS_PER_COST`] slots from `first` on. Returns whether one was
+    /// free.
+    fn store_in_free_slot(&self, first: usize, shrinker: &'static dyn Shrinker) -> bool {
+        assert!(first.is_multiple_of(SLOTS_PER_COST) && first < MAX_OWNERS, "slots of one cost");
+        self.slots[first..first + SLOTS_PER_COST].iter().any(|owner| owner.shrinker.set(shrinker).is_ok())
     }
 
-    fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
+    fn callable_owners(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.slots.iter().filter(move |owner| owner.may_be_called(context))
     }
 
     /// Returns the slots of Pagemill's owners, or those of the program's.
     fn slots_of(&self, is_programs: bool) -> impl Iterator<Item = &RegisteredOwner> {
-        self.slots.chunks_exact(SLOTS).skip(usize::from(is_programs)).step_by(2).flatten()
+        self.slots.chunks_exact(SLOTS_PER_COST).skip(usize::from(is_programs)).step_by(2).flatten()
     }
 
     /// Returns the amounts of all owners. Cost: some loads of counters for each owner of Pagemill; each owner of the
@@ -231,26 +235,26 @@ impl Owners {
         self.slots_of(true).filter_map(|owner| owner.query(Amounts::of)).fold(sum, Amounts::add)
     }
 
-    /// Bytes that all owners callable in `context` could give back at once.
+    /// Returns the number of bytes that the owners that may be called in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
         if context == Context::Outside {
             return self.amounts().giveable;
         }
-        let each = self.callable(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
+        let each = self.callable_owners(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
     /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
     pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
-        self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
+        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
             left => freed.saturating_add(owner.give(left, urgency)),
         })
     }
 
-    /// Makes the owners give back memory that was not reused for `age`. Returns the bytes freed.
+    /// Makes the owners give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
-        self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
+        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
             left => freed.saturating_add(owner.give_aged(left, age)),
         })
@@ -258,7 +262,7 @@ impl Owners {
 
     /// Makes the owners offer memory to the kernel ([`Shrinker::offer`]). Returns the bytes offered.
     pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
-        self.callable(Context::Outside).fold(0, |offered, owner| {
+        self.callable_owners(Context::Outside).fold(0, |offered, owner| {
             let left = want_bytes.saturating_sub(offered);
             offered.saturating_add(owner.call(|shrinker| shrinker.offer(left, which)).unwrap_or(0))
         })
@@ -279,8 +283,8 @@ impl Owners {
         self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
-    /// Forgets the threads inside calls, which do not exist in a fork child. Called in the child.
-    pub fn forked(&self) {
+    /// Resets the number of threads inside each owner's calls, in a fork child, which does not have these threads.
+    pub fn begin_child(&self) {
         self.slots.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
 }
@@ -338,7 +342,8 @@ mod tests {
         owners
     }
 
-    /// A large amount must be requested in steps, until a step frees too little.
+    /// A large amount must be requested from a shrinker in steps. After a step that frees less than requested, no
+    /// further step may follow.
     #[test]
     fn steps_are_bounded() {
         let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);
@@ -384,7 +389,7 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.slots[2 * SLOTS].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.slots[2 * SLOTS_PER_COST].progress_ns.store(clock::fine_ns() - BLOCKED_AFTER_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
@@ -399,15 +404,19 @@ mod tests {
     #[test]
     fn slots_of_the_program_are_separate() {
         let owners = Owners::default();
-        let of_program = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        let of_program = [(); SLOTS_PER_COST].map(|()| scripted_shrinker(MIB, MIB, false));
         assert!(of_program.iter().all(|shrinker| owners.register_for_program(*shrinker)));
         assert!(!owners.register_for_program(scripted_shrinker(MIB, MIB, false)));
-        let own = [(); SLOTS].map(|()| scripted_shrinker(MIB, MIB, false));
+        let own = [(); SLOTS_PER_COST].map(|()| scripted_shrinker(MIB, MIB, false));
         own.iter().for_each(|shrinker| owners.register(*shrinker));
-        assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS as u64 * MIB);
-        assert_eq!(owners.give(SLOTS as u64 * MIB, Context::Outside, Urgency::Request), SLOTS as u64 * MIB);
-        let calls = |shrinkers: &[&ScriptedShrinker; SLOTS]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
-        assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS], [0; SLOTS]));
+        assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS_PER_COST as u64 * MIB);
+        assert_eq!(
+            owners.give(SLOTS_PER_COST as u64 * MIB, Context::Outside, Urgency::Request),
+            SLOTS_PER_COST as u64 * MIB
+        );
+        let calls =
+            |shrinkers: &[&ScriptedShrinker; SLOTS_PER_COST]| shrinkers.map(|shrinker| shrinker.calls.load(Relaxed));
+        assert_eq!((calls(&own), calls(&of_program)), ([1; SLOTS_PER_COST], [0; SLOTS_PER_COST]));
     }
 
     /// A shrinker of the program that panics when it reports an amount.

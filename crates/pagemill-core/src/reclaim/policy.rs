@@ -27,19 +27,19 @@ pub enum Return {
     After(Duration),
 }
 
-/// The error of a text that is not a form of [`Return`].
+/// The error of parsing a text that is not the text form of a [`Return`].
 ///
 /// Example: [`Return`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotAReturn;
+pub struct ParseReturnError;
 
-impl fmt::Display for NotAReturn {
+impl fmt::Display for ParseReturnError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "expected keep, eager, balanced or balanced=SECONDS (1 to {})", Return::LONGEST.as_secs())
     }
 }
 
-impl std::error::Error for NotAReturn {}
+impl std::error::Error for ParseReturnError {}
 
 impl Return {
     /// The default, `balanced`: after 10 seconds.
@@ -51,20 +51,20 @@ impl Return {
     /// The longest age that is accepted. The time stamps of free slots reach back 36 minutes.
     pub const LONGEST: Duration = Duration::from_secs(30 * 60);
 
-    /// Parses the text form. Allocates nothing.
+    /// Parses the text form of a policy. Allocates nothing.
     ///
     /// # Errors
     ///
-    /// [`NotAReturn`] for any other text, and for an age of 0 or above [`Return::LONGEST`].
-    pub fn parse(text: &str) -> Result<Self, NotAReturn> {
+    /// [`ParseReturnError`] for any other text, and for an age of 0 or above [`Return::LONGEST`].
+    pub fn parse(text: &str) -> Result<Self, ParseReturnError> {
         match text {
             "keep" => Ok(Self::Keep),
             "eager" => Ok(Self::EAGER),
             "balanced" => Ok(Self::BALANCED),
             _ => {
-                let seconds = text.strip_prefix("balanced=").ok_or(NotAReturn)?;
-                let seconds = seconds.parse().map_err(|_| NotAReturn)?;
-                Self::after_seconds(seconds).ok_or(NotAReturn)
+                let seconds = text.strip_prefix("balanced=").ok_or(ParseReturnError)?;
+                let seconds = seconds.parse().map_err(|_| ParseReturnError)?;
+                Self::after_seconds(seconds).ok_or(ParseReturnError)
             }
         }
     }
@@ -84,7 +84,7 @@ impl Return {
 }
 
 impl FromStr for Return {
-    type Err = NotAReturn;
+    type Err = ParseReturnError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Self::parse(text)
@@ -113,7 +113,7 @@ mod tests {
             assert_eq!(Return::parse(text).unwrap().to_string(), text);
         }
         for text in ["", "Keep", "balanced=", "balanced=0", "balanced=1.5", "balanced=86401", "balanced=-1", "3"] {
-            assert_eq!(Return::parse(text), Err(NotAReturn), "{text}");
+            assert_eq!(Return::parse(text), Err(ParseReturnError), "{text}");
         }
         assert_eq!(Return::parse("balanced=10"), Ok(Return::BALANCED));
         assert_eq!(Return::Keep.age(), None);

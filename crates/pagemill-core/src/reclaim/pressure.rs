@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering::Relaxed;
 const MIN_STEP_BYTES: u64 = 4 << 20;
 
 /// While nothing can be given back, the room before a kill divided by this number may become resident without a sample.
-const GRANT_DIVISOR: u64 = 16;
+const CREDIT_GRANT_DIVISOR: u64 = 16;
 
 /// Time, in nanoseconds, for which this process reclaims its own memory first, after requests to siblings did not help.
 const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
@@ -39,7 +39,7 @@ impl Account {
         self.make_system_room_or(bytes, bytes, context)
     }
 
-    /// As [`Account::make_system_room`], but refuses only if not even `least_bytes` fit.
+    /// As [`Account::make_system_room`], but fails only if not even `least_bytes` fit.
     #[inline]
     pub(super) fn make_system_room_or(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         match self.headroom.is_short(bytes) {
@@ -48,7 +48,7 @@ impl Account {
         }
     }
 
-    /// Gives memory back. Refuses if `least_bytes` still do not fit.
+    /// Gives memory back until `bytes` fit. Fails if not even `least_bytes` fit afterwards.
     #[cold]
     fn give_back_or_refuse(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         let room = self.give_for_system(room, bytes, context);
@@ -103,8 +103,8 @@ impl Account {
         room
     }
 
-    /// Whether the siblings could give back more than twice as much as this process. Then requests are sent to the
-    /// siblings first, because this process will need its own free memory sooner.
+    /// Returns whether the siblings could give back more than twice as much as this process. If so, requests are sent
+    /// to the siblings first, because this process will need its own free memory sooner.
     fn siblings_have_more_giveable(&self) -> bool {
         let Some(place) = self.place() else { return false };
         if clock::fine_ns() < self.siblings_first_after_ns.load(Relaxed) {
@@ -115,8 +115,8 @@ impl Account {
         siblings_giveable > WORTHWHILE_BYTES.max(own.saturating_mul(2))
     }
 
-    /// Gives back the bytes by which nested charges exceeded a group's limit, outside of locks. Returns whether that
-    /// was enough.
+    /// Gives back the bytes by which nested charges exceeded a group's limit. Returns whether usage is below the
+    /// reserve again. The caller must hold no lock.
     pub(super) fn pay_system_debt(&self) -> bool {
         let room = self.headroom.sample();
         // Request one byte: while there is a debt, not even one byte has room.
@@ -133,8 +133,10 @@ impl Account {
             self.reclaim_paused_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
             self.reclaim_pause_ns
                 .store((2 * pause_ns).clamp(*RECLAIM_PAUSE_NS.start(), *RECLAIM_PAUSE_NS.end()), Relaxed);
-            self.headroom
-                .grant_credit((room.kill.room_bytes() / GRANT_DIVISOR).min(MIN_STEP_BYTES), *RECLAIM_PAUSE_NS.start());
+            self.headroom.grant_credit(
+                (room.kill.room_bytes() / CREDIT_GRANT_DIVISOR).min(MIN_STEP_BYTES),
+                *RECLAIM_PAUSE_NS.start(),
+            );
         }
     }
 }

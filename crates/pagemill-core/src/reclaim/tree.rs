@@ -20,7 +20,7 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 /// Maximum number of members that a tree can list. Further members obey the limit, but their charge is not counted.
-pub const CAPACITY: usize = 1024;
+pub const MAX_MEMBERS: usize = 1024;
 
 /// Maximum time, in milliseconds, to wait for answers of siblings to a request.
 pub const ANSWER_MS: u64 = 25;
@@ -28,15 +28,15 @@ pub const ANSWER_MS: u64 = 25;
 /// First word of the page. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
-/// Value of [`Member::helper_state`]: a helper runs and answers requests.
-const LISTENS: u32 = 1;
-/// Value of [`Member::helper_state`]: the helper did not answer the last request in time.
-const UNRESPONSIVE: u32 = 2;
+/// Value of [`Member::helper_state`]: the member has a helper thread that answers requests.
+const HELPER_LISTENS: u32 = 1;
+/// Value of [`Member::helper_state`]: the member's helper thread did not answer the last request in time.
+const HELPER_UNRESPONSIVE: u32 = 2;
 
-/// The value that means no limit.
+/// The value of a limit in bytes that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
-/// A member's slot on the page.
+/// The slot of a member process on the shared page of its tree.
 #[repr(C, align(64))]
 struct Member {
     /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
@@ -51,7 +51,7 @@ struct Member {
     wake: AtomicU32,
     /// Number of the latest request that the member has answered.
     answered: AtomicU32,
-    /// [`LISTENS`] while a helper runs, [`UNRESPONSIVE`] after the helper did not answer in time, else 0.
+    /// [`HELPER_LISTENS`] while a helper runs, [`HELPER_UNRESPONSIVE`] after the helper did not answer in time, else 0.
     helper_state: AtomicU32,
     /// Unused.
     reserved: AtomicU32,
@@ -88,14 +88,14 @@ impl Member {
 pub struct TreePage {
     magic: AtomicU64,
     limit: AtomicU64,
-    /// Bytes requested that no member has accepted yet.
+    /// Requested bytes that no member has accepted yet.
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
     /// Largest sum so far of the members' resident bytes, minus the bytes that the members could have given back at
     /// once.
     net_peak: AtomicU64,
-    /// Number of processes that found no free slot.
+    /// Number of processes of the tree that found no free slot.
     unlisted: AtomicU64,
     /// Number of the latest request.
     request: AtomicU32,
@@ -103,12 +103,12 @@ pub struct TreePage {
     answers: AtomicU32,
     /// Slots from this index on were never used.
     high_water: AtomicU32,
-    /// Number of programs that were started, and of fork children that entered.
+    /// Number of programs that were started in the tree, and of fork children.
     started: AtomicU32,
-    members: [Member; CAPACITY],
+    members: [Member; MAX_MEMBERS],
 }
 
-/// The sums over all members of a tree, at one time.
+/// The sums of the published charges of all members of a tree, at one time.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -130,7 +130,7 @@ impl TreePage {
     ///
     /// [`Error::System`] if the file cannot be created or mapped.
     pub fn create(path: &CStr, limit: u64) -> Result<&'static Self> {
-        let page = Self::map(path, Access::Create)?;
+        let page = Self::map_page(path, Access::Create)?;
         page.limit.store(limit, Relaxed);
         page.magic.store(MAGIC, Release);
         Ok(page)
@@ -142,7 +142,7 @@ impl TreePage {
     ///
     /// [`Error::System`] if the file cannot be mapped, or is not the page of a tree.
     pub fn join(path: &CStr) -> Result<&'static Self> {
-        let page = Self::map(path, Access::Update)?;
+        let page = Self::map_page(path, Access::Update)?;
         if page.magic.load(Acquire) == MAGIC {
             Ok(page)
         } else {
@@ -152,7 +152,7 @@ impl TreePage {
     }
 
     /// Maps the file of a tree's page.
-    fn map(path: &CStr, access: Access) -> Result<&'static Self> {
+    fn map_page(path: &CStr, access: Access) -> Result<&'static Self> {
         // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
             .map_err(Error::system("mapping the page of the process tree"))?;
@@ -160,7 +160,7 @@ impl TreePage {
         Ok(unsafe { &*(addr as *const Self) })
     }
 
-    /// Bytes that all members together may have resident.
+    /// Returns the number of bytes that all members together may have resident.
     pub fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
@@ -169,9 +169,9 @@ impl TreePage {
         self.limit.store(limit, Relaxed);
     }
 
-    /// The slots that were ever used.
+    /// Returns the slots that were ever used.
     fn used_slots(&self) -> &[Member] {
-        &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
+        &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]
     }
 
     /// Takes a slot for this process: the slot it had before an `exec`, or a free one. Returns `None` if all are taken.
@@ -196,7 +196,7 @@ impl TreePage {
         None
     }
 
-    /// Resets the words of a slot that this process has got.
+    /// Resets the words of a slot that this process has taken.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
@@ -257,35 +257,36 @@ impl TreePage {
         self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
-    /// Updates the two peaks with `totals`.
-    pub fn note_peak(&self, totals: Totals) {
+    /// Raises the two peaks of the tree to the sums in `totals`, if these are larger.
+    pub fn raise_peaks(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum of resident bytes so far, and the largest sum minus the bytes that could have been given back at
-    /// once.
+    /// Returns the largest sum of the members' resident bytes so far, and the largest sum minus the bytes that could
+    /// have been given back at once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
 
-    /// Counts the start of a program or of a fork child. Most programs are too small to take a slot.
-    pub fn count_start(&self) {
+    /// Counts a program or a fork child that was started in the tree. Most programs are too small to take a slot.
+    pub fn count_started_program(&self) {
         self.started.fetch_add(1, Relaxed);
     }
 
     /// Records the peak of a process that ends and has published no charge.
-    pub fn note_small(&self, peak_bytes: u64) {
+    pub fn record_unpublished_peak(&self, peak_bytes: u64) {
         let totals = self.totals();
-        self.note_peak(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
+        self.raise_peaks(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
     }
 
-    /// Number of programs that were started, and of fork children. A process counts again for each `exec`.
+    /// Returns the number of programs that were started in the tree, and of fork children. A process counts again for
+    /// each `exec`.
     pub fn started(&self) -> u32 {
         self.started.load(Relaxed)
     }
 
-    /// Number of processes that found no free slot.
+    /// Returns the number of processes of the tree that found no free slot.
     pub fn unlisted(&self) -> u64 {
         self.unlisted.load(Relaxed)
     }
@@ -303,13 +304,13 @@ impl TreePage {
         self.wanted.fetch_add(bytes, Relaxed);
         let request = self.request.fetch_add(1, AcqRel).wrapping_add(1);
         // A member that did not answer an earlier request in time gets this request, but is not waited for.
-        let mut awaited = [0u64; CAPACITY / 64];
+        let mut awaited = [0u64; MAX_MEMBERS / 64];
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
             if is_own || member.id.load(Relaxed) == 0 || member.helper_state.load(Relaxed) == 0 {
                 continue;
             }
-            if member.helper_state.load(Relaxed) == LISTENS {
+            if member.helper_state.load(Relaxed) == HELPER_LISTENS {
                 awaited[index / 64] |= 1 << (index % 64);
             }
             member.wake();
@@ -320,11 +321,12 @@ impl TreePage {
         before.saturating_sub(others())
     }
 
-    /// Waits for the members in the bit set `awaited`. Marks late ones as unresponsive.
-    fn wait_for_answers(&self, awaited: &[u64; CAPACITY / 64], request: u32, is_enough: impl Fn() -> bool) {
+    /// Waits until the members in the bit set `awaited` have answered `request`, at most [`ANSWER_MS`]. Marks members
+    /// that are late as unresponsive.
+    fn wait_for_answers(&self, awaited: &[u64; MAX_MEMBERS / 64], request: u32, is_enough: impl Fn() -> bool) {
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
-            let is_open = (0..CAPACITY).any(|index| {
+            let is_open = (0..MAX_MEMBERS).any(|index| {
                 let member = &self.members[index];
                 awaited[index / 64] >> (index % 64) & 1 == 1
                     && member.id.load(Relaxed) != 0
@@ -338,13 +340,13 @@ impl TreePage {
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_late = (member.answered.load(Relaxed).wrapping_sub(request) as i32) < 0;
             if awaited[index / 64] >> (index % 64) & 1 == 1 && is_late {
-                let _ = member.helper_state.compare_exchange(LISTENS, UNRESPONSIVE, Relaxed, Relaxed);
+                let _ = member.helper_state.compare_exchange(HELPER_LISTENS, HELPER_UNRESPONSIVE, Relaxed, Relaxed);
             }
         }
     }
 }
 
-/// Identifies the process of one member.
+/// The process id of a member, with a part of the process's start time.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -379,7 +381,7 @@ impl MemberSlot {
         self.page
     }
 
-    /// The word that the helper of this process sleeps on.
+    /// Returns the word on which the helper thread of this process sleeps.
     pub fn wake_word(&self) -> &'static AtomicU32 {
         &self.member().wake
     }
@@ -389,7 +391,7 @@ impl MemberSlot {
         self.member().wake();
     }
 
-    /// Publishes the charge of this process.
+    /// Publishes the charge and the giveable bytes of this process.
     pub fn publish(&self, resident: u64, untouched: u64, giveable: u64) {
         debug_assert!(giveable <= resident, "only resident bytes can be given back");
         let member = self.member();
@@ -398,15 +400,15 @@ impl MemberSlot {
         member.giveable.store(giveable, Relaxed);
     }
 
-    /// The giveable bytes that this process last published.
+    /// Returns the giveable bytes that this process last published.
     pub fn published_giveable(&self) -> u64 {
         self.member().giveable.load(Relaxed)
     }
 
-    /// Publishes whether this process has a helper that answers requests.
+    /// Publishes whether this process has a helper thread that answers requests of its siblings.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
-        self.member().helper_state.store(if is_listening { LISTENS } else { 0 }, Release);
+        self.member().helper_state.store(if is_listening { HELPER_LISTENS } else { 0 }, Release);
     }
 
     /// Answers an open request. Calls `give` with the bytes that this member accepts of the request, at most
@@ -426,13 +428,13 @@ impl MemberSlot {
         let given = if part > 0 { give(part) } else { 0 };
         page.wanted.fetch_add(part.saturating_sub(given), Relaxed);
         member.answered.store(request, Release);
-        let _ = member.helper_state.compare_exchange(UNRESPONSIVE, LISTENS, Relaxed, Relaxed);
+        let _ = member.helper_state.compare_exchange(HELPER_UNRESPONSIVE, HELPER_LISTENS, Relaxed, Relaxed);
         page.answers.fetch_add(1, AcqRel);
         futex::wake(&page.answers, i32::MAX, Scope::Shared);
         Some(given)
     }
 
-    /// Frees the slot at the end of the process.
+    /// Frees the slot of this process, at the end of the process.
     pub fn leave(&self) {
         self.publish(0, 0, 0);
         self.member().helper_state.store(0, Relaxed);
@@ -467,7 +469,7 @@ impl Membership {
 
     pub fn place(&self) -> Option<MemberSlot> {
         let index = self.index.load(Relaxed).checked_sub(1)?;
-        debug_assert!(index < CAPACITY);
+        debug_assert!(index < MAX_MEMBERS);
         Some(MemberSlot { page: self.page()?, index })
     }
 }
@@ -522,15 +524,15 @@ mod tests {
     #[test]
     fn a_full_page_reuses_slots_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
-        for number in 0..CAPACITY as u32 {
+        for number in 0..MAX_MEMBERS as u32 {
             page.enter(fake_identity(number)).unwrap();
         }
-        assert_eq!(page.totals().members, CAPACITY);
+        assert_eq!(page.totals().members, MAX_MEMBERS);
         assert!(page.enter(process::own_identity()).is_some(), "the dead were swept");
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// A process that enters again, as after `exec`, must get the same slot.
+    /// A process takes a slot twice, as after `exec`. Both slots must be the same one, and the charge must be reset.
     #[test]
     fn a_process_that_enters_twice_keeps_its_slot() {
         let (_folder, page) = page(UNLIMITED);
@@ -541,7 +543,8 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members together must give back exactly the requested bytes, although neither member has that many.
+    /// A request is for more bytes than each of two members has. The two members together must give back exactly the
+    /// requested bytes.
     #[test]
     fn siblings_together_give_back_the_requested_bytes() {
         let (_folder, page) = page(UNLIMITED);
@@ -570,7 +573,8 @@ mod tests {
         assert_eq!(page.wanted.load(Relaxed), 0);
     }
 
-    /// A request must wait for a member that never answers; later requests must not.
+    /// A member never answers. The first request must wait for that member as long as allowed. The second request must
+    /// not wait.
     #[test]
     fn an_unresponsive_member_is_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);

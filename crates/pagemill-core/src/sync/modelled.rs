@@ -12,25 +12,25 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Step of the simulated clock: one tick of the time stamps in `volatile`.
+/// Step of the simulated clock, in nanoseconds: one tick of the time stamps of volatile ranges.
 const TICK_NS: u64 = 1 << 22;
 
 /// Whether this thread runs inside a shuttle test.
-fn is_modelled() -> bool {
+fn is_shuttle_test() -> bool {
     try_get_current_task().is_some()
 }
 
 /// Lets shuttle's scheduler switch to another thread.
 pub fn scheduling_point() {
-    if is_modelled() {
+    if is_shuttle_test() {
         // Unlike `yield_now`, a sleep of zero is no hint that this thread cannot progress.
         shuttle::thread::sleep(Duration::ZERO);
     }
 }
 
-/// Yields to other threads. A thread calls this in a loop while it waits for a change.
+/// Yields to other threads. A thread calls this function in a loop while it waits for a change.
 pub fn pause() {
-    if !is_modelled() {
+    if !is_shuttle_test() {
         return thread::pause();
     }
     if std::thread::panicking() {
@@ -43,13 +43,13 @@ pub fn pause() {
 pub use pause as spin_loop;
 
 thread_local! {
-    /// The simulated time.
+    /// The simulated time in nanoseconds.
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The simulated time. Each read advances the clock by one tick with a probability of 1/4.
+/// Returns the simulated time in nanoseconds. Each read advances the clock by one tick with a probability of 1/4.
 pub fn coarse_ns() -> u64 {
-    if !is_modelled() {
+    if !is_shuttle_test() {
         return clock::coarse_ns();
     }
     if thread_rng().gen_bool(0.25) {
@@ -58,12 +58,12 @@ pub fn coarse_ns() -> u64 {
     NOW_NS.get()
 }
 
-/// Advances the simulated clock.
+/// Advances the simulated clock by this number of ticks.
 pub fn skip_ticks(ticks: u64) {
     NOW_NS.set(NOW_NS.get() + ticks * TICK_NS);
 }
 
-/// Resets the simulated clock to its start value. Each execution of a shuttle test begins with this.
+/// Resets the simulated clock to its start value. Each execution of a shuttle test begins with this call.
 pub fn reset_clock() {
     NOW_NS.set(TICK_NS);
 }

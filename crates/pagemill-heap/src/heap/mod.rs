@@ -36,19 +36,19 @@ use slot::{FreeList, Slot, SlotBytes, SlotClaim, SlotInfo, SlotPhase, Slots};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 
-/// Largest number of shards per node.
+/// Maximum number of shards (sets of free lists) for each NUMA node.
 const MAX_SHARDS: usize = 16;
 
 /// If the request leaves more than 1/10 of a slot unused, the slot's blocks get no huge pages, because huge pages would
 /// make the unused part resident.
-const UNUSED_DIVISOR: usize = 10;
+const MAX_UNUSED_DIVISOR: usize = 10;
 
-/// Number of words for each node and class in `Heap::carve_cursors`.
+/// Number of words in `Heap::carve_cursors` for each NUMA node and size class.
 const CURSOR_WORDS: usize = 3;
 
 /// Maximum number of claimed slots that an allocation skips in a free list. At the next claimed slot, the allocation
 /// waits until the purge ends its claim.
-const MAX_SKIPPED: usize = 8;
+const MAX_SKIPPED_SLOTS: usize = 8;
 
 /// A `free` publishes the account's statistics if it raises the free bytes of a shard past a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
@@ -77,7 +77,7 @@ enum InitialContents {
     Zero,
 }
 
-/// A slot with its address, its class and its node.
+/// A slot with its number, its address, its size class and its NUMA node.
 #[derive(Clone, Copy, Debug)]
 struct LocatedSlot {
     /// Number of the granule of the heap zone in which the slot starts.
@@ -108,12 +108,12 @@ pub struct Heap {
     account: &'static Account,
     helper: &'static Helper,
     slots: Table<Slot>,
-    /// Heads of the free lists, by node, shard and class.
+    /// The head words of the free lists, by NUMA node, shard and size class.
     free_list_heads: Table<AtomicU64>,
-    /// For each node and class: the next address to carve, the end of the current span, and the number of slots carved
-    /// so far. Written under `carving`.
+    /// For each NUMA node and size class: the next address to carve, the end of the current span, and the number of
+    /// slots carved so far. Written under `carving`.
     carve_cursors: Table<AtomicU64>,
-    /// For each block of the zone: the class index plus one if a span starts there, else 0.
+    /// For each block of the heap zone: the index of the size class plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
     /// Held while addresses are carved.
     carving: Lock,
@@ -124,9 +124,9 @@ pub struct Heap {
     shards_per_node: usize,
     /// Whether the kernel can move pages between slots; cleared after the kernel has refused.
     can_move_pages: AtomicBool,
-    /// Block of the zone at which the last search for donors stopped (`recycle`).
+    /// Block of the heap zone at which the last search for donors stopped (`recycle`).
     donor_search_block: AtomicUsize,
-    /// Earliest time of the next search, after one that found no donor.
+    /// Earliest time, in nanoseconds, of the next search for donors, after a search that found none.
     next_donor_search_ns: AtomicU64,
     offers: offer::OfferSchedule,
 }
@@ -144,7 +144,7 @@ impl Slots for Heap {
 /// The age of free slots is measured in ticks of 2^26 nanoseconds: 67 ms.
 const TICK_SHIFT: u32 = 26;
 
-/// The current time in ticks, which a slot stores when it is freed. It wraps after 73 minutes.
+/// Returns the current time in ticks, which a slot stores when it is freed. The value wraps after 73 minutes.
 fn current_stamp() -> u16 {
     (clock::coarse_ns() >> TICK_SHIFT) as u16
 }
@@ -154,7 +154,7 @@ impl Heap {
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if its metadata cannot be mapped.
+    /// [`Error::System`] if the heap's metadata cannot be mapped.
     ///
     /// # Safety
     ///
@@ -171,8 +171,8 @@ impl Heap {
             account,
             helper,
             slots: Table::new(zone_bytes / GRANULE_BYTES)?,
-            free_list_heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
-            carve_cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
+            free_list_heads: Table::new_open(nodes * shards_per_node * class::CLASS_COUNT)?,
+            carve_cursors: Table::new_open(nodes * class::CLASS_COUNT * CURSOR_WORDS)?,
             spans: Table::new(zone_bytes / BLOCK_BYTES)?,
             carving: Lock::new(),
             purging: Lock::new(),
@@ -185,33 +185,33 @@ impl Heap {
         })
     }
 
-    /// Notifies the account that another owner of memory, above the heap, may have giveable memory from now on.
+    /// Notifies the account that another shrinker, in a crate that uses the heap, may have giveable memory from now on.
     pub fn note_more(&self) {
         self.account.note_more();
     }
 
-    /// Whether the address lies in the heap zone.
+    /// Returns whether the address lies in the heap zone.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {
         self.arena.heap.contains(addr)
     }
 
-    /// The first address of the heap zone.
+    /// Returns the first address of the heap zone.
     pub fn base(&self) -> usize {
         self.arena.heap.base()
     }
 
-    /// The shard of the CPU on which this thread runs.
+    /// Returns the shard of the CPU on which this thread runs.
     #[inline]
     fn current_shard(&self) -> usize {
         numa::cpu() & (self.shards_per_node - 1)
     }
 
-    /// The free list of a node, a shard and a class.
+    /// Returns the free list of a NUMA node, a shard and a size class.
     #[inline]
     fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
         debug_assert!(node < self.arena.nodes.count() && shard < self.shards_per_node);
-        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
+        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::CLASS_COUNT + class.index()))
     }
 
     /// Allocates at least `size` bytes at a multiple of `align`. The contents are undefined unless `is_zero` is set.
@@ -221,12 +221,13 @@ impl Heap {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`], [`Error::BadAlignment`].
+    /// [`Error::NoMemory`] if the limit has been reached, [`Error::NoAddresses`] if the heap zone is full,
+    /// [`Error::BadAlignment`] if `align` is not a power of two.
     pub fn allocate(&self, size: usize, align: usize) -> Result<Allocation> {
         self.allocate_with(size, align, InitialContents::Any)
     }
 
-    /// Allocates a slot. `wanted` says whether moved pages, which are not zero, may be used.
+    /// Allocates a slot. `wanted` says whether its memory may be pages moved from free slots, which are not zero.
     fn allocate_with(&self, size: usize, align: usize, wanted: InitialContents) -> Result<Allocation> {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
@@ -307,8 +308,8 @@ impl Heap {
         Ok(addr)
     }
 
-    /// Allocates a free slot of the class: from the shard of this CPU, else from other shards of the node, else from
-    /// other nodes.
+    /// Allocates a free slot of the size class `class`: from the shard of this CPU, else from other shards of the NUMA
+    /// node, else from other nodes.
     fn pop_free_slot(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let own = self.current_shard();
         let shards = 0..self.shards_per_node;
@@ -331,24 +332,24 @@ impl Heap {
     /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
     #[cold]
     fn pop_larger_slot(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
-        let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
+        let larger = (class.index() + 1..class::CLASS_COUNT).filter_map(Class::from_index);
         larger.filter(|class| class.align() >= align).find_map(|class| self.pop_free_slot(node, class))
     }
 
-    /// Allocates a slot from one free list, skipping slots that a purge has claimed.
+    /// Allocates a slot from one free list. Skips slots that a purge has claimed.
     fn pop_from_list(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let head = self.free_list(node, shard, class);
         if head.is_empty() {
             return None;
         }
-        let mut skipped = [0u32; MAX_SKIPPED];
+        let mut skipped = [0u32; MAX_SKIPPED_SLOTS];
         let mut skipped_count = 0;
         let mut found = None;
         while found.is_none() {
             let Some(number) = head.pop(self) else { break };
             match self.slot(number).try_allocate() {
                 Some(bytes) => found = Some((number, bytes)),
-                None if skipped_count < MAX_SKIPPED => {
+                None if skipped_count < MAX_SKIPPED_SLOTS => {
                     skipped[skipped_count] = number;
                     skipped_count += 1;
                 }
@@ -368,7 +369,7 @@ impl Heap {
         Some((place, bytes))
     }
 
-    /// Returns `bytes` with `counted` set to the slot's resident memory.
+    /// Returns `bytes` with the field `counted` set to the resident bytes of the slot.
     fn with_resident_count(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
@@ -390,19 +391,19 @@ impl Heap {
         self.slot(place.number).restore(claim, bytes);
     }
 
-    /// Adds to the count of resident bytes of free slots.
+    /// Adds `bytes`, which may be negative, to the count of resident bytes of free slots.
     fn add_free_bytes(&self, shard: usize, bytes: i64) {
         if bytes != 0 {
             self.free_bytes[shard % MAX_SHARDS].0.fetch_add(bytes, Relaxed);
         }
     }
 
-    /// Resident bytes of free slots, which a reclaim request could return at once.
+    /// Returns the resident bytes of free slots, which a reclaim request could return at once.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes.iter().map(|shard| shard.0.load(Relaxed)).sum::<i64>().max(0) as u64
     }
 
-    /// Allocates a slot for the first time.
+    /// Carves a new slot of a size class, and allocates the slot for `size` bytes.
     fn carve(&self, node: usize, class: Class, size: usize) -> Result<(LocatedSlot, SlotBytes)> {
         let (addr, span_end) = self.carve_address(node, class)?;
         let granule = (addr - self.base()) / GRANULE_BYTES;
@@ -453,17 +454,17 @@ impl Heap {
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
-    /// The words of `carve_cursors` for a node and a class.
+    /// Returns the words of `carve_cursors` for a NUMA node and a size class.
     fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         debug_assert!(node < self.arena.nodes.count());
-        let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
+        let first = (node * class::CLASS_COUNT + class.index()) * CURSOR_WORDS;
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
-    /// How much of a new block of the slot's class is expected to be used. `Full` if slots of the class have filled a
-    /// block before and the request uses most of a slot.
+    /// Returns how much of a new block is expected to be used for slots of this slot's class. `Full` if slots of the
+    /// class have filled a block before and the request uses most of a slot.
     fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
-        if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
+        if (place.class.bytes() - size.min(place.class.bytes())) * MAX_UNUSED_DIVISOR > place.class.bytes() {
             return ExpectedUse::Partial;
         }
         let [_, _, carved] = self.carve_cursor(place.node, place.class);
@@ -515,8 +516,8 @@ impl Heap {
                     is_recycled |= self.recycle_block(place, block, expected_use);
                 }
                 match self.arena.block_state(block).backing {
-                    Backing::Empty => self.account.make_up_for(BLOCK_BYTES as u64),
-                    Backing::Lazy => self.account.make_up_for(part),
+                    Backing::Empty => self.account.offset_new_memory(BLOCK_BYTES as u64),
+                    Backing::Lazy => self.account.offset_new_memory(part),
                     Backing::Huge | Backing::Small => {}
                 }
                 self.arena.back_block(block, expected_use)?;
@@ -542,12 +543,12 @@ impl Heap {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
             let moved_bytes = if wanted == InitialContents::Any { self.move_free_pages_in(place, size) } else { 0 };
             is_recycled = moved_bytes > 0;
-            self.account.make_up_for(missing_bytes.saturating_sub(moved_bytes) as u64);
+            self.account.offset_new_memory(missing_bytes.saturating_sub(moved_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
 
-    /// Address, class and node of the slot with this number; `None` if the slot was never carved.
+    /// Returns the address, class and node of the slot with this number; `None` if the slot was never carved.
     fn locate(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
@@ -555,7 +556,7 @@ impl Heap {
         Some(LocatedSlot { number, addr, class, node: usize::from(info.node) })
     }
 
-    /// The slot that starts at `addr`.
+    /// Returns the slot that starts at `addr`.
     #[inline]
     fn find_slot(&self, addr: usize) -> Result<LocatedSlot> {
         if !self.contains(addr) || addr - self.base() >= self.arena.heap.carved_bytes() {
@@ -566,7 +567,7 @@ impl Heap {
         place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
     }
 
-    /// The live slot that starts at `addr`.
+    /// Returns the live slot that starts at `addr`.
     fn find_live(&self, addr: usize) -> Result<LocatedSlot> {
         let place = self.find_slot(addr)?;
         match self.slot(place.number).phase() {
@@ -576,7 +577,7 @@ impl Heap {
         }
     }
 
-    /// Usable bytes of the allocation at `addr`.
+    /// Returns the usable bytes of the allocation at `addr`.
     ///
     /// # Errors
     ///
@@ -623,8 +624,8 @@ impl Heap {
         Ok(())
     }
 
-    /// Recomputes the resident bytes of free slots in a fork child. Inherited memory is charged to the parent and
-    /// counts as 0.
+    /// Recomputes the resident bytes of free slots, in a fork child. Inherited memory counts as 0, because it is
+    /// charged to the parent.
     pub fn recount_free(&self) {
         let mut bytes = 0;
         self.walk_spans(|span| {
@@ -647,27 +648,29 @@ impl Heap {
         self.free_bytes[0].0.store(bytes, Relaxed);
     }
 
-    /// Acquires the locks, so that a fork copies consistent metadata.
+    /// Acquires the heap's locks before `fork`, so that the child gets consistent metadata.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         self.carving.acquire();
     }
 
-    /// Releases the locks, in the parent and in the child.
+    /// Releases the heap's locks after `fork`, in the parent and in the child.
     ///
     /// # Safety
     ///
-    /// Follows one [`Heap::acquire_for_fork`] of the same thread.
+    /// The same thread has called [`Heap::acquire_for_fork`] before, once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.carving.release();
         self.purging.release();
     }
 
-    /// Resident bytes of the metadata.
+    /// Returns the resident bytes of the heap's metadata.
     pub fn metadata_bytes(&self) -> u64 {
         let used = self.arena.heap.carved_bytes();
         self.slots.resident_bytes(0, used / GRANULE_BYTES)
             + self.spans.resident_bytes(0, used / BLOCK_BYTES)
-            + self.free_list_heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
+            + self
+                .free_list_heads
+                .resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::CLASS_COUNT)
     }
 }

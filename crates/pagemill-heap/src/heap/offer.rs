@@ -17,16 +17,16 @@ use pagemill_core::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Age group (see `purge`) from which free memory is offered: a seventh of a second. The cost of reusing offered memory
-/// is about 1/100 of that time.
+/// Age group (see `purge`) from which cold memory is offered: free for a seventh of a second. The cost of reusing
+/// offered memory is about 1/100 of that time.
 const MIN_OFFER_AGE_GROUP: usize = 2;
 
-/// Minimum time between walks in nanoseconds.
-const MIN_WALK_DISTANCE_NS: u64 = 50_000_000;
-/// The time between walks is at least this many times the duration of the last walk.
+/// Minimum time, in nanoseconds, between two walks over the heap that offer cold memory or that reap.
+const MIN_WALK_INTERVAL_NS: u64 = 50_000_000;
+/// The time between two walks is at least the duration of the last walk times this factor.
 const WALK_TIME_FACTOR: u64 = 100;
-/// Minimum time between walks that offer memory of any age, in nanoseconds.
-const URGENT_WALK_DISTANCE_NS: u64 = 5_000_000;
+/// Minimum time, in nanoseconds, between two walks that offer free memory of any age.
+const MIN_URGENT_WALK_INTERVAL_NS: u64 = 5_000_000;
 
 /// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
 const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
@@ -35,7 +35,7 @@ const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
 /// data into it. Commit 6c8e2a256915 fixed that, also in stable updates, which the release number does not identify.
 const MIN_KERNEL_RELEASE: (u32, u32) = (5, 18);
 
-/// Times that limit how often walks run, in nanoseconds.
+/// Times, in nanoseconds, that limit how often walks over the heap offer memory or reap.
 #[derive(Default)]
 pub(super) struct OfferSchedule {
     /// Earliest time of the next walk that offers cold memory.
@@ -43,14 +43,14 @@ pub(super) struct OfferSchedule {
     last_urgent_walk_ns: AtomicU64,
     /// No memory is offered before this time, because the kernel has refused an offer.
     refused_until_ns: AtomicU64,
-    /// Earliest time of the next reaping walk; 0 while nothing is offered.
+    /// Earliest time of the next walk that finds the memory which the kernel took; 0 while no memory is offered.
     reap_after_ns: AtomicU64,
 }
 
-/// Earliest time of the walk after one that began at `start_ns` and ends now.
+/// Returns the earliest time of the next walk, after a walk that began at `start_ns` and ends now.
 fn next_walk_ns(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
-    end_ns + MIN_WALK_DISTANCE_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
+    end_ns + MIN_WALK_INTERVAL_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
 }
 
 impl Heap {
@@ -62,7 +62,7 @@ impl Heap {
         let now = clock::fine_ns();
         let (after, from_age) = match which {
             Which::Cold => (self.offers.offer_after_ns.load(Relaxed), MIN_OFFER_AGE_GROUP),
-            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + URGENT_WALK_DISTANCE_NS, 0),
+            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + MIN_URGENT_WALK_INTERVAL_NS, 0),
         };
         if now < after || now < self.offers.refused_until_ns.load(Relaxed) {
             return 0;
@@ -70,11 +70,12 @@ impl Heap {
         if which == Which::All {
             self.offers.last_urgent_walk_ns.store(now, Relaxed);
         }
-        self.offer_from(want_bytes, from_age)
+        self.offer_from_age_group(want_bytes, from_age)
     }
 
-    /// As [`Heap::offer_free`], for memory of at least the age group `from_age`, without a limit on frequency.
-    fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
+    /// As [`Heap::offer_free`], for free memory whose age group is at least `from_age`, however recent the last walk
+    /// was.
+    fn offer_from_age_group(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
         let now = super::current_stamp();
@@ -95,7 +96,7 @@ impl Heap {
         offer.bytes
     }
 
-    /// Offers the free memory of a span.
+    /// Offers the free memory of a span to the kernel.
     fn offer_span(&self, span: Span, offer: &mut OfferWalk<'_>) {
         if span.class.is_big() {
             return self.offer_slot(span, offer);
@@ -106,7 +107,7 @@ impl Heap {
         }
     }
 
-    /// Offers a big slot if it is free.
+    /// Offers the big slot of a span to the kernel, if the slot is free and cold.
     fn offer_slot(&self, span: Span, offer: &mut OfferWalk<'_>) {
         debug_assert!(span.class.is_big(), "the slot shares no block");
         let Some(place) = self.carved_slot_at(span, 0) else { return };
@@ -124,7 +125,7 @@ impl Heap {
         slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
-    /// Offers a block that several slots share, if none of them is live.
+    /// Offers a block that several slots share to the kernel, if none of the slots is live.
     fn offer_block(&self, span: Span, block: usize, offer: &mut OfferWalk<'_>) {
         debug_assert!(!span.class.is_big() && self.purging.is_held());
         let state = self.arena.block_state(block);
@@ -136,7 +137,7 @@ impl Heap {
         let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
         let is_offered = offer.record(unsafe { self.arena.offer(block, 1) });
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
             self.restore(self.any_slot_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
@@ -170,7 +171,8 @@ impl Heap {
         self.offers.reap_after_ns.store(next, Relaxed);
     }
 
-    /// Reaps the offered slots of a span. Returns whether any of its slots is still offered.
+    /// Discards the offered blocks of a span of which the kernel took pages. Returns whether any slot of the span is
+    /// still offered.
     fn reap_span(&self, span: Span) -> bool {
         let slots = || (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index));
         let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
@@ -186,7 +188,7 @@ impl Heap {
         is_any_offered()
     }
 
-    /// Reaps a big slot.
+    /// Discards those blocks of a free big slot of which the kernel took pages.
     fn reap_slot(&self, place: LocatedSlot) {
         debug_assert!(place.class.is_big() && self.purging.is_held());
         let slot = self.slot(place.number);
@@ -206,7 +208,7 @@ impl Heap {
         self.restore(place, claim, SlotBytes { is_offered: is_left, ..claim.bytes() });
     }
 
-    /// Reaps a block that several slots share.
+    /// Discards a block that several slots share, if no slot of it is live and the kernel took pages of it.
     fn reap_block(&self, span: Span, block: usize) {
         debug_assert!(!span.class.is_big() && self.purging.is_held());
         let Some(claims) = self.claim_block(span, block, has_only_offered_memory) else { return };
@@ -214,7 +216,7 @@ impl Heap {
             self.discard_claimed_block(span, block, &claims);
             return;
         }
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
     }
@@ -222,7 +224,7 @@ impl Heap {
 
 /// The criteria and the results of one walk that offers memory.
 struct OfferWalk<'walk> {
-    /// Whether a slot may be offered if it is free.
+    /// Returns whether a slot, if it is free, has been free for long enough to be offered.
     is_cold: &'walk dyn Fn(&Slot) -> bool,
     /// Bytes offered so far.
     bytes: u64,
@@ -231,8 +233,8 @@ struct OfferWalk<'walk> {
 }
 
 impl OfferWalk<'_> {
-    /// Records the result of [`Arena::offer`](pagemill_core::arena::Arena) for a slot or block. Returns whether the
-    /// slot or block is offered now.
+    /// Records `result`, which [`Arena::offer`](pagemill_core::arena::Arena) returned for a slot or block. Returns
+    /// whether the slot or block is offered now.
     fn record(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
@@ -240,7 +242,7 @@ impl OfferWalk<'_> {
     }
 }
 
-/// Whether the slot was never allocated, or is free and offered. The caller has excluded live and claimed slots.
+/// Returns whether the slot was never allocated, or is free and offered. The slot is neither live nor claimed.
 fn has_only_offered_memory(slot: &Slot) -> bool {
     slot.phase() != SlotPhase::Free || slot.is_offered()
 }
@@ -287,8 +289,8 @@ mod tests {
         mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.carved_bytes());
     }
 
-    /// Frees slots in shared blocks and a big slot, offers them twice, and lets the kernel take them. They must be
-    /// offered once, their charge must end, and all slots must be usable afterwards.
+    /// Frees slots in shared blocks and a big slot, offers all free memory twice, and lets the kernel take it. Only the
+    /// first call may offer memory. The charge for the memory must end, and all slots must be usable afterwards.
     #[test]
     fn offered_slots_can_be_taken_and_reused() {
         let pagemill = TestProcess::for_test();
@@ -301,8 +303,8 @@ mod tests {
         let heap = pagemill.heap;
         let cold = heap.offer_free(u64::MAX, Which::Cold);
         assert!(cold == 0 || freed.elapsed().as_millis() > 60, "nothing is cold that was free just now");
-        let offered = cold + heap.offer_from(u64::MAX, 0);
-        assert_eq!((offered, heap.offer_from(u64::MAX, 0)), (16 * MIB as u64, 0), "offered once");
+        let offered = cold + heap.offer_from_age_group(u64::MAX, 0);
+        assert_eq!((offered, heap.offer_from_age_group(u64::MAX, 0)), (16 * MIB as u64, 0), "offered once");
         assert_eq!(heap.free_bytes(), offered);
 
         let (resident, taken) = (pagemill.account.resident(), stats::get(Counter::Taken));
@@ -322,8 +324,8 @@ mod tests {
         assert!(is_filled(zeroed, 8 * MIB, 0));
     }
 
-    /// Offers free slots that reach into two blocks, and lets the kernel take them. No free bytes and no charge may
-    /// remain.
+    /// Offers free slots that reach into two blocks, and lets the kernel take their memory. Afterwards no free bytes
+    /// may be counted and no bytes may be charged.
     #[test]
     fn straddling_slots_are_reaped() {
         let pagemill = TestProcess::for_test();
@@ -335,7 +337,7 @@ mod tests {
             if stats::get(Counter::BlocksFallback) > fallbacks {
                 return println!("skipped: no huge pages to be had");
             }
-            let offered = heap.offer_from(u64::MAX, 0);
+            let offered = heap.offer_from_age_group(u64::MAX, 0);
             assert!(offered >= 24 * len as u64, "{offered} of 24 x {len}");
             let taken = stats::get(Counter::Taken);
             make_kernel_reclaim(pagemill);
@@ -349,8 +351,8 @@ mod tests {
         }
     }
 
-    /// The kernel takes offered slots, which are allocated again before the next walk. Their memory must be charged
-    /// once, and the limit must hold.
+    /// The kernel takes the memory of offered slots, which are allocated again before the next walk. Their memory must
+    /// be charged once only, and the account must stay below its limit.
     #[test]
     fn reused_taken_memory_is_charged_once() {
         let (small, big) = (256 * KIB, 8 * MIB);
@@ -359,7 +361,7 @@ mod tests {
         let own = allocate(pagemill, big, 1);
         shared.iter().for_each(|addr| free(pagemill, *addr));
         free(pagemill, own);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 16 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 16 * MIB as u64);
         let taken = stats::get(Counter::Taken);
         make_kernel_reclaim(pagemill);
         assert_eq!(allocate(pagemill, big, 2), own);
@@ -375,7 +377,8 @@ mod tests {
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }
 
-    /// Offers a locked slot. The kernel must refuse, and the heap must not offer again for a while.
+    /// Offers a slot whose pages are locked in memory. The kernel must refuse the offer, and the heap must not offer
+    /// memory again for a while.
     #[test]
     fn locked_memory_is_not_offered() {
         let pagemill = TestProcess::for_test();
@@ -386,28 +389,29 @@ mod tests {
             return println!("skipped: nothing may be locked here");
         }
         held.iter().for_each(|addr| free(pagemill, *addr));
-        pagemill.heap.offer_from(u64::MAX, 0);
+        pagemill.heap.offer_from_age_group(u64::MAX, 0);
         assert!(pagemill.heap.offers.refused_until_ns.load(Relaxed) > clock::fine_ns());
         assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
 
-    /// Allocates and writes an offered slot. The kernel must not take the slot. After the slot was freed, it must be
-    /// possible to offer it again.
+    /// Offers a free slot, and allocates and writes it again. The kernel must not take the slot's memory. After the
+    /// slot was freed, it must be possible to offer it again.
     #[test]
     fn reused_slot_is_not_taken() {
         let pagemill = TestProcess::for_test();
         let first = allocate(pagemill, 4 * MIB, 1);
         free(pagemill, first);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 4 * MIB as u64);
         assert_eq!(allocate(pagemill, 4 * MIB, 2), first);
         make_kernel_reclaim(pagemill);
         assert!(is_filled(first, 4 * MIB, 2));
         free(pagemill, first);
-        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
+        assert_eq!(pagemill.heap.offer_from_age_group(u64::MAX, 0), 4 * MIB as u64);
     }
 
     /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
-    /// take it. No live bytes may be lost, and the counters must agree at the end.
+    /// take it. No bytes of a live slot may be lost. At the end the heap's free bytes must equal the sum over its
+    /// slots.
     #[test]
     fn threads_keep_live_slots_during_offers() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
@@ -435,7 +439,7 @@ mod tests {
                 .collect();
             scope.spawn(|| {
                 while !is_over.load(Relaxed) {
-                    pagemill.heap.offer_from(u64::MAX, 0);
+                    pagemill.heap.offer_from_age_group(u64::MAX, 0);
                     make_kernel_reclaim(pagemill);
                     pagemill.heap.offers.reap_after_ns.fetch_min(1, Relaxed);
                     pagemill.heap.reap_offered();

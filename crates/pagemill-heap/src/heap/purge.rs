@@ -21,11 +21,11 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// A range of ages: ticks since a slot was freed.
+/// A range of ages. An age is the number of ticks since a slot was freed.
 type Ages = Range<u32>;
-/// All ages that a stamp can express.
+/// All ages that a slot's time stamp can express.
 const ALL_AGES: Ages = 0..1 << 16;
-/// Number of age groups. A group has the ages with the same number of significant bits.
+/// Number of age groups. A group contains all ages, in ticks, that have the same number of significant bits.
 const AGE_GROUPS: usize = 17;
 
 /// Maximum number of huge pages that one call of [`Shrinker::shrink_aged`] splits, which takes some 10 ms.
@@ -40,7 +40,7 @@ const MIN_SPLIT_AGE: Duration = Duration::from_millis(500);
 /// A huge page is split only if free slots fill at least this many bytes of it.
 const MIN_SPLIT_FREE_BYTES: usize = BLOCK_BYTES / 4;
 
-/// Whether a purge discards slots of a block that were never allocated.
+/// Whether a purge of a block also discards the slots that were never allocated.
 #[derive(Clone, Copy)]
 enum NeverCarved {
     /// Slots that were never allocated are not discarded.
@@ -49,24 +49,24 @@ enum NeverCarved {
     Discard,
 }
 
-/// A span: a run of blocks with slots of one class, given by its first address.
+/// A span: adjacent blocks with slots of one class. `start` is the address of the first block.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
     pub start: usize,
     pub class: Class,
 }
 
-/// Ticks from the time stamp of a freed slot to `now`.
+/// Returns the ticks from the time stamp of a freed slot to `now`.
 fn age_ticks(now: u16, stamp: u16) -> u32 {
     u32::from(now.wrapping_sub(stamp))
 }
 
-/// The age group of a freed slot: the number of significant bits of its age in ticks.
+/// Returns the age group of a freed slot: the number of significant bits of its age in ticks.
 pub(super) fn age_group(now: u16, stamp: u16) -> usize {
     (u32::BITS - age_ticks(now, stamp).leading_zeros()) as usize
 }
 
-/// The ages in a group.
+/// Returns the ages that belong to an age group.
 fn ages_in_group(group: usize) -> Ages {
     debug_assert!(group < AGE_GROUPS);
     if group == 0 { 0..1 } else { 1 << (group - 1)..1 << group }
@@ -145,7 +145,7 @@ impl Shrinker for Heap {
     }
 }
 
-/// The claims on the slots that reach into a block.
+/// A purge's claims on the slots that reach into a block.
 pub(super) struct Claims {
     /// Index, within the span, of the first slot that reaches into the block.
     first: usize,
@@ -156,17 +156,17 @@ pub(super) struct Claims {
 
 impl Claims {
     pub fn iter(&self) -> impl Iterator<Item = SlotClaim> {
-        self.indices().map(|(_, claim)| claim)
+        self.indexed_claims().map(|(_, claim)| claim)
     }
 
     /// The claims, each with the index of its slot within the span.
-    pub fn indices(&self) -> impl Iterator<Item = (usize, SlotClaim)> {
+    pub fn indexed_claims(&self) -> impl Iterator<Item = (usize, SlotClaim)> {
         let claims = self.claims[..self.count].iter();
         (self.first..).zip(claims).filter_map(|(index, claim)| Some((index, (*claim)?)))
     }
 }
 
-/// The target of a purge and its progress.
+/// The number of bytes that a purge should free, and its progress.
 struct PurgeTarget {
     /// Bytes that the purge should free.
     bytes: u64,
@@ -188,7 +188,7 @@ impl PurgeTarget {
 }
 
 impl Heap {
-    /// Calls `act` for every span until `act` returns false.
+    /// Calls `act` for every span of the heap until `act` returns false.
     pub(super) fn walk_spans(&self, act: impl FnMut(Span) -> bool) {
         self.walk_spans_in(0..self.carved_blocks(), act);
     }
@@ -217,14 +217,14 @@ impl Heap {
         true
     }
 
-    /// The slot with this index in a span; `None` if the slot was never carved.
+    /// Returns the slot with this index in a span; `None` if the slot was never carved.
     pub(super) fn carved_slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
         debug_assert!(index < span.class.span_slots());
         let addr = span.start + index * span.class.stride();
         self.locate(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
     }
 
-    /// Purges free slots with these ages, the oldest age groups first.
+    /// Purges free slots with these ages, the oldest age groups first, until the target is met.
     fn purge_oldest(&self, now: u16, ages: &Ages, target: &mut PurgeTarget) {
         debug_assert!(self.purging.is_held());
         let (older, last) = self.ages_to_purge(now, ages, target.bytes);
@@ -290,7 +290,7 @@ impl Heap {
         true
     }
 
-    /// Whether a slot is free and has one of these ages.
+    /// Returns whether a slot is free and has one of these ages.
     fn is_free_with_age(&self, place: LocatedSlot, now: u16, ages: &Ages) -> bool {
         let slot = self.slot(place.number);
         slot.phase() == SlotPhase::Free && ages.contains(&age_ticks(now, slot.stamp()))
@@ -357,7 +357,7 @@ impl Heap {
         // SAFETY: the slots are claimed, and the parts are whole OS pages of them inside the block.
         let discarded = unsafe { self.arena.discard_parts(block, &parts[..count], |at| refused[at] = true) };
         let mut freed = discarded.unwrap_or(0);
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             let place = self.any_slot_at(span, index);
             if claim.phase() != SlotPhase::Free {
                 self.slot(place.number).restore(claim, claim.bytes());
@@ -382,22 +382,22 @@ impl Heap {
         freed
     }
 
-    /// Whether a block has no memory: its pages read zero when they are touched next.
+    /// Returns whether a block has no memory, so that its pages read zero when they are touched next.
     fn is_empty_block(&self, block: usize) -> bool {
         self.arena.block_state(block).backing == Backing::Empty
     }
 
-    /// Whether a slot starts and ends at boundaries of OS pages.
+    /// Returns whether a slot starts and ends at boundaries of OS pages.
     fn has_whole_pages(&self, place: LocatedSlot) -> bool {
         [place.addr, place.class.bytes()].iter().all(|at| at.is_multiple_of(os_page_bytes()))
     }
 
-    /// The blocks that a slot reaches into.
+    /// Returns the blocks into which a slot reaches.
     pub(super) fn blocks_of(&self, place: LocatedSlot) -> impl Iterator<Item = usize> + use<> {
         self.arena.block_of(place.addr)..=self.arena.block_of(place.addr + place.class.bytes() - 1)
     }
 
-    /// The addresses of those whole OS pages of a slot that lie inside a block; may be empty.
+    /// Returns the addresses of those whole OS pages of a slot that lie inside a block; may be empty.
     fn whole_pages_in(&self, place: LocatedSlot, block: usize) -> Range<usize> {
         let (page, start) = (os_page_bytes(), self.arena.block_addr(block));
         let from = place.addr.next_multiple_of(page).max(start);
@@ -405,7 +405,7 @@ impl Heap {
         from..to.max(from)
     }
 
-    /// Indices within the span of the slots that reach into a block.
+    /// Returns the indices, within the span, of the slots that reach into a block.
     pub(super) fn slots_of_block(&self, span: Span, block: usize) -> Range<usize> {
         let start = self.arena.block_addr(block) - span.start;
         let size = span.class.bytes();
@@ -432,16 +432,17 @@ impl Heap {
         debug_assert!(self.slots_of_block(span, block) == (claims.first..claims.first + claims.count));
         // SAFETY: every slot that reaches into the block is claimed.
         let freed = unsafe { self.arena.discard(block, 1) };
-        self.restore_all(span, block, claims);
+        self.restore_claimed_slots(span, block, claims);
         freed
     }
 
-    /// Ends the claims on the slots of a block that may have been discarded.
-    pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
+    /// Ends the claims on the slots of a block. If the block was discarded, stores the new attributes of the slots'
+    /// bytes.
+    pub(super) fn restore_claimed_slots(&self, span: Span, block: usize, claims: &Claims) {
         // `is_emptied` does not follow from the bytes freed: discarding a block that was never touched frees no bytes,
         // either.
         let is_emptied = self.arena.block_state(block).backing == Backing::Empty;
-        for (index, claim) in claims.indices() {
+        for (index, claim) in claims.indexed_claims() {
             let addr = span.start + index * span.class.bytes();
             let bytes =
                 if is_emptied { self.bytes_after_discard(addr, span.class, claim.bytes()) } else { claim.bytes() };
@@ -449,7 +450,7 @@ impl Heap {
         }
     }
 
-    /// Claims all slots that reach into a block, if none is live and all satisfy `is_due`.
+    /// Claims all slots that reach into a block, if none of them is live and all satisfy `is_due`.
     pub(super) fn claim_block(&self, span: Span, block: usize, is_due: impl Fn(&Slot) -> bool) -> Option<Claims> {
         self.claim_block_except(span, block, None, is_due)
     }
@@ -473,7 +474,7 @@ impl Heap {
         for index in indices.clone().filter(|index| !is_own(*index)) {
             claims.claims[index - indices.start] = slot(index).try_claim();
             if claims.claims[index - indices.start].is_none() {
-                for (index, claim) in claims.indices() {
+                for (index, claim) in claims.indexed_claims() {
                     slot(index).restore(claim, claim.bytes());
                 }
                 return None;
@@ -482,19 +483,19 @@ impl Heap {
         Some(claims)
     }
 
-    /// The slot with this index in a span, whether it was carved or not. Its `node` is not set.
+    /// Returns the slot with this index in a span, whether the slot was carved or not. The field `node` is not set.
     pub(super) fn any_slot_at(&self, span: Span, index: usize) -> LocatedSlot {
         debug_assert!(index < span.class.span_slots());
         let addr = span.start + index * span.class.bytes();
         LocatedSlot { number: self.slot_number_at(span, index), addr, class: span.class, node: 0 }
     }
 
-    /// The number of the slot with this index in a span.
+    /// Returns the number of the slot with this index in a span.
     fn slot_number_at(&self, span: Span, index: usize) -> u32 {
         ((span.start + index * span.class.bytes() - self.base()) / super::class::GRANULE_BYTES) as u32
     }
 
-    /// The attributes of a slot's bytes after one of the blocks that it reaches into was discarded.
+    /// Returns the attributes of a slot's bytes after one of the blocks into which the slot reaches was discarded.
     pub(super) fn bytes_after_discard(&self, addr: usize, class: Class, bytes: SlotBytes) -> SlotBytes {
         let mut blocks = self.arena.block_of(addr)..=self.arena.block_of(addr + class.bytes() - 1);
         let is_empty = blocks.clone().all(|block| self.arena.block_state(block).backing == Backing::Empty);
@@ -525,7 +526,7 @@ impl Heap {
         true
     }
 
-    /// The slots that lie completely inside a block.
+    /// Returns the slots that lie completely inside a block.
     fn slots_inside(&self, span: Span, block: usize) -> impl Iterator<Item = LocatedSlot> {
         let range = self.arena.block_addr(block)..self.arena.block_addr(block) + BLOCK_BYTES;
         let is_inside =
@@ -533,13 +534,13 @@ impl Heap {
         self.slots_of_block(span, block).filter_map(move |index| self.carved_slot_at(span, index)).filter(is_inside)
     }
 
-    /// Whether free slots with these ages fill enough of a huge page to split it.
+    /// Returns whether free slots with these ages fill enough of a huge page to split the page.
     fn is_worth_a_split(&self, span: Span, block: usize, now: u16, ages: &Ages) -> bool {
         let free = self.slots_inside(span, block).filter(|place| self.is_free_with_age(*place, now, ages));
         free.map(|place| place.class.bytes()).sum::<usize>() >= MIN_SPLIT_FREE_BYTES
     }
 
-    /// Splits a huge page and discards its free slots with these ages. Returns the bytes freed.
+    /// Splits a huge page, and discards the free slots in it that have these ages. Returns the bytes freed.
     fn split_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
         self.arena.split(block);
         let freed = self.discard_free_parts(span, block, now, ages, NeverCarved::Discard);

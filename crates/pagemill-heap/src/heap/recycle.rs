@@ -28,10 +28,10 @@ const MAX_EXAMINED_SPANS: usize = 256;
 /// blocks that live slots share.
 const FAILED_SEARCH_PAUSE_FACTOR: u64 = 20;
 
-/// The blocks into which pages are moved, and the progress.
+/// The blocks into which a search for donors (free slots) moves pages, and its progress.
 struct Recipient {
     node: usize,
-    /// The next block to fill.
+    /// Index of the next block to fill.
     to: usize,
     /// Number of blocks left to fill.
     blocks: usize,
@@ -40,7 +40,8 @@ struct Recipient {
 }
 
 impl Recipient {
-    /// Whether more pages can be moved into the recipient's blocks. False after a move that stopped inside a block.
+    /// Returns whether more pages can be moved into the recipient's blocks. False after a move that stopped inside a
+    /// block.
     fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
@@ -100,21 +101,21 @@ impl Heap {
         if self.arena.block_state(block).backing == Backing::Empty {
             self.move_from_donors(&mut recipient);
         }
-        for (index, claim) in others.indices() {
+        for (index, claim) in others.indexed_claims() {
             let claim = if recipient.done_bytes > 0 { claim.as_nonzero() } else { claim };
             self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
         recipient.done_bytes > 0
     }
 
-    /// Whether a search for donors may succeed now.
+    /// Returns whether a search for donors (free slots that can lose their pages) may succeed now.
     fn may_have_donors(&self) -> bool {
         self.can_move_pages.load(Relaxed)
             && self.free_bytes() >= BLOCK_BYTES as u64
             && clock::fine_ns() >= self.next_donor_search_ns.load(Relaxed)
     }
 
-    /// The span that contains a slot.
+    /// Returns the span that contains a slot.
     pub(super) fn span_of(&self, place: LocatedSlot) -> Option<Span> {
         let block = (place.addr - self.base()) / BLOCK_BYTES;
         let starts = (block + 1).saturating_sub(place.class.span_blocks())..block + 1;
@@ -173,8 +174,8 @@ impl Heap {
         self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
     }
 
-    /// Moves the pages of fully resident blocks to the recipient, as many adjacent blocks at once as possible. Returns
-    /// whether pages were moved.
+    /// Moves the pages of those of the `blocks` that are fully resident to the recipient, as many adjacent blocks at
+    /// once as possible. Returns whether pages were moved.
     fn donate_runs(&self, blocks: Range<usize>, recipient: &mut Recipient) -> bool {
         let (before, mut at) = (recipient.done_bytes, blocks.start);
         while at < blocks.end && recipient.can_take_more() {
@@ -210,11 +211,11 @@ impl Heap {
                 // address was not returned yet.
                 unsafe { self.move_to_recipient(recipient, block, 1) };
             }
-            self.restore_all(span, block, &claims);
+            self.restore_claimed_slots(span, block, &claims);
         }
     }
 
-    /// Moves the pages of whole blocks to the recipient. Returns whether all pages were moved.
+    /// Moves the pages of `blocks` blocks from block `from` on to the recipient. Returns whether all pages were moved.
     ///
     /// # Safety
     ///
@@ -233,7 +234,7 @@ impl Heap {
         moved == blocks * BLOCK_BYTES
     }
 
-    /// Whether all OS pages of a block are resident.
+    /// Returns whether all OS pages of a block are resident.
     fn is_fully_resident(&self, block: usize) -> bool {
         self.arena.block_state(block).charged_pages as usize == pagemill_core::units::os_pages_per_block()
     }
@@ -265,8 +266,8 @@ mod tests {
         unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.iter().all(|byte| *byte == 0)
     }
 
-    /// Bytes moved while `act` ran, including those of tests that run concurrently.
-    fn refilled(act: impl FnOnce()) -> u64 {
+    /// Returns the bytes that were moved between slots while `act` ran, also those of tests that run concurrently.
+    fn bytes_moved_by(act: impl FnOnce()) -> u64 {
         let before = stats::get(Counter::Refilled);
         act();
         stats::get(Counter::Refilled) - before
@@ -288,7 +289,7 @@ mod tests {
             // Small pages are charged only when they are measured.
             pagemill.account.reconcile();
             let resident = pagemill.account.resident();
-            let moved = refilled(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
+            let moved = bytes_moved_by(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
             assert!(moved >= 8 * MIB, "{from} to {to}: {moved}");
             pagemill.account.reconcile();
             let grown = pagemill.account.resident().saturating_sub(resident);

@@ -9,8 +9,9 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
-/// From this number of bytes on, pages are moved instead of copied. Copying fewer bytes is as fast as the system calls.
-const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
+/// From this number of bytes on, a resize moves pages instead of copying bytes. Copying fewer bytes is as fast as the
+/// system calls.
+const MIN_MOVE_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
     /// Resizes the allocation at `addr` to at least `size` bytes. Contents up to the smaller size are preserved.
@@ -32,7 +33,7 @@ impl Heap {
         let here = || NonNull::new(addr as *mut u8).ok_or(pagemill_core::error::Error::NotAllocated { addr });
         if size <= old_bytes && (size * 2 > old_bytes || old.class.is_big()) {
             if old.class.is_big() {
-                self.trim(old, size);
+                self.trim_big_slot(old, size);
             }
             return here();
         }
@@ -62,7 +63,7 @@ impl Heap {
 
     /// Returns the memory of whole blocks that a big slot does not need after it shrank. The blocks stay accessible,
     /// because the program may use all bytes of its slot.
-    fn trim(&self, place: LocatedSlot, size: usize) {
+    fn trim_big_slot(&self, place: LocatedSlot, size: usize) {
         debug_assert!(place.class.is_big() && size <= place.class.bytes());
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);
@@ -72,15 +73,15 @@ impl Heap {
         }
     }
 
-    /// Moves the pages of whole blocks from one big slot to another whose memory was never touched. Returns the bytes
-    /// moved; 0 if the pages cannot be moved.
+    /// Moves the pages of the whole blocks in the first `keep` bytes from one big slot to another slot, whose memory
+    /// was never touched. Returns the bytes moved; 0 if the pages cannot be moved.
     ///
     /// # Safety
     ///
     /// Both slots are live, and no thread uses them during the call.
     unsafe fn move_blocks(&self, old: LocatedSlot, new: LocatedSlot, keep: usize) -> usize {
         let blocks = keep / BLOCK_BYTES;
-        if keep < MOVE_FROM_BYTES || !old.class.is_big() || !new.class.is_big() {
+        if keep < MIN_MOVE_BYTES || !old.class.is_big() || !new.class.is_big() {
             return 0;
         }
         let (from, to) = (self.arena.block_of(old.addr), self.arena.block_of(new.addr));

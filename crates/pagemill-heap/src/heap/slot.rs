@@ -35,7 +35,8 @@ pub(crate) struct SlotBytes {
     pub is_resident: bool,
     /// Whether all bytes are known to read zero.
     pub is_zero: bool,
-    /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
+    /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation of the slot clears the
+    /// flag.
     pub is_offered: bool,
     /// For a free slot: the part of `Heap::free_bytes` that the slot accounts for, in units of 4 KiB. The thread that
     /// allocates the slot subtracts this part again.
@@ -43,9 +44,9 @@ pub(crate) struct SlotBytes {
 }
 
 impl SlotBytes {
-    /// A slot without memory.
+    /// The attributes of a slot without memory.
     pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
-    /// A slot that the program has used.
+    /// The attributes of a slot that the program has used.
     pub const USED: Self = Self { is_resident: true, is_zero: false, is_offered: false, counted: 0 };
 
     /// Returns a copy with `counted` set to `bytes`.
@@ -62,16 +63,17 @@ impl SlotBytes {
 /// Unit of [`SlotBytes::counted`].
 const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
-/// Mask of the phase in the state word.
-const PHASE: u64 = 3;
-/// [`SlotBytes::is_resident`] in the state word.
-const RESIDENT: u64 = 1 << 2;
-/// [`SlotBytes::is_zero`] in the state word.
-const ZERO: u64 = 1 << 3;
-/// [`SlotBytes::is_offered`] in the state word.
-const OFFERED: u64 = 1 << 4;
-/// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
-const NONZERO: u64 = 1 << 5;
+/// Mask of the bits of the state word that contain the phase.
+const PHASE_MASK: u64 = 3;
+/// Bit of the state word for [`SlotBytes::is_resident`].
+const RESIDENT_BIT: u64 = 1 << 2;
+/// Bit of the state word for [`SlotBytes::is_zero`].
+const ZERO_BIT: u64 = 1 << 3;
+/// Bit of the state word for [`SlotBytes::is_offered`].
+const OFFERED_BIT: u64 = 1 << 4;
+/// Bit of the state word: the slot was never allocated, but pages of another slot were moved into it, so its bytes are
+/// not zero.
+const NONZERO_BIT: u64 = 1 << 5;
 /// Position of the time stamp (16 bits) in the state word.
 const STAMP_SHIFT: u32 = 16;
 /// Position of [`SlotBytes::counted`] (32 bits) in the state word.
@@ -80,15 +82,15 @@ const COUNT_SHIFT: u32 = 32;
 /// Packs the phase, the attributes and the time stamp into a state word.
 fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
     phase as u64
-        | if bytes.is_resident { RESIDENT } else { 0 }
-        | if bytes.is_zero { ZERO } else { 0 }
-        | if bytes.is_offered { OFFERED } else { 0 }
+        | if bytes.is_resident { RESIDENT_BIT } else { 0 }
+        | if bytes.is_zero { ZERO_BIT } else { 0 }
+        | if bytes.is_offered { OFFERED_BIT } else { 0 }
         | u64::from(stamp) << STAMP_SHIFT
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
-fn phase(word: u64) -> SlotPhase {
-    match word & PHASE {
+fn unpack_phase(word: u64) -> SlotPhase {
+    match word & PHASE_MASK {
         0 => SlotPhase::None,
         1 => SlotPhase::Live,
         2 => SlotPhase::Free,
@@ -96,33 +98,33 @@ fn phase(word: u64) -> SlotPhase {
     }
 }
 
-fn bytes(word: u64) -> SlotBytes {
+fn unpack_bytes(word: u64) -> SlotBytes {
     SlotBytes {
-        is_resident: word & RESIDENT != 0,
-        is_zero: word & ZERO != 0,
-        is_offered: word & OFFERED != 0,
+        is_resident: word & RESIDENT_BIT != 0,
+        is_zero: word & ZERO_BIT != 0,
+        is_offered: word & OFFERED_BIT != 0,
         counted: (word >> COUNT_SHIFT) as u32,
     }
 }
 
-/// A purge's claim on a slot: the state word before the claim, from which the slot is restored.
+/// A purge's claim on a slot. It contains the state word before the claim, from which the word is restored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotClaim(u64);
 
 impl SlotClaim {
     pub fn phase(self) -> SlotPhase {
-        phase(self.0)
+        unpack_phase(self.0)
     }
 
     pub fn bytes(self) -> SlotBytes {
-        bytes(self.0)
+        unpack_bytes(self.0)
     }
 
-    /// Returns the claim with the slot recorded as not zero, after pages of another slot were moved into it.
+    /// Returns a claim from which the slot is restored as not zero, because pages of another slot were moved into it.
     pub fn as_nonzero(self) -> Self {
         match self.phase() {
-            SlotPhase::None => Self(self.0 | NONZERO),
-            _ => Self(self.0 & !ZERO),
+            SlotPhase::None => Self(self.0 | NONZERO_BIT),
+            _ => Self(self.0 & !ZERO_BIT),
         }
     }
 }
@@ -132,7 +134,7 @@ impl SlotClaim {
 pub(crate) struct Slot {
     /// Phase, attributes of the bytes, and time of the last free (`pack`).
     state: AtomicU64,
-    /// The next slot in the free list: its number plus one; 0 at the end.
+    /// Number of the next slot in the free list, plus one; 0 at the end of the list.
     next: AtomicU32,
     /// A packed [`SlotInfo`].
     info: AtomicU32,
@@ -165,25 +167,25 @@ impl Slot {
     }
 
     pub fn phase(&self) -> SlotPhase {
-        phase(self.state.load(Acquire))
+        unpack_phase(self.state.load(Acquire))
     }
 
     pub fn bytes(&self) -> SlotBytes {
-        bytes(self.state.load(Acquire))
+        unpack_bytes(self.state.load(Acquire))
     }
 
-    /// Whether the slot is free and was offered to the kernel.
+    /// Returns whether the slot is free and was offered to the kernel.
     pub fn is_offered(&self) -> bool {
         let word = self.state.load(Acquire);
-        phase(word) == SlotPhase::Free && bytes(word).is_offered
+        unpack_phase(word) == SlotPhase::Free && unpack_bytes(word).is_offered
     }
 
-    /// Allocates a slot for the first time. Returns `None` while a purge has claimed it.
+    /// Allocates the slot for the first time. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::None {
-            let fresh = SlotBytes { is_zero: word & NONZERO == 0, ..SlotBytes::UNTOUCHED };
+        while unpack_phase(word) == SlotPhase::None {
+            let fresh = SlotBytes { is_zero: word & NONZERO_BIT == 0, ..SlotBytes::UNTOUCHED };
             match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
                 Err(now) => word = now,
@@ -192,39 +194,39 @@ impl Slot {
         None
     }
 
-    /// Allocates a free slot. Returns `None` while a purge has claimed it.
+    /// Allocates the slot, which was free. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_allocate(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::Free {
-            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..bytes(word) }, 0);
+        while unpack_phase(word) == SlotPhase::Free {
+            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..unpack_bytes(word) }, 0);
             match self.state.compare_exchange(word, live, Acquire, Relaxed) {
-                Ok(_) => return Some(bytes(word)),
+                Ok(_) => return Some(unpack_bytes(word)),
                 Err(now) => word = now,
             }
         }
         None
     }
 
-    /// Frees a live slot and stores the attributes of its bytes and the time. If the slot is not live, returns its
-    /// phase as `Err`.
+    /// Frees the slot, and stores the attributes of its bytes and the time. If the slot is not live, returns its phase
+    /// as `Err`.
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == SlotPhase::Live {
+        while unpack_phase(word) == SlotPhase::Live {
             match self.state.compare_exchange(word, pack(SlotPhase::Free, bytes, stamp), Release, Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(now) => word = now,
             }
         }
-        Err(phase(word))
+        Err(unpack_phase(word))
     }
 
-    /// Claims a slot that is free or was never allocated. The caller may then discard its bytes.
+    /// Claims the slot if it is free or was never allocated. The caller may then discard the slot's bytes.
     pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
-        while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
-            match self.state.compare_exchange(word, word | PHASE, Acquire, Relaxed) {
+        while matches!(unpack_phase(word), SlotPhase::Free | SlotPhase::None) {
+            match self.state.compare_exchange(word, word | PHASE_MASK, Acquire, Relaxed) {
                 Ok(_) => return Some(SlotClaim(word)),
                 Err(now) => word = now,
             }
@@ -248,7 +250,7 @@ impl Slot {
     }
 }
 
-/// A table of slots.
+/// A table of slots, indexed by slot number.
 pub(crate) trait Slots {
     fn slot(&self, number: u32) -> &Slot;
 }
@@ -291,7 +293,8 @@ impl FreeList<'_> {
     }
 }
 
-/// The tag after that of `head`, in the upper half of the word. A tag recurs only after 2^32 changes of the list.
+/// Returns the tag that follows the tag of the head word `head`, in the upper half of a word. A tag recurs only after
+/// 2^32 changes of the list.
 fn next_tag(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
@@ -437,8 +440,8 @@ mod tests {
         Slot { state: AtomicU64::new(word), next: AtomicU32::new(0), info: AtomicU32::new(0) }
     }
 
-    /// All combinations of attributes, with some counts.
-    fn all_bytes() -> impl Iterator<Item = SlotBytes> {
+    /// Returns all combinations of the attributes of a slot's bytes, each with several values of `counted`.
+    fn all_attributes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
         (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
             [0, 1, u32::MAX].map(|counted| SlotBytes { is_resident, is_zero, is_offered, counted })
@@ -448,22 +451,28 @@ mod tests {
     /// Packs every combination of phase, attributes and stamp into a word. Unpacking must return the same values.
     #[test]
     fn state_word_packs_all_fields() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
-                    assert_eq!((phase(word), bytes(word), (word >> STAMP_SHIFT) as u16), (of, known, stamp));
+                    assert_eq!(
+                        (unpack_phase(word), unpack_bytes(word), (word >> STAMP_SHIFT) as u16),
+                        (of, known, stamp)
+                    );
                 }
             }
         }
-        assert_eq!(bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
+        assert_eq!(
+            unpack_bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(),
+            12 << 10
+        );
     }
 
-    /// `try_allocate` must return the attributes of a free slot. In the word it must clear `is_offered` and `counted`
-    /// only.
+    /// `try_allocate` must return the attributes that the free slot had. In the state word it must clear `is_offered`
+    /// and `counted`, and no other attribute.
     #[test]
     fn allocation_clears_offer_and_count() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 7));
             assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), SlotPhase::Live));
             assert_eq!(slot.bytes(), SlotBytes { is_offered: false, counted: 0, ..known });
@@ -471,7 +480,7 @@ mod tests {
         }
     }
 
-    /// `info` must return the values of `set_info`, and `None` before it.
+    /// `info` must return `None` before `set_info`, and afterwards the values that `set_info` stored.
     #[test]
     fn described_slot_returns_its_info() {
         for class in [0, 1, 0x5A, u8::MAX] {
@@ -490,7 +499,7 @@ mod tests {
     /// store the new attributes.
     #[test]
     fn claimed_slot_refuses_operations_until_restored() {
-        for known in all_bytes() {
+        for known in all_attributes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 0xA5F1));
             assert_eq!(slot.is_offered(), known.is_offered);
             let claim = slot.try_claim().unwrap();
@@ -499,7 +508,7 @@ mod tests {
             assert!(slot.free(SlotBytes::USED, 1) == Err(SlotPhase::Purging) && !slot.is_offered());
             let stale = claim.as_nonzero();
             assert_eq!((stale.phase(), stale.bytes()), (SlotPhase::Free, SlotBytes { is_zero: false, ..known }));
-            for next in all_bytes() {
+            for next in all_attributes() {
                 slot.restore(stale, next);
                 assert_eq!((slot.phase(), slot.bytes(), slot.stamp()), (SlotPhase::Free, next, 0xA5F1));
             }
@@ -509,7 +518,8 @@ mod tests {
         assert_eq!((live.free(SlotBytes::USED, 9), live.phase(), live.stamp()), (Ok(()), SlotPhase::Free, 9));
     }
 
-    /// Carving a slot must report zeros, unless pages of another slot were moved into it before.
+    /// The first allocation of a slot must report that its bytes are zero, unless pages of another slot were moved into
+    /// it before.
     #[test]
     fn carved_slot_is_zero_unless_pages_were_moved_in() {
         let slot = slot_of(0);
@@ -536,8 +546,8 @@ mod tests {
         }
     }
 
-    /// Compares random pushes and pops with a `Vec`. The list must be last in, first out, and each change must
-    /// increment its tag.
+    /// Pushes and pops slots, and compares the free list with a `Vec`. The list must be last in, first out, and each
+    /// change must increment its tag.
     #[test]
     fn free_list_is_last_in_first_out() {
         const SLOTS: u32 = 5;

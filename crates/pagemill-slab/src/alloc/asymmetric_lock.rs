@@ -13,31 +13,35 @@ use pagemill_sys::barrier;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// The sides that execute a barrier between their two steps.
+/// Which threads execute a memory barrier for an [`AsymmetricLock`]: only draining threads, or also the threads that
+/// enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Barriers {
-    /// The draining thread executes the barrier for all threads at once ([`pagemill_sys::barrier`]).
+    /// A draining thread executes one barrier for all threads of the process ([`pagemill_sys::barrier`]). A thread that
+    /// enters executes none.
     DrainerOnly,
-    /// Each side executes a barrier of its own, because the kernel refuses the process-wide barrier.
+    /// A draining thread and a thread that enters a magazine each execute a barrier of their own, because the kernel
+    /// refuses the process-wide barrier.
     BothSides,
 }
 
 impl Barriers {
-    /// Returns the kind that the kernel supports. The kernel is queried only once, because sleeping threads would not
-    /// notice a change.
+    /// Returns the kind of barriers that the kernel supports. The kernel is queried only once for a process, because
+    /// threads that sleep would not notice a later change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
         static HAS_PROCESS_BARRIER: OnceLock<bool> = OnceLock::new();
         if *HAS_PROCESS_BARRIER.get_or_init(barrier::register) { Self::DrainerOnly } else { Self::BothSides }
     }
 
-    /// Executes the draining thread's barrier between its two steps. Returns false if the kernel refused it. One call
-    /// covers any number of magazines.
+    /// Executes the barrier that a draining thread needs between [`AsymmetricLock::begin_drain`] and
+    /// [`AsymmetricLock::is_not_held_by_owner`]. One call covers any number of magazines. Returns false if the kernel
+    /// refused the barrier.
     pub fn execute(self) -> bool {
         match self {
             #[cfg(not(loom))]
             Self::DrainerOnly => barrier::all_threads(),
-            // loom has no process-wide barrier: one fence here and one in `order_owner_steps` represent it.
+            // loom has no process-wide barrier: one fence here and one in `order_entered_before_draining` represent it.
             #[cfg(loom)]
             Self::DrainerOnly => {
                 fence(SeqCst);
@@ -51,23 +55,23 @@ impl Barriers {
     }
 }
 
-/// The asymmetric lock of one magazine.
+/// The asymmetric lock of one magazine. Its owner is the magazine's thread.
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct AsymmetricLock {
-    /// 1 while the magazine's thread is inside. Only that thread writes the flag.
+    /// 1 while the magazine's thread holds the lock or tries to. Only that thread writes the flag.
     entered: AtomicU32,
     /// 1 while another thread drains the magazine. The magazine's thread never writes the flag.
     draining: AtomicU32,
 }
 
 impl AsymmetricLock {
-    /// Enters the lock on the magazine's thread, with [`Barriers::DrainerOnly`]. Returns false if the magazine is being
-    /// drained. Otherwise the thread has exclusive access until [`AsymmetricLock::leave`].
+    /// Acquires the lock for the magazine's thread, with [`Barriers::DrainerOnly`]. Returns false if the magazine is
+    /// being drained. Otherwise the thread has exclusive access until [`AsymmetricLock::leave`].
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.entered.store(1, Relaxed);
-        order_owner_steps();
+        order_entered_before_draining();
         self.confirm_entry()
     }
 
@@ -78,7 +82,8 @@ impl AsymmetricLock {
         self.confirm_entry()
     }
 
-    /// Executes the second step of the magazine's thread: leaves again if a drain is in progress.
+    /// Completes an acquisition by the magazine's thread, which has set `entered`: checks for a drain in progress. If
+    /// there is one, clears `entered` again and returns false.
     #[inline(always)]
     fn confirm_entry(&self) -> bool {
         // Acquire: the thread must see the changes of the last drain.
@@ -89,36 +94,36 @@ impl AsymmetricLock {
         is_entered
     }
 
-    /// Ends the entry of the magazine's thread.
+    /// Releases the lock, which the magazine's thread holds.
     #[inline(always)]
     pub fn leave(&self) {
         self.entered.store(0, Release);
     }
 
-    /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot enter. Only one thread at a
-    /// time may drain.
+    /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot acquire the lock any more.
+    /// Only one thread at a time may drain.
     pub fn begin_drain(&self) {
         debug_assert!(self.draining.load(Relaxed) == 0, "one thread drains");
         self.draining.store(1, Relaxed);
     }
 
-    /// Returns whether the magazine's thread is outside. If this returns true after [`Barriers::execute`], the draining
-    /// thread has exclusive access.
-    pub fn is_owner_outside(&self) -> bool {
+    /// Returns whether the magazine's thread does not hold the lock. If this returns true after [`Barriers::execute`],
+    /// the draining thread has exclusive access.
+    pub fn is_not_held_by_owner(&self) -> bool {
         self.entered.load(Acquire) == 0
     }
 
-    /// Ends the drain: the magazine's thread can enter again.
+    /// Ends the drain: the magazine's thread can acquire the lock again.
     pub fn end_drain(&self) {
         debug_assert!(self.draining.load(Relaxed) == 1, "a drain ends once");
         self.draining.store(0, Release);
     }
 }
 
-/// Prevents the compiler from reordering the two steps of the magazine's thread. The draining thread's barrier orders
-/// them in the processor.
+/// Keeps the compiler from moving the magazine's thread's load of `draining` before its store to `entered`. In the
+/// processor, the draining thread's barrier keeps the two in order.
 #[inline(always)]
-fn order_owner_steps() {
+fn order_entered_before_draining() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(SeqCst);
     #[cfg(loom)]
@@ -132,21 +137,22 @@ mod loom_tests {
     use loom::thread;
 
     #[derive(Default)]
-    /// A lock, and the data that it protects.
+    /// A magazine reduced to its lock and a number of objects.
     struct Magazine {
         lock: AsymmetricLock,
-        /// Represents the objects of a magazine. A change reads the count, then writes it, so concurrent changes would
-        /// lose one.
+        /// Number of objects in the magazine. A change reads the number, then writes it, so of two concurrent changes
+        /// one would be lost.
         objects: AtomicU32,
     }
 
     impl Magazine {
-        fn change(&self, change: impl FnOnce(u32) -> u32) {
+        fn change_objects(&self, change: impl FnOnce(u32) -> u32) {
             self.objects.store(change(self.objects.load(Relaxed)), Relaxed);
         }
     }
 
-    /// One thread adds objects while another drains them twice. No object may be lost or duplicated.
+    /// One thread adds objects to a magazine while another drains the magazine twice. No object may be lost or
+    /// duplicated.
     fn check_mutual_exclusion(barriers: Barriers, enter: fn(&AsymmetricLock) -> bool) {
         loom::model(move || {
             let magazine = Arc::new(Magazine::default());
@@ -156,7 +162,7 @@ mod loom_tests {
                     let mut added = 0;
                     for _ in 0..2 {
                         if enter(&magazine.lock) {
-                            magazine.change(|objects| objects + 1);
+                            magazine.change_objects(|objects| objects + 1);
                             added += 1;
                             magazine.lock.leave();
                         }
@@ -169,8 +175,8 @@ mod loom_tests {
                 magazine.lock.begin_drain();
                 assert!(barriers.execute());
                 // If the thread is inside, this drain fails; a real one would be retried.
-                if magazine.lock.is_owner_outside() {
-                    magazine.change(|objects| {
+                if magazine.lock.is_not_held_by_owner() {
+                    magazine.change_objects(|objects| {
                         taken += objects;
                         0
                     });
@@ -179,7 +185,7 @@ mod loom_tests {
             }
             let added = owner.join().unwrap();
             assert!(enter(&magazine.lock));
-            magazine.change(|objects| {
+            magazine.change_objects(|objects| {
                 assert_eq!(objects + taken, added);
                 0
             });
@@ -187,17 +193,17 @@ mod loom_tests {
     }
 
     #[test]
-    fn thread_and_drain_exclude_each_other() {
+    fn owner_and_drainer_exclude_each_other() {
         check_mutual_exclusion(Barriers::DrainerOnly, AsymmetricLock::enter);
     }
 
     #[test]
-    fn thread_with_own_barriers_and_drain_exclude_each_other() {
+    fn owner_with_barrier_and_drainer_exclude_each_other() {
         check_mutual_exclusion(Barriers::BothSides, AsymmetricLock::enter_fenced);
     }
 
-    /// Two threads use a magazine each, and one barrier of the draining thread covers both. No object may be lost or
-    /// duplicated.
+    /// Two threads each use a magazine of their own, while a third thread drains both magazines with one barrier. No
+    /// object may be lost or duplicated.
     #[test]
     fn one_barrier_covers_two_magazines() {
         for (barriers, enter) in [
@@ -212,7 +218,7 @@ mod loom_tests {
                         let Magazine { lock, .. } = &magazines[own];
                         let is_entered = enter(lock);
                         if is_entered {
-                            magazines[own].change(|objects| objects + 1);
+                            magazines[own].change_objects(|objects| objects + 1);
                             lock.leave();
                         }
                         u32::from(is_entered)
@@ -222,8 +228,8 @@ mod loom_tests {
                 magazines.iter().for_each(|magazine| magazine.lock.begin_drain());
                 assert!(barriers.execute());
                 for (magazine, taken) in magazines.iter().zip(&mut taken) {
-                    if magazine.lock.is_owner_outside() {
-                        magazine.change(|objects| {
+                    if magazine.lock.is_not_held_by_owner() {
+                        magazine.change_objects(|objects| {
                             *taken = objects;
                             0
                         });

@@ -40,7 +40,7 @@ impl BarnMemory {
         Ok(Self { sheaves: Table::new(barns * SHEAVES_PER_BARN)? })
     }
 
-    /// Makes the memory of `barns` barns accessible, from barn `first` on.
+    /// Makes the memory of `barns` barns accessible, beginning with the barn at index `first`.
     ///
     /// # Errors
     ///
@@ -49,7 +49,7 @@ impl BarnMemory {
         self.sheaves.open(first * SHEAVES_PER_BARN, first * SHEAVES_PER_BARN, (first + barns) * SHEAVES_PER_BARN)
     }
 
-    /// Resident bytes of the first `barns` barns.
+    /// Returns the resident bytes of the sheaves of the first `barns` barns.
     pub fn resident_bytes(&self, barns: usize) -> u64 {
         self.sheaves.resident_bytes(0, barns * SHEAVES_PER_BARN)
     }
@@ -68,7 +68,7 @@ pub(crate) struct Barn {
 }
 
 impl Barn {
-    /// Creates the barn with index `number` in the table: its sheaves begin at index `number * SHEAVES_PER_BARN`. No
+    /// Creates the barn at index `number`: its sheaves begin at index `number * SHEAVES_PER_BARN` of `barn_memory`. No
     /// other barn may use these sheaves.
     pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf_len: usize) -> Self {
         debug_assert!(sheaf_len > 0 && sheaf_len <= MAX_SHEAF_LEN);
@@ -81,12 +81,13 @@ impl Barn {
         }
     }
 
-    /// Number of objects in the barn, approximately.
+    /// Returns the number of objects in the barn, approximately.
     pub fn objects(&self) -> usize {
         self.sheaf_count.get() as usize * self.sheaf_len
     }
 
-    /// Stores the objects as a sheaf. Returns false if their number is not that of a sheaf, or the barn is full.
+    /// Stores the objects as a sheaf. Returns false if `objects` does not have the length of a sheaf, or the barn is
+    /// full.
     pub fn push_sheaf(&self, objects: &[usize]) -> bool {
         if objects.len() != self.sheaf_len || self.sheaf_count.get() as usize == SHEAVES_PER_BARN {
             return false;
@@ -103,7 +104,8 @@ impl Barn {
         has_room
     }
 
-    /// Removes a sheaf and returns the number of its objects; 0 if the barn is empty. An empty barn costs one load.
+    /// Removes a sheaf, copies its objects to `objects`, and returns their number. Returns 0 if the barn is empty or
+    /// `objects` is shorter than a sheaf. With an empty barn, the call costs one load.
     pub fn pop_sheaf(&self, objects: &mut [usize]) -> usize {
         if self.sheaf_count.get() == 0 || objects.len() < self.sheaf_len {
             return 0;

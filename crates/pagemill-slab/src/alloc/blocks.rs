@@ -21,40 +21,43 @@ use pagemill_sys::mem::{self, Backing};
 use pagemill_sys::numa::MAX_NODES;
 use std::ops::Range;
 
-/// The length of the window is that of the arena's pool zone divided by this number, at most [`MAX_BLOCKS`].
+/// The address window of the blocks is as long as the arena's pool zone divided by this number, but has at most
+/// [`MAX_BLOCKS`] blocks.
 const WINDOW_DIVISOR: usize = 8;
-/// Maximum number of blocks of the window.
+/// Maximum number of blocks in the address window of the slab caches.
 const MAX_BLOCKS: usize = 1 << 20;
 
-/// Size of the metadata window in blocks (64 GiB). Halved until enough addresses are available.
+/// Number of blocks in the window of metadata blocks, which hold the nodes of indexes (64 GiB). The number is halved
+/// until enough addresses are available.
 const METADATA_BLOCKS: usize = 1 << 15;
 
-/// This many metadata blocks are sparse; blocks beyond that number are whole.
+/// Number of metadata blocks that are sparse. All further metadata blocks are whole.
 const SPARSE_METADATA_BLOCKS: u32 = 16;
 
 /// Number of blocks that are made accessible by one system call.
 const BLOCKS_PER_OPEN: u32 = 32;
 
-/// Free blocks of one node, in linked lists. A list head is a block number plus one; 0: the list is empty.
+/// The free blocks of one NUMA node, in linked lists. A list head is a block number plus one, or 0 if the list is
+/// empty.
 #[derive(Clone, Copy, Default)]
 struct FreeBlocks {
-    /// Number of the node's blocks that were used at least once.
+    /// Number of blocks that were used at least once. They are the first blocks of the node.
     opened: u32,
-    /// Free whole blocks with memory. In a fork child the list also has blocks of the parent, whose memory is discarded
-    /// before use.
+    /// Head of the list of free whole blocks that have memory. In a fork child the list also has blocks of the parent,
+    /// whose memory is discarded before use.
     with_memory: u32,
-    /// Free blocks without memory.
+    /// Head of the list of free blocks without memory.
     without_memory: u32,
 }
 
 /// The block allocator: one window of addresses, with free lists for each node.
 pub(crate) struct Blocks {
     pub arena: &'static Arena,
-    /// Start of the window.
+    /// Start address of the window.
     base: usize,
     /// Whether the blocks lie in the arena, which charges their memory.
     is_charged: bool,
-    /// Number of blocks of each node: a power of two.
+    /// Number of blocks of each NUMA node: a power of two.
     blocks_per_node: u32,
     blocks: Table<Block>,
     slabs: Table<Slab>,
@@ -68,7 +71,7 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// Reserves addresses for the blocks of objects, but no memory.
+    /// Reserves the address window of the slab caches, but no memory.
     ///
     /// # Errors
     ///
@@ -81,7 +84,8 @@ impl Blocks {
         Self::with_window(arena, base, blocks_per_node, true)
     }
 
-    /// As [`Blocks::new`], for metadata. One block of addresses before the first block is reserved and inaccessible.
+    /// As [`Blocks::new`], for metadata blocks, which hold the nodes of indexes. One block of addresses before the
+    /// first block is reserved and inaccessible.
     ///
     /// # Errors
     ///
@@ -98,7 +102,8 @@ impl Blocks {
         }
     }
 
-    /// Divides `blocks` evenly among the nodes. Returns a power of two.
+    /// Divides `blocks` evenly among the NUMA nodes. Returns the number of blocks for each node, rounded down to a
+    /// power of two.
     fn blocks_for_each_node(arena: &Arena, blocks: usize) -> Result<usize> {
         let blocks_per_node = (blocks / arena.nodes.count() + 1).next_power_of_two() / 2;
         if blocks_per_node > 0 {
@@ -108,7 +113,8 @@ impl Blocks {
         }
     }
 
-    /// Binds each part of the window to its node, and reserves the metadata of all blocks.
+    /// Creates the allocator of the window that begins at `base`. Binds each part of the window to its NUMA node, and
+    /// reserves addresses for the metadata of all blocks.
     fn with_window(arena: &'static Arena, base: usize, blocks_per_node: usize, is_charged: bool) -> Result<Self> {
         let nodes = arena.nodes.count();
         for node in 0..nodes {
@@ -128,17 +134,18 @@ impl Blocks {
         })
     }
 
-    /// Whether the blocks are charged. Metadata blocks are not charged, and they are read even while free.
+    /// Returns whether the memory of the blocks is charged. Metadata blocks are not charged, and they are read even
+    /// while they are free.
     pub fn is_charged(&self) -> bool {
         self.is_charged
     }
 
-    /// The address range of all blocks.
+    /// Returns the address range of all blocks.
     pub fn window(&self) -> Range<usize> {
         self.base..self.addr(self.blocks_per_node * self.arena.nodes.count() as u32)
     }
 
-    /// The number of the block that contains an address.
+    /// Returns the number of the block that contains an address.
     #[inline]
     pub fn number_of(&self, addr: usize) -> u32 {
         debug_assert!(self.window().contains(&addr), "the address is in the window of slab caches");
@@ -151,7 +158,7 @@ impl Blocks {
         self.base + block as usize * BLOCK_BYTES
     }
 
-    /// The node of a block's memory.
+    /// Returns the NUMA node of a block's memory.
     #[inline]
     pub fn node_of(&self, block: u32) -> usize {
         (block >> self.blocks_per_node.trailing_zeros()) as usize
@@ -169,13 +176,14 @@ impl Blocks {
         self.slabs.get(block as usize * MAX_SLABS + slab as usize)
     }
 
-    /// The index of a block within the arena.
+    /// Returns the index of a block within the arena.
     fn arena_index(&self, block: u32) -> usize {
         self.arena.block_of(self.addr(block))
     }
 
-    /// Allocates a block of a node. A free whole block with memory is used first. A block without memory becomes whole
-    /// if `filling` allows a huge page. The block's sets of slabs by level are empty.
+    /// Allocates a block of a NUMA node. A free whole block with memory is used first. A block without memory becomes
+    /// whole if `filling`, the expected use of the block, allows a huge page. In the metadata of the returned block, no
+    /// slab is in the set of any level.
     ///
     /// # Errors
     ///
@@ -203,21 +211,21 @@ impl Blocks {
         Ok(block)
     }
 
-    /// Whether the memory of a block was inherited by fork. Such memory is not charged to this process.
+    /// Returns whether the memory of a block was inherited by fork. Such memory is not charged to this process.
     fn is_inherited(&self, block: u32) -> bool {
         self.is_charged && self.arena.block_state(self.arena_index(block)).is_inherited
     }
 
-    /// Frees the memory of an unused arena block. Returns the bytes that were charged, or `None` if the kernel keeps
-    /// the memory because it is locked (`mlock`).
+    /// Frees the memory of an unused arena block. Returns the bytes that were charged for the block, or `None` if the
+    /// kernel keeps the memory because it is locked (`mlock`).
     fn discard_block(&self, block: u32) -> Option<u64> {
         // SAFETY: no cache uses this block, and it is in no list: no reference to its contents exists.
         let bytes = unsafe { self.arena.discard(self.arena_index(block), 1) };
         (self.arena.block_state(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
     }
 
-    /// Populates a block without memory as a whole, or prepares it to be populated slab by slab. Returns whether the
-    /// block is whole.
+    /// Populates a block that has no memory as a whole, or prepares it to be populated slab by slab. Returns whether
+    /// the block is whole.
     fn prepare_memory(&self, block: u32, wants_whole: bool) -> Result<bool> {
         if self.is_charged {
             // Memory of the parent, or memory that the kernel kept, is discarded first. If the kernel keeps it again,
@@ -240,12 +248,13 @@ impl Blocks {
         Ok(false)
     }
 
-    /// Finds a free block. Returns its number and whether it has memory.
+    /// Removes a free block of `node` from a list in `free`, or opens the next block of the node that was never used.
+    /// Returns the number of the block and whether the block has memory.
     fn find_free(&self, free: &mut FreeBlocks, node: usize) -> Result<(u32, bool)> {
-        if let Some(block) = self.pop(&mut free.with_memory) {
+        if let Some(block) = self.pop_block(&mut free.with_memory) {
             return Ok((block, true));
         }
-        if let Some(block) = self.pop(&mut free.without_memory) {
+        if let Some(block) = self.pop_block(&mut free.without_memory) {
             return Ok((block, false));
         }
         debug_assert!(free.opened <= self.blocks_per_node);
@@ -271,7 +280,8 @@ impl Blocks {
         Ok((block as u32, false))
     }
 
-    /// Adds a block without memory to the free list. Also frees the metadata of its slabs if that fills OS pages.
+    /// Adds a block without memory to the free list of its node. Also frees the memory of its slabs' metadata, if that
+    /// metadata fills whole OS pages.
     fn add_without_memory(&self, block: u32) {
         if (MAX_SLABS * size_of::<Slab>()).is_multiple_of(os_page_bytes()) {
             // If the kernel keeps the metadata (locked memory), all of it is zero except `tried`, which has no effect
@@ -279,24 +289,24 @@ impl Blocks {
             let _ = self.slabs.discard(block as usize * MAX_SLABS, MAX_SLABS);
         }
         let node = self.node_of(block);
-        self.free_lists.with(|free| self.push(&mut free[node].without_memory, block));
+        self.free_lists.with(|free| self.push_block(&mut free[node].without_memory, block));
     }
 
-    /// Adds a block to a free list.
-    fn push(&self, list: &mut u32, block: u32) {
+    /// Adds a block to the front of the free list whose head is `list`.
+    fn push_block(&self, list: &mut u32, block: u32) {
         debug_assert!(*list != block + 1, "the block is not in the list");
         self.block(block).links[BY_USE].next.set(*list);
         *list = block + 1;
     }
 
-    /// Removes the first block of a free list.
-    fn pop(&self, list: &mut u32) -> Option<u32> {
+    /// Removes the first block from the free list whose head is `list`, and returns its number.
+    fn pop_block(&self, list: &mut u32) -> Option<u32> {
         let block = list.checked_sub(1)?;
         *list = self.block(block).links[BY_USE].next.get();
         Some(block)
     }
 
-    /// Frees a block without objects. A sparse block loses its memory now; a whole block keeps its memory.
+    /// Frees a block without objects. The memory of a sparse block is freed now; a whole block keeps its memory.
     /// Returns the freed bytes.
     pub fn free(&self, block: u32) -> u64 {
         let in_use = self.in_use.fetch_sub(1, Relaxed);
@@ -318,11 +328,11 @@ impl Blocks {
         self.free_with_memory.fetch_add(1, Relaxed);
         self.freed_with_memory.fetch_add(1, Relaxed);
         stats::add(Counter::SlabFree, BLOCK_BYTES as u64);
-        self.free_lists.with(|free| self.push(&mut free[node].with_memory, block));
+        self.free_lists.with(|free| self.push_block(&mut free[node].with_memory, block));
         0
     }
 
-    /// Populates the memory of one slab in a sparse block.
+    /// Populates the memory of one slab in a sparse block: `len_bytes` from offset `at` of the block.
     ///
     /// The caller has claimed the slab, so no other thread uses it.
     ///
@@ -346,8 +356,8 @@ impl Blocks {
         Ok(())
     }
 
-    /// Frees the memory of one slab in a sparse block. Returns the bytes that were charged; `None` if the kernel
-    /// refuses.
+    /// Frees the memory of one slab in a sparse block: `len_bytes` from offset `at` of the block. Returns the bytes
+    /// that were charged for it, or `None` if the kernel refuses.
     ///
     /// # Safety
     ///
@@ -363,12 +373,12 @@ impl Blocks {
         unsafe { self.arena.discard_part(self.arena_index(block), addr, len_bytes) }
     }
 
-    /// Returns how often a block became free and kept its memory.
+    /// Returns how many times a block became free and kept its memory.
     pub fn freed_with_memory(&self) -> u32 {
         self.freed_with_memory.load(Relaxed)
     }
 
-    /// Bytes of free blocks that keep their memory.
+    /// Returns the bytes of free blocks that keep their memory.
     pub fn giveable_bytes(&self) -> u64 {
         u64::from(self.free_with_memory.load(Relaxed)) * BLOCK_BYTES as u64
     }
@@ -379,11 +389,13 @@ impl Blocks {
         let mut freed = 0;
         for node in 0..self.arena.nodes.count() {
             while freed < want_bytes {
-                let Some(block) = self.free_lists.with(|free| self.pop(&mut free[node].with_memory)) else { break };
+                let Some(block) = self.free_lists.with(|free| self.pop_block(&mut free[node].with_memory)) else {
+                    break;
+                };
                 let is_inherited = self.is_inherited(block);
                 let Some(bytes) = self.discard_block(block) else {
                     // The kernel keeps the memory, so the block returns to the list of blocks with memory.
-                    self.free_lists.with(|free| self.push(&mut free[node].with_memory, block));
+                    self.free_lists.with(|free| self.push_block(&mut free[node].with_memory, block));
                     break;
                 };
                 if !is_inherited {
@@ -397,7 +409,7 @@ impl Blocks {
         freed
     }
 
-    /// Bytes charged for a block.
+    /// Returns the bytes that are charged for a block.
     #[cfg(any(test, feature = "test-util"))]
     pub fn resident_bytes_of(&self, block: u32) -> u64 {
         if !self.is_charged {
@@ -406,7 +418,7 @@ impl Blocks {
         Arena::charged_bytes(self.arena.block_state(self.arena_index(block)).charged_pages)
     }
 
-    /// Resident bytes of the metadata of all blocks.
+    /// Returns the resident bytes of the metadata of all blocks.
     pub fn metadata_bytes(&self) -> u64 {
         let each = (0..self.arena.nodes.count()).map(|node| {
             let (first, opened) =

@@ -11,18 +11,18 @@ use std::panic::Location;
 
 /// Redzone of an allocated object. This and the next three values are those of the kernel, so that a memory dump looks
 /// familiar.
-const IN_USE: u64 = 0xcccc_cccc_cccc_cccc;
+const IN_USE_REDZONE: u64 = 0xcccc_cccc_cccc_cccc;
 /// Redzone of a free object.
-const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
+const FREE_REDZONE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
 /// Value of the bytes of a free object.
-const POISON: u8 = 0x6b;
+const POISON_BYTE: u8 = 0x6b;
 /// Value of the last byte of a free object.
-const LAST_POISON: u8 = 0xa5;
+const LAST_POISON_BYTE: u8 = 0xa5;
 
-/// Source location of a call.
+/// Source location of a call, as a static reference.
 type CallSite = &'static Location<'static>;
 
-/// Follows an object in memory: its redzone, and the source locations of its last allocation and free.
+/// Data behind an object in memory: its redzone, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,
@@ -30,7 +30,7 @@ struct Trailer {
     freed_at: Option<CallSite>,
 }
 
-/// The checks of one cache in debug mode.
+/// The checks that one cache makes in debug mode.
 ///
 /// # Invariants
 ///
@@ -63,8 +63,8 @@ impl Checks {
             let last = self.object_bytes - 1;
             // SAFETY: the object is free, and accessed by this thread alone (type invariant).
             unsafe {
-                std::ptr::write_bytes(object as *mut u8, POISON, last);
-                std::ptr::write((object + last) as *mut u8, LAST_POISON);
+                std::ptr::write_bytes(object as *mut u8, POISON_BYTE, last);
+                std::ptr::write((object + last) as *mut u8, LAST_POISON_BYTE);
             }
         }
     }
@@ -73,14 +73,14 @@ impl Checks {
     fn first_damaged_byte(&self, object: usize) -> Option<usize> {
         // SAFETY: as in `poison`; all bytes were written there.
         let byte = |at: usize| unsafe { std::ptr::read((object + at) as *const u8) };
-        let expected = |at: usize| if at + 1 == self.object_bytes { LAST_POISON } else { POISON };
+        let expected = |at: usize| if at + 1 == self.object_bytes { LAST_POISON_BYTE } else { POISON_BYTE };
         let mut bytes = if self.is_poisoned { 0..self.object_bytes } else { 0..0 };
         bytes.find(|at| byte(*at) != expected(*at))
     }
 
     /// Initializes the trailer and poison of an object in a new slab.
     pub fn note_new(&self, object: usize) {
-        let trailer = Trailer { redzone: FREE, allocated_at: None, freed_at: None };
+        let trailer = Trailer { redzone: FREE_REDZONE, allocated_at: None, freed_at: None };
         // SAFETY: the slab is claimed by this thread, so no other thread accesses the object (type invariant).
         unsafe { self.trailer(object).write(trailer) };
         self.poison(object);
@@ -95,13 +95,13 @@ impl Checks {
     pub fn note_allocated(&self, object: usize) {
         // SAFETY: this thread is allocating the object, so no other thread accesses it (type invariant).
         let trailer = unsafe { &mut *self.trailer(object) };
-        if trailer.redzone != FREE {
-            self.report(object, trailer, "was written behind while it was free");
+        if trailer.redzone != FREE_REDZONE {
+            self.report_damage(object, trailer, "was written behind while it was free");
         }
         if let Some(at) = self.first_damaged_byte(object) {
-            self.report(object, trailer, &format!("was written at byte {at} while it was free"));
+            self.report_damage(object, trailer, &format!("was written at byte {at} while it was free"));
         }
-        trailer.redzone = IN_USE;
+        trailer.redzone = IN_USE_REDZONE;
         trailer.allocated_at = Some(Location::caller());
     }
 
@@ -116,11 +116,11 @@ impl Checks {
         // in the worst case with a wrong location.
         let trailer = unsafe { &mut *self.trailer(object) };
         match trailer.redzone {
-            IN_USE => {}
-            FREE => self.report(object, trailer, "was freed twice"),
-            _ => self.report(object, trailer, "was written behind its end"),
+            IN_USE_REDZONE => {}
+            FREE_REDZONE => self.report_damage(object, trailer, "was freed twice"),
+            _ => self.report_damage(object, trailer, "was written behind its end"),
         }
-        trailer.redzone = FREE;
+        trailer.redzone = FREE_REDZONE;
         trailer.freed_at = Some(Location::caller());
         self.poison(object);
     }
@@ -128,7 +128,7 @@ impl Checks {
     /// Panics with a description of the damage and the object's call sites.
     #[cold]
     #[track_caller]
-    fn report(&self, object: usize, trailer: &Trailer, what: &str) -> ! {
+    fn report_damage(&self, object: usize, trailer: &Trailer, what: &str) -> ! {
         let location = |location: Option<CallSite>| location.map_or("nowhere".to_owned(), ToString::to_string);
         panic!(
             "slab cache {}: the object at {object:#x} {what} (allocated at {}, freed at {})",

@@ -37,45 +37,46 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Step of the sequence of percentages that decides whether an allocation tries other nodes first. The step and 100
-/// have no common factor, so a hundred steps yield each percentage once.
+/// Step of the sequence of percentages by which an allocation decides whether to try other NUMA nodes first. The step
+/// and 100 have no common factor, so a hundred steps yield each percentage once.
 const PERCENT_STEP: u32 = 37;
-const PERCENT: u32 = 100;
+const MAX_PERCENT: u32 = 100;
 
 /// A constructor, called for each object of a slab before any of them is allocated.
-pub(crate) type SetUp = Box<dyn Fn(usize) + Send + Sync>;
+pub(crate) type Constructor = Box<dyn Fn(usize) + Send + Sync>;
 
-/// Layout and initialization of an object.
-pub(crate) struct Object {
+/// Properties that all objects of a cache share: their layout, their constructor, and how they can be moved.
+pub(crate) struct ObjectSpec {
     pub layout: Layout,
-    /// Size of the part of `layout` that the cache's user defined.
+    /// Size of an object as the cache's user defined it. `layout` may be larger.
     pub user_bytes: usize,
     /// Byte range of an object that AddressSanitizer poisons while the object is free.
     pub poisoned_range: Range<usize>,
-    /// Constructor of the object, if it has one.
-    pub set_up: Option<SetUp>,
-    /// Whether defragmentation may move the object.
+    /// Constructor of an object, if it has one.
+    pub constructor: Option<Constructor>,
+    /// Whether defragmentation may move objects.
     pub is_movable: bool,
     /// Function that begins a grace period for readers of objects.
     pub grace: fn() -> Grace,
-    /// The handle table, which also holds the stocks of threads.
+    /// The cache's handle table, if it has one. The table also holds the threads' stocks of free handles and retired
+    /// objects.
     pub handles: Option<&'static HandleTable>,
 }
 
-/// Checks that a ratio is a percentage.
+/// Checks that a ratio is a valid percentage.
 ///
 /// # Errors
 ///
 /// [`Error::BadRatio`] beyond 100.
 pub(crate) fn check_ratio(percent: u32) -> Result<()> {
-    if percent <= PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
+    if percent <= MAX_PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
 
-/// The engine of one cache.
+/// The allocator inside a cache. A cache of any kind has one engine.
 ///
 /// # Invariants
 ///
-/// The memory of an allocated object stays until the object is freed. Objects of open slabs have been set up.
+/// An allocated object keeps its memory until the object is freed. All objects of an open slab have been constructed.
 pub(crate) struct Engine {
     pub shared: &'static SharedState,
     pub name: Arc<str>,
@@ -83,35 +84,38 @@ pub(crate) struct Engine {
     pub used_ratio: AtomicU32,
     /// [`Settings::remote_node_defrag_ratio`], in percent. Can be changed later.
     pub remote_ratio: AtomicU32,
-    /// Bytes of an object as the user defined it.
+    /// Size in bytes of an object as the user defined it.
     pub object_bytes: usize,
     pub shape: Shape,
     /// Id of the cache within `shared`.
     pub cache_id: usize,
-    /// Fork generation of the process that created the cache.
+    /// Fork generation (number of forks) of the process that created the cache.
     generation: u16,
     /// The magazines, by thread slot. In debug mode no magazine is opened.
     pub magazines: Magazines,
-    /// The cache's handle table, which also holds the stocks of threads.
+    /// The cache's handle table, if it has one. The table also holds the threads' stocks of free handles and retired
+    /// objects.
     handles: Option<&'static HandleTable>,
     has_one_node: bool,
     /// The slabs and blocks of each node.
     nodes: Box<[Padded<Guarded<NodeState>>]>,
     /// The barns of all nodes, [`BARNS_PER_NODE`] for each.
     barns: Box<[Padded<Barn>]>,
-    /// For each node, whether a block was filled completely. If so, the next block may be whole.
+    /// For each node, whether the cache has filled a block there completely. If so, the next block of the node may be
+    /// whole.
     pub has_filled_block: Box<[AtomicBool]>,
-    /// Constructor of objects.
-    pub set_up: Option<SetUp>,
+    /// Constructor of objects, if they have one.
+    pub constructor: Option<Constructor>,
     /// Checks of debug mode; `None` in normal mode.
     pub checks: Option<Checks>,
-    /// One bit for each thread slot that has opened its magazine; empty in debug mode. Changed under `drain_lock`.
+    /// One bit for each thread slot that has opened its magazine of this cache; empty in debug mode. Changed under
+    /// `drain_lock`.
     pub opened_slots: Box<[AtomicU64]>,
     /// Held by the thread that drains magazines and empties slabs.
     pub drain_lock: Lock,
-    /// Whether magazines are being drained, so that they are unusable.
+    /// Set while the magazines are drained, so that they are unusable.
     pub is_draining: AtomicBool,
-    /// State of the sequence of percentages ([`Engine::next_percent`]).
+    /// Position in the sequence of percentages that [`Engine::next_percent`] returns.
     percent_counter: AtomicU32,
     /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
@@ -153,21 +157,21 @@ impl Engine {
         Ok(())
     }
 
-    /// Creates an engine under the lowest free cache id.
+    /// Creates the engine of a new cache, which gets the lowest free cache id.
     ///
     /// # Errors
     ///
     /// [`Error::BadRatio`], and those of [`SharedState::take_id`] and [`Shape::new`].
-    pub fn new(shared: &'static SharedState, settings: Settings, object: Object) -> Result<Self> {
+    pub fn new(shared: &'static SharedState, settings: Settings, object: ObjectSpec) -> Result<Self> {
         let id = shared.take_id()?;
         Self::with_id(shared, id, settings, object).inspect_err(|_| shared.free_id(id))
     }
 
-    fn with_id(shared: &'static SharedState, cache_id: usize, settings: Settings, object: Object) -> Result<Self> {
+    fn with_id(shared: &'static SharedState, cache_id: usize, settings: Settings, object: ObjectSpec) -> Result<Self> {
         let nodes = shared.blocks.arena.nodes.count();
-        let Object { layout, user_bytes, poisoned_range, set_up, is_movable, grace, handles } = object;
+        let ObjectSpec { layout, user_bytes, poisoned_range, constructor, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
-        let checks = settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
+        let checks = settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), constructor.is_some()));
         // Debug mode has its own checks of free objects.
         let poisoned_range = if checks.is_some() { 0..0 } else { poisoned_range };
         let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);
@@ -191,7 +195,7 @@ impl Engine {
             nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::new()))).collect(),
             barns: (0..nodes * BARNS_PER_NODE).map(barn).collect(),
             has_filled_block: (0..nodes).map(|_| AtomicBool::new(false)).collect(),
-            set_up,
+            constructor,
             checks,
             opened_slots: (0..slot_words).map(|_| AtomicU64::new(0)).collect(),
             drain_lock: Lock::new(),
@@ -214,7 +218,8 @@ impl Engine {
         self.nodes.len()
     }
 
-    /// Fails in a fork child for caches of the parent: threads that held their locks do not exist in the child.
+    /// Checks that this process created the cache. A fork child cannot use a cache of its parent, because threads that
+    /// held the cache's locks do not exist in the child.
     ///
     /// # Errors
     ///
@@ -241,13 +246,13 @@ impl Engine {
         self.nodes[node].0.try_with(|state| act(&mut Node { shape, blocks, state }))
     }
 
-    /// Enters the magazine of this thread; `None` if the magazine is not open or is being drained.
+    /// Enters this thread's magazine of the cache. Returns `None` if the magazine is not open or is being drained.
     #[inline(always)]
     fn enter(&self) -> Option<MagazineGuard<'_>> {
         self.magazines.enter(own_offset())
     }
 
-    /// Allocates an object, mostly from the thread's magazine.
+    /// Allocates an object, mostly from this thread's magazine.
     ///
     /// # Errors
     ///
@@ -288,7 +293,8 @@ impl Engine {
         Some(found)
     }
 
-    /// Frees up to about a sheaf of objects.
+    /// Frees several objects. If there is one NUMA node, puts them into this thread's magazine as far as they fit, and
+    /// may first remove a sheaf of older objects to make room. Frees the other objects one by one, which is slower.
     ///
     /// # Safety
     ///
@@ -297,53 +303,54 @@ impl Engine {
         let mut rest = 0;
         if self.has_one_node {
             objects.iter().for_each(|object| self.poison(*object as usize));
-            rest = self.fill(objects.iter().map(|object| *object as usize), 0);
+            rest = self.fill_own_magazine(objects.iter().map(|object| *object as usize), 0);
             if rest < objects.len() {
                 let mut sheaf = [0; MAX_SHEAF_LEN];
-                let count = self.drain(&mut sheaf[..self.shape.sheaf_len]);
+                let count = self.drain_own_magazine(&mut sheaf[..self.shape.sheaf_len]);
                 self.return_objects(0, &sheaf[..count]);
-                rest += self.fill(objects[rest..].iter().map(|object| *object as usize), 0);
+                rest += self.fill_own_magazine(objects[rest..].iter().map(|object| *object as usize), 0);
             }
         }
         // SAFETY: the caller's promise, for the objects that did not fit into the magazine.
         objects[rest..].iter().for_each(|object| unsafe { self.free(*object as usize) });
     }
 
-    /// Calls `act` with the thread slot while the thread's magazine is entered, which also protects the slot's stock.
-    /// `act` must not panic. Returns `None` if the magazine is not open.
+    /// Calls `act` with this thread's slot, while the thread holds the lock of its magazine. The lock also protects the
+    /// slot's stock. `act` must not panic. Returns `None` if the magazine is not open.
     #[inline(always)]
     pub fn with_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
         self.enter()?.run_entered(|| act(own_slot() as usize))
     }
 
-    /// [`MagazineGuard::fill`] on the thread's magazine.
-    fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
+    /// As [`MagazineGuard::fill`], on this thread's magazine. Adds nothing if the thread cannot enter the magazine.
+    fn fill_own_magazine(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         self.enter().map_or(0, |magazine| magazine.fill(objects, node))
     }
 
-    /// [`MagazineGuard::drain`] on the thread's magazine.
-    fn drain(&self, sheaf: &mut [usize]) -> usize {
+    /// As [`MagazineGuard::drain`], on this thread's magazine. Removes nothing if the thread cannot enter the magazine.
+    fn drain_own_magazine(&self, sheaf: &mut [usize]) -> usize {
         self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
-    /// Returns whether the magazine holds objects of the node of this object.
+    /// Returns whether an object lies on the NUMA node from which the magazine holds objects.
     #[inline(always)]
     fn is_same_node(&self, magazine: &Magazine, object: usize) -> bool {
         self.has_one_node || magazine.node() == self.node_of(object)
     }
 
-    /// The node of an object's memory.
+    /// Returns the NUMA node of an object's memory.
     pub fn node_of(&self, object: usize) -> usize {
         self.shared.blocks.node_of(self.shared.blocks.number_of(object))
     }
 
-    /// The index of an object in its slab.
+    /// Returns the index of an object in its slab.
     pub fn object_index(&self, object: usize) -> u32 {
         let blocks = &self.shared.blocks;
         self.shape.locate(object - blocks.addr(blocks.number_of(object))).1
     }
 
-    /// Returns the thread's magazine, and opens it if necessary. Returns `None` while magazines are drained.
+    /// Returns this thread's magazine of the cache, and opens it if necessary. Returns `None` while magazines are
+    /// drained, or if the magazine cannot be opened.
     fn open_magazine(&self) -> Option<&Magazine> {
         if self.is_draining.load(Relaxed) {
             return None;
@@ -361,7 +368,8 @@ impl Engine {
         Some(self.magazines.get(slot))
     }
 
-    /// Allocates a sheaf of objects from a barn or slabs, and puts all but one into the magazine.
+    /// Allocates a sheaf of objects from a barn or from slabs. Returns one of the objects and puts the others into the
+    /// magazine.
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -377,7 +385,7 @@ impl Engine {
         let object = taken[count - 1];
         if has_magazine {
             let rest = &taken[..count - 1];
-            let kept = self.fill(rest.iter().copied(), node);
+            let kept = self.fill_own_magazine(rest.iter().copied(), node);
             self.return_objects(node, &rest[kept..]);
         }
         self.note_allocated(object);
@@ -401,19 +409,19 @@ impl Engine {
         Ok(taken[0])
     }
 
-    /// Lets AddressSanitizer accept accesses to an object that is about to be used.
+    /// Allows AddressSanitizer to accept accesses to an object, which is about to be used.
     #[inline(always)]
     pub fn unpoison(&self, object: usize) {
         poison::unpoison(object + self.poisoned_range.start, self.poisoned_range.len());
     }
 
-    /// Lets AddressSanitizer report accesses to a free object.
+    /// Makes AddressSanitizer report accesses to an object, which is free.
     #[inline(always)]
     pub fn poison(&self, object: usize) {
         poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
     }
 
-    /// Checks that a node exists.
+    /// Checks that a NUMA node exists.
     ///
     /// # Errors
     ///
@@ -458,17 +466,17 @@ impl Engine {
             let count = if magazine.len() < 2 * self.shape.sheaf_len {
                 0
             } else {
-                self.drain(&mut sheaf[..self.shape.sheaf_len])
+                self.drain_own_magazine(&mut sheaf[..self.shape.sheaf_len])
             };
             self.return_objects(magazine.node(), &sheaf[..count]);
-            if self.fill([object].into_iter(), node) == 1 {
+            if self.fill_own_magazine([object].into_iter(), node) == 1 {
                 return;
             }
         }
         self.return_objects(node, &[object]);
     }
 
-    /// Returns free objects of a node to one of its barns, or to their slabs.
+    /// Returns free objects of a node to the barn that this thread prefers, or to their slabs.
     pub fn return_objects(&self, node: usize, objects: &[usize]) {
         if objects.is_empty() {
             return;
@@ -490,14 +498,14 @@ impl Engine {
         }
     }
 
-    /// Returns whether users have freed objects into slabs since the last call.
+    /// Returns whether users have freed objects into slabs since the last call of this function.
     pub fn has_new_frees(&self) -> bool {
         let given = |node| self.with_node(node, |node| std::mem::take(&mut node.state.freed_objects));
         (0..self.node_count()).map(given).sum::<u64>() > 0
     }
 
-    /// Requests the background thread to pack the cache, because memory is short. The first request also shortens the
-    /// thread's rest.
+    /// Asks the background thread to pack the cache's objects into fewer slabs, because memory is short. The first call
+    /// after memory became short also shortens the thread's current rest.
     pub fn note_memory_short(&self) {
         let worker = self.shared.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_stopped() {
@@ -537,28 +545,28 @@ impl Engine {
         }
     }
 
-    /// Allocates objects from set-up slabs of a node. Returns their number.
+    /// Allocates up to `taken.len()` objects from set-up slabs of a node. Returns the number of objects.
     pub fn take_from_slabs(&self, node: usize, targets: TargetSlabs, taken: &mut [usize]) -> usize {
         self.with_node(node, |node| node.allocate(targets, taken))
     }
 
     /// Returns the next percentage of a sequence in which all values from 0 to 99 are equally frequent.
     fn next_percent(&self) -> u32 {
-        self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % PERCENT
+        self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % MAX_PERCENT
     }
 
-    /// The barns of a node, beginning with the one that this thread prefers.
+    /// Returns the barns of a node, beginning with the barn that this thread prefers.
     fn barns(&self, node: usize) -> impl Iterator<Item = &Barn> {
         let own = own_slot() as usize;
         (0..BARNS_PER_NODE).map(move |step| &self.barns[node * BARNS_PER_NODE + (own + step) % BARNS_PER_NODE].0)
     }
 
-    /// Number of free objects in the barns of a node, approximately.
+    /// Returns the number of free objects in the barns of a node, approximately.
     pub fn objects_in_barns(&self, node: usize) -> u64 {
         self.barns(node).map(|barn| barn.objects() as u64).sum()
     }
 
-    /// Returns the objects in the barns of a node to their slabs.
+    /// Empties the barns of a node: returns their objects to the slabs.
     pub fn drain_barns(&self, node: usize) {
         let mut objects = [0; MAX_SHEAF_LEN];
         for barn in self.barns(node) {
@@ -572,7 +580,8 @@ impl Engine {
         }
     }
 
-    /// Frees all memory of the cache at its end. Blocks with objects that are still allocated are leaked.
+    /// Frees all memory of the cache when the cache is dropped. Blocks with objects that are still allocated are
+    /// leaked.
     fn free_all_memory(&mut self) {
         // Objects that readers may still use are leaked, with their blocks.
         let is_finished = self.finish_all_retired().unwrap_or(false);
@@ -592,23 +601,24 @@ impl Engine {
         (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.check()));
     }
 
-    /// Number of slabs and blocks with objects in use.
+    /// Returns the number of slabs and blocks with objects in use.
     pub fn used_slabs_and_blocks(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.used_slabs_and_blocks())).sum()
     }
 
-    /// Number of objects that are not on the free lists of their slabs: allocated, or in magazines and barns.
+    /// Returns the number of objects that are not on the free lists of their slabs: allocated, or in magazines and
+    /// barns.
     pub fn used_objects(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used_objects())).sum()
     }
 
-    /// Bytes charged for the blocks of the cache.
+    /// Returns the bytes that are charged for the blocks of the cache.
     pub fn resident_bytes(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.tally().resident_bytes)).sum()
     }
 
-    /// Bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node whose lock is held, because the
-    /// lock's holder may run a callback.
+    /// Returns the bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node whose lock is held,
+    /// because the lock's holder may run a callback.
     pub fn kept_bytes(&self) -> u64 {
         if self.check_generation().is_err() {
             return 0;
@@ -617,7 +627,7 @@ impl Engine {
     }
 
     pub fn has_constructor(&self) -> bool {
-        self.set_up.is_some()
+        self.constructor.is_some()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::alloc::engine::{Engine, Object};
+use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::cache::Cache;
 use crate::cache::SlabKind;
@@ -15,7 +15,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// The part of a cache that the list of all caches refers to.
+/// The part of a [`FixedSlab`] to which the list of all caches refers.
 pub(crate) struct FixedInner(Engine);
 
 impl Cache for FixedInner {
@@ -78,11 +78,11 @@ impl Slabs {
     /// [`TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](crate::MAX_CACHES),
     /// [`System`](pagemill_core::Error::System).
     pub fn fixed<T>(&'static self, settings: Settings) -> Result<FixedSlab<T>> {
-        let object = Object {
+        let object = ObjectSpec {
             layout: Layout::new::<T>(),
             user_bytes: size_of::<T>(),
             poisoned_range: 0..size_of::<T>(),
-            set_up: None,
+            constructor: None,
             is_movable: false,
             grace: Grace::of_all,
             handles: None,
@@ -124,7 +124,7 @@ impl<T> FixedSlab<T> {
         self.insert_into(self.inner.0.allocate(), value)
     }
 
-    /// As [`FixedSlab::insert`], in memory of one node.
+    /// As [`FixedSlab::insert`], in memory of one NUMA node.
     ///
     /// # Errors
     ///
@@ -134,7 +134,7 @@ impl<T> FixedSlab<T> {
         self.insert_into(self.inner.0.allocate_on(node), value)
     }
 
-    /// Moves a value into an object that was just allocated.
+    /// Moves a value into the result of an allocation, or returns the value with the allocation's error.
     #[inline]
     fn insert_into(&self, object: Result<usize>, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
         let object = match object {
@@ -159,12 +159,12 @@ impl<T> FixedSlab<T> {
 }
 
 impl<T> Slot<'_, T> {
-    /// The NUMA node of the value's memory.
+    /// Returns the NUMA node of the value's memory.
     pub fn node(&self) -> usize {
         self.cache.node_of(self.at.as_ptr() as usize)
     }
 
-    /// Moves the value out and frees the object.
+    /// Moves the value out of the slab, and frees the object that held it.
     pub fn into_inner(self) -> T {
         let slot = std::mem::ManuallyDrop::new(self);
         // SAFETY: the slot owns the value (type invariant). The value is read once, because the slot is not dropped.
@@ -207,7 +207,7 @@ impl<T> Drop for Slot<'_, T> {
     }
 }
 
-/// Frees the object of a slot when dropped, also during unwinding.
+/// Frees the object of a slot when this value is dropped, also during unwinding.
 struct FreeOnDrop<'cache>(&'cache Engine, usize);
 
 impl Drop for FreeOnDrop<'_> {

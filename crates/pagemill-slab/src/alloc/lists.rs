@@ -4,12 +4,11 @@
 use crate::alloc::blocks::Blocks;
 use crate::alloc::meta::Links;
 
-/// `COUNT` lists of blocks that use the links of kind `KIND`. Heads and tails are block numbers plus one; 0: the list
-/// is empty.
+/// `COUNT` lists of blocks that use the links of kind `KIND`.
 pub(crate) struct Lists<const COUNT: usize, const KIND: usize> {
-    /// Number of each list's first block, plus one.
+    /// For each list, the number of its first block plus one; 0 if the list is empty.
     heads: [u32; COUNT],
-    /// Number of each list's last block, plus one.
+    /// For each list, the number of its last block plus one; 0 if the list is empty.
     tails: [u32; COUNT],
 }
 
@@ -18,7 +17,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         Self { heads: [0; COUNT], tails: [0; COUNT] }
     }
 
-    /// Returns the number of a list's first block.
+    /// Returns the number of the first block in list `list`; `None` if the list is empty.
     pub fn first(&self, list: usize) -> Option<u32> {
         self.heads[list].checked_sub(1)
     }
@@ -27,7 +26,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         std::iter::successors(self.first(list), |block_number| Self::next(blocks, *block_number))
     }
 
-    /// Returns the number of the next block in the list of `block_number`.
+    /// Returns the number of the block that follows `block_number` in its list.
     pub fn next(blocks: &Blocks, block_number: u32) -> Option<u32> {
         Self::links(blocks, block_number).next.get().checked_sub(1)
     }
@@ -36,7 +35,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         &blocks.block(block_number).links[KIND]
     }
 
-    /// Inserts a block at the front of a list. The block must be in no list of this kind.
+    /// Inserts a block at the front of list `list`. The block must be in no list of this kind.
     pub fn push_front(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
         let links = Self::links(blocks, block_number);
         debug_assert!(self.first(list) != Some(block_number), "the block is in no list");
@@ -50,7 +49,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Inserts a block at the back of a list. The block must be in no list of this kind.
+    /// Inserts a block at the back of list `list`. The block must be in no list of this kind.
     pub fn push_back(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
         let links = Self::links(blocks, block_number);
         debug_assert!(self.tails[list] != block_number + 1, "the block is in no list");
@@ -64,13 +63,13 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Moves a block to the back of its list.
+    /// Moves a block to the back of the list that it is in.
     pub fn move_to_back(&mut self, blocks: &Blocks, block_number: u32) {
         self.remove(blocks, block_number);
         self.push_back(blocks, Self::links(blocks, block_number).list.get() as usize, block_number);
     }
 
-    /// Removes a block from its list.
+    /// Removes a block from the list that it is in.
     pub fn remove(&mut self, blocks: &Blocks, block_number: u32) {
         let links = Self::links(blocks, block_number);
         let (previous, after) = (links.previous.get(), links.next.get());

@@ -11,7 +11,7 @@
 
 use crate::alloc::asymmetric_lock::{AsymmetricLock, Barriers};
 use crate::alloc::shape::MAX_SHEAF_LEN;
-use crate::alloc::thread_slots::{MAX_THREADS, NONE};
+use crate::alloc::thread_slots::{MAX_THREADS, NO_SLOT};
 use pagemill_core::arena::{Table, Zeroed};
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed, Release};
@@ -19,8 +19,8 @@ use std::hint::assert_unchecked;
 use std::ops::Deref;
 use std::sync::atomic::{self, fence};
 
-/// If addresses are short, the table is halved, down to this number of threads. If even that table does not fit, no
-/// cache is created.
+/// Minimum number of threads for which a table by thread slot reserves addresses. If addresses are short, the number is
+/// halved, down to this minimum. If even that table does not fit, no cache is created.
 const MIN_THREADS: usize = 1 << 10;
 
 /// Maximum number of objects in a magazine: two sheaves.
@@ -30,9 +30,9 @@ const CAPACITY: usize = 2 * MAX_SHEAF_LEN;
 ///
 /// # Invariants
 ///
-/// Only the side that has entered `lock` changes `len`, `capacity`, `node` and `objects`: the thread in this slot, or a
-/// draining thread. At any time the first `len` objects are free and distinct, even in the middle of an operation. A
-/// fork may copy a magazine while a thread is inside, and in the child the slot belongs to another thread
+/// Only the thread that has entered `lock` changes `len`, `capacity`, `node` and `objects`: the thread in this slot, or
+/// a draining thread. At any time the first `len` objects are free and distinct, even in the middle of an operation. A
+/// fork may copy a magazine while a thread holds `lock`, and in the child the slot belongs to another thread
 /// ([`crate::alloc::thread_slots::begin_child`]).
 #[repr(C, align(1024))]
 pub(crate) struct Magazine {
@@ -40,7 +40,7 @@ pub(crate) struct Magazine {
     len: AtomicU32,
     /// Current capacity: 0 until the magazine's thread has opened it.
     capacity: AtomicU32,
-    /// The node of the stored objects' memory.
+    /// NUMA node of the memory of the stored objects.
     node: AtomicU32,
     objects: [AtomicU64; CAPACITY],
 }
@@ -48,8 +48,8 @@ pub(crate) struct Magazine {
 // SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Magazine {}
 
-/// A magazine that its thread has entered. Dropping the guard leaves the magazine. The guard also protects the stock of
-/// the thread slot.
+/// A magazine that its thread has entered. Dropping the guard leaves the magazine again. The guard also protects the
+/// stock of the thread slot.
 ///
 /// # Invariants
 ///
@@ -73,21 +73,22 @@ impl Deref for MagazineGuard<'_> {
 }
 
 impl MagazineGuard<'_> {
-    /// Removes the object that was added last.
+    /// Removes and returns the object that was added last; `None` if the magazine is empty.
     #[inline(always)]
     pub fn pop(self) -> Option<usize> {
         self.last().map(|last| self.take_last(last))
     }
 
-    /// As [`MagazineGuard::pop`], together with the result of `take_other`, which takes an item from the stock of the
-    /// slot. If object or item is not available, neither is taken. `take_other` must not panic.
+    /// As [`MagazineGuard::pop`], together with the result of `take_other`, which takes a free handle from the thread
+    /// slot's stock ([`crate::alloc::stock`]). If the object or the handle is not available, neither is taken.
+    /// `take_other` must not panic.
     #[inline(always)]
     pub fn pop_together<R>(self, take_other: impl FnOnce() -> Option<R>) -> Option<(usize, R)> {
         let last = self.last()?;
         take_other().map(|result| (self.take_last(last), result))
     }
 
-    /// The position of the object that was added last.
+    /// Returns the position of the object that was added last; `None` if the magazine is empty.
     #[inline(always)]
     fn last(&self) -> Option<u32> {
         self.len.load(Relaxed).checked_sub(1)
@@ -112,14 +113,15 @@ impl MagazineGuard<'_> {
         has_room
     }
 
-    /// Calls `act`, which may use the stock of the slot and must not panic. Returns `None` if the magazine is not open.
+    /// Calls `act` while the magazine is entered. `act` may use the stock of the thread slot and must not panic.
+    /// Returns `None` if the magazine is not open.
     #[inline(always)]
     pub fn run_entered<R>(self, act: impl FnOnce() -> R) -> Option<R> {
         (self.capacity.load(Relaxed) > 0).then(act)
     }
 
-    /// Adds as many of the objects, which belong to `node`, as fit; none if the magazine has objects of another node.
-    /// Returns the number of added objects.
+    /// Adds as many of the objects as fit. All of them belong to `node`; none is added if the magazine has objects of
+    /// another node. Returns the number of added objects.
     pub fn fill(self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
@@ -133,12 +135,13 @@ impl MagazineGuard<'_> {
         count
     }
 
-    /// Removes the oldest objects, up to the length of `sheaf`. Returns the number of removed objects.
+    /// Removes the oldest objects, up to the length of `sheaf`, and copies them to `sheaf`. Returns the number of
+    /// removed objects.
     pub fn drain(self, sheaf: &mut [usize]) -> usize {
         self.take_oldest(sheaf)
     }
 
-    /// Opens the magazine with this capacity.
+    /// Opens the magazine: sets the number of objects that it may hold to `capacity`.
     pub fn open(self, capacity: usize) {
         debug_assert!(capacity <= CAPACITY);
         debug_assert!(self.len() <= capacity, "no object is lost");
@@ -155,8 +158,8 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
-    /// Removes the oldest objects and moves the others down to the bottom of the stack. `len` is 0 while they move, so
-    /// a child forked meanwhile finds no object at two positions.
+    /// Removes the oldest objects, copies them to `objects`, and moves the others down to the bottom of the stack.
+    /// `len` is 0 while they move, so a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         debug_assert!(len as usize <= CAPACITY);
@@ -171,7 +174,7 @@ impl Magazine {
         count as usize
     }
 
-    /// Number of stored objects. Approximate on other threads.
+    /// Returns the number of stored objects. The number is approximate, except on the magazine's thread.
     pub fn len(&self) -> usize {
         self.len.load(Relaxed) as usize
     }
@@ -181,35 +184,38 @@ impl Magazine {
         self.node.load(Relaxed) as usize
     }
 
-    /// Removes the oldest objects on the draining thread. Returns the number of removed objects.
+    /// Removes the oldest objects and copies them to `objects`. Only a draining thread calls this. Returns the number
+    /// of removed objects.
     pub fn take_drained(&self, objects: &mut [usize]) -> usize {
         self.take_oldest(objects)
     }
 
-    /// Closes an empty magazine on the draining thread. The magazine's thread must open it before its next use.
+    /// Closes an empty magazine. Only a draining thread calls this. The magazine's thread must open the magazine before
+    /// its next use.
     pub fn reset_drained(&self) {
         debug_assert_eq!(self.len(), 0);
         self.capacity.store(0, Relaxed);
     }
 
-    /// Prevents further entries of the magazine's thread.
+    /// Begins a drain, which prevents the magazine's thread from entering the magazine.
     pub fn begin_drain(&self) {
         self.lock.begin_drain();
     }
 
-    /// Returns whether the magazine's thread is not inside. Called after [`Magazine::begin_drain`] and a barrier.
-    pub fn is_owner_outside(&self) -> bool {
-        self.lock.is_owner_outside()
+    /// Returns whether the magazine's thread does not hold the magazine's lock. Called after [`Magazine::begin_drain`]
+    /// and a barrier.
+    pub fn is_not_held_by_owner(&self) -> bool {
+        self.lock.is_not_held_by_owner()
     }
 
-    /// Allows entries of the magazine's thread again.
+    /// Ends a drain: the magazine's thread can enter the magazine again.
     pub fn end_drain(&self) {
         self.lock.end_drain();
     }
 }
 
-/// Creates a table with an entry for each thread slot, or for fewer if addresses are short. Returns the table and the
-/// number of entries.
+/// Creates a table with an entry for each thread slot, or for fewer slots if addresses are short. Returns the table and
+/// the number of entries.
 pub(crate) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     let mut threads = MAX_THREADS;
     loop {
@@ -221,13 +227,13 @@ pub(crate) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     }
 }
 
-/// The address range of the magazines of one cache id. Successive caches with this id use the same range; opened memory
-/// stays open.
+/// The address range of the magazines of one cache id. Successive caches with this id use the same range. Memory of the
+/// range that was made accessible stays accessible.
 pub(crate) struct MagazineRange {
     table: Table<Magazine>,
-    /// Number of magazines that have addresses.
+    /// Number of magazines for which addresses are reserved.
     threads: usize,
-    /// Number of magazines whose memory is open.
+    /// Number of magazines whose memory is accessible.
     opened: atomic::AtomicU32,
 }
 
@@ -260,20 +266,21 @@ impl MagazineRange {
 pub(crate) struct Offset(usize);
 
 impl Offset {
-    /// The offset of a thread without a slot. Added to any base, it lies beyond all magazines and does not overflow.
+    /// The offset of a thread without a slot. Added to any base address, it gives an address beyond all magazines,
+    /// without overflow.
     pub const NONE: Self = Self(1 << (usize::BITS - 2));
 
     pub fn of(slot: u32) -> Self {
-        if slot < NONE { Self(slot as usize * size_of::<Magazine>()) } else { Self::NONE }
+        if slot < NO_SLOT { Self(slot as usize * size_of::<Magazine>()) } else { Self::NONE }
     }
 }
 
-/// The magazines of one cache, by thread slot.
+/// The magazines of one cache, indexed by thread slot.
 ///
 /// # Invariants
 ///
-/// `base` is the start of the range's table. The table is open from there to `plain_end` or `fenced_end`, which lie at
-/// a magazine boundary, and stays open.
+/// `base` is the start of the range's table. The table is open (accessible) from there to `plain_end` or `fenced_end`,
+/// which lie at a magazine boundary, and stays open.
 pub(crate) struct Magazines {
     base: *const Magazine,
     /// End of the open magazines if their threads enter without a barrier ([`Barriers::DrainerOnly`]); else 0.
@@ -290,7 +297,7 @@ unsafe impl Send for Magazines {}
 unsafe impl Sync for Magazines {}
 
 impl Magazines {
-    /// Creates the view of the one cache that uses the range. No thread can enter a magazine before
+    /// Creates the magazines of the one cache that uses the range. No thread can enter a magazine before
     /// [`Magazines::open_slot`].
     pub fn new(range: &'static MagazineRange, barriers: Barriers) -> Self {
         Self {
@@ -309,7 +316,7 @@ impl Magazines {
     /// Enters the magazine of this thread. Returns `None` if the magazine is not open or is being drained.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
-        let magazine = self.at(own);
+        let magazine = self.magazine_at(own);
         // Needs no acquire: open memory stays open, and the contents belong to this thread.
         if magazine.addr() < self.plain_end.load(Relaxed) {
             // SAFETY: an open magazine (type invariant). No magazine is at address 0; the assertion removes a check
@@ -337,13 +344,13 @@ impl Magazines {
     }
 
     #[inline(always)]
-    fn at(&self, offset: Offset) -> *const Magazine {
+    fn magazine_at(&self, offset: Offset) -> *const Magazine {
         self.base.wrapping_byte_add(offset.0)
     }
 
     /// Returns the magazine of a slot that [`Magazines::open_slot`] has opened.
     pub fn get(&self, slot: usize) -> &Magazine {
-        let magazine = self.at(Offset::of(slot as u32));
+        let magazine = self.magazine_at(Offset::of(slot as u32));
         assert!(magazine.addr() < self.plain_end.load(Relaxed).max(self.fenced_end.load(Relaxed)));
         // SAFETY: as in `enter`.
         unsafe { &*magazine }
@@ -362,7 +369,7 @@ impl Magazines {
             Barriers::DrainerOnly => &self.plain_end,
             Barriers::BothSides => &self.fenced_end,
         };
-        let end = self.at(Offset::of(end as u32)).addr();
+        let end = self.magazine_at(Offset::of(end as u32)).addr();
         may_enter.store(end.max(may_enter.load(Relaxed)), Release);
         true
     }
@@ -371,11 +378,11 @@ impl Magazines {
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
-    use crate::alloc::thread_slots::UNKNOWN;
+    use crate::alloc::thread_slots::UNKNOWN_SLOT;
     use pagemill_core::arena::place;
     use pagemill_core::units::os_page_bytes;
 
-    /// The magazines of a cache, used as the thread in one slot.
+    /// The magazines of a cache. The test thread uses the magazine of one slot as if it were the thread in that slot.
     struct OwnMagazine(Magazines);
 
     impl OwnMagazine {
@@ -415,8 +422,8 @@ mod tests {
 
     const BOTH_BARRIERS: [Barriers; 2] = [Barriers::DrainerOnly, Barriers::BothSides];
 
-    /// `pop` must return the object that was added last, and `drain` the oldest objects. A full or closed magazine must
-    /// accept no object.
+    /// `pop` must return the object that was added last, and `drain` must return the oldest objects. A full magazine
+    /// and a magazine that is not open must accept no object.
     #[test]
     fn a_magazine_is_a_stack() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
@@ -432,15 +439,15 @@ mod tests {
         }
     }
 
-    /// While a magazine is drained, its thread must not be able to use it. Afterwards `pop` must return an object that
-    /// the drain left.
+    /// While a magazine is drained, its thread must not be able to use the magazine. After the drain, `pop` must return
+    /// an object that the drain left in the magazine.
     #[test]
     fn magazine_is_unusable_during_a_drain() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             assert!(own.push(1) && own.push(2));
             magazine.begin_drain();
-            assert!(magazine.is_owner_outside());
+            assert!(magazine.is_not_held_by_owner());
             assert!(own.pop().is_none() && !own.push(3) && own.fill(&[3], 0) == 0);
             let mut objects = [0; 1];
             assert_eq!((magazine.take_drained(&mut objects), objects), (1, [1]));
@@ -449,26 +456,27 @@ mod tests {
         }
     }
 
-    /// While the magazine's thread is inside, for any operation, a draining thread must see that thread inside.
+    /// A draining thread must see that the magazine's thread holds the lock, during each operation on the magazine.
+    /// After the operation it must see that the lock is free.
     #[test]
-    fn drain_sees_a_thread_inside_its_magazine() {
+    fn drain_sees_that_a_thread_holds_its_magazine() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             let is_seen = |entered: MagazineGuard<'_>| {
-                let is_owner_outside = magazine.is_owner_outside();
+                let is_not_held_by_owner = magazine.is_not_held_by_owner();
                 drop(entered);
-                !is_owner_outside && magazine.is_owner_outside()
+                !is_not_held_by_owner && magazine.is_not_held_by_owner()
             };
             assert!(own.enter().is_some_and(is_seen));
-            assert_eq!(own.enter().unwrap().run_entered(|| magazine.is_owner_outside()), Some(false));
-            assert!(own.push(7) && magazine.is_owner_outside());
-            assert_eq!(own.enter().unwrap().pop_together(|| Some(magazine.is_owner_outside())), Some((7, false)));
-            assert!(magazine.is_owner_outside());
+            assert_eq!(own.enter().unwrap().run_entered(|| magazine.is_not_held_by_owner()), Some(false));
+            assert!(own.push(7) && magazine.is_not_held_by_owner());
+            assert_eq!(own.enter().unwrap().pop_together(|| Some(magazine.is_not_held_by_owner())), Some((7, false)));
+            assert!(magazine.is_not_held_by_owner());
         }
     }
 
-    /// A thread must be able to enter magazines up to the highest slot that was opened, and none beyond the last slot.
-    /// The ranges of two caches must not affect each other.
+    /// Opens the magazines of several thread slots. A thread must be able to enter magazines up to the highest slot
+    /// that was opened, and none beyond the last slot. Opening a magazine of one cache must not affect another cache.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH_BARRIERS {
@@ -485,7 +493,7 @@ mod tests {
                 assert!(!is_in(&caches[1], slot));
             }
             assert!(!is_in(&caches[0], MAX_THREADS) && !caches[0].open_slot(MAX_THREADS));
-            assert!([UNKNOWN, NONE].into_iter().all(|slot| !is_in(&caches[0], slot as usize)));
+            assert!([UNKNOWN_SLOT, NO_SLOT].into_iter().all(|slot| !is_in(&caches[0], slot as usize)));
             // Four pages of the first range were touched, and none of the other.
             let page = os_page_bytes() as u64;
             assert_eq!(resident_bytes(), [4 * page, 0]);

@@ -1,5 +1,5 @@
-//! Slab metadata, apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block has the set
-//! of slabs at each level of use.
+//! Slab metadata, which lies apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block
+//! has the set of slabs at each level of use.
 //!
 //! All metadata is changed under the lock of the node that has the block ([`crate::alloc::node`]). The words are atomic
 //! only because they lie in shared tables.
@@ -43,14 +43,14 @@ impl LockedU32 {
     }
 }
 
-/// Number of words of a slab's bitmap.
-const WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
+/// Number of 64-bit words in a slab's bitmap of objects.
+const BITMAP_WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
 
 /// A set of objects of one slab.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Objects([u64; WORDS]);
+pub(crate) struct ObjectSet([u64; BITMAP_WORDS]);
 
-impl Objects {
+impl ObjectSet {
     pub fn add(&mut self, object: u32) {
         self.0[object as usize / 64] |= 1 << (object % 64);
     }
@@ -86,11 +86,11 @@ pub(crate) enum SlabState {
 #[repr(C, align(128))]
 pub(crate) struct Slab {
     /// One bit for each object, set while the object is *used*: allocated, or in a magazine or barn.
-    bits: [LockedU64; WORDS],
+    bits: [LockedU64; BITMAP_WORDS],
     /// Number of set bits in `bits`.
     used: LockedU32,
     state: LockedU32,
-    /// Number of the last pass that tried to empty the slab.
+    /// Number of the last defragmentation pass that tried to empty the slab. Passes are numbered from 1.
     pub tried: LockedU32,
 }
 
@@ -119,8 +119,8 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    /// Allocates up to `most` free objects, the lowest first, and calls `on_allocated` for each. Returns the number of
-    /// objects. The slab has `capacity` objects.
+    /// Allocates up to `most` free objects, the lowest first, and calls `on_allocated` with the index of each. Returns
+    /// the number of objects. The slab has `capacity` objects.
     pub fn allocate(&self, capacity: u32, most: usize, mut on_allocated: impl FnMut(u32)) -> usize {
         let mut count = 0;
         for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
@@ -142,7 +142,7 @@ impl Slab {
         count
     }
 
-    /// Frees one object.
+    /// Frees the object with index `object`.
     ///
     /// # Panics
     ///
@@ -155,12 +155,12 @@ impl Slab {
         self.used.sub(1);
     }
 
-    /// Frees several objects.
+    /// Frees all objects of a set.
     ///
     /// # Panics
     ///
     /// If one of the objects is free already.
-    pub fn free_all(&self, objects: &Objects) {
+    pub fn free_all(&self, objects: &ObjectSet) {
         for (word, freed) in self.bits.iter().zip(objects.0) {
             assert!(word.get() & freed == freed, "an object of a slab is free already");
             word.set(word.get() & !freed);
@@ -168,10 +168,11 @@ impl Slab {
         self.used.sub(objects.count());
     }
 
-    /// Calls `found` for up to `most` used objects, beginning at object `from`. Returns the number of calls.
+    /// Calls `found` with the index of each used object, beginning at object `from`, for at most `most` objects.
+    /// Returns the number of calls.
     pub fn for_each_allocated(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
         let first = from as usize / 64;
-        let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
+        let mut objects = ObjectSet(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
         if let Some(word) = objects.0.get_mut(first) {
             *word &= u64::MAX << (from % 64);
         }
@@ -179,7 +180,7 @@ impl Slab {
     }
 }
 
-/// Classes of slabs by use. A slab is *bare* until it is set up.
+/// Classes of slabs by the share of their objects that is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(crate) enum Level {
@@ -192,11 +193,11 @@ pub(crate) enum Level {
 }
 
 /// Number of levels of partial slabs.
-const QUARTERS: usize = 4;
-/// Number of levels.
-pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTERS;
-/// Number of 64-bit words of a set of slabs.
-const MASK_WORDS: usize = 2;
+const QUARTER_LEVELS: usize = 4;
+/// Number of levels of use.
+pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTER_LEVELS;
+/// Number of 64-bit words in the set of slabs at one level.
+const SLAB_SET_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
 /// Returns the level of an open slab with `used` used objects; `None` if the slab is full.
@@ -205,18 +206,19 @@ pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
         used if used == capacity => None,
-        used => Some(Level::Partial as usize + used as usize * QUARTERS / capacity as usize),
+        used => Some(Level::Partial as usize + used as usize * QUARTER_LEVELS / capacity as usize),
     }
 }
 
-/// Kind of the lists of blocks by use. Each block of a node is in one of them.
+/// Index in [`Block::links`] of the links for the lists of blocks by use. Each block of a node is in one of these
+/// lists.
 pub(crate) const BY_USE: usize = 0;
-/// Kind of the queues of blocks that the current block search has not visited yet.
+/// Index in [`Block::links`] of the links for the queues of blocks that the current block search has not visited yet.
 pub(crate) const SEARCH_QUEUE: usize = 1;
-/// Number of kinds of lists.
-const LINKS: usize = SEARCH_QUEUE + 1;
+/// Number of kinds of lists that a block can be in.
+const LIST_KINDS: usize = SEARCH_QUEUE + 1;
 
-/// Neighbours of a block in a list, as block numbers plus one (0: none), and the index of that list.
+/// Neighbours of a block in a list, as block numbers plus one (0: no neighbour), and the index of that list.
 #[derive(Default)]
 pub(crate) struct Links {
     pub next: LockedU32,
@@ -229,10 +231,10 @@ pub(crate) struct Links {
 #[derive(Default)]
 pub(crate) struct Block {
     /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
-    levels: [[LockedU64; MASK_WORDS]; LEVELS],
+    levels: [[LockedU64; SLAB_SET_WORDS]; LEVELS],
     /// Neighbours of the block in its list of each kind.
-    pub links: [Links; LINKS],
-    /// Number of used objects of the block.
+    pub links: [Links; LIST_KINDS],
+    /// Number of used objects in the block.
     pub used: LockedU32,
     /// Number of objects that can be allocated from the block's open slabs.
     pub free_objects: LockedU32,
@@ -244,13 +246,14 @@ pub(crate) struct Block {
     pub is_sparse: LockedU32,
     /// 1 while the block is being emptied. No object is allocated from it then.
     pub is_emptying: LockedU32,
-    /// The `block_pass` of the last attempt to empty the block.
+    /// The pass number ([`Criteria::block_pass`](crate::defrag::candidates::Criteria::block_pass)) under which the
+    /// block was last tried, that is, defragmentation began to empty it.
     pub tried: LockedU32,
     /// 1 if an attempt to empty the block left objects in it.
     pub has_unmovable: LockedU32,
-    /// Id of the last slab search that found no further candidate in the block.
+    /// Id of the last slab search (a search for slabs to empty) that found no further candidate in the block.
     pub exhausted_search: LockedU32,
-    /// Id of the block search in whose queue the block is; 0 if none.
+    /// Id of the block search (a search for blocks to empty) in whose queue the block is; 0 if it is in no queue.
     pub queued_search: LockedU32,
 }
 
@@ -276,19 +279,19 @@ impl SlabSet {
 }
 
 impl Block {
-    /// Index of the `BY_USE` list that the block is in.
+    /// Returns the index of the list by use that the block is in.
     pub fn use_list(&self) -> usize {
         self.links[BY_USE].list.get() as usize
     }
 
-    /// Adds a slab to the set of a level.
+    /// Adds a slab to the set of slabs at a level.
     pub fn insert(&self, level: usize, slab: u32) {
         debug_assert!((0..LEVELS).all(|other| self.mask_at_level(other) >> slab & 1 == 0), "a slab has one level");
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
 
-    /// Removes a slab from the set of a level.
+    /// Removes a slab from the set of slabs at a level.
     pub fn remove(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         debug_assert!(word.get() >> (slab % 64) & 1 == 1, "the slab has this level");
@@ -312,7 +315,7 @@ impl Block {
         SlabSet(self.mask_at_level(level)).iter()
     }
 
-    /// All slabs that are set up. The block has `slabs` slabs.
+    /// Returns all slabs of the block that are set up. The block has `slabs` slabs.
     pub fn set_up_slabs(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
         SlabSet(!self.mask_at_level(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
@@ -321,12 +324,12 @@ impl Block {
         self.mask_at_level(level).count_ones()
     }
 
-    /// Adds the first `slabs` slabs to the level of bare slabs.
+    /// Adds the first `slabs` slabs of the block to the set of bare slabs.
     pub fn mark_all_bare(&self, slabs: u32) {
         (0..slabs).for_each(|slab| self.insert(Level::Bare as usize, slab));
     }
 
-    /// Removes all slabs from all levels.
+    /// Removes all slabs from the sets of all levels.
     pub fn clear_levels(&self) {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
@@ -342,17 +345,17 @@ impl Block {
 mod tests {
     use super::*;
 
-    fn slab() -> Slab {
+    fn zeroed_slab() -> Slab {
         // SAFETY: zero bits are a valid slab.
         unsafe { std::mem::zeroed() }
     }
 
-    /// Allocates objects until the slab is full. Each object must be allocated once, and none beyond the capacity. A
-    /// freed object must be allocated again.
+    /// Allocates objects until the slab is full. Each object must be allocated once, and none beyond the capacity. An
+    /// object that is then freed must be allocated again.
     #[test]
     fn each_object_is_allocated_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {
-            let slab = slab();
+            let slab = zeroed_slab();
             let mut taken = Vec::new();
             while slab.allocate(capacity, 7, |object| taken.push(object)) == 7 {}
             assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
@@ -363,13 +366,13 @@ mod tests {
         }
     }
 
-    /// Allocates 300 objects and frees two thirds at once. From any start, `for_each_allocated` must visit exactly the
-    /// objects that were not freed.
+    /// Allocates 300 objects and frees two thirds of them in one call. From any start, `for_each_allocated` must visit
+    /// exactly the objects that were not freed.
     #[test]
-    fn objects_are_found_and_freed_together() {
-        let slab = slab();
+    fn for_each_allocated_skips_freed_objects() {
+        let slab = zeroed_slab();
         slab.allocate(512, 300, |_| ());
-        let mut freed = Objects::default();
+        let mut freed = ObjectSet::default();
         (0..300).filter(|object| object % 3 != 0).for_each(|object| freed.add(object));
         assert_eq!(freed.iter().collect::<Vec<_>>(), (0..300).filter(|object| object % 3 != 0).collect::<Vec<_>>());
         slab.free_all(&freed);
@@ -385,15 +388,15 @@ mod tests {
     #[test]
     #[should_panic(expected = "free already")]
     fn double_free_panics() {
-        let slab = slab();
+        let slab = zeroed_slab();
         slab.allocate(64, 1, |_| ());
         slab.free(0);
         slab.free(0);
     }
 
-    /// Levels must rise with use, by quarters. A full slab must have no level.
+    /// The level of a slab must rise with each further quarter of its objects in use. A full slab must have no level.
     #[test]
-    fn levels_are_quarters() {
+    fn partial_levels_are_quarters_of_use() {
         assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
         let levels: Vec<_> = (1..8).map(|used| level_of(used, 8).unwrap()).collect();
         assert_eq!(levels, [2, 3, 3, 4, 4, 5, 5]);

@@ -7,27 +7,27 @@ use crate::alloc::blocks::Blocks;
 use crate::alloc::lists::Lists;
 #[cfg(any(test, feature = "test-util"))]
 use crate::alloc::meta::LEVELS;
-use crate::alloc::meta::{BY_USE, Level, Objects, SlabState, level_of};
+use crate::alloc::meta::{BY_USE, Level, ObjectSet, SlabState, level_of};
 use crate::alloc::shape::Shape;
 use crate::defrag::candidates::Searches;
 use pagemill_core::units::BLOCK_BYTES;
 
-/// Number of classes of blocks by use: eighths.
+/// Number of classes into which blocks are divided by the share of their objects that is in use: eighths.
 pub(crate) const USE_CLASSES: u32 = 8;
 
-/// List of the blocks that have neither used objects nor claimed slabs. The lists 1 to [`FULLEST`] have the other
-/// blocks with free objects, by eighths of the block in use.
-pub(crate) const IDLE: usize = 0;
-/// The last of the lists of blocks with free objects: blocks that are at least seven eighths in use.
-pub(crate) const FULLEST: usize = USE_CLASSES as usize;
-/// List of the blocks whose set-up slabs are full, but that have bare slabs.
-pub(crate) const FULL_WITH_BARE: usize = FULLEST + 1;
-/// List of the blocks that have neither free objects nor bare slabs.
-pub(crate) const FULL: usize = FULL_WITH_BARE + 1;
-/// List of the blocks that defragmentation empties.
-const EMPTYING: usize = FULL + 1;
-/// Number of lists.
-pub(crate) const USE_LISTS: usize = EMPTYING + 1;
+/// Index of the list of blocks that have neither used objects nor claimed slabs. The lists from 1 to [`FULLEST_LIST`]
+/// have the other blocks with free objects, by eighths of the block in use.
+pub(crate) const IDLE_LIST: usize = 0;
+/// Index of the last list of blocks with free objects: those that are at least seven eighths in use.
+pub(crate) const FULLEST_LIST: usize = USE_CLASSES as usize;
+/// Index of the list of blocks whose set-up slabs are full, but that have bare slabs.
+pub(crate) const FULL_WITH_BARE_LIST: usize = FULLEST_LIST + 1;
+/// Index of the list of blocks that have neither free objects nor bare slabs.
+pub(crate) const FULL_LIST: usize = FULL_WITH_BARE_LIST + 1;
+/// Index of the list of blocks that defragmentation is emptying.
+const EMPTYING_LIST: usize = FULL_LIST + 1;
+/// Number of lists of blocks by use.
+pub(crate) const USE_LISTS: usize = EMPTYING_LIST + 1;
 
 /// Number of idle blocks that a node keeps for later objects.
 const KEPT_IDLE_BLOCKS: u32 = 1;
@@ -61,7 +61,7 @@ pub(crate) struct NodeState {
     pub searches: Searches,
     blocks: u32,
     idle_blocks: u32,
-    /// Number of whole blocks. The memory of each is charged and freed as a whole.
+    /// Number of whole blocks. The 2 MiB of a whole block are charged and freed together.
     whole_blocks: u32,
     /// Number of slabs that are set up.
     slabs: u32,
@@ -73,15 +73,15 @@ pub(crate) struct NodeState {
     pub empty: u32,
     /// Number of empty slabs in sparse blocks.
     empty_in_sparse_blocks: u32,
-    /// Number of bare slabs in whole blocks in use, which have memory already.
+    /// Number of bare slabs in whole blocks that hold objects. These slabs have memory already.
     pub bare_slabs: u32,
-    /// The part of `bare_slabs` in the blocks of each list.
+    /// For each list, how many of the slabs in `bare_slabs` are in the blocks of that list.
     pub bare_slabs_in: [u32; USE_LISTS],
-    /// Number of objects that are not free in their slabs: allocated, or in magazines and barns.
+    /// Number of objects that are not free in their slabs: they are allocated, or in magazines and barns.
     used: u64,
     /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
-    /// The part of `free_objects` in the blocks of each list.
+    /// For each list, how many of the objects in `free_objects` are in the blocks of that list.
     pub free_objects_in: [u64; USE_LISTS],
     /// Number of objects that users freed into slabs since the last [`crate::alloc::engine::Engine::has_new_frees`].
     pub freed_objects: u64,
@@ -160,11 +160,12 @@ impl Node<'_> {
         count
     }
 
-    /// Finds a slab with a free object in the fullest block that has one. Returns the block and the slab.
+    /// Finds a slab with a free object in the fullest block that has such a slab. Returns the number of the block and
+    /// of the slab.
     fn find_slab(&self, targets: TargetSlabs) -> Option<(u32, u32)> {
         let may_be_empty = targets != TargetSlabs::Partial;
-        let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE + 1 };
-        let mut lists = (least..=FULLEST).rev().chain((targets == TargetSlabs::Any).then_some(IDLE));
+        let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE_LIST + 1 };
+        let mut lists = (least..=FULLEST_LIST).rev().chain((targets == TargetSlabs::Any).then_some(IDLE_LIST));
         let in_slab = |block| Some((block, self.blocks.block(block).fullest_slab(may_be_empty)?));
         let found = lists.find_map(|list| self.blocks_in_list(list).find_map(in_slab));
         if let (None, TargetSlabs::Fuller(least)) = (found, targets) {
@@ -192,24 +193,24 @@ impl Node<'_> {
     /// # Panics
     ///
     /// If one of the objects is free already.
-    pub fn free_all(&mut self, block: u32, slab: u32, objects: &Objects) {
+    pub fn free_all(&mut self, block: u32, slab: u32, objects: &ObjectSet) {
         let before = self.level(block, slab);
         self.blocks.slab(block, slab).free_all(objects);
         self.note_change(block, slab, before, -(objects.count() as i32));
     }
 
-    /// Returns whether the node keeps more idle blocks or empty slabs than [`Keep::Reserve`] allows.
+    /// Returns whether the node has more idle blocks or empty slabs than [`Keep::Reserve`] keeps.
     pub fn has_surplus(&self) -> bool {
         self.state.idle_blocks > KEPT_IDLE_BLOCKS || self.state.empty_in_sparse_blocks > KEPT_EMPTY_SLABS
     }
 
-    /// Returns the level of use of a slab.
+    /// Returns the level of use of a slab; `None` if the slab is full.
     fn level(&self, block: u32, slab: u32) -> Option<usize> {
         level_of(self.blocks.slab(block, slab).used_objects(), self.shape.capacity)
     }
 
     /// Updates all counters and lists after `more` objects of a slab were allocated (negative: freed). `before` is the
-    /// former level.
+    /// slab's level before that.
     fn note_change(&mut self, block_number: u32, slab: u32, before: Option<usize>, more: i32) {
         let block = self.blocks.block(block_number);
         debug_assert!(self.state.used.checked_add_signed(i64::from(more)).is_some(), "the node counts its objects");
@@ -223,7 +224,7 @@ impl Node<'_> {
         self.update_use_list(block_number);
     }
 
-    /// Adds `more` free objects to the counters of a block, of its list and of the node.
+    /// Adds `more` (negative: subtracts) free objects to the counters of a block, of its list and of the node.
     fn add_free_objects(&mut self, block_number: u32, more: i32) {
         let block = self.blocks.block(block_number);
         block.free_objects.set(block.free_objects.get().wrapping_add_signed(more));
@@ -233,7 +234,8 @@ impl Node<'_> {
         }
     }
 
-    /// Moves a slab to the set of its new level, and updates the counters of partial and empty slabs.
+    /// Moves a slab from the set of level `before` to the set of level `after`, and updates the counters of partial and
+    /// empty slabs. With `None`, the slab is in no set.
     fn change_level(&mut self, block_number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
         if before == after {
             return;
@@ -272,21 +274,21 @@ impl Node<'_> {
     fn use_list_for(&self, block_number: u32) -> usize {
         let block = self.blocks.block(block_number);
         if block.is_emptying.get() == 1 {
-            EMPTYING
+            EMPTYING_LIST
         } else if block.used.get() == 0 && block.claimed.get() == 0 {
-            IDLE
+            IDLE_LIST
         } else if block.free_objects.get() > 0 {
             self.list_for_use(block.used.get())
         } else if block.first_at_level(Level::Bare as usize).is_some() {
-            FULL_WITH_BARE
+            FULL_WITH_BARE_LIST
         } else {
-            FULL
+            FULL_LIST
         }
     }
 
-    /// Returns the list of blocks with free objects of which `used` objects are in use.
+    /// Returns the index of the list for blocks with free objects and with `used` objects in use.
     pub fn list_for_use(&self, used: u32) -> usize {
-        IDLE + 1 + (used * USE_CLASSES / self.shape.block_capacity()).min(USE_CLASSES - 1) as usize
+        IDLE_LIST + 1 + (used * USE_CLASSES / self.shape.block_capacity()).min(USE_CLASSES - 1) as usize
     }
 
     /// Adds a block to a list and to the counters of that list.
@@ -297,13 +299,13 @@ impl Node<'_> {
         self.queue_for_search(block_number);
         self.state.free_objects_in[list] += u64::from(block.free_objects.get());
         self.add_bare_slabs(block_number, self.counted_bare_slabs(block_number) as i32);
-        if list == IDLE {
+        if list == IDLE_LIST {
             self.state.idle_blocks += 1;
             block.has_unmovable.set(0);
         }
     }
 
-    /// Adds `more` bare slabs to the counters of the node and of the block's list.
+    /// Adds `more` (negative: subtracts) bare slabs to the counters of the node and of the block's list.
     fn add_bare_slabs(&mut self, block_number: u32, more: i32) {
         for bare in
             [&mut self.state.bare_slabs, &mut self.state.bare_slabs_in[self.blocks.block(block_number).use_list()]]
@@ -313,11 +315,11 @@ impl Node<'_> {
         }
     }
 
-    /// Returns how many bare slabs of a block count in `bare_slabs` and `bare_slabs_in`: none if the block is sparse,
-    /// idle or being emptied.
+    /// Returns how many slabs of a block count in `bare_slabs` and `bare_slabs_in`: its bare slabs, or none if the
+    /// block is sparse, idle or being emptied.
     pub fn counted_bare_slabs(&self, block_number: u32) -> u32 {
         let block = self.blocks.block(block_number);
-        let is_counted = block.is_sparse.get() == 0 && ![IDLE, EMPTYING].contains(&block.use_list());
+        let is_counted = block.is_sparse.get() == 0 && ![IDLE_LIST, EMPTYING_LIST].contains(&block.use_list());
         if is_counted { block.count_at_level(Level::Bare as usize) } else { 0 }
     }
 
@@ -326,7 +328,7 @@ impl Node<'_> {
         let block = self.blocks.block(block_number);
         self.add_bare_slabs(block_number, -(self.counted_bare_slabs(block_number) as i32));
         self.state.free_objects_in[block.use_list()] -= u64::from(block.free_objects.get());
-        self.state.idle_blocks -= u32::from(block.use_list() == IDLE);
+        self.state.idle_blocks -= u32::from(block.use_list() == IDLE_LIST);
         self.state.lists.remove(self.blocks, block_number);
         self.dequeue_from_search(block_number);
     }
@@ -335,7 +337,7 @@ impl Node<'_> {
         self.state.lists.iter(self.blocks, list)
     }
 
-    /// Adds a block, with bare slabs only.
+    /// Adds a block to the idle blocks of the node. All slabs of the block become bare.
     pub fn add_block(&mut self, block_number: u32) {
         let block = self.blocks.block(block_number);
         for word in [&block.used, &block.free_objects, &block.claimed, &block.slabs, &block.is_emptying, &block.tried] {
@@ -344,15 +346,16 @@ impl Node<'_> {
         block.mark_all_bare(self.shape.slabs);
         self.state.blocks += 1;
         self.state.whole_blocks += 1 - block.is_sparse.get();
-        self.link(block_number, IDLE);
+        self.link(block_number, IDLE_LIST);
     }
 
-    /// Removes an idle block, if there are more than `keep` demands.
+    /// Removes an idle block from the node and returns its number, if the node has more idle blocks than `keep`
+    /// demands.
     pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
         if self.state.idle_blocks <= if keep == Keep::Reserve { KEPT_IDLE_BLOCKS } else { 0 } {
             return None;
         }
-        let block_number = self.state.lists.first(IDLE)?;
+        let block_number = self.state.lists.first(IDLE_LIST)?;
         let block = self.blocks.block(block_number);
         debug_assert!(block.used.get() == 0 && block.claimed.get() == 0, "no thread uses the block");
         self.unlink(block_number);
@@ -367,32 +370,33 @@ impl Node<'_> {
         Some(block_number)
     }
 
-    /// Bytes of idle whole blocks, and of empty slabs in sparse blocks.
+    /// Returns the bytes of idle whole blocks, and of empty slabs in sparse blocks.
     pub fn kept_bytes(&self) -> u64 {
-        let whole = self.blocks_in_list(IDLE).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
+        let whole =
+            self.blocks_in_list(IDLE_LIST).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
         let empty = u64::from(self.state.empty_in_sparse_blocks) * self.shape.slab_bytes as u64;
         whole as u64 * BLOCK_BYTES as u64 + empty
     }
 
-    /// Claims a bare slab, so that the caller can set it up.
+    /// Claims a bare slab, so that the caller can set it up. Returns the number of the block and of the slab.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
-        let block_number = [FULL_WITH_BARE, IDLE].into_iter().find_map(|list| {
+        let block_number = [FULL_WITH_BARE_LIST, IDLE_LIST].into_iter().find_map(|list| {
             self.blocks_in_list(list)
                 .find(|block| self.blocks.block(*block).first_at_level(Level::Bare as usize).is_some())
         })?;
         self.claim_bare_of(block_number)
     }
 
-    /// As [`Node::claim_bare`], but only in whole blocks in use, where a slab needs no further memory. Chooses a block
-    /// of the fullest list with at least `least` objects in use.
-    pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
+    /// As [`Node::claim_bare`], but only in whole blocks that hold objects, where a slab needs no further memory.
+    /// Chooses a block of the fullest list with at least `least` objects in use.
+    pub fn claim_bare_in_used_block(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
             let block_meta = self.blocks.block(*block);
             block_meta.is_sparse.get() == 0
                 && block_meta.used.get() >= least
                 && block_meta.first_at_level(Level::Bare as usize).is_some()
         };
-        let lists = [FULL_WITH_BARE].into_iter().chain((self.list_for_use(least)..=FULLEST).rev());
+        let lists = [FULL_WITH_BARE_LIST].into_iter().chain((self.list_for_use(least)..=FULLEST_LIST).rev());
         let block_number = (self.state.bare_slabs > 0)
             .then(|| lists.into_iter().find_map(|list| self.blocks_in_list(list).find(is_it)))??;
         self.claim_bare_of(block_number)
@@ -415,8 +419,8 @@ impl Node<'_> {
         Some((block_number, slab))
     }
 
-    /// Claims an empty slab of a sparse block, so that the caller can free its memory, if there are more than `keep`
-    /// demands.
+    /// Claims an empty slab of a sparse block, so that the caller can free the slab's memory. Returns `None` unless
+    /// there are more such slabs than `keep` demands.
     pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
         if self.state.empty_in_sparse_blocks <= if keep == Keep::Reserve { KEPT_EMPTY_SLABS } else { 0 } {
             return None;
@@ -425,13 +429,13 @@ impl Node<'_> {
             let block_meta = self.blocks.block(*block);
             block_meta.is_sparse.get() == 1 && block_meta.first_at_level(Level::Empty as usize).is_some()
         };
-        let block_number = (IDLE..=FULLEST).find_map(|list| self.blocks_in_list(list).find(is_it))?;
+        let block_number = (IDLE_LIST..=FULLEST_LIST).find_map(|list| self.blocks_in_list(list).find(is_it))?;
         let slab = self.blocks.block(block_number).first_at_level(Level::Empty as usize)?;
         self.claim(block_number, slab);
         Some((block_number, slab))
     }
 
-    /// Marks a slab as claimed, and moves its block to the list that fits.
+    /// Marks a slab as claimed, and moves its block to the list that fits the block's use.
     fn mark_claimed(&mut self, block_number: u32, slab: u32) {
         self.blocks.slab(block_number, slab).set_state(SlabState::Claimed);
         self.blocks.block(block_number).claimed.add(1);
@@ -448,7 +452,7 @@ impl Node<'_> {
         self.mark_claimed(block_number, slab);
     }
 
-    /// Ends a claim: objects may be allocated from the slab again.
+    /// Ends the claim of a slab and opens it: objects may be allocated from the slab again.
     pub fn open(&mut self, block_number: u32, slab: u32) {
         let slab_meta = self.blocks.slab(block_number, slab);
         debug_assert!(slab_meta.state() == SlabState::Claimed, "the claim ends once");
@@ -462,7 +466,7 @@ impl Node<'_> {
         self.update_use_list(block_number);
     }
 
-    /// Ends a claim: the slab becomes bare, and must be set up before use.
+    /// Ends the claim of a slab without memory: the slab becomes bare, and must be set up before use.
     pub fn mark_bare(&mut self, block_number: u32, slab: u32) {
         let block = self.blocks.block(block_number);
         debug_assert!(self.blocks.slab(block_number, slab).used_objects() == 0, "a bare slab has no objects");
@@ -481,7 +485,7 @@ impl Node<'_> {
         self.state.lost += 1;
     }
 
-    /// Number of slabs and blocks with objects in use.
+    /// Returns the number of slabs and blocks with objects in use.
     pub fn used_slabs_and_blocks(&self) -> u64 {
         u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle_blocks)
     }
@@ -501,7 +505,8 @@ impl Node<'_> {
         }
     }
 
-    /// Checks that lists are consistent in both directions, and that blocks without candidates are last.
+    /// Checks that each list has the same blocks in both directions, and that blocks without candidates for
+    /// defragmentation come last in their lists.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_lists(&self) {
         self.state.lists.check(self.blocks);
@@ -512,7 +517,7 @@ impl Node<'_> {
         );
     }
 
-    /// Checks that the counters match the slabs.
+    /// Checks that all counters match the states of the slabs.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check(&self) {
         let (mut blocks, mut used, mut free_objects, mut slabs, mut idle) = (0, 0, 0, 0, 0);
@@ -552,7 +557,7 @@ impl Node<'_> {
                     (own_used, own_free, claimed, all.len() as u32)
                 );
                 blocks += 1;
-                idle += u32::from(list == IDLE);
+                idle += u32::from(list == IDLE_LIST);
                 slabs += block.slabs.get();
                 used += u64::from(own_used);
                 free_objects += u64::from(own_free);

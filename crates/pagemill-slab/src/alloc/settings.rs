@@ -23,7 +23,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Default parameters. Reports show the cache under `name`.
+    /// Creates settings with default values. Reports show the cache under `name`.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -54,8 +54,8 @@ impl Settings {
         Self { remote_node_defrag_ratio: percent, ..self }
     }
 
-    /// Whether the cache detects damage with redzones and poison, and records the callers that allocated and freed an
-    /// object. Each allocation and free then acquires a lock and checks the object. The default is false.
+    /// Sets whether the cache detects damage with redzones and poison, and records the callers that allocated and freed
+    /// an object. Each allocation and free then acquires a lock and checks the object. The default is false.
     pub fn debug(self, is_debug: bool) -> Self {
         Self { is_debug, ..self }
     }

@@ -3,22 +3,22 @@
 use pagemill_core::error::{Error, Result};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 
-/// Maximum number of objects in a slab. One bit for each fits into a cache line.
+/// Maximum number of objects in a slab. A bitmap with one bit for each object then fits into a cache line.
 pub(crate) const MAX_OBJECTS: usize = 512;
 
 /// Minimum slab size, unless an OS page is larger.
 pub(crate) const MIN_SLAB_BYTES: usize = 16 << 10;
 
-/// Slab size for most object sizes. A larger size is chosen only if this size would waste too much.
+/// Slab size for most object sizes. A larger size is chosen only if slabs of this size would waste too much memory.
 const DEFAULT_SLAB_BYTES: usize = 64 << 10;
 
 /// Maximum number of slabs in a block.
 pub(crate) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
-/// In a slab of a chosen size, at most `1 / WASTE_DIVISOR` of the bytes are unused after the last object.
+/// A slab size is chosen so that at most `1 / WASTE_DIVISOR` of a slab is unused after its last object.
 const WASTE_DIVISOR: usize = 8;
 
-/// Approximate size of the free objects in one sheaf.
+/// Approximate size in bytes of the free objects in one sheaf.
 const SHEAF_BYTES: usize = 32 << 10;
 
 /// Maximum number of objects in a sheaf.
@@ -30,9 +30,9 @@ pub(crate) struct Shape {
     /// Distance in bytes from one object to the next.
     pub stride: usize,
     pub slab_bytes: usize,
-    /// Objects per slab.
+    /// Number of objects in a slab.
     pub capacity: u32,
-    /// Slabs per block.
+    /// Number of slabs in a block.
     pub slabs: u32,
     /// Number of objects in a sheaf.
     pub sheaf_len: usize,
@@ -43,7 +43,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// Computes the layout for objects of `bytes` at multiples of `align`.
+    /// Computes the layout for objects of `bytes` at multiples of `align`. `slab_bytes` is the slab size; if `None`, it
+    /// is chosen.
     ///
     /// # Errors
     ///
@@ -76,8 +77,9 @@ impl Shape {
         })
     }
 
-    /// Chooses a slab size: at least `least`, and the largest that [`MAX_OBJECTS`] objects fill. A larger slab would
-    /// spread few objects over more memory. The size is doubled while too much of the slab would be wasted.
+    /// Chooses the slab size: the largest power of two that [`MAX_OBJECTS`] objects fill, but at least `least` and
+    /// normally at most [`DEFAULT_SLAB_BYTES`]. A larger slab would spread few objects over more memory. The size is
+    /// doubled while too much of the slab would be wasted.
     fn choose_slab_bytes(stride: usize, least: usize) -> usize {
         let filled = 1 << stride.saturating_mul(MAX_OBJECTS).ilog2();
         let full = filled.clamp(least, DEFAULT_SLAB_BYTES.max(least));
@@ -86,7 +88,8 @@ impl Shape {
         sizes.clone().find(|slab| !wastes(*slab)).or_else(|| sizes.last()).unwrap_or(full)
     }
 
-    /// Returns the slab within the block, the object within the slab, and whether an object begins at this offset.
+    /// Finds the object at offset `in_block` of a block. Returns the index of its slab in the block, its index in the
+    /// slab, and whether an object begins exactly at this offset.
     #[inline]
     pub fn locate(&self, in_block: usize) -> (u32, u32, bool) {
         debug_assert!(in_block < BLOCK_BYTES);
@@ -96,14 +99,14 @@ impl Shape {
         ((in_block >> self.slab_shift) as u32, object, is_object)
     }
 
-    /// Returns the offset of an object in its block.
+    /// Returns the offset of an object in its block, in bytes.
     #[inline]
     pub fn offset_of(&self, slab: u32, object: u32) -> usize {
         debug_assert!(slab < self.slabs && object < self.capacity);
         ((slab as usize) << self.slab_shift) + object as usize * self.stride
     }
 
-    /// Objects per block.
+    /// Returns the number of objects in a block.
     pub fn block_capacity(&self) -> u32 {
         self.slabs * self.capacity
     }
@@ -113,8 +116,8 @@ impl Shape {
 mod tests {
     use super::*;
 
-    /// For object sizes over the whole range, `locate` must return each object for its offset, and no object for the
-    /// next byte.
+    /// For object sizes over the whole range, `locate` must find each object at its offset. At the next byte it must
+    /// report that no object begins there.
     #[test]
     fn objects_are_located_by_their_offset() {
         for bytes in (1..600).chain([1000, 4096, 8192, 10_000, 40_000, 65_536, 100_000, 1 << 20]) {
@@ -130,7 +133,7 @@ mod tests {
         }
     }
 
-    /// For many object sizes, the chosen slab size must waste at most an eighth after the last object.
+    /// For many object sizes, the chosen slab size must leave at most an eighth of a slab unused after the last object.
     #[test]
     fn chosen_slab_size_wastes_little() {
         for (bytes, slab_bytes) in [(32, 16), (64, 32), (192, 64), (576, 64), (4096, 64), (40_960, 128)] {

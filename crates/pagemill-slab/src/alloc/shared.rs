@@ -17,9 +17,9 @@ pub const MAX_CACHES: usize = 1 << 10;
 
 /// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
 pub(crate) struct CacheIds {
-    /// Whether each id is in use.
+    /// For each cache id, whether it is in use.
     pub are_taken: [bool; MAX_CACHES],
-    /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
+    /// The magazine range of each id that was ever in use. The memory of these ids' barns is accessible, too.
     pub ranges: Vec<&'static MagazineRange>,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct SharedState {
     /// The background thread of all caches.
     pub worker: &'static Worker,
     pub blocks: Blocks,
-    /// How threads enter magazines, which depends on the kernel.
+    /// The kind of memory barriers with which threads enter and drain magazines. It depends on the kernel.
     pub barriers: Barriers,
     /// The memory of the barns of all cache ids.
     pub barn_memory: &'static BarnMemory,
@@ -50,13 +50,14 @@ impl SharedState {
         })
     }
 
-    /// Creates the state for the cache of index nodes. Shares all but the blocks and the handle tables.
+    /// Creates the state for the cache of index nodes. It shares everything with `self` but the blocks and the handle
+    /// tables.
     pub fn for_metadata(&self) -> Result<Self> {
         let (blocks, free_handle_tables) = (Blocks::for_metadata(self.blocks.arena)?, Guarded::new(Vec::new()));
         Ok(Self { blocks, free_handle_tables, ..*self })
     }
 
-    /// Allocates the lowest free cache id, and opens its magazine range and barns.
+    /// Allocates the lowest free cache id, and makes its magazine range and barns usable.
     ///
     /// # Errors
     ///
@@ -76,17 +77,17 @@ impl SharedState {
         })
     }
 
-    /// The magazine range of a cache id in use.
+    /// Returns the magazine range of a cache id in use.
     pub fn range(&self, id: usize) -> &'static MagazineRange {
         self.ids.with(|ids| ids.ranges[id])
     }
 
-    /// Number of barns of one cache.
+    /// Returns the number of barns of one cache, on all NUMA nodes.
     pub fn barns_per_cache(&self) -> usize {
         self.blocks.arena.nodes.count() * BARNS_PER_NODE
     }
 
-    /// Resident bytes of the magazines and barns of all caches.
+    /// Returns the resident bytes of the magazines and barns of all caches.
     pub fn resident_bytes(&self) -> u64 {
         let of_magazines =
             |ids: &mut CacheIds| (ids.ranges.len(), ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
@@ -99,7 +100,7 @@ impl SharedState {
         self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
     }
 
-    /// Returns a handle table to the free list. None of its handles may be live.
+    /// Makes a handle table available to later caches. No handle of the table may refer to a value any more.
     pub fn return_handle_table(&self, handles: &'static HandleTable) {
         self.free_handle_tables.with(|free| free.push(handles));
     }

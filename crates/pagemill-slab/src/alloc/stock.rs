@@ -8,25 +8,25 @@ use crate::alloc::meta::{LockedU32, LockedU64};
 use crate::read::epochs::{self, Epoch};
 use pagemill_core::arena::Zeroed;
 
-/// Size of a stock.
+/// Size of a [`Stock`] in bytes.
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Maximum number of free handles, which fill the rest of a stock. That memory becomes resident as more handles are
-/// added.
-pub(crate) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
+/// Maximum number of free handles in a stock. They fill the bytes that the retire list leaves. That memory becomes
+/// resident only as handles are added.
+pub(crate) const STOCK_KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that are allocated from the table in one call. They fill whole cache lines, which no other thread
-/// shares.
-pub(crate) const KEY_BATCH: usize = 64;
+/// Number of handles that a stock gets from the handle table in one call. Their words fill whole cache lines of the
+/// table, which no other thread shares.
+pub(crate) const KEY_BATCH_LEN: usize = 64;
 
-/// Maximum number of retired objects.
-pub(crate) const RETIRED_CAPACITY: usize = 64;
+/// Maximum number of retired objects in a stock.
+pub(crate) const STOCK_RETIRED_CAPACITY: usize = 64;
 
 /// The free handles and retired objects that one thread slot keeps for a cache by handle.
 #[repr(C, align(1024))]
 pub(crate) struct Stock {
     pub retired: ThreadRetireList,
-    pub keys: Stack<KEY_CAPACITY>,
+    pub keys: Stack<STOCK_KEY_CAPACITY>,
 }
 
 const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
@@ -60,17 +60,17 @@ impl Stock {
 pub(crate) struct ThreadRetireList {
     /// Number of objects that the list may hold before the next [`ThreadRetireList::drain_batch`]; 0 at first.
     capacity: LockedU32,
-    /// Number of objects that wait for `epoch`.
+    /// Number of objects that wait for the readers of `epoch`.
     waiting: LockedU32,
-    /// Readers that began up to this epoch may use the waiting objects.
+    /// Readers that began at this epoch or earlier may still use the waiting objects.
     epoch: LockedU64,
-    objects: Stack<RETIRED_CAPACITY>,
+    objects: Stack<STOCK_RETIRED_CAPACITY>,
 }
 
 /// Result of [`ThreadRetireList::drain_batch`]: retired objects that were removed from the list.
 pub(crate) struct DrainedBatch {
     pub count: usize,
-    /// Readers up to this epoch may use the objects. `None`: the objects are free.
+    /// Readers that began at this epoch or earlier may still use the objects. `None`: no reader uses them.
     pub until: Option<Epoch>,
 }
 
@@ -81,9 +81,9 @@ impl ThreadRetireList {
     }
 
     /// Removes the objects that no reader uses: either all, or those that have waited since the last call. If readers
-    /// still use the waiting objects, removes them nevertheless, so that they wait in the shared retire list.
-    /// Afterwards at least `more` objects fit, up to the maximum.
-    pub fn drain_batch(&self, more: usize, out: &mut [u64; RETIRED_CAPACITY]) -> DrainedBatch {
+    /// still use the objects that have waited, removes them nevertheless; the caller moves them to the shared retire
+    /// list. Afterwards at least `more` objects fit, up to the maximum.
+    pub fn drain_batch(&self, more: usize, out: &mut [u64; STOCK_RETIRED_CAPACITY]) -> DrainedBatch {
         let (len, waiting) = (self.objects.len.get() as usize, self.waiting.get() as usize);
         debug_assert!(waiting <= len, "the waiting objects are in the list");
         let (epoch, oldest) = epochs::retire();
@@ -97,17 +97,18 @@ impl ThreadRetireList {
         let rest = len - self.objects.drain(len - count, out);
         self.waiting.set(rest as u32);
         self.epoch.set(epoch.to_bits());
-        self.capacity.set((rest + more).min(RETIRED_CAPACITY) as u32);
+        self.capacity.set((rest + more).min(STOCK_RETIRED_CAPACITY) as u32);
         DrainedBatch { count, until }
     }
 
-    /// Number of retired objects. Approximate on other threads.
+    /// Returns the number of retired objects. The number is approximate, except on the stock's thread.
     pub fn len(&self) -> u32 {
         self.objects.len.get()
     }
 
-    /// Removes all objects, even if readers use them, and closes the list. Returns their number.
-    pub fn drain_all(&self, out: &mut [u64; RETIRED_CAPACITY]) -> usize {
+    /// Removes all objects, even if readers use them, and closes the list, so that no object fits. Returns the number
+    /// of objects.
+    pub fn drain_all(&self, out: &mut [u64; STOCK_RETIRED_CAPACITY]) -> usize {
         self.capacity.set(0);
         self.waiting.set(0);
         self.objects.drain(0, out)
@@ -132,7 +133,7 @@ impl<const N: usize> Stack<N> {
         true
     }
 
-    /// Removes the word that was added last.
+    /// Removes and returns the word that was added last.
     #[inline]
     pub fn pop(&self) -> Option<u64> {
         let last = self.len.get().wrapping_sub(1);
@@ -173,13 +174,13 @@ mod tests {
         assert_eq!((stack.pop(), stack.pop()), (Some(3), None));
     }
 
-    /// Retires objects under a guard. They must wait for the guard, first in the thread's list and then in a drained
-    /// batch. Without a guard they must be free at the next `drain_batch`.
+    /// Retires objects while a guard exists. They must wait until the guard is dropped, first in the thread's list and
+    /// then in a drained batch. Without a guard they must be free at the next `drain_batch`.
     #[test]
     fn retired_objects_wait_for_readers() {
         // SAFETY: all bits zero are a valid value of this type.
         let retired: ThreadRetireList = unsafe { std::mem::zeroed() };
-        let mut out = [0; RETIRED_CAPACITY];
+        let mut out = [0; STOCK_RETIRED_CAPACITY];
         assert!(!retired.push(1), "it has not been opened");
         assert_eq!(retired.drain_batch(2, &mut out).count, 0);
         assert!(retired.push(1) && retired.push(2) && !retired.push(3));

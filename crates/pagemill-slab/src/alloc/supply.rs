@@ -36,13 +36,13 @@ impl Engine {
     }
 
     /// Sets up one more slab in a whole block with at least `least` objects in use, where the slab has memory already.
-    /// Returns false if there is no such block.
-    pub fn add_slab_in_use(&self, node: usize, least: u32) -> bool {
-        let claimed = self.with_node(node, |node| node.claim_bare_in_use(least));
+    /// Returns false if no block has such a slab.
+    pub fn add_slab_in_used_block(&self, node: usize, least: u32) -> bool {
+        let claimed = self.with_node(node, |node| node.claim_bare_in_used_block(least));
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
     }
 
-    /// Populates and sets up a claimed slab, then opens it. If there is no memory, the slab becomes bare again.
+    /// Populates and sets up a claimed slab, then opens it. If no memory is available, the slab becomes bare again.
     fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
         let blocks = &self.shared.blocks;
         debug_assert!(blocks.slab(block, slab).state() == SlabState::Claimed, "this thread sets the slab up");
@@ -68,8 +68,8 @@ impl Engine {
         let base = self.shared.blocks.addr(block);
         let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
         poison::unpoison(base + self.shape.offset_of(slab, 0), self.shape.slab_bytes);
-        if let Some(set_up) = &self.set_up
-            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| objects().for_each(set_up)))
+        if let Some(constructor) = &self.constructor
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| objects().for_each(constructor)))
         {
             self.mark_slab_lost(node, block, slab);
             resume_unwind(panic);
@@ -80,7 +80,7 @@ impl Engine {
         objects().for_each(|object| self.poison(object));
     }
 
-    /// Marks a claimed slab as lost: it is unusable for good.
+    /// Marks a claimed slab as lost: no object is allocated from it again.
     pub fn mark_slab_lost(&self, node: usize, block: u32, slab: u32) {
         stats::add(Counter::SlabLost, 1);
         self.with_node(node, |node| node.mark_lost(block, slab));
@@ -119,12 +119,12 @@ impl Engine {
         freed
     }
 
-    /// As [`Engine::trim`], for all nodes.
+    /// As [`Engine::trim`], for all NUMA nodes.
     pub fn trim_all(&self, keep: Keep) {
         (0..self.node_count()).for_each(|node| _ = self.trim(node, keep));
     }
 
-    /// Frees all memory that holds no object. Returns by how many bytes the charge of the cache fell.
+    /// Frees all memory of the cache that holds no object. Returns by how many bytes the charge of the cache fell.
     ///
     /// # Errors
     ///
@@ -136,8 +136,8 @@ impl Engine {
         Ok(before.saturating_sub(self.resident_bytes()))
     }
 
-    /// Frees all memory of the cache that holds no object. Then frees memory of free blocks, as much as the charge of
-    /// the cache fell below `before`.
+    /// Frees all memory of the cache that holds no object. `before` is the charge of the cache before the operation.
+    /// Then returns memory of free blocks to the system: as many bytes as the charge fell below `before`.
     ///
     /// # Errors
     ///

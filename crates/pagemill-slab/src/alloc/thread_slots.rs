@@ -1,5 +1,5 @@
-//! Thread slots: a small integer per thread that indexes its magazines and other per-thread data. The slot is reused
-//! after the thread has ended.
+//! Thread slots: a small integer for each thread, which indexes the thread's magazines and other data of the thread.
+//! The slot is reused after the thread has ended.
 //!
 //! A thread takes a slot at its first call that needs one.
 
@@ -13,13 +13,13 @@ use std::sync::atomic::{self, Ordering::AcqRel};
 /// of 65,530 mappings allows no more threads in a process, because each thread needs two mappings.
 pub(crate) const MAX_THREADS: usize = 1 << 15;
 
-/// Number of bits of a word of [`ThreadSlots`].
+/// Number of bits in one word of the bitmap in [`ThreadSlots`].
 pub(crate) const WORD_BITS: usize = u64::BITS as usize;
 
-/// Represents the slot of a thread that has not called [`ensure_slot`] yet.
-pub(crate) const UNKNOWN: u32 = u32::MAX;
-/// Represents the slot of a thread that got none, because all slots are in use or the thread is ending.
-pub(crate) const NONE: u32 = u32::MAX - 1;
+/// Stands for the slot of a thread that has not called [`ensure_slot`] yet.
+pub(crate) const UNKNOWN_SLOT: u32 = u32::MAX;
+/// Stands for the slot of a thread that got no slot, because all slots are in use or the thread is ending.
+pub(crate) const NO_SLOT: u32 = u32::MAX - 1;
 
 /// The slots of all threads of the process.
 static SLOTS: ThreadSlots = ThreadSlots::new();
@@ -32,7 +32,7 @@ pub(crate) fn high_water() -> usize {
     HIGH_WATER.load(Acquire) as usize
 }
 
-/// Indices of the set bits of consecutive words, in ascending order.
+/// Returns the indices of the set bits of consecutive words, in ascending order.
 pub(crate) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
     words.enumerate().flat_map(|(at, mut bits)| {
         std::iter::from_fn(move || {
@@ -43,14 +43,14 @@ pub(crate) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item =
     })
 }
 
-/// Slots of existing threads, and of ended threads that have left a guard. A slot is certainly included if its thread
-/// took the slot and executed a barrier before the caller executed a barrier.
+/// Returns the slots of existing threads, and of ended threads whose guards still exist. A slot is certainly included
+/// if its thread took the slot and executed a barrier before the caller executed a barrier.
 #[cfg(not(shuttle))]
 pub(crate) fn slots_in_use() -> impl Iterator<Item = usize> {
     SLOTS.taken(high_water().div_ceil(WORD_BITS))
 }
 
-/// Under shuttle, tasks take no slots, so all slots that were ever used are returned.
+/// Returns all slots that were ever used: under shuttle, tasks do not take slots.
 #[cfg(shuttle)]
 pub(crate) fn slots_in_use() -> impl Iterator<Item = usize> {
     0..high_water()
@@ -60,7 +60,7 @@ pub(crate) fn slots_in_use() -> impl Iterator<Item = usize> {
 struct ThreadSlots {
     /// One bit for each slot.
     taken: [atomic::AtomicU64; MAX_THREADS / WORD_BITS],
-    /// The process that took a slot last.
+    /// Id of the process that took a slot last.
     last_process: atomic::AtomicU32,
 }
 
@@ -72,7 +72,8 @@ impl ThreadSlots {
         }
     }
 
-    /// Takes the lowest free slot for a thread of `process`.
+    /// Takes and returns the lowest free slot, for a thread of the process with id `process`; `None` if all slots are
+    /// in use.
     fn take(&self, process: u32) -> Option<u32> {
         // Stored before any bit is set, because `free_inherited` relies on this order.
         self.last_process.store(process, Relaxed);
@@ -90,7 +91,7 @@ impl ThreadSlots {
         None
     }
 
-    /// Returns the slots in use in the first `words` words, in ascending order.
+    /// Returns the slots in use, in ascending order. Reads only the first `words` words of the bitmap.
     #[cfg_attr(shuttle, allow(dead_code))] // shuttle tasks take no slots
     fn taken(&self, words: usize) -> impl Iterator<Item = usize> {
         // Acquire: the caller sees what threads did until they freed their slots.
@@ -103,7 +104,7 @@ impl ThreadSlots {
         debug_assert!(before >> (slot % 64) & 1 == 1, "a slot is freed once");
     }
 
-    /// Frees all slots except `own`, if `process` has not taken a slot yet.
+    /// Frees all slots except `own`, if no thread of `process` has taken a slot yet.
     fn free_inherited(&self, process: u32, own: u32) {
         for (at, word) in self.taken.iter().enumerate() {
             let seen = word.load(Acquire);
@@ -125,13 +126,13 @@ pub(crate) fn begin_child() {
     }
 }
 
-/// Frees the slot of its thread when the thread ends.
+/// A slot in use by a thread. Dropping this value at the end of the thread frees the slot.
 struct OwnSlot(u32);
 
 impl Drop for OwnSlot {
     fn drop(&mut self) {
         // Destructors that run later on this thread must not use a magazine.
-        set_own(NONE);
+        set_own(NO_SLOT);
         // A guard that outlives its thread uses the participant word of this slot. The slot then stays in use for good.
         if !epochs::is_reading(self.0) {
             SLOTS.free(self.0);
@@ -140,25 +141,25 @@ impl Drop for OwnSlot {
 }
 
 thread_local! {
-    /// Slot of this thread. Without a destructor, so that reading the variable costs a single instruction.
-    static OWN: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN) };
-    /// Slot of this thread as an offset into magazines, also without a destructor.
-    static OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NONE) };
-    /// Frees the slot when the thread ends.
-    static OWN_SLOT: std::cell::Cell<Option<OwnSlot>> = const { std::cell::Cell::new(None) };
+    /// The slot of this thread. The variable has no destructor, so reading it costs a single instruction.
+    static OWN_SLOT: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN_SLOT) };
+    /// The slot of this thread as an offset into magazines. This variable has no destructor either.
+    static OWN_OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NONE) };
+    /// Its destructor frees the slot when the thread ends.
+    static FREES_SLOT_AT_END: std::cell::Cell<Option<OwnSlot>> = const { std::cell::Cell::new(None) };
 }
 
-/// The slot of this thread; [`UNKNOWN`] before [`ensure_slot`].
+/// Returns the slot of this thread; [`UNKNOWN_SLOT`] before [`ensure_slot`].
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(crate) fn own_slot() -> u32 {
-    OWN.with(std::cell::Cell::get)
+    OWN_SLOT.with(std::cell::Cell::get)
 }
 
-/// Under shuttle all tasks share one thread, so the task id is used.
+/// Returns the id of the current shuttle task as the slot, because under shuttle all tasks share one thread.
 #[cfg(shuttle)]
 pub(crate) fn own_slot() -> u32 {
-    shuttle::current::try_get_current_task().map_or(OWN.with(std::cell::Cell::get), |task| {
+    shuttle::current::try_get_current_task().map_or(OWN_SLOT.with(std::cell::Cell::get), |task| {
         let slot = usize::from(task) as u32 + 1;
         HIGH_WATER.fetch_max(slot + 1, AcqRel);
         slot
@@ -169,7 +170,7 @@ pub(crate) fn own_slot() -> u32 {
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(crate) fn own_offset() -> Offset {
-    OFFSET.with(std::cell::Cell::get)
+    OWN_OFFSET.with(std::cell::Cell::get)
 }
 
 #[cfg(shuttle)]
@@ -177,27 +178,27 @@ pub(crate) fn own_offset() -> Offset {
     Offset::of(own_slot())
 }
 
-/// Returns the slot of this thread, and takes a slot if the thread has none. [`NONE`] if all slots are in use or the
-/// thread is ending.
+/// Returns the slot of this thread, and takes a slot if the thread has none. Returns [`NO_SLOT`] if all slots are in
+/// use or the thread is ending.
 #[cold]
 pub(crate) fn ensure_slot() -> u32 {
-    if own_slot() == UNKNOWN {
-        epochs::note_process();
+    if own_slot() == UNKNOWN_SLOT {
+        epochs::record_process();
         let taken = SLOTS.take(process::id());
         HIGH_WATER.fetch_max(taken.map_or(0, |slot| slot + 1), AcqRel);
-        let is_kept = taken.is_some_and(|slot| OWN_SLOT.try_with(|own| own.set(Some(OwnSlot(slot)))).is_ok());
-        set_own(taken.filter(|_| is_kept).unwrap_or(NONE));
+        let is_kept = taken.is_some_and(|slot| FREES_SLOT_AT_END.try_with(|own| own.set(Some(OwnSlot(slot)))).is_ok());
+        set_own(taken.filter(|_| is_kept).unwrap_or(NO_SLOT));
     }
     own_slot()
 }
 
-/// Sets the slot of this thread, and the offset that follows from it.
+/// Records the slot of this thread, and the offset that follows from it.
 fn set_own(slot: u32) {
-    OWN.with(|own| own.set(slot));
-    OFFSET.with(|own| own.set(Offset::of(slot)));
+    OWN_SLOT.with(|own| own.set(slot));
+    OWN_OFFSET.with(|own| own.set(Offset::of(slot)));
 }
 
-/// A slot that a test uses in place of a thread.
+/// A slot that a test has taken, as if a thread used it.
 #[cfg(all(test, not(shuttle)))]
 pub(crate) struct HeldSlot(u32);
 
@@ -208,7 +209,7 @@ impl Drop for HeldSlot {
     }
 }
 
-/// Takes up to `most` slots.
+/// Takes up to `most` free slots.
 #[cfg(all(test, not(shuttle)))]
 pub(crate) fn take_slots(most: usize) -> Vec<HeldSlot> {
     let taken = std::iter::from_fn(|| SLOTS.take(process::id()).map(HeldSlot));
@@ -245,7 +246,7 @@ mod tests {
         slots.free_inherited(2, 66);
         slots.free(7);
         assert_eq!(take(2, 2), [7, 81]);
-        slots.free_inherited(3, NONE);
+        slots.free_inherited(3, NO_SLOT);
         assert_eq!((taken(), take(3, 1)), (vec![], vec![0]));
         // All slots can be taken, and then no further one.
         let all = Vec::from_iter(0..MAX_THREADS as u32);
@@ -255,7 +256,7 @@ mod tests {
         assert_eq!((taken(), take(4, 2)), (vec![MAX_THREADS as u32 - 1], vec![0, 1]));
     }
 
-    /// A thread must not get the slot of another running thread, and the slot of an ended thread must be reused.
+    /// A thread must not get the slot of another running thread. A slot must be reused after its thread has ended.
     #[test]
     fn slots_of_ended_threads_are_reused() {
         let slot = || std::thread::spawn(ensure_slot).join().unwrap();
@@ -263,6 +264,6 @@ mod tests {
         // Threads of concurrent tests, more of them on larger machines, take some of the slots.
         let mut seen = std::collections::BTreeSet::from([own]);
         let again = (0..10_000).map(|_| slot()).find(|slot| !seen.insert(*slot));
-        assert!(again.is_some_and(|again| ![own, NONE].contains(&again)), "{again:?}");
+        assert!(again.is_some_and(|again| ![own, NO_SLOT].contains(&again)), "{again:?}");
     }
 }

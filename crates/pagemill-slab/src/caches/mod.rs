@@ -4,13 +4,13 @@
 pub(crate) mod tests;
 
 use crate::alloc::asymmetric_lock::Barriers;
-use crate::alloc::engine::{Engine, Object};
+use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::shared::SharedState;
 use crate::cache::Cache;
 use crate::defrag::isolating::is_isolating;
 use crate::defrag::passes::Progress;
-use crate::defrag::worker::{TIMEOUT_NS, Worker, is_worker};
+use crate::defrag::worker::{VISIT_TIMEOUT_NS, Worker, is_worker};
 use crate::report::info::{self, SlabInfo};
 use crate::xnodes::{IndexNodes, NodeCache, NodeIndex, NodeMemory};
 use pagemill_core::arena::{Arena, place};
@@ -37,16 +37,17 @@ use std::time::Duration;
 /// ```
 pub struct Slabs {
     pub(crate) arena: &'static Arena,
-    /// Created with the first cache.
+    /// The state that all caches share. Created with the first cache.
     pub(crate) shared: OnceLock<&'static SharedState>,
     /// The caches in order of creation, each with a unique id.
     pub(crate) caches: Guarded<Vec<(u64, Weak<dyn Cache>)>>,
-    /// Number of caches that were created. The next cache gets this number as id.
+    /// Number of caches that were created so far. The next cache gets this number as its id.
     pub(crate) created_count: AtomicU64,
-    /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last `measure()`.
+    /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last
+    /// [`Shrinker::measure`].
     pub(crate) kept_bytes: AtomicU64,
     pub(crate) worker: Worker,
-    /// The cache of index nodes and its shared state.
+    /// The cache of index nodes, and its own shared state.
     pub(crate) nodes: IndexNodes,
 }
 
@@ -66,11 +67,11 @@ impl Slabs {
         }
     }
 
-    /// Creates the inner part of a cache under a new cache id, and registers it.
+    /// Creates the engine of a cache with a new cache id, wraps it with `inner`, and registers the cache.
     pub(crate) fn create_cache<M: Cache + 'static>(
         &'static self,
         settings: Settings,
-        object: Object,
+        object: ObjectSpec,
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
         let shared = self.caches.with(|_| self.shared())?;
@@ -97,7 +98,7 @@ impl Slabs {
         Ok(cache)
     }
 
-    /// Resident bytes of index nodes.
+    /// Returns the resident bytes of index nodes.
     pub fn node_bytes(&self) -> u64 {
         self.nodes.resident_bytes()
     }
@@ -114,9 +115,9 @@ impl Slabs {
         }
     }
 
-    /// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and
-    /// threads that visit all caches. Afterwards the caller usually has the last reference. Then the caller's thread
-    /// runs the destructors of the cache.
+    /// Removes a cache from the list of caches. Waits at most one second for other users of the cache: the background
+    /// thread, the governor, and threads that visit all caches. Afterwards the caller usually has the last reference,
+    /// so the caller's thread runs the destructors of the cache.
     pub(crate) fn unregister<M: Cache + 'static>(&self, cache: &Arc<M>) {
         let engine = cache.engine();
         if engine.check_generation().is_err() {
@@ -127,12 +128,12 @@ impl Slabs {
         // No later round finds the cache, so a request that has not begun must fail.
         engine.is_unregistered.store(true, SeqCst);
         let mut backoff = Backoff::new();
-        while Arc::strong_count(cache) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
+        while Arc::strong_count(cache) > 1 && !is_worker() && backoff.waited_ns() < VISIT_TIMEOUT_NS {
             backoff.pause();
         }
     }
 
-    /// Returns the shared state, and creates it on the first call. The caller holds the lock of `caches`.
+    /// Returns the state that all caches share. The first call creates it. The caller holds the lock of `caches`.
     pub(crate) fn shared(&'static self) -> Result<&'static SharedState> {
         if let Some(shared) = self.shared.get() {
             return Ok(shared);
@@ -141,15 +142,15 @@ impl Slabs {
         Ok(self.shared.get_or_init(|| shared))
     }
 
-    /// Makes the process behave as if the kernel refused the process-wide barrier. Must be called before the first
-    /// cache.
+    /// Makes this instance behave as if the kernel refused the process-wide barrier. Must be called before the first
+    /// cache is created.
     #[cfg(test)]
     pub(crate) fn refuse_barrier(&'static self) {
         let shared = place(SharedState::new(self.arena, &self.worker, Barriers::BothSides).unwrap()).unwrap();
         assert!(self.shared.set(shared).is_ok());
     }
 
-    /// Returns all caches that still exist.
+    /// Returns all caches that still exist, in order of creation.
     pub(crate) fn caches(&self) -> Vec<Arc<dyn Cache>> {
         self.caches.with(|caches| caches.iter().filter_map(|(_, cache)| cache.upgrade()).collect())
     }
@@ -166,7 +167,7 @@ impl Slabs {
     /// come first, and each kind is sorted by name.
     pub fn list(&self) -> Vec<SlabInfo> {
         let mut list: Vec<SlabInfo> = self.caches().iter().filter_map(|cache| info::of(&**cache).ok()).collect();
-        list.sort_by_cached_key(SlabInfo::rank);
+        list.sort_by_cached_key(SlabInfo::sort_key);
         list
     }
 
@@ -194,16 +195,16 @@ impl Slabs {
     }
 }
 
-/// Methods for tests of the index.
+/// Methods that only tests of the index use.
 #[cfg(any(test, feature = "test-util"))]
 impl Slabs {
-    /// Whether the background thread sleeps without a timeout, after a round that found nothing.
+    /// Returns whether the background thread sleeps without a timeout, after a round that found nothing to do.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
         self.worker.is_asleep()
     }
 
-    /// Number of caches.
+    /// Returns the number of caches.
     pub fn count(&self) -> usize {
         self.cache_count()
     }
@@ -226,9 +227,9 @@ impl Shrinker for Slabs {
         self.shared.get().map_or(0, |shared| shared.blocks.giveable_bytes() + self.kept_bytes.load(Relaxed))
     }
 
-    /// Frees the memory of free blocks first, then blocks and slabs that caches keep for their next objects. With
-    /// `Limit`, also drains magazines. A call from inside of `isolate`, under the lock of a node, frees only free
-    /// blocks.
+    /// Frees the memory of free blocks first, then of idle blocks and empty slabs that caches keep for their next
+    /// objects. With `Limit`, also drains magazines and packs objects. A call from inside of the callback `isolate`,
+    /// which runs under the lock of a node, frees only free blocks.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let Some(shared) = self.shared.get() else { return 0 };
         let mut freed = shared.blocks.shrink(want_bytes);
@@ -240,7 +241,7 @@ impl Shrinker for Slabs {
         freed
     }
 
-    /// Updates `kept_bytes`.
+    /// Measures the bytes that caches keep for their next objects, and stores the sum in `kept_bytes`.
     fn measure(&self) {
         if is_isolating() {
             return;

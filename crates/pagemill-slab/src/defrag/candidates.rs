@@ -4,62 +4,65 @@
 
 use crate::alloc::lists::Lists;
 use crate::alloc::meta::{BY_USE, LEVELS, Level, SEARCH_QUEUE, SlabSet, SlabState};
-use crate::alloc::node::{FULL, FULL_WITH_BARE, FULLEST, IDLE, Node, TargetSlabs, USE_CLASSES, USE_LISTS};
+use crate::alloc::node::{
+    FULL_LIST, FULL_WITH_BARE_LIST, FULLEST_LIST, IDLE_LIST, Node, TargetSlabs, USE_CLASSES, USE_LISTS,
+};
 
-/// Maximum number of suitable blocks that a search compares to find the emptiest.
-pub(crate) const MAX_COMPARED: usize = 16;
+/// Maximum number of suitable blocks that a search compares to find the emptiest one.
+pub(crate) const MAX_COMPARED_BLOCKS: usize = 16;
 
-/// Percentage that identifies a search for slabs with any number of objects.
+/// Stands for the percentage of a search that looks for slabs with any number of objects.
 const ANY_PERCENT: u32 = u32::MAX;
 
-/// Id of the first search. Id 0 means that a block belongs to no search.
-const FIRST_SEARCH: u32 = 1;
+/// Id of the first search. Id 0 in a block means that no search has queued the block.
+const FIRST_SEARCH_ID: u32 = 1;
 
 type UseLists = Lists<USE_LISTS, BY_USE>;
 type SearchQueues = Lists<USE_LISTS, SEARCH_QUEUE>;
 
-/// A candidate for emptying, already claimed.
+/// A block or slab that is to be emptied. It is claimed already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DefragCandidate {
-    /// A block; its slabs that were claimed with it; and the slabs that may receive its objects. Slabs that were
-    /// claimed before (to be set up, freed, or in a batch) are not in the set.
+    /// A block: its number; its slabs that were claimed with it; and the slabs that may receive its objects. Slabs of
+    /// the block that were claimed before (to be set up, freed, or in a batch) are not in the set.
     Block(u32, SlabSet, TargetSlabs),
-    /// A slab, as block number and slab number, and how many of its objects fit into other partial slabs.
+    /// A slab: its block's number, its own number, and how many of its objects fit into other partial slabs.
     Slab(u32, u32, u32),
 }
 
-/// The conditions that a candidate must meet.
+/// The conditions that a candidate for emptying must meet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Criteria {
-    /// Less than this percentage of the candidate's capacity is in use.
+    /// The candidate must have less than this percentage of its capacity in use.
     pub percent: u32,
-    /// The slab was not tried in the pass with this number.
+    /// A candidate slab must not have been tried in the pass with this number.
     pub pass: u32,
-    /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
-    /// trying the block again would only move its other objects back and forth. `None`: slabs only.
+    /// A candidate block must not have been tried under this number, which several passes may share. If an object
+    /// stayed in a block, trying the block again would only move its other objects back and forth. `None`: only slabs
+    /// are candidates.
     pub block_pass: Option<u32>,
 }
 
-/// Identifies a search for candidates.
+/// Identifies a search for slabs or blocks to empty.
 struct SearchId {
     /// Pass and percentage of the search.
     key: (u32, u32),
-    /// Unique number of the search, which is stored in blocks.
+    /// Unique id of the search, which is stored in the blocks that it has visited or queued.
     id: u32,
 }
 
 impl SearchId {
     fn new() -> Self {
-        Self { key: (0, 0), id: FIRST_SEARCH }
+        Self { key: (0, 0), id: FIRST_SEARCH_ID }
     }
 
-    /// Continues the search if `key` is the same, else begins a new search. Returns whether a new search began.
+    /// Continues the search if it has the same `key`, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
         if is_new {
-            *self = Self { key, id: self.id.checked_add(1).unwrap_or(FIRST_SEARCH) };
+            *self = Self { key, id: self.id.checked_add(1).unwrap_or(FIRST_SEARCH_ID) };
         }
-        debug_assert!(self.id >= FIRST_SEARCH, "0 marks blocks that are in no queue");
+        debug_assert!(self.id >= FIRST_SEARCH_ID, "0 marks blocks that are in no queue");
         is_new
     }
 }
@@ -68,8 +71,8 @@ impl SearchId {
 pub(crate) struct Searches {
     slab_search: SearchId,
     block_search: SearchId,
-    /// Queues of the blocks that the block search has not visited yet, one for each list by use. A block that enters a
-    /// list during the search is queued at the front.
+    /// For each list of blocks by use, a queue of its blocks that the block search has not visited yet. A block that
+    /// enters a list during the search is added at the front of the list's queue.
     queues: SearchQueues,
     /// Number of blocks that all searches have visited.
     #[cfg(test)]
@@ -87,19 +90,19 @@ impl Searches {
         }
     }
 
-    /// The lists whose blocks may be used by less than the percentage of the block search. Blocks with free objects are
-    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, which is
-    /// not divided by use.
+    /// Returns the lists whose blocks may be used by less than the percentage of the block search. Blocks with free
+    /// objects are listed by eighths in use, so these are the lists up to that percentage. Then comes
+    /// `FULL_WITH_BARE_LIST`, which is not divided by use.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
         let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
-        (IDLE + 1..=IDLE + parts).chain((percent > 0).then_some(FULL_WITH_BARE))
+        (IDLE_LIST + 1..=IDLE_LIST + parts).chain((percent > 0).then_some(FULL_WITH_BARE_LIST))
     }
 }
 
 impl Node<'_> {
-    /// Claims the next candidate: a block if all its objects fit into other blocks, else a slab if some of its objects
-    /// fit into other slabs.
+    /// Claims the next candidate for emptying: a block if all its objects fit into other blocks, else a slab if some of
+    /// its objects fit into other slabs.
     pub fn claim_candidate(&mut self, criteria: &Criteria) -> Option<DefragCandidate> {
         if let Some(block_number) = self.emptiest_block(criteria) {
             let targets = self.target_slabs_for(block_number);
@@ -121,22 +124,22 @@ impl Node<'_> {
         self.emptiest_block(criteria).is_some() || self.emptiest_slab(criteria).is_some()
     }
 
-    /// Returns the emptiest of the first suitable blocks. An unsuitable block is removed from the search queue, and is
-    /// queued again only when it enters another list.
+    /// Visits blocks until enough suitable ones were found, and returns the emptiest of these. An unsuitable block is
+    /// removed from the search queue, and is queued again only when it enters another list.
     fn emptiest_block(&mut self, criteria: &Criteria) -> Option<u32> {
         self.begin_block_search(criteria.block_pass?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
         for list in self.state.searches.lists_to_search() {
             let (mut least, mut count) = (None, 0);
             let mut at = self.state.searches.queues.first(list);
-            while let Some(block_number) = at.filter(|_| count < MAX_COMPARED) {
+            while let Some(block_number) = at.filter(|_| count < MAX_COMPARED_BLOCKS) {
                 at = SearchQueues::next(self.blocks, block_number);
                 self.count_visit();
                 let block = self.blocks.block(block_number);
                 let used = u64::from(block.used.get());
                 // Only set-up slabs of a sparse block have memory. If all of them are full, emptying the block saves
                 // nothing.
-                let is_packed = list == FULL_WITH_BARE && block.is_sparse.get() == 1;
+                let is_packed = list == FULL_WITH_BARE_LIST && block.is_sparse.get() == 1;
                 let was_tried = Some(block.tried.get()) == criteria.block_pass;
                 if is_packed || was_tried || used * 100 >= capacity * u64::from(criteria.percent) {
                     self.dequeue_from_search(block_number);
@@ -155,23 +158,23 @@ impl Node<'_> {
         None
     }
 
-    /// Returns the slabs that may receive the objects of a block. If a block kept unmovable objects before, only blocks
-    /// that are at least as full may receive the others. Otherwise two blocks with unmovable objects would exchange
-    /// their other objects forever.
+    /// Returns the slabs that may receive the objects of a block. If an earlier attempt to empty the block left
+    /// unmovable objects, only blocks that are at least as full may receive its other objects. Otherwise two blocks
+    /// with unmovable objects would exchange their other objects forever.
     fn target_slabs_for(&self, block_number: u32) -> TargetSlabs {
         let block = self.blocks.block(block_number);
         if block.has_unmovable.get() == 1 { TargetSlabs::Fuller(block.used.get()) } else { TargetSlabs::InUse }
     }
 
-    /// Returns how many objects fit into the blocks that may receive the objects of this block. Also counts emptier
-    /// blocks of the same list.
+    /// Returns how many objects fit into the blocks that may receive the objects of block `block_number`. Counts whole
+    /// lists, so blocks that are a little emptier than allowed count, too.
     fn free_objects_elsewhere(&self, block_number: u32) -> u64 {
         let block = self.blocks.block(block_number);
         let first = match self.target_slabs_for(block_number) {
             TargetSlabs::Fuller(least) => self.list_for_use(least),
-            _ => IDLE + 1,
+            _ => IDLE_LIST + 1,
         };
-        let lists = (first..=FULLEST).chain([FULL_WITH_BARE]);
+        let lists = (first..=FULLEST_LIST).chain([FULL_WITH_BARE_LIST]);
         let (free, bare) = lists.fold((0, 0), |(free, bare), list| {
             (free + self.state.free_objects_in[list], bare + self.state.bare_slabs_in[list])
         });
@@ -179,16 +182,17 @@ impl Node<'_> {
         free - u64::from(block.free_objects.get()) + bare
     }
 
-    /// Returns the first blocks of a list that have at least `least` objects in use. An allocation tries these blocks
+    /// Returns those of the first blocks of a list that have at least `least` objects in use. An allocation tries them
     /// first.
     pub fn first_blocks_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
         // Blocks that were tried may be emptier. They come first in the list, but are in no search queue.
-        let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED);
-        let blocks = queued.chain(self.blocks_in_list(list).take(MAX_COMPARED));
+        let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED_BLOCKS);
+        let blocks = queued.chain(self.blocks_in_list(list).take(MAX_COMPARED_BLOCKS));
         blocks.filter(move |block_number| self.blocks.block(*block_number).used.get() >= least)
     }
 
-    /// Begins or continues a block search. A new search queues all blocks that may be used by less than `percent`.
+    /// Begins or continues a search for blocks to empty. A new search queues all blocks that may be used by less than
+    /// `percent`.
     fn begin_block_search(&mut self, block_pass: u32, percent: u32) {
         if !self.state.searches.block_search.begin((block_pass, percent)) {
             return;
@@ -228,7 +232,7 @@ impl Node<'_> {
         queued_search.set(0);
     }
 
-    /// Checks that each queued block is in the queue of its list.
+    /// Checks that each queued block is in the queue that belongs to its list by use.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_queues(&self) {
         let searches = &self.state.searches;
@@ -246,7 +250,7 @@ impl Node<'_> {
         }
     }
 
-    /// Counts a visited block, for tests.
+    /// Counts a block that a search visits; only tests need the count.
     fn count_visit(&mut self) {
         #[cfg(test)]
         {
@@ -254,8 +258,9 @@ impl Node<'_> {
         }
     }
 
-    /// Returns the emptiest suitable slab, and how many of its objects fit into other partial slabs. Emptying a slab of
-    /// a whole block frees no memory, so slabs of whole blocks are considered only if all slabs are to be packed.
+    /// Returns the emptiest suitable slab (as block number and slab number), and how many of its objects fit into other
+    /// partial slabs. Emptying a slab of a whole block frees no memory, so slabs of whole blocks are considered only if
+    /// all slabs are to be packed.
     fn emptiest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
         let partial_room = self.state.free_objects - u64::from(self.state.empty) * u64::from(capacity);
@@ -273,14 +278,14 @@ impl Node<'_> {
             Some((used(slab), block_number, slab))
         };
         let (used, block_number, slab) =
-            self.min_over_blocks((criteria.pass, criteria.percent), FULLEST, MAX_COMPARED, sparsest_of)?;
+            self.min_over_blocks((criteria.pass, criteria.percent), FULLEST_LIST, MAX_COMPARED_BLOCKS, sparsest_of)?;
         let elsewhere = partial_room - u64::from(capacity - used);
         (elsewhere > 0).then(|| (block_number, slab, u64::from(used).min(elsewhere) as u32))
     }
 
-    /// Returns the minimum of `find` over the first `most` blocks for which `find` finds a candidate, from the emptiest
-    /// list to list `last`. A block without a candidate moves to the end of its list. The same search visits it again
-    /// only after a change.
+    /// Calls `find` for blocks, from the emptiest list to list `last`, until `most` calls have returned a candidate.
+    /// Returns the minimum of the candidates. A block for which `find` returns `None` moves to the end of its list, and
+    /// the same search visits it again only after a change.
     fn min_over_blocks<T: Ord + Copy>(
         &mut self,
         search_id: (u32, u32),
@@ -290,7 +295,7 @@ impl Node<'_> {
     ) -> Option<T> {
         self.state.searches.slab_search.begin(search_id);
         let (mut least, mut count) = (None, 0);
-        for list in IDLE + 1..=last {
+        for list in IDLE_LIST + 1..=last {
             let mut at = self.state.lists.first(list);
             while let Some(block_number) = at.filter(|block_number| count < most && !self.is_exhausted(*block_number)) {
                 at = UseLists::next(self.blocks, block_number);
@@ -312,7 +317,7 @@ impl Node<'_> {
         self.blocks.block(block_number).exhausted_search.get() == self.state.searches.slab_search.id
     }
 
-    /// Lets the slab search visit a block again, because one of its slabs has changed.
+    /// Lets the slab search visit a block again. Called when one of the block's slabs has changed.
     pub fn allow_revisit(&mut self, block_number: u32) {
         if self.is_exhausted(block_number) {
             let list = self.blocks.block(block_number).use_list();
@@ -321,7 +326,8 @@ impl Node<'_> {
         }
     }
 
-    /// Begins to empty a block: no object is allocated from it any more. Claims all of its open slabs and returns them.
+    /// Begins to empty a block: from now on no object is allocated from it. Claims all of its open slabs and returns
+    /// them.
     fn begin_emptying(&mut self, block_number: u32, block_pass: Option<u32>) -> SlabSet {
         let block = self.blocks.block(block_number);
         block.tried.set(block_pass.unwrap_or(0));
@@ -338,21 +344,21 @@ impl Node<'_> {
         claimed
     }
 
-    /// Claims the first block of the emptiest nonempty list, if it is whole, at most half used, and has no claimed
-    /// slab.
+    /// Claims the first block of the emptiest nonempty list, if that block is whole, at most half used, and has no
+    /// claimed slab.
     pub fn claim_half_used_block(&mut self) -> Option<(u32, SlabSet)> {
-        let block_number = (IDLE + 1..=FULLEST).flat_map(|list| self.blocks_in_list(list)).next()?;
+        let block_number = (IDLE_LIST + 1..=FULLEST_LIST).flat_map(|list| self.blocks_in_list(list)).next()?;
         let block = self.blocks.block(block_number);
         let is_half_used = 2 * block.used.get() <= self.shape.block_capacity();
         let is_it = is_half_used && block.is_sparse.get() == 0 && block.claimed.get() == 0;
         is_it.then(|| (block_number, self.begin_emptying(block_number, None)))
     }
 
-    /// Claims a slab with objects that was not tried in this pass, in the first block with an untried slab, from the
-    /// emptiest list on.
+    /// Claims a slab that has objects and was not tried in this pass. Searches the blocks from the emptiest list on,
+    /// and takes the first such slab.
     pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
-        let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL, 1, |block_number| {
+        let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL_LIST, 1, |block_number| {
             let slab = blocks.block(block_number).set_up_slabs(slabs).find(|slab| {
                 let slab_meta = blocks.slab(block_number, *slab);
                 slab_meta.state() == SlabState::Open && slab_meta.used_objects() > 0 && slab_meta.tried.get() != pass
@@ -364,7 +370,7 @@ impl Node<'_> {
         Some((block_number, slab))
     }
 
-    /// Ends the emptying of a claimed block, after its slabs were opened or freed.
+    /// Ends the emptying of a block, after the slabs that were claimed with it were opened or freed.
     pub fn end_emptying(&mut self, block_number: u32) {
         let block = self.blocks.block(block_number);
         debug_assert!(block.is_emptying.get() == 1, "the block is being emptied");
@@ -381,8 +387,8 @@ impl Node<'_> {
 mod tests {
     use super::*;
 
-    /// A block search must visit the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`; at 0
-    /// % no list.
+    /// For several percentages, a block search must visit all lists by eighths that begin below the percentage, and
+    /// then `FULL_WITH_BARE_LIST`. At 0 % it must visit no list.
     #[test]
     fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
@@ -392,13 +398,13 @@ mod tests {
         };
         assert_eq!(lists_of(0), []);
         for (percent, parts) in [(1, 1), (12, 1), (13, 2), (25, 2), (26, 3), (87, 7), (88, 8), (100, 8), (101, 8)] {
-            let mut expected = Vec::from_iter(IDLE + 1..=IDLE + parts);
-            expected.push(FULL_WITH_BARE);
+            let mut expected = Vec::from_iter(IDLE_LIST + 1..=IDLE_LIST + parts);
+            expected.push(FULL_WITH_BARE_LIST);
             assert_eq!(lists_of(percent), expected, "{percent} %");
         }
     }
 
-    /// A search with another pass or percentage must get a new id. Ids must never be 0, even after an overflow.
+    /// A search with another pass or percentage must get a new id. No id may be 0, even after an overflow.
     #[test]
     fn each_search_has_a_nonzero_id() {
         let mut id = SearchId::new();
@@ -407,6 +413,6 @@ mod tests {
         assert!(id.begin((7, 51)) && id.begin((8, 51)) && !id.begin((8, 51)));
         assert_eq!((id.key, id.id), ((8, 51), first + 2));
         id.id = u32::MAX;
-        assert!(id.begin((9, 51)) && id.id == FIRST_SEARCH);
+        assert!(id.begin((9, 51)) && id.id == FIRST_SEARCH_ID);
     }
 }

@@ -12,19 +12,19 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
-/// Maximum time that a drain waits for another drain of the cache, or for a thread that was preempted or stopped inside
-/// of its magazine.
+/// Maximum time that a drain waits for another drain of the cache, or for a thread that was preempted or stopped while
+/// it held the lock of its magazine.
 const DRAIN_TIMEOUT_NS: u64 = 1_000_000_000;
-/// Maximum time that [`Engine::try_drain_magazines`] waits for a thread inside of its magazine.
+/// Maximum time that [`Engine::try_drain_magazines`] waits for a thread that holds the lock of its magazine.
 const TRY_DRAIN_TIMEOUT_NS: u64 = 10_000_000;
 
 impl Engine {
-    /// Drains all magazines and barns. Magazines stay unusable until the result is dropped.
+    /// Empties all magazines and barns of the cache. The magazines stay unusable until the result is dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if another thread drains the cache, or a thread was stopped inside of its magazine.
-    /// [`Error::Unsupported`] if the kernel refuses the process-wide barrier.
+    /// [`Error::Busy`] if another thread drains the cache, or a thread was stopped while it held the lock of its
+    /// magazine. [`Error::Unsupported`] if the kernel refuses the process-wide barrier.
     pub fn drain_magazines(&self) -> Result<DrainGuard<'_>> {
         self.check_generation()?;
         let mut backoff = Backoff::new();
@@ -37,36 +37,36 @@ impl Engine {
         DrainGuard::begin(self, DRAIN_TIMEOUT_NS)
     }
 
-    /// As [`Engine::drain_magazines`], but does not wait for another thread that drains the cache.
+    /// As [`Engine::drain_magazines`], but returns `None` instead of waiting for another thread that drains the cache.
     pub fn try_drain_magazines(&self) -> Option<DrainGuard<'_>> {
         (self.check_generation().is_ok() && self.drain_lock.try_acquire())
             .then(|| DrainGuard::begin(self, TRY_DRAIN_TIMEOUT_NS).ok())
             .flatten()
     }
 
-    /// Number of free objects in magazines, approximately.
+    /// Returns the number of free objects in magazines, approximately.
     pub fn objects_in_magazines(&self) -> u64 {
         self.opened_magazines().map(|magazine| magazine.len() as u64).sum()
     }
 
-    /// The thread slots that have opened their magazine of this cache.
+    /// Returns the thread slots that have opened their magazine of this cache.
     pub fn opened_slots(&self) -> impl Iterator<Item = usize> {
         let words = self.opened_slots.iter().take(thread_slots::high_water().div_ceil(WORD_BITS));
         thread_slots::set_bits(words.map(|word| word.load(Acquire)))
     }
 
-    /// Returns the magazines of the thread slots that have opened one.
+    /// Returns the magazines of this cache that thread slots have opened.
     fn opened_magazines(&self) -> impl Iterator<Item = &Magazine> {
         self.opened_slots().map(|slot| self.magazines.get(slot))
     }
 }
 
-/// A drain in progress. Magazines of the cache are empty and unusable, so objects are allocated from slabs and freed
-/// into slabs.
+/// A drain in progress. The magazines of the cache are empty and unusable, so objects are allocated from slabs and
+/// freed into slabs.
 pub(crate) struct DrainGuard<'engine>(&'engine Engine);
 
 impl<'engine> DrainGuard<'engine> {
-    /// Begins a drain. The caller holds `drain_lock`. Dropping the result releases that lock.
+    /// Begins a drain. The caller holds `drain_lock`, and dropping the result releases that lock.
     fn begin(engine: &'engine Engine, timeout_ns: u64) -> Result<Self> {
         debug_assert!(engine.drain_lock.is_held() && !engine.is_draining.load(Relaxed), "one thread drains");
         engine.is_draining.store(true, Relaxed);
@@ -77,7 +77,7 @@ impl<'engine> DrainGuard<'engine> {
         }
         let mut backoff = Backoff::new();
         for magazine in engine.opened_magazines() {
-            while !magazine.is_owner_outside() {
+            while !magazine.is_not_held_by_owner() {
                 if backoff.waited_ns() > timeout_ns {
                     return Err(Error::Busy { what: "a thread was stopped inside its magazine" });
                 }
@@ -89,7 +89,7 @@ impl<'engine> DrainGuard<'engine> {
         Ok(drained)
     }
 
-    /// Returns the objects of a magazine to their slabs.
+    /// Empties a magazine: returns its objects to their slabs.
     fn drain_magazine(&self, magazine: &Magazine) {
         let mut objects = [0; MAX_SHEAF_LEN];
         loop {
@@ -103,13 +103,13 @@ impl<'engine> DrainGuard<'engine> {
         }
     }
 
-    /// The thread slots that have opened their magazine. While the guard exists, the caller may use the stocks of these
-    /// slots.
+    /// Returns the thread slots that have opened their magazine of this cache. While the guard exists, the caller may
+    /// use the stocks of these slots.
     pub fn opened_slots(&self) -> impl Iterator<Item = usize> {
         self.0.opened_slots()
     }
 
-    /// Closes all magazines before the cache ends.
+    /// Closes all magazines. Called before the cache is dropped.
     pub fn close(&self) {
         self.0.opened_magazines().for_each(Magazine::reset_drained);
     }

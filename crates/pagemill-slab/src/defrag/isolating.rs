@@ -1,35 +1,36 @@
-//! Whether this thread is inside of the callback `isolate`, which runs under the lock of a node. Functions that would
-//! wait for that lock then panic or do nothing.
+//! Records whether this thread is inside of the callback `isolate`, which runs under the lock of a node. Functions that
+//! would wait for that lock then panic or do nothing.
 
 use std::cell::Cell;
 
 thread_local! {
-    /// Whether this thread is inside of `isolate`.
+    /// Whether this thread is inside of the callback `isolate`.
     static IS_ISOLATING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether this thread is inside of `isolate`, under the lock of a node.
+/// Returns whether this thread is inside of the callback `isolate`, and so holds the lock of a node.
 pub(crate) fn is_isolating() -> bool {
     // Under shuttle all tasks share one thread.
     cfg!(not(shuttle)) && IS_ISOLATING.get()
 }
 
-/// Panics if this thread is inside of `isolate`. The caller's function would wait for a lock that this thread holds.
+/// Panics if this thread is inside of the callback `isolate`, because the calling function would wait for a lock that
+/// the thread itself holds.
 pub(crate) fn assert_not_isolating() {
     assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
 }
 
-/// Sets the thread's `IS_ISOLATING` flag until the value is dropped.
-pub(crate) struct Isolating;
+/// Marks this thread as inside of the callback `isolate` until the value is dropped.
+pub(crate) struct IsolatingGuard;
 
-impl Isolating {
+impl IsolatingGuard {
     pub fn begin() -> Self {
         IS_ISOLATING.set(true);
         Self
     }
 }
 
-impl Drop for Isolating {
+impl Drop for IsolatingGuard {
     fn drop(&mut self) {
         IS_ISOLATING.set(false);
     }

@@ -1,4 +1,4 @@
-//! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
+//! Emptying slabs: moves the objects of a slab to free objects in other slabs, in chunks.
 //!
 //! [`crate::defrag::steps`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under
 //! the lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects
@@ -10,13 +10,13 @@
 //! ```
 
 use crate::alloc::engine::Engine;
-use crate::alloc::meta::{Objects, SlabSet};
+use crate::alloc::meta::{ObjectSet, SlabSet};
 use crate::alloc::node::TargetSlabs;
 use crate::defrag::candidates::{Criteria, DefragCandidate};
 use crate::defrag::drain::DrainGuard;
-use crate::defrag::isolating::Isolating;
+use crate::defrag::isolating::IsolatingGuard;
 use crate::defrag::passes::Progress;
-use crate::read::batch::Deferred;
+use crate::read::batch::DeferredAction;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::{clock, mem};
@@ -24,28 +24,29 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Number of objects that one call of `isolate` gets. The number bounds how long an allocation waits for the node's
+/// Maximum number of objects that one call of `isolate` gets. It bounds how long an allocation waits for the node's
 /// lock.
-const CHUNK_OBJECTS: usize = 64;
+const MAX_CHUNK_OBJECTS: usize = 64;
 
-/// Prefetch distance in moves. Objects to move and their destinations are spread over a slab. Without prefetching, the
-/// processor would fetch one object at a time, because each move ends with an atomic exchange that stalls it.
+/// Number of moves by which the prefetching of objects is ahead. Objects to move and their destinations are spread over
+/// a slab. Without prefetching, the processor would fetch one object at a time, because each move ends with an atomic
+/// exchange that stalls it.
 const PREFETCH_DISTANCE: usize = 4;
 
 /// Maximum number of bytes of an object that are prefetched.
 const PREFETCH_BYTES: usize = 256;
 
-/// Bytes of a cache line of the processor.
-const CACHE_LINE: usize = 64;
+/// Size of a cache line of the processor in bytes.
+const CACHE_LINE_BYTES: usize = 64;
 
-/// Addresses of objects of one slab that may be moved.
+/// Addresses of objects of one slab that may be moved, for one call of `isolate`.
 pub(crate) struct Chunk {
-    pub objects: [usize; CHUNK_OBJECTS],
+    pub objects: [usize; MAX_CHUNK_OBJECTS],
     pub len: usize,
 }
 
 impl Chunk {
-    /// Rejects the objects for which `is_kept` returns false.
+    /// Removes the objects for which `is_kept` returns false from the chunk, so that they are not moved.
     pub fn retain(&mut self, mut is_kept: impl FnMut(usize) -> bool) {
         let mut kept = 0;
         for at in 0..self.len {
@@ -59,7 +60,7 @@ impl Chunk {
     }
 }
 
-/// Outcome of a move.
+/// Outcome of the attempt to move an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MoveOutcome {
     /// The object was moved.
@@ -72,33 +73,35 @@ pub(crate) enum MoveOutcome {
     Failed,
 }
 
-/// Moves the objects of one kind of cache. [`MigrationRun`] decides which objects are moved.
+/// The kind-specific part of moving: how the objects of one kind of cache are moved. [`MigrationRun`] decides which
+/// objects are moved.
 pub(crate) trait Mover {
-    /// State that `isolate` returns for `migrate`.
+    /// State that `isolate` passes to `migrate` for the objects of one chunk.
     type Isolated;
 
-    /// Removes objects that must not be moved from the chunk. Runs under the lock of the node, so it must not call the
-    /// cache.
+    /// Removes the objects that must not be moved from the chunk. Runs under the lock of the node, so it must not call
+    /// the cache.
     fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
 
-    /// Prefetches memory that [`Mover::migrate`] will need for this object, apart from the object itself. Called some
+    /// Prefetches memory that [`Mover::migrate`] will need for an object, apart from the object itself. Called some
     /// moves ahead.
     fn prefetch_for(&self, _object: usize) {}
 
-    /// Empties the stocks of threads, while magazines are drained.
+    /// Empties the stocks of all threads. Called while the magazines are drained. Does nothing if the cache has no
+    /// stocks.
     fn collect_stocks(&self, _drained: &DrainGuard<'_>) {}
 
-    /// Moves an object to a destination from `to`.
+    /// Moves an object to a destination that it takes from `to`. Returns the outcome.
     fn migrate(&self, object: usize, to: &mut Destinations<'_>, isolated: &mut Self::Isolated) -> MoveOutcome;
 }
 
-/// Destinations: free objects of one node, to which other objects can be moved.
+/// The destinations of moves: free objects of one node, to which other objects can be moved.
 pub(crate) struct Destinations<'engine> {
     engine: &'engine Engine,
     node: usize,
     targets: TargetSlabs,
-    /// Free objects that are allocated as destinations. The first `len` are not used yet.
-    taken: [usize; CHUNK_OBJECTS],
+    /// Free objects that were allocated as destinations. The first `len` of them are not used yet.
+    taken: [usize; MAX_CHUNK_OBJECTS],
     len: usize,
     /// Upper bound of the number of objects that are still to be moved.
     wanted: usize,
@@ -106,20 +109,20 @@ pub(crate) struct Destinations<'engine> {
 
 impl<'engine> Destinations<'engine> {
     fn new(engine: &'engine Engine, node: usize, targets: TargetSlabs) -> Self {
-        Self { engine, node, targets, taken: [0; CHUNK_OBJECTS], len: 0, wanted: CHUNK_OBJECTS }
+        Self { engine, node, targets, taken: [0; MAX_CHUNK_OBJECTS], len: 0, wanted: MAX_CHUNK_OBJECTS }
     }
 
-    /// Allocates a destination.
+    /// Allocates a free object as a destination; `None` if the slabs that may receive objects have none.
     pub fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
-            let wanted = self.wanted.clamp(1, CHUNK_OBJECTS);
+            let wanted = self.wanted.clamp(1, MAX_CHUNK_OBJECTS);
             self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             let least = match self.targets {
                 TargetSlabs::InUse => Some(0),
                 TargetSlabs::Fuller(least) => Some(least),
                 TargetSlabs::Partial | TargetSlabs::Any => None,
             };
-            if self.len == 0 && least.is_some_and(|least| self.engine.add_slab_in_use(self.node, least)) {
+            if self.len == 0 && least.is_some_and(|least| self.engine.add_slab_in_used_block(self.node, least)) {
                 self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             }
         }
@@ -139,11 +142,11 @@ impl<'engine> Destinations<'engine> {
         Some(object)
     }
 
-    /// Makes a destination that was not used available again.
-    pub fn put(&mut self, object: usize) {
+    /// Takes back a destination that no object was moved to, so that another move can use it.
+    pub fn put_back(&mut self, object: usize) {
         self.engine.note_freed(object);
         self.engine.poison(object);
-        if self.len < CHUNK_OBJECTS {
+        if self.len < MAX_CHUNK_OBJECTS {
             self.taken[self.len] = object;
             self.len += 1;
         } else {
@@ -159,13 +162,13 @@ impl Drop for Destinations<'_> {
 }
 
 impl Engine {
-    /// Prefetches an object that is about to be read or written.
+    /// Prefetches the memory of an object that is about to be read or written.
     fn prefetch(&self, object: usize) {
-        (0..self.shape.stride.min(PREFETCH_BYTES)).step_by(CACHE_LINE).for_each(|at| mem::prefetch(object + at));
+        (0..self.shape.stride.min(PREFETCH_BYTES)).step_by(CACHE_LINE_BYTES).for_each(|at| mem::prefetch(object + at));
     }
 }
 
-/// Returns the first of two panics. The other is leaked, because its destructor may panic.
+/// Returns the first panic of two results. A second panic is leaked, because its destructor may panic.
 fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
     if first.is_err() {
         std::mem::forget(other);
@@ -174,24 +177,23 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
     other
 }
 
-/// One run of moves: empties slabs and blocks until its deadline or its number of moves is reached.
+/// One run of moves: empties slabs and blocks until a deadline, or until it has moved a number of objects.
 pub(crate) struct MigrationRun<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,
     pass: u32,
-    /// Time at which the run ends, on the fine clock.
+    /// Time of the fine clock at which the run ends.
     deadline_ns: u64,
     /// Number of objects that the run may still move.
     most: u64,
     pub progress: Progress,
-    /// The slabs and blocks that this run emptied.
-    deferred: Vec<Deferred>,
-    /// Whether a slab was finished. The first slab of a step is finished regardless of the deadline, so that each step
-    /// makes progress.
+    /// Actions that end the emptying of slabs and blocks. They are executed after a grace period.
+    deferred: Vec<DeferredAction>,
+    /// Set when the run emptied a slab only partly. The pass then continues with that slab once the slab is open again.
     has_finished_slab: bool,
     /// Set when a slab was emptied partly: the pass continues with that slab once the slab is open again.
     pub was_stopped: bool,
-    /// The first panic of a callback.
+    /// The first panic of a callback in this run.
     panic: Option<Box<dyn Any + Send>>,
 }
 
@@ -217,7 +219,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.panic.is_some() || self.most == 0 || is_late
     }
 
-    /// Empties candidates of a node until none is left or the run is over.
+    /// Empties candidates of a node until no candidate is left or the run is over.
     pub fn empty_candidates(&mut self, node: usize, criteria: &Criteria) {
         while !self.is_over()
             && let Some(candidate) = self.engine.with_node(node, |node| node.claim_candidate(criteria))
@@ -233,7 +235,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         }
     }
 
-    /// Empties a claimed block: moves the objects of the slabs that were claimed with it.
+    /// Empties a claimed block: moves the objects of those slabs of the block that were claimed with it.
     pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, targets): (u32, TargetSlabs)) {
         for slab in slabs.iter() {
             let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == pass;
@@ -242,16 +244,16 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
                 self.engine.with_node(node, |node| node.blocks.block(block).tried.set(0));
             }
         }
-        self.deferred.push(Deferred::Block { node, block });
+        self.deferred.push(DeferredAction::Block { node, block });
     }
 
-    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, the slab is tried
-    /// again later.
+    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, a later run tries
+    /// the slab again.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
-        let mut objects = Objects::default();
+        let mut objects = ObjectSet::default();
         let (mut from, mut left) = (0, u64::from(most));
         let is_complete = loop {
-            let chunk_most = left.min(self.most).min(CHUNK_OBJECTS as u64) as usize;
+            let chunk_most = left.min(self.most).min(MAX_CHUNK_OBJECTS as u64) as usize;
             if chunk_most == 0 {
                 break left == 0;
             }
@@ -275,13 +277,12 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.progress.emptied += u64::from(is_empty && objects.count() > 0);
         self.was_stopped |= !is_complete;
         self.has_finished_slab |= is_complete && most > 0;
-        self.deferred.push(Deferred::Slab { node, block, slab, objects });
+        self.deferred.push(DeferredAction::Slab { node, block, slab, objects });
         is_complete
     }
 
-    /// Moves up to `most` objects of a slab, beginning at `from`. Adds the objects that left the slab to `left`.
-    /// Returns the number of objects that were tried and the number of those that stayed, or `None` if a callback
-    /// panicked.
+    /// Moves up to `most` objects of a slab, beginning at object `from`. Adds the objects that left the slab to `left`.
+    /// Returns how many objects were tried and how many of these stayed, or `None` if a callback panicked.
     fn move_chunk(
         &mut self,
         node: usize,
@@ -289,10 +290,10 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         from: &mut u32,
         most: usize,
         (to, targets): (usize, TargetSlabs),
-        left: &mut Objects,
+        left: &mut ObjectSet,
     ) -> Option<(usize, usize)> {
         let (engine, mover) = (self.engine, self.mover);
-        let mut chunk = Chunk { objects: [0; CHUNK_OBJECTS], len: 0 };
+        let mut chunk = Chunk { objects: [0; MAX_CHUNK_OBJECTS], len: 0 };
         let mut count = 0;
         let isolated = catch_unwind(AssertUnwindSafe(|| {
             engine.with_node(node, |node| {
@@ -305,7 +306,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
                 // `isolate` usually reads each object, so all are prefetched.
                 chunk.objects[..count].iter().for_each(|object| mem::prefetch(*object));
                 chunk.len = count;
-                let _isolating = Isolating::begin();
+                let _isolating = IsolatingGuard::begin();
                 mover.isolate(&mut chunk)
             })
         }));
@@ -331,7 +332,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
             let ended = catch_unwind(AssertUnwindSafe(|| drop(isolated)));
             first_panic(moved, ended)
         });
-        self.count(refused, outcomes);
+        self.count_outcomes(refused, outcomes);
         match moved {
             Ok(()) => {
                 Some((count, refused + outcomes[MoveOutcome::Busy as usize] + outcomes[MoveOutcome::Failed as usize]))
@@ -343,8 +344,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         }
     }
 
-    /// Adds the outcomes of a chunk to the statistics and the progress of the run.
-    fn count(&mut self, refused: usize, outcomes: [usize; 4]) {
+    /// Adds the outcomes of a chunk's moves to the statistics of the cache and the progress of the run.
+    fn count_outcomes(&mut self, refused: usize, outcomes: [usize; 4]) {
         let counts = &self.engine.counts;
         let [moved, freed, busy, failed] = outcomes.map(|count| count as u64);
         let stayed = busy + failed + refused as u64;
@@ -363,7 +364,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.most = self.most.saturating_sub(moved + freed);
     }
 
-    /// Ends the run: emptied slabs become a batch that waits for readers. If a callback panicked, resumes the panic.
+    /// Ends the run: its emptied slabs become a batch that waits for readers. If a callback panicked, resumes the
+    /// panic.
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);

@@ -1,8 +1,8 @@
-//! Caches by owner: the owner of the objects moves them, since it knows all references to an object and can update
-//! them.
+//! Caches by owner: the owner of the objects moves them, because it knows all references to an object and can update
+//! the references.
 #![allow(unsafe_code)] // the contract of owners; raw access to objects
 
-use crate::alloc::engine::{Engine, Object, SetUp};
+use crate::alloc::engine::{Constructor, Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::cache::Cache;
 use crate::cache::SlabKind;
@@ -107,9 +107,9 @@ pub struct Candidates<'slab, T> {
 }
 
 impl<T> Candidates<'_, T> {
-    /// Rejects the objects for which `is_kept` returns false.
+    /// Removes the objects for which `is_kept` returns false from the candidates, so that they are not moved.
     pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
-        self.chunk.retain(|object| is_kept(pointer(object)));
+        self.chunk.retain(|object| is_kept(object_pointer(object)));
     }
 }
 
@@ -126,7 +126,7 @@ pub struct Moving<'object, T> {
 /// Ties a value to the lifetime of one object that is being moved.
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
-/// The outcome for one object, created by a method of its [`Moving`].
+/// The outcome for one object that was to be moved, created by a method of its [`Moving`].
 ///
 /// Example: [`Migrate`].
 #[must_use]
@@ -145,7 +145,7 @@ impl<'object, T> Moving<'object, T> {
         Done { outcome, _brand: PhantomData }
     }
 
-    /// Reports that the object is live at its new address. The cache frees the old address.
+    /// Reports that the object is live at its new address. The cache frees the memory at the old address.
     pub fn moved(self, new: New<'_, T>) -> Done<'object> {
         let _ = ManuallyDrop::new(new);
         Self::done(MoveOutcome::Moved)
@@ -179,7 +179,7 @@ pub struct Target<'step, T> {
 /// The operations of [`Destinations`], without its lifetime.
 trait DestinationSource {
     fn take(&mut self) -> Option<usize>;
-    fn put(&mut self, object: usize);
+    fn put_back(&mut self, object: usize);
 }
 
 impl DestinationSource for Destinations<'_> {
@@ -187,17 +187,17 @@ impl DestinationSource for Destinations<'_> {
         Destinations::take(self)
     }
 
-    fn put(&mut self, object: usize) {
-        Destinations::put(self, object);
+    fn put_back(&mut self, object: usize) {
+        Destinations::put_back(self, object);
     }
 }
 
 impl<T> Target<'_, T> {
-    /// Allocates a free object as a destination; `None` if no free object is available. Dropping the unused result
-    /// frees the object again.
+    /// Allocates a free object as a destination; `None` if no free object is available. If the result is dropped
+    /// unused, the object becomes free again.
     pub fn take(&mut self) -> Option<New<'_, T>> {
         let object = self.destinations.take()?;
-        Some(New { destinations: self.destinations, at: pointer(object) })
+        Some(New { destinations: self.destinations, at: object_pointer(object) })
     }
 }
 
@@ -219,16 +219,16 @@ impl<T> New<'_, T> {
 
 impl<T> Drop for New<'_, T> {
     fn drop(&mut self) {
-        self.destinations.put(self.at.as_ptr() as usize);
+        self.destinations.put_back(self.at.as_ptr() as usize);
     }
 }
 
 /// Converts the address of an object into a pointer.
-fn pointer<T>(object: usize) -> NonNull<T> {
+fn object_pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
 
-/// The part of a cache that the list of all caches refers to.
+/// The part of an [`OwnerSlab`] to which the list of all caches refers.
 pub(crate) struct OwnerInner<M> {
     engine: Engine,
     owner: Arc<M>,
@@ -243,8 +243,8 @@ impl<M: Migrate> Cache for OwnerInner<M> {
         SlabKind::ByOwner
     }
 
-    /// Requests the background thread to pack the cache. Reclaim must not call the owner itself, since the reclaiming
-    /// thread may hold any lock.
+    /// Asks the background thread to pack the objects into fewer slabs. Reclaim must not call the owner itself, since
+    /// the reclaiming thread may hold any lock.
     fn pack_without_callback(&self) {
         self.engine.note_memory_short();
     }
@@ -254,7 +254,7 @@ impl<M: Migrate> Cache for OwnerInner<M> {
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
@@ -275,7 +275,7 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 
     fn migrate(&self, object: usize, to: &mut Destinations<'_>, isolated: &mut M::Isolated) -> MoveOutcome {
         let mut target = Target { destinations: to, _objects: PhantomData };
-        let moving = Moving { at: pointer(object), _brand: PhantomData };
+        let moving = Moving { at: object_pointer(object), _brand: PhantomData };
         self.owner.migrate(moving, &mut target, isolated).outcome
     }
 }
@@ -292,7 +292,7 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// Example: [`Migrate`].
 pub struct OwnerSlab<M: Migrate> {
     pub(crate) inner: Arc<OwnerInner<M>>,
-    /// The list of caches that this cache is in.
+    /// The caches of the process, to which this cache belongs.
     slabs: &'static Slabs,
 }
 
@@ -304,22 +304,30 @@ impl Slabs {
     /// As [`Slabs::fixed`].
     pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<OwnerSlab<M>> {
         let owner = Arc::new(owner);
-        let constructor = owner.clone();
+        let constructing_owner = owner.clone();
         // SAFETY: an object of a slab that is being set up. It is large and aligned enough, and no other thread uses it
         // yet.
-        let set_up = move |object: usize| unsafe { (object as *mut M::Object).write(constructor.construct()) };
+        let constructor =
+            move |object: usize| unsafe { (object as *mut M::Object).write(constructing_owner.construct()) };
         let user_bytes = size_of::<M::Object>();
         let layout = Layout::new::<M::Object>();
-        let (set_up, grace) = (Some(Box::new(set_up) as SetUp), Grace::of_all);
-        let object =
-            Object { layout, user_bytes, poisoned_range: 0..0, set_up, is_movable: true, grace, handles: None };
+        let (constructor, grace) = (Some(Box::new(constructor) as Constructor), Grace::of_all);
+        let object = ObjectSpec {
+            layout,
+            user_bytes,
+            poisoned_range: 0..0,
+            constructor,
+            is_movable: true,
+            grace,
+            handles: None,
+        };
         let inner = self.create_cache(settings, object, |engine| OwnerInner { engine, owner })?;
         Ok(OwnerSlab { inner, slabs: self })
     }
 }
 
 impl<M: Migrate> OwnerSlab<M> {
-    /// Creates a cache with default parameters among the slab caches of the process. `owner` moves its objects.
+    /// Creates a cache with default parameters among the slab caches of the process. `owner` moves the cache's objects.
     ///
     /// # Errors
     ///
@@ -328,7 +336,7 @@ impl<M: Migrate> OwnerSlab<M> {
         Self::with(Settings::new(name), owner)
     }
 
-    /// Creates a cache among the slab caches of the process. `owner` moves its objects.
+    /// Creates a cache among the slab caches of the process. `owner` moves the cache's objects.
     ///
     /// # Errors
     ///
@@ -353,24 +361,24 @@ impl<M: Migrate> OwnerSlab<M> {
     ///
     /// # Panics
     ///
-    /// If the constructor panics; the slab is unusable afterwards. Also inside of [`Migrate::isolate`].
+    /// If the constructing_owner panics; the slab is unusable afterwards. Also inside of [`Migrate::isolate`].
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<NonNull<M::Object>> {
-        self.inner.engine.allocate().map(pointer)
+        self.inner.engine.allocate().map(object_pointer)
     }
 
-    /// As [`OwnerSlab::allocate`], in memory of one node.
+    /// As [`OwnerSlab::allocate`], in memory of one NUMA node.
     ///
     /// # Errors
     ///
     /// As [`OwnerSlab::allocate`]; [`pagemill_core::Error::BadNode`].
     #[track_caller]
     pub fn allocate_on(&self, node: usize) -> Result<NonNull<M::Object>> {
-        self.inner.engine.allocate_on(node).map(pointer)
+        self.inner.engine.allocate_on(node).map(object_pointer)
     }
 
-    /// Frees an object.
+    /// Frees an object of this cache.
     ///
     /// # Safety
     ///
@@ -383,7 +391,7 @@ impl<M: Migrate> OwnerSlab<M> {
         unsafe { self.inner.engine.free(object.as_ptr() as usize) };
     }
 
-    /// The NUMA node of the memory of an object of this cache.
+    /// Returns the NUMA node of the memory of an object of this cache.
     pub fn node_of(&self, object: NonNull<M::Object>) -> usize {
         self.inner.engine.node_of(object.as_ptr() as usize)
     }

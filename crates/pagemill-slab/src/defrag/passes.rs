@@ -7,8 +7,8 @@ use crate::defrag::candidates::Criteria;
 use pagemill_core::sync::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// Percentage that makes every slab and block that is not full a candidate.
-pub(crate) const ALL_PERCENT: u32 = 101;
+/// Percentage of use below which every slab and block that is not full lies. It makes all of them candidates.
+pub(crate) const ABOVE_FULL_PERCENT: u32 = 101;
 
 /// After a pass that freed nothing, a cache is skipped until more than `1 / CHANGE_DIVISOR` of its objects were
 /// allocated or freed.
@@ -29,11 +29,11 @@ const CHANGE_DIVISOR: u64 = 64;
 pub struct Progress {
     /// Objects that were moved, or that their owner freed instead of moving them.
     pub moved: u64,
-    /// Objects that were not moved.
+    /// Objects that were to be moved, but stayed.
     pub stayed: u64,
     /// Slabs that were emptied.
     pub emptied: u64,
-    /// Whether the pass over all candidates has ended. A further pass may find candidates again.
+    /// Whether the pass over all candidates has ended. A later pass may find candidates again.
     pub is_done: bool,
 }
 
@@ -53,38 +53,38 @@ impl Progress {
 pub(crate) struct Passes {
     /// Number of the current pass.
     number: AtomicU32,
-    /// Number of used objects when the current pass began; [`NONE`] before the first step of the pass.
+    /// Number of used objects of the cache when the current pass began; [`UNSET`] before the first step of the pass.
     objects_at_start: AtomicU64,
     /// Whether a step of the current pass emptied a slab.
     has_emptied: AtomicBool,
-    /// Set when the last step left no candidate: the pass ends once its batches are finished.
+    /// Set when the last step left no candidate: the pass then ends once its batches are finished.
     pub(super) is_ending: AtomicBool,
-    /// Number of slabs and blocks in use when the previous pass ended.
+    /// Number of the cache's slabs and blocks with used objects when the previous pass ended.
     in_use_at_last_end: AtomicU64,
-    /// While defragmentation is suspended, the number of used objects when the last pass began; else [`NONE`].
+    /// While defragmentation is suspended, the number of used objects when the last pass began; otherwise [`UNSET`].
     pub(super) suspended_at: AtomicU64,
     /// Set while memory is short: all slabs and blocks that are not full are then candidates, until a pass frees
     /// nothing.
     is_memory_short: AtomicBool,
 }
 
-/// Represents an unset number of objects.
-const NONE: u64 = u64::MAX;
+/// Value of a number of objects that is not known.
+const UNSET: u64 = u64::MAX;
 
 impl Passes {
     pub fn new() -> Self {
         Self {
             number: AtomicU32::new(1),
-            objects_at_start: AtomicU64::new(NONE),
+            objects_at_start: AtomicU64::new(UNSET),
             has_emptied: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
             in_use_at_last_end: AtomicU64::new(0),
-            suspended_at: AtomicU64::new(NONE),
+            suspended_at: AtomicU64::new(UNSET),
             is_memory_short: AtomicBool::new(false),
         }
     }
 
-    /// Begins the next pass and returns its unique number.
+    /// Begins the next pass and returns the pass's unique number.
     pub fn begin_next(&self) -> u32 {
         // 0 is the `tried` value of slabs that were never tried.
         match self.number.fetch_add(1, Relaxed).wrapping_add(1) {
@@ -93,55 +93,55 @@ impl Passes {
         }
     }
 
-    /// Records a step of a pass. `used` is the number of objects when the step began.
+    /// Records a step of the current pass. `used` is the number of used objects when the step began.
     pub fn record_step(&self, used: u64, progress: &Progress) {
-        if self.objects_at_start.load(Relaxed) == NONE {
+        if self.objects_at_start.load(Relaxed) == UNSET {
             self.objects_at_start.store(used, Relaxed);
-            self.resume();
+            self.end_suspension();
         }
         self.has_emptied.fetch_or(progress.emptied > 0, Relaxed);
         self.is_ending.store(progress.is_done, Relaxed);
     }
 
-    /// Ends a pass that tried the slabs and blocks with less than `percent` in use. If the pass freed nothing, suspends
-    /// defragmentation until the number of objects has changed enough since the beginning of the pass.
-    /// `used_slabs_and_blocks` counts those that are in use now.
-    pub fn end(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
+    /// Ends a pass that tried the slabs and blocks of which less than `percent` was in use. If the pass freed nothing,
+    /// suspends defragmentation until the number of objects has changed enough since the beginning of the pass.
+    /// `used_slabs_and_blocks` returns the current number of slabs and blocks with used objects.
+    pub fn end_pass(&self, percent: u32, used_ratio: &AtomicU32, used_slabs_and_blocks: impl FnOnce() -> u64) {
         self.begin_next();
         self.is_ending.store(false, Relaxed);
-        let (used, used_slabs_and_blocks) = (self.objects_at_start.swap(NONE, Relaxed), used_slabs_and_blocks());
+        let (used, used_slabs_and_blocks) = (self.objects_at_start.swap(UNSET, Relaxed), used_slabs_and_blocks());
         let has_gained = self.in_use_at_last_end.swap(used_slabs_and_blocks, Relaxed) > used_slabs_and_blocks;
         let may_gain = has_gained | self.has_emptied.swap(false, Relaxed);
         // Since the last step began, the ratio may have been raised or memory may have become short. Then
         // defragmentation continues.
         let is_over = !may_gain && percent >= used_ratio.load(Relaxed);
-        self.suspended_at.store(if is_over { used } else { NONE }, Relaxed);
-        if percent == ALL_PERCENT {
+        self.suspended_at.store(if is_over { used } else { UNSET }, Relaxed);
+        if percent == ABOVE_FULL_PERCENT {
             self.is_memory_short.fetch_and(may_gain, Relaxed);
         }
     }
 
-    /// Returns the conditions for candidates of a step, or `None` while defragmentation is suspended or switched off.
-    /// `used` is the number of used objects.
-    pub fn criteria(&self, used_ratio: u32, used: u64) -> Option<Criteria> {
+    /// Returns the conditions that the candidates of a step must meet, or `None` while defragmentation is suspended or
+    /// switched off. `used` is the number of used objects.
+    pub fn step_criteria(&self, used_ratio: u32, used: u64) -> Option<Criteria> {
         let is_memory_short = self.is_memory_short.load(Ordering::SeqCst);
         let suspended_at = self.suspended_at.load(Relaxed);
         let is_suspended = used.abs_diff(suspended_at) <= suspended_at / CHANGE_DIVISOR;
         let pass = self.number.load(Relaxed);
-        let percent = if is_memory_short { ALL_PERCENT } else { used_ratio };
+        let percent = if is_memory_short { ABOVE_FULL_PERCENT } else { used_ratio };
         let is_wanted = used_ratio > 0 && (is_memory_short || !is_suspended);
         is_wanted.then_some(Criteria { percent, pass, block_pass: Some(pass) })
     }
 
-    /// Ends the suspension, so that the next step begins a pass.
-    pub fn resume(&self) {
-        self.suspended_at.store(NONE, Relaxed);
+    /// Ends the suspension of defragmentation, so that the next step begins a pass.
+    pub fn end_suspension(&self) {
+        self.suspended_at.store(UNSET, Relaxed);
     }
 
-    /// Whether defragmentation is suspended, because the last pass freed nothing.
+    /// Returns whether defragmentation is suspended, because the last pass freed nothing.
     #[cfg(all(test, not(shuttle)))]
     pub fn is_suspended(&self) -> bool {
-        self.suspended_at.load(Relaxed) != NONE
+        self.suspended_at.load(Relaxed) != UNSET
     }
 
     #[cfg(test)]
@@ -149,7 +149,7 @@ impl Passes {
         self.is_memory_short.load(Ordering::SeqCst)
     }
 
-    /// Records that memory is short. Returns whether this was recorded before.
+    /// Records that memory is short. Returns whether a shortage was recorded already.
     pub fn note_memory_short(&self) -> bool {
         self.is_memory_short.swap(true, Ordering::SeqCst)
     }
@@ -159,15 +159,15 @@ impl Passes {
 mod tests {
     use super::*;
 
-    const USED: u64 = 6400;
-    const RATIO: u32 = 60;
+    const USED_OBJECTS: u64 = 6400;
+    const USED_RATIO_PERCENT: u32 = 60;
 
-    fn step_of(emptied: u64, is_done: bool) -> Progress {
+    fn progress_of_step(emptied: u64, is_done: bool) -> Progress {
         Progress { emptied, is_done, ..Progress::default() }
     }
 
-    /// Records several steps of a pass. The object count must be that of the first step, `is_ending` that of the last
-    /// step, and `has_emptied` must be true if any step emptied a slab.
+    /// Records several steps of a pass. `objects_at_start` must have the count of the first step, and `is_ending` must
+    /// be that of the last step. `has_emptied` must be true if any step emptied a slab.
     #[test]
     fn pass_records_its_steps() {
         let passes = Passes::new();
@@ -175,50 +175,50 @@ mod tests {
             let (used, has_emptied) = (passes.objects_at_start.load(Relaxed), passes.has_emptied.load(Relaxed));
             (used, has_emptied, passes.is_ending.load(Relaxed))
         };
-        assert_eq!(noted(), (NONE, false, false));
+        assert_eq!(noted(), (UNSET, false, false));
         passes.suspended_at.store(5, Relaxed);
-        passes.record_step(10, &step_of(0, true));
-        assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, false, true), NONE), "a rest ends");
+        passes.record_step(10, &progress_of_step(0, true));
+        assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, false, true), UNSET), "a rest ends");
         passes.suspended_at.store(5, Relaxed);
-        passes.record_step(20, &step_of(1, false));
+        passes.record_step(20, &progress_of_step(1, false));
         assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, true, false), 5));
-        passes.record_step(30, &step_of(0, true));
+        passes.record_step(30, &progress_of_step(0, true));
         assert_eq!(noted(), (10, true, true));
     }
 
     /// A pass that freed nothing must suspend defragmentation, unless the ratio was raised above the percentage of the
-    /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
+    /// pass. If that percentage was `ABOVE_FULL_PERCENT`, the pass must also end the memory shortage.
     #[test]
     fn pass_that_frees_nothing_suspends_defragmentation() {
         let used_slabs_and_blocks = 7;
         for (before, emptied, percent, is_suspended, is_memory_short) in [
-            (used_slabs_and_blocks, 0, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO, true, true),
-            (0, 0, RATIO, true, true),
-            (used_slabs_and_blocks - 1, 1, RATIO, false, true),
-            (used_slabs_and_blocks, 1, RATIO, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO - 1, false, true),
-            (used_slabs_and_blocks - 1, 0, RATIO + 1, true, true),
-            (used_slabs_and_blocks - 1, 0, ALL_PERCENT, true, false),
-            (used_slabs_and_blocks - 1, 1, ALL_PERCENT, false, true),
-            (used_slabs_and_blocks, 0, ALL_PERCENT, false, true),
+            (used_slabs_and_blocks, 0, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT, true, true),
+            (0, 0, USED_RATIO_PERCENT, true, true),
+            (used_slabs_and_blocks - 1, 1, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks, 1, USED_RATIO_PERCENT, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT - 1, false, true),
+            (used_slabs_and_blocks - 1, 0, USED_RATIO_PERCENT + 1, true, true),
+            (used_slabs_and_blocks - 1, 0, ABOVE_FULL_PERCENT, true, false),
+            (used_slabs_and_blocks - 1, 1, ABOVE_FULL_PERCENT, false, true),
+            (used_slabs_and_blocks, 0, ABOVE_FULL_PERCENT, false, true),
         ] {
             let passes = Passes::new();
             let number = passes.number.load(Relaxed);
             passes.in_use_at_last_end.store(before, Relaxed);
             assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
-            passes.record_step(USED, &step_of(emptied, true));
-            passes.end(percent, &AtomicU32::new(RATIO), || used_slabs_and_blocks - 1);
+            passes.record_step(USED_OBJECTS, &progress_of_step(emptied, true));
+            passes.end_pass(percent, &AtomicU32::new(USED_RATIO_PERCENT), || used_slabs_and_blocks - 1);
             let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
             assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");
-            assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED } else { NONE }, "{case}");
-            assert_eq!((passes.number.load(Relaxed), passes.objects_at_start.load(Relaxed)), (number + 1, NONE));
+            assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED_OBJECTS } else { UNSET }, "{case}");
+            assert_eq!((passes.number.load(Relaxed), passes.objects_at_start.load(Relaxed)), (number + 1, UNSET));
             assert_eq!(passes.in_use_at_last_end.load(Relaxed), used_slabs_and_blocks - 1);
             assert!(!passes.is_ending.load(Relaxed) && !passes.has_emptied.load(Relaxed));
         }
     }
 
-    /// The number of a pass must never be 0, even after an overflow.
+    /// The number of a pass must not be 0, even after an overflow.
     #[test]
     fn pass_number_is_never_zero() {
         let passes = Passes::new();

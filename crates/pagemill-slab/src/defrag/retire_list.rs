@@ -1,37 +1,38 @@
-//! The retire list of emptied slabs: the memory of a moved object keeps its old bytes until no reader can use them.
+//! The retire list of emptied slabs. It delays the reuse of moved objects' old memory until no reader can use that
+//! memory.
 //!
 //! The slabs of a batch stay claimed until its grace period is over, so no object is allocated from them.
 
 use crate::alloc::engine::Engine;
 use crate::alloc::meta::SlabState;
 use crate::alloc::node::Keep;
-use crate::read::batch::{Batch, Deferred, GRACE_NS, drain_finished, wait_for_readers};
+use crate::read::batch::{Batch, DeferredAction, GRACE_TIMEOUT_NS, drain_finished, wait_for_readers};
 use crate::read::epochs;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
 
 impl Engine {
-    /// Makes the deferred actions of a step one batch, and begins its grace period.
-    pub fn retire(&self, deferred: Vec<Deferred>) {
+    /// Makes the deferred actions of one step of defragmentation a batch, and begins the batch's grace period.
+    pub fn retire(&self, deferred: Vec<DeferredAction>) {
         if deferred.is_empty() {
             return;
         }
         let unblocks_pass = deferred.iter().any(|deferred| match deferred {
-            Deferred::Slab { block, slab, objects, .. } => {
+            DeferredAction::Slab { block, slab, objects, .. } => {
                 objects.count() > 0 || self.shared.blocks.slab(*block, *slab).tried.get() == 0
             }
-            Deferred::Block { .. } => false,
+            DeferredAction::Block { .. } => false,
         });
         let grace = (self.grace)();
         self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
     }
 
-    /// Returns whether a waiting batch will let the current pass continue.
+    /// Returns whether any waiting batch will let the current pass continue when it is finished.
     pub fn awaits_unblocking_batch(&self) -> bool {
         self.batches.with(|batches| batches.iter().any(|batch| batch.unblocks_pass))
     }
 
-    /// Executes the actions of all batches with a grace period that is over.
+    /// Executes the actions of all batches whose grace period is over.
     pub fn finish_retired(&self) {
         if !self.has_batches() {
             return;
@@ -43,17 +44,17 @@ impl Engine {
         finished.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
-    /// Executes the actions of all batches without waiting. The caller guarantees that no thread reads the cache any
-    /// more.
+    /// Executes the actions of all batches without waiting for readers. The caller guarantees that no thread reads
+    /// objects of the cache any more.
     pub fn finish_retired_at_once(&self) {
         let batches = self.batches.with(std::mem::take);
         batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
-    /// Executes one action, after its grace period.
-    fn finish_deferred(&self, deferred: Deferred) {
+    /// Executes one deferred action, after its grace period.
+    fn finish_deferred(&self, deferred: DeferredAction) {
         match deferred {
-            Deferred::Slab { node, block, slab, objects } => {
+            DeferredAction::Slab { node, block, slab, objects } => {
                 let base = self.shared.blocks.addr(block);
                 let each = || objects.iter().map(|object| base + self.shape.offset_of(slab, object));
                 each().for_each(|object| {
@@ -69,7 +70,7 @@ impl Engine {
                     }
                 });
             }
-            Deferred::Block { node, block } => self.with_node(node, |node| node.end_emptying(block)),
+            DeferredAction::Block { node, block } => self.with_node(node, |node| node.end_emptying(block)),
         }
     }
 
@@ -84,11 +85,11 @@ impl Engine {
         self.has_batches()
     }
 
-    /// Number of moved objects whose old memory is not free yet.
+    /// Returns the number of moved objects whose old memory is not free yet.
     pub fn objects_in_batches(&self) -> u64 {
-        let objects = |deferred: &Deferred| match deferred {
-            Deferred::Slab { objects, .. } => u64::from(objects.count()),
-            Deferred::Block { .. } => 0,
+        let objects = |deferred: &DeferredAction| match deferred {
+            DeferredAction::Slab { objects, .. } => u64::from(objects.count()),
+            DeferredAction::Block { .. } => 0,
         };
         self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.deferred).map(objects).sum())
     }
@@ -98,13 +99,13 @@ impl Engine {
         self.batches.with(|batches| !batches.is_empty())
     }
 
-    /// Waits until all batches are finished, at most one second. Returns whether all are finished.
+    /// Waits until the actions of all batches are executed, at most one second. Returns whether all are executed.
     pub fn finish_all_retired(&self) -> Result<bool> {
         self.check_generation()?;
-        Ok(self.finish_retired_within(GRACE_NS))
+        Ok(self.finish_retired_within(GRACE_TIMEOUT_NS))
     }
 
-    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must belong to this process.
+    /// As [`Engine::finish_all_retired`], but waits at most `timeout_ns`. The cache must belong to this process.
     pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
         wait_for_readers(timeout_ns, || {
             self.finish_retired();

@@ -23,7 +23,7 @@ use crate::caches::Slabs;
 use crate::defrag::steps;
 #[cfg(not(shuttle))]
 use crate::defrag::worker::set_worker;
-use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_RETRY_DELAY, REST_NS, ShrinkRequest, Worker};
+use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_REST_NS, MIN_RETRY_DELAY, ShrinkRequest, Worker};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed};
@@ -39,32 +39,34 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-/// Approximate length of a step.
+/// Approximate length of a step of defragmentation on the background thread.
 const STEP_DURATION: Duration = Duration::from_millis(1);
 
-/// Time until one more round after objects were freed, if the objects were too few to wake the thread.
+/// Time after which the background thread runs another round if objects were freed, but too few to wake the thread.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
-/// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
+/// Time for which free blocks keep their memory for reuse. Then the memory is freed in portions of
+/// `FREE_PORTION_BYTES`.
 const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
-/// Number of bytes of free blocks that are freed at a time.
+/// Number of bytes of free blocks that the background thread frees at a time.
 const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
+/// Size of the background thread's stack. Callbacks may need as much stack as on a thread of the program.
 #[cfg(not(shuttle))]
 const STACK_BYTES: usize = 2048 << 10;
 
-/// Result of a visit to a cache; the greatest one is the result of a round.
+/// Result of the background thread's visit to a cache. The greatest result is the result of a round over all caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum VisitResult {
     Nothing,
-    /// Objects were freed since the last visit.
+    /// Objects were freed since the last visit, but nothing can be emptied.
     ObjectsFreed,
-    /// Readers, or another thread that uses the cache, have to finish first.
+    /// The thread has work that must wait for readers, or for another thread that uses the cache.
     Waiting,
     /// A step of defragmentation was run.
     StepRun,
-    /// A requested shrink was carried out. Its processor time adds no rest, because shrinks are urgent.
+    /// A requested shrink was carried out. The thread does not rest for the processor time of a shrink, because shrinks
+    /// are urgent.
     ShrinkRequest,
 }
 
@@ -74,8 +76,8 @@ thread_local! {
 }
 
 /// Stops the background thread when the first thread of the process ends, because the process usually ends then.
-/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local runs before
-/// the destructors of statics, which may destroy data that callbacks use.
+/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local value runs
+/// before the destructors of statics, which may destroy data that callbacks use.
 #[cfg(not(shuttle))]
 struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
@@ -91,9 +93,9 @@ impl Drop for StopAtMainThreadExit {
 }
 
 impl Worker {
-    /// Starts the thread, for the first cache with movable objects. The caller is a thread of the program, because
-    /// callbacks need the open files of the program, which Pagemill's helper thread does not share. If the thread
-    /// cannot be created, the next cache tries to create it again.
+    /// Starts the background thread. Called with the first cache of movable objects, by a thread of the program,
+    /// because callbacks need the open files of the program, which Pagemill's helper thread does not share. If the
+    /// thread cannot be created, the next cache tries to create it again.
     pub fn start(&self, slabs: &'static Slabs) {
         if self.is_stopped() {
             return;
@@ -106,12 +108,13 @@ impl Worker {
         }
     }
 
-    /// Requests the thread to shrink a cache, and waits for the result, however long callbacks take.
+    /// Asks the background thread to shrink a cache, and waits for the result, however long callbacks take. Returns by
+    /// how many bytes the charge of the cache fell.
     ///
     /// # Errors
     ///
-    /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
-    /// pending, or the cache is dropped before the shrink begins.
+    /// As the cache's own `shrink`. [`Error::Busy`] if the background thread does not run, another request for the
+    /// cache is pending, or the cache is dropped before the shrink begins.
     pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
         let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
         let is_first = engine.shrink_request.with(|request| {
@@ -143,7 +146,7 @@ impl Worker {
         }
     }
 
-    /// The main loop of the thread. Returns when the thread is stopped.
+    /// The main loop of the background thread. Returns when the thread is stopped.
     fn run(&self, slabs: &'static Slabs) {
         let (mut pause, mut rest_due_ns) = (MIN_RETRY_DELAY, 0);
         loop {
@@ -154,7 +157,7 @@ impl Worker {
             }
             self.is_notified.store(0, SeqCst);
             let found = self.run_round(slabs, &mut rest_due_ns);
-            self.rest(std::mem::take(&mut rest_due_ns).max(REST_NS), seen);
+            self.rest(std::mem::take(&mut rest_due_ns).max(MIN_REST_NS), seen);
             match found {
                 VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
                 VisitResult::Waiting => {
@@ -169,7 +172,7 @@ impl Worker {
     }
 
     /// Visits all caches, the newest first. If a cache is dropped during the round, only the positions of newer caches
-    /// change.
+    /// change, so no remaining cache is missed.
     pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let mut found = VisitResult::Nothing;
         for at in (0..slabs.cache_count()).rev() {
@@ -184,7 +187,7 @@ impl Worker {
                 );
                 found = found.max(done.unwrap_or(VisitResult::Waiting));
             }
-            if *rest_due_ns >= REST_NS {
+            if *rest_due_ns >= MIN_REST_NS {
                 self.rest(std::mem::take(rest_due_ns), seen);
             }
         }
@@ -192,7 +195,7 @@ impl Worker {
     }
 
     /// Frees the memory of free blocks once no further block has become free for [`FREE_BLOCK_DELAY_NS`]. Until then
-    /// caches may reuse that memory.
+    /// caches may reuse the blocks with their memory.
     fn free_unused_blocks(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
         let freed_with_memory = blocks.freed_with_memory();
@@ -206,30 +209,30 @@ impl Worker {
             return VisitResult::ObjectsFreed;
         }
         // In portions, because a fork or a stop may wait for the end of a portion.
-        while blocks.freed_with_memory() == freed_with_memory && self.enter() {
+        while blocks.freed_with_memory() == freed_with_memory && self.begin_visit() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let freed = blocks.shrink(FREE_PORTION_BYTES);
-            self.leave();
+            self.end_visit();
             self.note_cpu_time(before_ns, Some(rest_due_ns));
             // No free block has memory left, or the kernel keeps the memory.
             if freed < FREE_PORTION_BYTES {
                 break;
             }
-            if *rest_due_ns >= REST_NS {
+            if *rest_due_ns >= MIN_REST_NS {
                 self.rest(std::mem::take(rest_due_ns), seen);
             }
         }
         VisitResult::Nothing
     }
 
-    /// Runs `act` on a cache. If `act` panics, the background thread skips the cache until its ratio is set or a shrink
-    /// succeeds.
+    /// Finds a cache and runs `act` on it. If `act` panics, the background thread skips the cache until its used ratio
+    /// is set or a shrink succeeds. Returns `None` if there is no cache or the thread was stopped.
     fn visit<T>(
         &self,
         find: impl FnOnce() -> Option<Arc<dyn Cache>>,
         act: impl FnOnce(&dyn Cache) -> Result<T>,
     ) -> Option<Result<T>> {
-        if !self.enter() {
+        if !self.begin_visit() {
             return None;
         }
         let done = find().map(|cache| {
@@ -241,8 +244,9 @@ impl Worker {
                 engine.has_panicked.store(true, Relaxed);
                 engine.shrink_request.with(|request| {
                     if matches!(request, ShrinkRequest::Taken) {
-                        *request =
-                            ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
+                        *request = ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(
+                            cancelled_error(),
+                        )));
                     }
                 });
                 stats::add(Counter::SlabBehindFailed, 1);
@@ -255,7 +259,7 @@ impl Worker {
             }
             done
         });
-        self.leave();
+        self.end_visit();
         done
     }
 }
@@ -271,8 +275,8 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. The thread limits
-/// its own processor time instead.
+/// The background thread runs with normal priority, because allocating threads may wait for locks that it holds. The
+/// thread limits its own processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
         #[cfg(not(shuttle))]
@@ -281,16 +285,16 @@ impl pagemill_sys::thread::Work for Slabs {
     }
 }
 
-/// The error of a requested shrink if code of the program panicked.
-fn cancelled() -> std::io::Error {
+/// Returns the error of a requested shrink during which code of the program panicked.
+fn cancelled_error() -> std::io::Error {
     std::io::Error::from_raw_os_error(libc::ECANCELED)
 }
 
-/// Visits a cache. Carries out a requested shrink, if there is one. Otherwise frees retired objects whose readers have
-/// finished, and runs a step if something can be emptied.
+/// The background thread's visit to a cache: carries out a requested shrink, if there is one. Otherwise frees retired
+/// objects whose readers have finished, and runs a step of defragmentation if something can be emptied.
 fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     let engine = cache.engine();
-    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::take) {
+    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::begin_if_wanted) {
         let freed = cache.shrink();
         engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
         return Ok(VisitResult::ShrinkRequest);

@@ -9,21 +9,22 @@ use crate::defrag::candidates::Criteria;
 use crate::defrag::drain::DrainGuard;
 use crate::defrag::isolating::assert_not_isolating;
 use crate::defrag::migrate::{MigrationRun, Mover};
-use crate::defrag::passes::{ALL_PERCENT, Progress};
+use crate::defrag::passes::{ABOVE_FULL_PERCENT, Progress};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::time::Duration;
 
-/// Maximum time that reclaim waits for readers of moved objects, and that it spends on freeing retired values.
-pub(crate) const SHORT_GRACE_NS: u64 = 5_000_000;
+/// Maximum time that reclaim waits for readers of moved objects, and also the maximum time that it spends on freeing
+/// retired values.
+pub(crate) const SHORT_GRACE_TIMEOUT_NS: u64 = 5_000_000;
 
-/// A long defragmentation lets threads use their magazines again after each slice of this length.
+/// Length of a slice of a long defragmentation. After each slice, threads can use their magazines again.
 const SLICE_DURATION: Duration = Duration::from_millis(10);
 
 impl Engine {
-    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
-    /// if the ratio is the same.
+    /// Sets the cache's used ratio. If the background thread skips the cache after a panic, the thread resumes work on
+    /// the cache, even if the ratio is the same.
     ///
     /// # Errors
     ///
@@ -33,7 +34,7 @@ impl Engine {
         check_ratio(percent)?;
         let is_raised = self.used_ratio.swap(percent, Relaxed) < percent;
         if is_raised {
-            self.passes.resume();
+            self.passes.end_suspension();
         }
         if self.has_panicked.swap(false, Relaxed) || is_raised {
             self.notify_worker_if_worthwhile();
@@ -42,7 +43,7 @@ impl Engine {
     }
 
     /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
-    /// it.
+    /// the cache.
     pub fn note_shrunk(&self) {
         if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
@@ -63,35 +64,35 @@ impl Engine {
 /// # Errors
 ///
 /// [`Error::Busy`] if another thread drains the cache.
-pub(crate) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Result<Progress> {
+pub(crate) fn run_step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Result<Progress> {
     assert_not_isolating();
     engine.check_generation()?;
     engine.finish_retired();
     let used = engine.used_objects();
-    let Some(criteria) = engine.passes.criteria(engine.used_ratio.load(Relaxed), used) else {
+    let Some(criteria) = engine.passes.step_criteria(engine.used_ratio.load(Relaxed), used) else {
         return Ok(Progress { is_done: true, ..Progress::default() });
     };
     let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread drains this slab cache" })?;
     let progress = run_slice(engine, drained, mover, &criteria, budget);
     engine.passes.record_step(used, &progress);
     if progress.is_done && !engine.awaits_unblocking_batch() {
-        engine.passes.end(criteria.percent, &engine.used_ratio, || engine.used_slabs_and_blocks());
+        engine.passes.end_pass(criteria.percent, &engine.used_ratio, || engine.used_slabs_and_blocks());
     }
     engine.trim_all(Keep::Reserve);
     Ok(progress)
 }
 
-/// Returns whether a step would find a candidate or could end a pass. This is an estimate: free objects in magazines
-/// count as used, since the magazines are not drained.
+/// Returns whether a step would find a candidate for emptying or could end a pass. The result is an estimate: free
+/// objects in magazines count as used, since the magazines are not drained.
 pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     let used = engine.used_objects();
-    engine.passes.criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
+    engine.passes.step_criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
         let can_end = engine.passes.is_ending.load(Relaxed) && !engine.awaits_unblocking_batch();
         can_end || (0..engine.node_count()).any(|node| engine.with_node(node, |node| node.has_candidate(&criteria)))
     })
 }
 
-/// Empties candidates until none is left or the budget is used up.
+/// Empties candidates of all nodes until no candidate is left or the time `budget` is used up.
 fn run_slice(
     engine: &Engine,
     drained: DrainGuard<'_>,
@@ -99,7 +100,7 @@ fn run_slice(
     criteria: &Criteria,
     budget: Duration,
 ) -> Progress {
-    debug_assert!(criteria.percent <= ALL_PERCENT && criteria.pass != 0);
+    debug_assert!(criteria.percent <= ABOVE_FULL_PERCENT && criteria.pass != 0);
     let deadline_ns = clock::fine_ns().saturating_add(budget.as_nanos().min(u128::from(u64::MAX)) as u64);
     engine.finish_retired();
     mover.collect_stocks(&drained);
@@ -110,19 +111,19 @@ fn run_slice(
     run.end()
 }
 
-/// Packs the objects for one slice of time. Reclaim calls `pack`, possibly inside any other call. Memory that readers
-/// still use is freed by a later call.
+/// Packs the objects of a cache into fewer slabs, for one slice of time. Reclaim calls `pack`, possibly inside any
+/// other call. Memory that readers still use is freed by a later call.
 pub(crate) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(drained) = engine.try_drain_magazines() {
         let pass = engine.passes.begin_next();
-        let criteria = Criteria { percent: ALL_PERCENT, pass, block_pass: Some(pass) };
+        let criteria = Criteria { percent: ABOVE_FULL_PERCENT, pass, block_pass: Some(pass) };
         run_slice(engine, drained, mover, &criteria, SLICE_DURATION);
-        engine.finish_retired_within(SHORT_GRACE_NS);
+        engine.finish_retired_within(SHORT_GRACE_TIMEOUT_NS);
     }
 }
 
-/// Packs all objects into as few slabs and blocks as possible, and frees the unused memory. Returns by how many bytes
-/// the charge of the cache fell.
+/// Packs all objects of a cache into as few slabs and blocks as possible, and frees the unused memory. Returns by how
+/// many bytes the charge of the cache fell.
 ///
 /// # Errors
 ///
@@ -138,7 +139,7 @@ pub(crate) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     for block_pass in [Some(block_pass), None] {
         loop {
             let used_slabs_and_blocks = engine.used_slabs_and_blocks();
-            let criteria = Criteria { percent: ALL_PERCENT, pass: engine.passes.begin_next(), block_pass };
+            let criteria = Criteria { percent: ABOVE_FULL_PERCENT, pass: engine.passes.begin_next(), block_pass };
             let mut was_stopped = false;
             let is_finished = loop {
                 let is_done = run_slice(engine, engine.drain_magazines()?, mover, &criteria, SLICE_DURATION).is_done;
@@ -188,7 +189,7 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     engine.free_unused_memory(before)
 }
 
-/// Moves up to `most` objects from one node to another.
+/// Moves up to `most` objects of a cache from one node to another.
 ///
 /// # Errors
 ///
@@ -228,7 +229,7 @@ pub(crate) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
     Ok(whole)
 }
 
-/// Moves objects from nodes with more than the average to nodes with less.
+/// Moves objects of a cache from nodes with more than the average number of objects to nodes with fewer.
 ///
 /// # Errors
 ///
@@ -262,33 +263,34 @@ mod tests {
     use crate::caches::tests::basics::slabs;
     use crate::caches::tests::owner::cache_of;
 
-    const USED: u64 = 6400;
-    const RATIO: u32 = 60;
+    const USED_OBJECTS: u64 = 6400;
+    const USED_RATIO_PERCENT: u32 = 60;
 
-    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
-    /// step may run.
+    /// A suspension of defragmentation must end when more than a 64th of the objects has changed, or memory is short.
+    /// At a ratio of 0 no step may run.
     #[test]
     fn suspension_ends_when_a_64th_has_changed() {
-        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
+        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(USED_RATIO_PERCENT));
         let engine = cache.engine();
         let percent_at =
-            |used: u64| engine.passes.criteria(engine.used_ratio.load(Relaxed), used).map(|search| search.percent);
-        assert_eq!(percent_at(0), Some(RATIO));
-        engine.passes.suspended_at.store(USED, Relaxed);
+            |used: u64| engine.passes.step_criteria(engine.used_ratio.load(Relaxed), used).map(|search| search.percent);
+        assert_eq!(percent_at(0), Some(USED_RATIO_PERCENT));
+        engine.passes.suspended_at.store(USED_OBJECTS, Relaxed);
         assert_eq!(
-            [USED - 101, USED - 100, USED, USED + 100, USED + 101].map(percent_at),
-            [Some(RATIO), None, None, None, Some(RATIO)]
+            [USED_OBJECTS - 101, USED_OBJECTS - 100, USED_OBJECTS, USED_OBJECTS + 100, USED_OBJECTS + 101]
+                .map(percent_at),
+            [Some(USED_RATIO_PERCENT), None, None, None, Some(USED_RATIO_PERCENT)]
         );
         engine.passes.note_memory_short();
-        assert_eq!(percent_at(USED), Some(ALL_PERCENT));
+        assert_eq!(percent_at(USED_OBJECTS), Some(ABOVE_FULL_PERCENT));
         engine.used_ratio.store(0, Relaxed);
-        assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
+        assert_eq!((percent_at(USED_OBJECTS), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
     }
 
-    /// In an empty cache, a step must be worthwhile only if it can end a pass.
+    /// In an empty cache, a step must be worthwhile only if the step can end a pass.
     #[test]
     fn step_is_worthwhile_if_it_can_end_a_pass() {
-        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));
+        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(USED_RATIO_PERCENT));
         let engine = cache.engine();
         assert!(!is_step_worthwhile(engine) && !engine.awaits_unblocking_batch());
         engine.passes.is_ending.store(true, Relaxed);

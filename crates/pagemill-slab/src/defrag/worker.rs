@@ -13,28 +13,31 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-/// Nanoseconds of rest for each nanosecond of processor time. So the thread uses at most a twentieth of one processor.
+/// Nanoseconds that the background thread rests for each nanosecond of processor time. So it uses at most a twentieth
+/// of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 
-/// The thread rests when this much rest has accumulated. Also the minimum rest between two rounds.
-pub(crate) const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
+/// The background thread rests as soon as this much rest is due. This is also the minimum rest between two rounds.
+pub(crate) const MIN_REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
-/// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
+/// Maximum length of one rest of the background thread, however long a callback took, because memory may become short
+/// during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
-/// Time until the next round if the last one found work that must wait for readers or for another thread that uses a
+/// Time until the next round if the last round found work that must wait for readers or for another thread that uses a
 /// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
 pub(crate) const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
-/// Maximum of the time that begins with [`MIN_RETRY_DELAY`].
+/// Upper limit of the time between two rounds that begins with [`MIN_RETRY_DELAY`].
 pub(crate) const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
-/// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
-/// forking thread.
-pub(crate) const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
-/// Maximum time that a fork waits for the end of a visit.
-const FORK_TIMEOUT_NS: u64 = 20_000_000;
+/// Maximum time that other threads wait for the background thread to end its visit to a cache. A fork waits less,
+/// because a callback may wait for the forking thread.
+pub(crate) const VISIT_TIMEOUT_NS: u64 =
+    if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
+/// Maximum time that a fork waits for the background thread to end its visit to a cache.
+const FORK_VISIT_TIMEOUT_NS: u64 = 20_000_000;
 
-/// States of `parked`: not asleep (or resting), asleep with a timeout, asleep without a timeout.
+/// States of the background thread (`parked`): awake or resting, asleep with a timeout, asleep without a timeout.
 const AWAKE: u32 = 0;
 const ASLEEP_WITH_TIMEOUT: u32 = 1;
 const ASLEEP: u32 = 2;
@@ -44,7 +47,7 @@ const ASLEEP: u32 = 2;
 pub(crate) enum ShrinkRequest {
     #[default]
     None,
-    /// A shrink is requested and has not begun.
+    /// A shrink was requested and has not begun.
     Wanted,
     /// The shrink is in progress.
     Taken,
@@ -53,8 +56,8 @@ pub(crate) enum ShrinkRequest {
 }
 
 impl ShrinkRequest {
-    /// Begins the requested shrink. Returns whether a shrink was requested.
-    pub fn take(&mut self) -> bool {
+    /// Begins the requested shrink, if a shrink was requested. Returns whether it was.
+    pub fn begin_if_wanted(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
             *self = Self::Taken;
@@ -63,7 +66,7 @@ impl ShrinkRequest {
     }
 }
 
-/// State of the background thread. Flags are 0 or 1.
+/// State of the background thread that defragments caches. Flags are 0 or 1.
 #[derive(Default)]
 pub(crate) struct Worker {
     pub(super) is_started: AtomicU32,
@@ -71,18 +74,19 @@ pub(crate) struct Worker {
     pub(super) is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// 1 while the thread visits a cache, or is about to check whether a visit is allowed.
+    /// 1 while the thread visits a cache, or is about to check whether it may visit one.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
-    /// Number of forks in progress. While it is not 0, no visit begins.
+    /// Number of forks in progress. While it is not 0, the thread visits no cache.
     forks_in_progress: AtomicU32,
-    /// The event that the thread sleeps on.
+    /// The event that the thread sleeps on, and that ends a rest.
     pub(super) wakeups: EventCount,
-    /// Processor time that the thread used.
+    /// Processor time that the thread has used for visits.
     used_cpu_ns: AtomicU64,
-    /// Time that the thread rested.
+    /// Time for which the thread has rested.
     rested_ns: AtomicU64,
-    /// Number of blocks that had become free with memory by the end of the last round.
+    /// Value of [`Blocks::freed_with_memory`](crate::alloc::blocks::Blocks::freed_with_memory) at the end of the last
+    /// round: how many times a block has become free and kept its memory.
     pub(super) seen_freed_count: AtomicU32,
     /// Time at which `seen_freed_count` changed last.
     pub(super) last_freed_ns: AtomicU64,
@@ -98,8 +102,8 @@ impl Worker {
         self.is_stopped.load(SeqCst) == 1
     }
 
-    /// Wakes the thread if it sleeps, because objects were freed or a shrink was requested. Acquires no lock and
-    /// allocates no memory, so any code can call `notify`.
+    /// Wakes the background thread if it sleeps, because objects were freed or a shrink was requested. Acquires no lock
+    /// and allocates no memory, so any code can call `notify`.
     pub fn notify(&self) {
         if self.is_notified.swap(1, SeqCst) == 1 {
             return;
@@ -110,71 +114,76 @@ impl Worker {
         }
     }
 
-    /// As [`Worker::notify`], for urgent work: also shortens the thread's rest.
+    /// As [`Worker::notify`], for urgent work: also shortens the rest of the background thread.
     pub fn wake(&self) {
         self.is_notified.store(1, SeqCst);
         self.wakeups.raise();
     }
 
-    /// Stops the thread: it begins no further step. Returns when no step is in progress, or after a second.
+    /// Stops the background thread: it begins no further step. Returns when no step is in progress, or after a second.
     pub fn stop(&self) {
         self.is_stopped.store(1, SeqCst);
         self.wakeups.raise();
-        self.wait_until_outside(TIMEOUT_NS);
+        self.wait_for_visit_end(VISIT_TIMEOUT_NS);
     }
 
-    /// Waits until no visit is in progress, at most for the timeout. Does not wait on the background thread itself.
-    fn wait_until_outside(&self, timeout_ns: u64) {
+    /// Waits until the background thread visits no cache, at most `timeout_ns`. Returns at once if called on the
+    /// background thread itself.
+    fn wait_for_visit_end(&self, timeout_ns: u64) {
         let mut backoff = Backoff::new();
         while self.is_visiting.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
             backoff.pause();
         }
     }
 
-    /// Prevents visits until [`Worker::release_after_fork`]. Waits for the visit in progress, because a child would
-    /// inherit the pinned epoch of the background thread, which does not exist in the child. The wait is short, because
-    /// a callback may wait for the forking thread.
+    /// Keeps the background thread from visiting caches until [`Worker::release_after_fork`]. Waits for the visit in
+    /// progress, because a child would inherit the pinned epoch of the background thread, which does not exist in the
+    /// child. The wait is short, because a callback may wait for the forking thread.
     pub fn acquire_for_fork(&self) {
         self.forks_in_progress.fetch_add(1, SeqCst);
-        self.wait_until_outside(FORK_TIMEOUT_NS);
+        self.wait_for_visit_end(FORK_VISIT_TIMEOUT_NS);
     }
 
-    /// Allows visits again. Called after a fork, once for each [`Worker::acquire_for_fork`].
+    /// Allows the background thread to visit caches again. Called after a fork, once for each
+    /// [`Worker::acquire_for_fork`].
     pub fn release_after_fork(&self) {
         self.forks_in_progress.fetch_sub(1, SeqCst);
         self.wakeups.raise();
     }
 
-    /// In a fork child: resets the state, since the thread does not exist. A cache of the child starts a new one.
+    /// In a fork child: resets the state, because the background thread does not exist there. The next cache of the
+    /// child starts a new thread.
     pub fn begin_child(&self) {
         for flag in [&self.is_started, &self.is_notified, &self.parked, &self.is_visiting] {
             flag.store(0, SeqCst);
         }
     }
 
-    /// Begins a visit, and waits for forks in progress. Returns false if the background thread was stopped.
-    pub fn enter(&self) -> bool {
+    /// Begins the background thread's visit to a cache, after forks in progress have ended. Returns false if the thread
+    /// was stopped.
+    pub fn begin_visit(&self) -> bool {
         loop {
             let seen = self.wakeups.count();
             self.is_visiting.store(1, SeqCst);
             if self.is_stopped() {
-                self.leave();
+                self.end_visit();
                 return false;
             }
             if self.forks_in_progress.load(SeqCst) == 0 {
                 return true;
             }
-            self.leave();
+            self.end_visit();
             self.wakeups.wait(seen, Some(MIN_RETRY_DELAY));
         }
     }
 
-    /// Ends a visit.
-    pub fn leave(&self) {
+    /// Ends the background thread's visit to a cache.
+    pub fn end_visit(&self) {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// Sleeps until the thread is woken or the timeout expires.
+    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of `wakeups`
+    /// before the last check for work.
     pub fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
         if self.is_notified.load(SeqCst) == 0 {
@@ -183,20 +192,22 @@ impl Worker {
         self.parked.store(AWAKE, SeqCst);
     }
 
-    /// Rests for `ns`, or until the thread is stopped. A wake-up during the rest shortens the rest to the minimum.
+    /// Lets the background thread rest for `ns`, or until it is stopped. A wake-up during the rest shortens the rest to
+    /// the minimum [`MIN_REST_NS`]. `seen` is the count of `wakeups` before the last check for work.
     pub fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
         while rested_ns < ns && !self.is_stopped() {
             self.wakeups.wait(last, Some(Duration::from_nanos(ns - rested_ns)));
             last = self.wakeups.count();
-            ns = if last == seen { ns } else { ns.min(REST_NS) };
+            ns = if last == seen { ns } else { ns.min(MIN_REST_NS) };
             rested_ns = clock::fine_ns() - began_ns;
         }
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Adds the processor time since `before_ns` to the statistics, and the rest that follows from it to `rest_due_ns`.
+    /// Adds the processor time that the background thread used since `before_ns` to the statistics. Adds the rest that
+    /// follows from that time to `rest_due_ns`.
     pub fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -219,13 +230,14 @@ pub(crate) fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-/// Returns false under shuttle, because all tasks share one thread.
+/// Returns false: under shuttle all tasks share one thread, so they cannot be distinguished.
 #[cfg(shuttle)]
 pub(crate) fn is_worker() -> bool {
     false
 }
 
-/// Returns the rest that is due after a visit: the previous amount plus that for `took_ns` of processor time.
+/// Returns the rest that is due after a visit: `rest_due_ns` from before, plus the rest for `took_ns` of processor
+/// time.
 pub(crate) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
     rest_due_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MAX_REST_NS)
 }
@@ -237,7 +249,7 @@ impl Worker {
         self.is_started.load(SeqCst) == 1
     }
 
-    /// Whether the thread sleeps without a timeout, after a round that found nothing.
+    /// Returns whether the background thread sleeps without a timeout, after a round that found nothing to do.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
         self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0
@@ -258,7 +270,7 @@ impl Worker {
         self.rested_ns.load(Relaxed)
     }
 
-    /// Resets the state, as if the thread had never been started or stopped.
+    /// Resets the state, as if the background thread had never been started or stopped.
     #[cfg(shuttle)]
     pub fn reset(&self) {
         self.begin_child();

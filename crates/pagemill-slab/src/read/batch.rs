@@ -3,7 +3,7 @@
 //! Each step of defragmentation creates one batch with one grace period ([`Grace`]) for all slabs that it emptied. The
 //! engine has the list of the batches that wait ([`crate::defrag::retire_list`]).
 
-use crate::alloc::meta::Objects;
+use crate::alloc::meta::ObjectSet;
 use crate::read::epochs::{self, Epoch};
 use pagemill_core::epoch;
 use pagemill_core::sync::{Acquire, Backoff, Release};
@@ -12,13 +12,13 @@ use std::collections::vec_deque::Drain;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Maximum time that calls that return memory wait for readers.
-pub(crate) const GRACE_NS: u64 = 1_000_000_000;
+/// Maximum time that calls that return memory wait for readers of moved objects.
+pub(crate) const GRACE_TIMEOUT_NS: u64 = 1_000_000_000;
 
-/// An action that is executed after the grace period.
-pub(crate) enum Deferred {
-    /// Frees the objects that were moved away, and opens their slab, which is claimed.
-    Slab { node: usize, block: u32, slab: u32, objects: Objects },
+/// An action that is executed after a grace period, when no reader can use the old memory of moved objects.
+pub(crate) enum DeferredAction {
+    /// Frees the old memory of the objects that were moved out of a slab, and opens the slab, which is claimed.
+    Slab { node: usize, block: u32, slab: u32, objects: ObjectSet },
     /// Ends the emptying of a block. Executed after the actions for the slabs of the block.
     Block { node: usize, block: u32 },
 }
@@ -40,21 +40,22 @@ pub(crate) fn wait_for_readers(timeout_ns: u64, mut have_finished: impl FnMut() 
     }
 }
 
-/// The actions of one step of defragmentation, which wait for readers.
+/// The deferred actions of one step of defragmentation, which wait for readers.
 pub(crate) struct Batch {
-    pub deferred: Vec<Deferred>,
+    pub deferred: Vec<DeferredAction>,
     pub grace: Grace,
-    /// Whether the end of this batch lets the current pass continue: it frees objects, or opens a slab that was emptied
-    /// partly.
+    /// Whether the current pass can continue after this batch: the batch frees objects, or opens a slab that was
+    /// emptied only partly.
     pub unblocks_pass: bool,
 }
 
-/// A grace period. It is over when all readers that existed at its beginning have finished.
+/// A grace period. The period is over when all readers that existed at its beginning have finished.
 pub(crate) struct Grace {
-    /// All readers under [`crate::enter`] with this epoch or an earlier one must have finished.
+    /// For the grace period to end, all readers under [`crate::enter`] with this epoch or an earlier one must have
+    /// finished.
     handle_epoch: Epoch,
-    /// Set to true when all readers under [`pagemill_core::epoch::pin`] have finished. `None`: the objects have no such
-    /// readers.
+    /// Set to true when all readers under [`pagemill_core::epoch::pin`] that existed at the beginning have finished.
+    /// `None`: the objects have no such readers.
     epoch: Option<Arc<AtomicBool>>,
 }
 
@@ -74,14 +75,15 @@ impl Grace {
         grace
     }
 
-    /// Returns whether the grace period is over. `oldest` is the oldest epoch of a current reader.
+    /// Returns whether the grace period is over. `oldest` is the oldest epoch of a current reader under
+    /// [`crate::enter`].
     pub fn is_over(&self, oldest: Epoch) -> bool {
         self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.handle_epoch
     }
 }
 
-/// Removes entries from the front for which `is_over` returns true, at most `most`. Entries are in order of arrival, so
-/// the scan stops at the first that has to wait.
+/// Removes entries from the front of `waiting` as long as `is_over` returns true for them, at most `most` entries.
+/// Entries are in order of arrival, so the scan stops at the first entry that has to wait.
 pub(crate) fn drain_finished<W>(
     waiting: &mut VecDeque<W>,
     most: usize,
@@ -95,7 +97,8 @@ pub(crate) fn drain_finished<W>(
 mod tests {
     use super::*;
 
-    /// Scans 1,000 waiting entries. A scan must visit only the entries that it removes and the first that has to wait.
+    /// Scans a queue of 1,000 waiting entries. A scan must visit only the entries that it removes and the first entry
+    /// that has to wait.
     #[test]
     fn scan_stops_at_first_entry_that_waits() {
         let mut waiting: VecDeque<u32> = (0..1000).collect();

@@ -1,35 +1,36 @@
-//! Deferred drop: bounds the nesting of destructors that remove further values of their cache. Such values are dropped
-//! later, by the outer call on this thread that is already dropping values of the cache. So destructors nest at most
-//! once per cache, even if each removes the next element of a long list.
+//! Deferred drop: bounds the nesting of destructors that remove further values of their own cache. Such values are
+//! dropped later, by the outer call on this thread that is already dropping values of the cache. So destructors nest at
+//! most once per cache, even if each destructor removes the next element of a long list.
 
 use crate::alloc::thread_slots;
 use std::cell::Cell;
 
-/// Maximum number of caches with destructors nested on one thread. Removed values of further caches are dropped by a
+/// Maximum number of caches whose destructors may nest on one thread. Removed values of further caches are dropped by a
 /// later call.
-const DEPTH: usize = 8;
+const MAX_NESTED_CACHES: usize = 8;
 
 thread_local! {
-    /// The drops in progress on this thread. The variable has no destructor, so it is usable until the thread ends.
-    static DROPPING: [DropSlot; DEPTH] =
-        const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+    /// The caches whose values this thread is dropping now. The variable has no destructor, so it is usable until the
+    /// thread ends.
+    static DROPPING: [DropSlot; MAX_NESTED_CACHES] =
+        const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; MAX_NESTED_CACHES] };
 }
 
-/// A drop in progress on this thread.
+/// An entry for a cache whose values this thread is dropping.
 struct DropSlot {
-    /// Address that identifies the cache; 0 if this entry is unused.
+    /// Address that identifies the cache; 0 if the entry is unused.
     cache: Cell<usize>,
     /// Whether destructors have retired further values of the cache.
     has_more: Cell<bool>,
 }
 
-/// The right to drop values of one cache on this thread, until the `DeferredDrop` is dropped.
+/// The right to drop values of one cache on this thread. Dropping the `DeferredDrop` ends the right.
 pub(crate) struct DeferredDrop(usize);
 
 impl DeferredDrop {
-    /// Begins to drop values of a cache, which its address identifies. Returns `None` inside of a destructor of the
-    /// same cache, and records for the outer call that there are more values to drop. Also returns `None` if all
-    /// [`DEPTH`] entries are used.
+    /// Begins to drop values of a cache, which `cache` identifies by its address. Inside of a destructor of the same
+    /// cache, returns `None` and records for the outer call that there are more values to drop. Also returns `None` if
+    /// all [`MAX_NESTED_CACHES`] entries are used.
     pub fn begin<T>(cache: &T) -> Option<Self> {
         // Under shuttle all tasks share one thread.
         let thread = if cfg!(shuttle) { thread_slots::own_slot() as usize } else { 0 };
@@ -45,7 +46,7 @@ impl DeferredDrop {
         })
     }
 
-    /// Returns whether destructors have retired further values since the last call.
+    /// Returns whether destructors have retired further values of the cache since the last call.
     pub fn take_has_more(&self) -> bool {
         DROPPING.with(|slots| slots[self.0].has_more.take())
     }

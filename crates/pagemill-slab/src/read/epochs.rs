@@ -1,5 +1,5 @@
-//! Epoch-based reclamation for values by handle: a retired object is freed once the epochs of all readers are newer
-//! than that of the object.
+//! Epoch-based reclamation for values by handle. A retired object is freed once the epochs of all readers are newer
+//! than the epoch at which the object was retired.
 //!
 //! ```text
 //!   reader    word = global epoch, barrier, look up values ... word = 0
@@ -10,25 +10,25 @@
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
 //! object. An object without readers is free at the first check, and the global epoch advances only if there are
-//! readers. A thread's word is indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a slot
-//! share an overflow list.
+//! readers. Each thread has one word, indexed by its thread slot ([`crate::alloc::thread_slots`]). Threads without a
+//! slot share an overflow list of words.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which the first
-/// of these guards began.
-const DEPTH_BITS: u32 = 16;
-/// Mask of the number of guards in a participant's word.
-const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
+/// Number of low bits of a participant's word that hold the number of its guards. The other bits hold the epoch at
+/// which the first of these guards began.
+const GUARD_COUNT_BITS: u32 = 16;
+/// Mask of the low bits of a participant's word that hold the number of its guards.
+const GUARD_COUNT_MASK: u64 = (1 << GUARD_COUNT_BITS) - 1;
 
-/// An epoch: a value of the global epoch.
+/// An epoch: a value that the global epoch has or had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Epoch(u64);
 
 impl Epoch {
-    /// Returned for a participant that is not reading: newer than all epochs.
-    const NEVER: Self = Self(u64::MAX);
+    /// Epoch of a participant that is not reading: newer than all epochs.
+    const NOT_READING: Self = Self(u64::MAX);
 
     /// Older than any value of the global epoch.
     const BEFORE_ALL: Self = Self(0);
@@ -43,28 +43,28 @@ impl Epoch {
     }
 }
 
-/// The global epoch, which retiring threads advance while there are readers.
+/// The global epoch. Retiring threads advance it while there are readers.
 pub(crate) struct GlobalEpoch(AtomicU64);
 
-/// The word of a participant: a thread that may read values. 0 while the thread is not reading. Only that thread writes
-/// the word.
+/// The word of a participant, which is a thread that may read values. The word is 0 while the thread is not reading.
+/// Only that thread writes the word.
 #[repr(align(128))]
 pub(crate) struct Participant(AtomicU64);
 
 impl Participant {
-    /// Begins to read. A nested call only increments the number of guards.
+    /// Begins to read on the participant's thread. In a nested call, only increments the number of guards.
     #[inline(always)]
     fn begin(&self, global: &GlobalEpoch) {
         match self.0.load(Relaxed) {
-            0 => self.enter(global.0.load(Acquire) << DEPTH_BITS | 1),
-            word => self.nest(word),
+            0 => self.enter(global.0.load(Acquire) << GUARD_COUNT_BITS | 1),
+            word => self.add_guard(word),
         }
     }
 
-    /// Stores the word of the first guard, followed by a barrier.
+    /// Stores the word of the participant's first guard, and executes a barrier.
     #[inline(always)]
     fn enter(&self, word: u64) {
-        debug_assert!(word & DEPTH == 1, "the first guard of the thread");
+        debug_assert!(word & GUARD_COUNT_MASK == 1, "the first guard of the thread");
         // A thread that sees this store also sees that all earlier reads of this thread are done.
         if cfg!(all(target_arch = "x86_64", not(loom))) {
             // On x86-64 a locked exchange is a full barrier, at half the price of a fence.
@@ -76,33 +76,33 @@ impl Participant {
         }
     }
 
-    /// Counts one more guard.
+    /// Increments the number of guards in the word.
     #[cold]
-    fn nest(&self, word: u64) {
-        assert!(word & DEPTH < DEPTH, "too many guards of one thread");
+    fn add_guard(&self, word: u64) {
+        assert!(word & GUARD_COUNT_MASK < GUARD_COUNT_MASK, "too many guards of one thread");
         self.0.store(word + 1, Release);
     }
 
-    /// Ends one guard. The thread is not reading any more if this was its last guard.
+    /// Ends one guard of the participant. After its last guard the participant is not reading any more.
     #[inline(always)]
     fn end(&self) {
         let word = self.0.load(Relaxed);
         // The word is 0 if a fork child has reset it meanwhile.
-        self.0.store(if word & DEPTH <= 1 { 0 } else { word - 1 }, Release);
+        self.0.store(if word & GUARD_COUNT_MASK <= 1 { 0 } else { word - 1 }, Release);
     }
 
     fn is_reading(&self) -> bool {
         self.0.load(Relaxed) != 0
     }
 
-    /// Returns the epoch at which the participant began to read; [`Epoch::NEVER`] if it is not reading.
+    /// Returns the epoch at which the participant began to read; [`Epoch::NOT_READING`] if it is not reading.
     fn pinned_epoch(&self) -> Epoch {
         // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
-            0 => Epoch::NEVER,
+            0 => Epoch::NOT_READING,
             word => {
-                debug_assert!(word & DEPTH > 0, "a pinned participant has guards");
-                Epoch(word >> DEPTH_BITS)
+                debug_assert!(word & GUARD_COUNT_MASK > 0, "a pinned participant has guards");
+                Epoch(word >> GUARD_COUNT_BITS)
             }
         }
     }
@@ -110,12 +110,12 @@ impl Participant {
 
 /// Returns the oldest epoch of the participants that are reading.
 fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) -> Epoch {
-    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NEVER)
+    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NOT_READING)
 }
 
 impl GlobalEpoch {
-    /// Retires objects after their last reference was removed. Returns the epoch up to which readers may still use
-    /// them, and the oldest epoch of a current reader. `participants` is called after the barrier.
+    /// Retires objects whose last reference was removed. Returns the epoch up to which readers may still use the
+    /// objects, and the oldest epoch of a current reader. `participants` is called after the barrier.
     fn retire<'all, R: IntoIterator<Item = &'all Participant>>(
         &self,
         participants: impl FnOnce() -> R,
@@ -135,12 +135,12 @@ impl GlobalEpoch {
 #[cfg(not(loom))]
 pub use process_wide::{Guard, enter};
 #[cfg(not(loom))]
-pub(crate) use process_wide::{begin_child, grace_epoch, is_reading, note_process, oldest_pinned, retire};
+pub(crate) use process_wide::{begin_child, grace_epoch, is_reading, oldest_pinned, record_process, retire};
 
 #[cfg(not(loom))]
 mod process_wide {
-    use super::{DEPTH_BITS, Epoch, GlobalEpoch, Participant, oldest_of};
-    use crate::alloc::thread_slots::{self, MAX_THREADS, NONE};
+    use super::{Epoch, GUARD_COUNT_BITS, GlobalEpoch, Participant, oldest_of};
+    use crate::alloc::thread_slots::{self, MAX_THREADS, NO_SLOT};
     use pagemill_core::sync::{Acquire, AtomicU64, Padded, Relaxed, Release, fence};
     use pagemill_sys::process;
     use std::marker::PhantomData;
@@ -148,43 +148,46 @@ mod process_wide {
     use std::sync::atomic::Ordering::SeqCst;
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// Number of participants in one segment of the overflow list.
-    const OVERFLOW_LEN: usize = 64;
+    /// Number of participants' words in one segment of the overflow list.
+    const OVERFLOW_SEGMENT_LEN: usize = 64;
 
     static GLOBAL_EPOCH: Padded<GlobalEpoch> = Padded(GlobalEpoch(AtomicU64::new(1)));
 
-    /// Participants by thread slot.
+    /// The words of the participants, by thread slot.
     static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
 
-    /// Whether a thread without a slot was ever a participant.
+    /// Whether a thread without a slot was ever a participant. If not, the overflow list is unused.
     static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
     /// First segment of the overflow list.
     static FIRST_OVERFLOW: Overflow = Overflow::new();
 
-    /// The process whose threads the participants are; 0 before the first thread.
-    static OWNER: AtomicU32 = AtomicU32::new(0);
+    /// Id of the process whose threads the participants are; 0 before the first thread.
+    static OWNER_PROCESS: AtomicU32 = AtomicU32::new(0);
 
-    /// A segment of the overflow list: participants of threads without a slot, because all slots are taken or the
-    /// thread is ending. Each guard uses a word of its own.
+    /// A segment of the overflow list: words for threads without a slot, because all slots are taken or the thread is
+    /// ending. Each guard uses a word of its own.
     struct Overflow {
-        participants: [Participant; OVERFLOW_LEN],
+        participants: [Participant; OVERFLOW_SEGMENT_LEN],
         next: OnceLock<Box<Overflow>>,
     }
 
     impl Overflow {
         const fn new() -> Self {
-            Self { participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_LEN], next: OnceLock::new() }
+            Self {
+                participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_SEGMENT_LEN],
+                next: OnceLock::new(),
+            }
         }
 
-        fn all(&'static self) -> impl Iterator<Item = &'static Self> {
+        fn segments(&'static self) -> impl Iterator<Item = &'static Self> {
             std::iter::successors(Some(self), |overflow| overflow.next.get().map(|next| &**next))
         }
 
-        /// Begins to read with the first free word of the list. Adds a segment if all words are used.
+        /// Begins to read with the first free word of the overflow list. Adds a segment if all words are used.
         fn begin(&'static self) -> &'static Participant {
             let mut overflow = self;
             loop {
-                let word = GLOBAL_EPOCH.0.0.load(Acquire) << DEPTH_BITS | 1;
+                let word = GLOBAL_EPOCH.0.0.load(Acquire) << GUARD_COUNT_BITS | 1;
                 let found = overflow.participants.iter().find(|participant| {
                     participant.0.load(Relaxed) == 0 && participant.0.compare_exchange(0, word, SeqCst, Relaxed).is_ok()
                 });
@@ -206,8 +209,8 @@ mod process_wide {
         _of_this_thread: PhantomData<*mut ()>,
     }
 
-    /// Pins the current epoch, so that values can be read. Costs some nanoseconds and writes no shared cache line.
-    /// Retired memory accumulates while the guard exists.
+    /// Pins the current epoch, so that values can be read until the guard is dropped. Costs some nanoseconds and writes
+    /// no shared cache line. Retired memory accumulates while the guard exists.
     #[inline]
     pub fn enter() -> Guard {
         let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
@@ -220,7 +223,8 @@ mod process_wide {
         Guard { participant, _of_this_thread: PhantomData }
     }
 
-    /// Pins the epoch of a thread that had no slot: takes a slot, or else a word of the overflow list.
+    /// Pins the epoch for a thread that had no slot at its last guard: takes a slot, or else a word of the overflow
+    /// list.
     #[cold]
     #[inline(never)]
     fn pin_slowly() -> &'static Participant {
@@ -240,22 +244,22 @@ mod process_wide {
         }
     }
 
-    /// All participants that may be reading. The caller must have executed a barrier.
+    /// Returns all participants that may be reading. The caller must have executed a barrier.
     fn participants() -> impl Iterator<Item = &'static Participant> {
         let overflow =
-            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.all().flat_map(|overflow| &overflow.participants));
+            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.segments().flat_map(|overflow| &overflow.participants));
         // A participant whose slot is not in use is not reading.
         thread_slots::slots_in_use().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
     }
 
-    /// Retires objects that were unlinked. Returns the epoch up to which readers may use them, and the oldest epoch of
-    /// a current reader. The objects are free if the second epoch is newer than the first.
+    /// Retires objects that were unlinked. Returns the epoch up to which readers may still use the objects, and the
+    /// oldest epoch of a current reader. The objects are free if the second epoch is newer than the first.
     pub fn retire() -> (Epoch, Epoch) {
         GLOBAL_EPOCH.0.retire(participants)
     }
 
-    /// Returns the epoch that [`oldest_pinned`] must exceed before objects retired now are free. If no thread reads,
-    /// the result is older than all epochs.
+    /// Returns an epoch for objects that are retired now: they are free when [`oldest_pinned`] is newer. If no thread
+    /// is reading, returns an epoch that is older than all others.
     pub fn grace_epoch() -> Epoch {
         let (epoch, oldest) = retire();
         if oldest > epoch { Epoch::BEFORE_ALL } else { epoch }
@@ -267,24 +271,24 @@ mod process_wide {
         oldest_of(participants())
     }
 
-    /// Whether the thread in this slot is reading.
+    /// Returns whether the thread in this slot is reading.
     pub fn is_reading(slot: u32) -> bool {
         PARTICIPANTS[slot as usize].is_reading()
     }
 
-    /// Records this process as the one whose threads are the participants, unless a process is recorded.
-    pub fn note_process() {
-        let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
+    /// Records this process as the one whose threads are the participants, unless a process is recorded already.
+    pub fn record_process() {
+        let _ = OWNER_PROCESS.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
     /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if the
     /// process has several instances. Does nothing on another thread than the first, because the first may be reading.
     pub fn begin_child() {
         let own = process::id();
-        if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {
+        if [0, own].contains(&OWNER_PROCESS.load(Relaxed)) || !process::is_first_thread() {
             return;
         }
-        OWNER.store(own, Relaxed);
+        OWNER_PROCESS.store(own, Relaxed);
         let slot = thread_slots::own_slot();
         let all = PARTICIPANTS.iter().take(thread_slots::high_water()).enumerate();
         all.filter(|(at, _)| *at != slot as usize).for_each(|(_, participant)| {
@@ -292,9 +296,9 @@ mod process_wide {
                 participant.0.store(0, Release)
             }
         });
-        if slot != NONE {
+        if slot != NO_SLOT {
             FIRST_OVERFLOW
-                .all()
+                .segments()
                 .flat_map(|overflow| &overflow.participants)
                 .for_each(|participant| participant.0.store(0, Release));
         }
@@ -304,7 +308,7 @@ mod process_wide {
     mod tests {
         use super::*;
 
-        /// Objects that are retired under two guards must wait for both guards, but not for a newer one.
+        /// Objects that are retired while two guards exist must wait for both guards, but not for a newer guard.
         #[test]
         fn retired_objects_wait_for_earlier_guards() {
             let (first, second) = (enter(), enter());
@@ -324,11 +328,11 @@ mod process_wide {
             drop(later);
         }
 
-        /// Creates more participants without a thread slot than a segment of the overflow list holds. Retired objects
-        /// must wait for all of them.
+        /// Creates more guards without a thread slot than one segment of the overflow list has words. Retired objects
+        /// must wait for all of these guards.
         #[test]
-        fn participants_without_a_slot_count() {
-            let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
+        fn participants_without_a_slot_delay_reclaim() {
+            let guards: Vec<_> = (0..OVERFLOW_SEGMENT_LEN + 2)
                 .map(|_| {
                     HAS_OVERFLOW.store(true, Relaxed);
                     Guard { participant: FIRST_OVERFLOW.begin(), _of_this_thread: PhantomData }
@@ -346,9 +350,10 @@ mod process_wide {
             }
         }
 
-        /// A thread ends without dropping its guard. Other threads must not get its slot before the guard ends.
+        /// A thread ends without dropping its guard. Other threads must not get the thread's slot before the guard is
+        /// dropped.
         #[test]
-        fn slots_of_participants_are_kept() {
+        fn slot_stays_taken_while_a_guard_exists() {
             let (slot, participant) = std::thread::spawn(|| {
                 let guard = enter();
                 let participant = guard.participant;
@@ -371,19 +376,20 @@ mod loom_tests {
     use loom::thread;
     use pagemill_core::sync::AtomicU32;
 
-    const RETIRERS: usize = 2;
+    const RETIRING_THREADS: usize = 2;
 
     struct Model {
         global: GlobalEpoch,
         participant: Participant,
-        /// Each reference leads to one object while it is 1.
-        references: [AtomicU32; RETIRERS],
-        /// Each object is 1 once its memory is reused.
-        memory: [AtomicU32; RETIRERS],
+        /// For each object, whether it is still reachable: 1 if so, 0 once it was unlinked.
+        references: [AtomicU32; RETIRING_THREADS],
+        /// For each object, whether its memory was reused: 1 if so.
+        memory: [AtomicU32; RETIRING_THREADS],
     }
 
-    /// A reader begins twice while two threads each unlink an object and reuse its memory when it is free. The reader
-    /// must never see reused memory. Two threads are needed, because one advances the global epoch for the other.
+    /// A reader begins twice. Meanwhile, two threads each unlink an object, and reuse its memory when it is free. The
+    /// reader must never see reused memory. Two such threads are needed, because one of them advances the global epoch
+    /// for the other.
     #[test]
     fn no_reader_sees_reused_memory() {
         let mut model = loom::model::Builder::new();
@@ -412,7 +418,7 @@ mod loom_tests {
             let retirers = [thread::spawn(retire(0)), thread::spawn(retire(1))];
             for _ in 0..2 {
                 model.participant.begin(&model.global);
-                for at in 0..RETIRERS {
+                for at in 0..RETIRING_THREADS {
                     if model.references[at].load(Acquire) == 1 {
                         assert_eq!(model.memory[at].load(Relaxed), 0, "the memory is reused under its reader");
                     }

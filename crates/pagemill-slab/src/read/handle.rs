@@ -1,22 +1,23 @@
-//! Caches by handle: a table holds the address of each value, so the cache can move a value while the value is read.
+//! Caches by handle: a table holds the address of each value, so the cache can move a value while threads read the
+//! value.
 //!
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
 //! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
 //! the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
-use crate::alloc::engine::{Engine, Object};
+use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
-use crate::alloc::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
+use crate::alloc::stock::{DrainedBatch, KEY_BATCH_LEN, STOCK_KEY_CAPACITY, STOCK_RETIRED_CAPACITY};
 use crate::cache::Cache;
 use crate::cache::SlabKind;
 use crate::caches::Slabs;
 use crate::defrag::drain::DrainGuard;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
-use crate::defrag::steps::{self, SHORT_GRACE_NS};
+use crate::defrag::steps::{self, SHORT_GRACE_TIMEOUT_NS};
 use crate::insert_error::InsertError;
-use crate::read::batch::{GRACE_NS, Grace, drain_finished};
+use crate::read::batch::{GRACE_TIMEOUT_NS, Grace, drain_finished};
 use crate::read::deferred_drop::DeferredDrop;
 use crate::read::epochs::{self, Epoch, Guard};
 use crate::read::handles::{Handle, HandleTable, HandleWord, Key, Words};
@@ -33,16 +34,17 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::thread;
 use std::time::Duration;
 
-/// The content of an object: a value and the index of its handle.
+/// The content of an object of a cache by handle: a value, and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the value's handle; in a free object, of its last value's handle. Mostly in the value's first cache
-    /// line.
+    /// Index of the value's handle. In a free object, this is the index of the last value's handle. The index is mostly
+    /// in the same cache line as the beginning of the value.
     index: AtomicU32,
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. Further ones are in threads' stocks.
+/// The retire list that all threads of a cache share: objects that no handle refers to, but that readers may still use.
+/// Further retired objects are in the stocks of threads.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -51,10 +53,10 @@ struct SharedRetireList {
     sealed: VecDeque<(Vec<u64>, Epoch)>,
 }
 
-/// Maximum number of sealed batches that are removed from the retire list at a time, for values without a destructor.
-const MAX_BATCHES: usize = 2;
+/// Maximum number of sealed batches that one call removes from the retire list, for values without a destructor.
+const MAX_FINISHED_BATCHES: usize = 2;
 
-/// State of a cache by handle.
+/// The part of a [`HandleMap`] to which the list of all caches refers.
 ///
 /// Type invariant: a live word holds the offset of an object with an initialized value. The value does not change until
 /// the word has changed and all guards of that time are dropped. No word refers to a retired object.
@@ -64,9 +66,10 @@ pub(crate) struct HandleInner<T> {
     /// Start of the window of slab memory. Offsets in handle words are relative to this address.
     base: usize,
     retired: Padded<Guarded<SharedRetireList>>,
-    /// Number of objects in the sealed batches of `retired`. Changed under the lock of `retired`, read also without it.
+    /// Number of objects in the sealed batches of `retired`. Changed under the lock of `retired`, but also read without
+    /// that lock.
     waiting: Padded<AtomicUsize>,
-    /// Whether the handle table was returned, so that another cache may use it. Set while all magazines are drained.
+    /// Whether the handle table was given back, so that another cache may use it. Set while all magazines are drained.
     is_closed: AtomicBool,
     _values: PhantomData<T>,
 }
@@ -77,9 +80,9 @@ impl<T: Movable> HandleInner<T> {
         (self.base + word.object_offset()) as *mut HandledValue<T>
     }
 
-    /// Writes a value into an allocated object that no handle refers to yet.
+    /// Writes a value and the index of its handle into an allocated object that no handle refers to yet.
     #[inline]
-    fn write(&self, object: usize, value: T, index: u32) {
+    fn write_value(&self, object: usize, value: T, index: u32) {
         let object = object as *mut HandledValue<T>;
         // SAFETY: a new object is large and aligned enough, and owned by this call. Movers only read its atomic index.
         unsafe {
@@ -88,7 +91,7 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Allocates an object, and a handle that is not live yet.
+    /// Allocates an object and a handle. The handle is not live until [`Key::publish`].
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -102,7 +105,7 @@ impl<T: Movable> HandleInner<T> {
     }
 
     fn take_keys_from_table(&self) -> Result<Key> {
-        let mut keys = [Key::from_bits(0); KEY_BATCH];
+        let mut keys = [Key::from_bits(0); KEY_BATCH_LEN];
         let most = if self.engine.with_magazine(|_| ()).is_some() { keys.len() } else { 1 };
         let count = self.handles.allocate(&mut keys[..most])?;
         let kept = self.engine.with_magazine(|thread| {
@@ -114,7 +117,7 @@ impl<T: Movable> HandleInner<T> {
         Ok(keys[0])
     }
 
-    /// Frees a handle that is not live, and retires the object to which the handle referred.
+    /// Frees a handle that is not live any more, and retires the object to which the handle referred.
     #[inline(always)]
     fn free_and_retire(&self, key: Option<Key>, object: usize) {
         // A stock may keep a retired object for long. A value with a destructor may own much, so it is not stocked.
@@ -151,41 +154,43 @@ impl<T: Movable> HandleInner<T> {
     }
 
     fn free_key_slowly(&self, key: Option<Key>) {
-        let mut keys = [0; KEY_CAPACITY / 2];
-        let count = self.engine.with_magazine(|slot| self.handles.stock(slot).keys.drain(KEY_CAPACITY / 2, &mut keys));
+        let mut keys = [0; STOCK_KEY_CAPACITY / 2];
+        let count =
+            self.engine.with_magazine(|slot| self.handles.stock(slot).keys.drain(STOCK_KEY_CAPACITY / 2, &mut keys));
         self.free_keys(&keys[..count.unwrap_or(0)]);
         self.handles.free(key);
     }
 
-    /// Returns handles to the table. The table's lock is taken once for each [`KEY_BATCH`] handles.
+    /// Frees handles in the handle table. The table's lock is taken once for each [`KEY_BATCH_LEN`] handles.
     fn free_keys(&self, keys: &[u64]) {
-        keys.chunks(KEY_BATCH).for_each(|run| self.handles.free(run.iter().map(|bits| Key::from_stock(*bits))));
+        keys.chunks(KEY_BATCH_LEN).for_each(|run| self.handles.free(run.iter().map(|bits| Key::from_stock(*bits))));
     }
 
     fn retire_slowly(&self, object: usize) {
         if !std::mem::needs_drop::<T>() && self.retire_to_stock(object) {
             if self.waiting.0.load(Relaxed) > 0 {
-                let finished = self.retired.0.try_with(|retired| self.take_finished(retired, MAX_BATCHES));
+                let finished =
+                    self.retired.0.try_with(|retired| self.take_finished_batches(retired, MAX_FINISHED_BATCHES));
                 self.drop_values(finished.unwrap_or_default());
             }
             return;
         }
         let finished = self.retired.0.with(|retired| {
             retired.unsealed.push(object as u64);
-            if retired.unsealed.len() < RETIRED_CAPACITY {
+            if retired.unsealed.len() < STOCK_RETIRED_CAPACITY {
                 return None;
             }
             self.seal(retired);
             self.begin_drops(retired)
         });
         self.drop_batches(finished);
-        self.notify();
+        self.notify_worker();
     }
 
-    /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. Values with a
-    /// destructor, which may own much memory, wake the thread at any number, others when about a block of objects
-    /// waits.
-    fn notify(&self) {
+    /// Wakes the background thread to free retired objects, unless the used ratio of the cache is 0. Values with a
+    /// destructor, which may own much memory, wake the thread in any number. Other values wake the thread when about a
+    /// block of objects waits.
+    fn notify_worker(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
         if is_worthwhile && self.engine.used_ratio.load(Relaxed) > 0 {
@@ -193,10 +198,10 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Adds an object to the retire list of this thread's stock. Before that, frees retired objects whose readers have
-    /// finished, or moves the oldest ones to the shared list. Returns whether the object fits.
+    /// Adds an object to the retire list in this thread's stock. Before that, frees retired objects in the stock whose
+    /// readers have finished, or moves the oldest ones to the shared list. Returns whether the object fits.
     fn retire_to_stock(&self, object: usize) -> bool {
-        let mut objects = [0; RETIRED_CAPACITY];
+        let mut objects = [0; STOCK_RETIRED_CAPACITY];
         let more = self.engine.shape.sheaf_len.div_ceil(2);
         let drained = self.engine.with_magazine(|thread| {
             let retired = &self.handles.stock(thread).retired;
@@ -210,13 +215,13 @@ impl<T: Movable> HandleInner<T> {
             None => unsafe { self.engine.free_all(objects) },
             Some(until) => {
                 self.retired.0.with(|retired| self.push_batch(retired, objects.to_vec(), until));
-                self.notify();
+                self.notify_worker();
             }
         }
         is_pushed
     }
 
-    /// Makes the unsealed objects a batch, and begins its grace period.
+    /// Makes the unsealed objects of the shared retire list a batch, and begins the batch's grace period.
     fn seal(&self, retired: &mut SharedRetireList) {
         if !retired.unsealed.is_empty() {
             let open = std::mem::take(&mut retired.unsealed);
@@ -229,8 +234,8 @@ impl<T: Movable> HandleInner<T> {
         retired.sealed.push_back((objects, until));
     }
 
-    /// Removes up to `most` batches whose readers have finished.
-    fn take_finished(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
+    /// Removes up to `most` batches whose readers have finished from the shared retire list, and returns them.
+    fn take_finished_batches(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
         let oldest = epochs::oldest_pinned();
         let finished = drain_finished(&mut retired.sealed, most, |(_, until)| *until < oldest);
         let finished: Vec<Vec<u64>> = finished.map(|(objects, _)| objects).collect();
@@ -238,13 +243,15 @@ impl<T: Movable> HandleInner<T> {
         finished
     }
 
-    /// As [`HandleInner::take_finished`], for all batches. `None` in a destructor: the outer call drops the values.
+    /// As [`HandleInner::take_finished_batches`], for all batches, so that the caller can drop the values. Returns
+    /// `None` inside of a destructor: the outer call drops the values.
     fn begin_drops(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
         let dropping = DeferredDrop::begin(self)?;
-        Some((dropping, self.take_finished(retired, usize::MAX)))
+        Some((dropping, self.take_finished_batches(retired, usize::MAX)))
     }
 
-    /// Drops the values of these batches, and the values that their destructors retire. The caller holds no lock.
+    /// Drops the values of batches whose readers have finished, and the values that their destructors retire. The
+    /// caller holds no lock.
     fn drop_batches(&self, begun: Option<(DeferredDrop, Vec<Vec<u64>>)>) {
         let Some((dropping, mut finished)) = begun else { return };
         loop {
@@ -252,7 +259,7 @@ impl<T: Movable> HandleInner<T> {
             if !dropping.take_has_more() {
                 return;
             }
-            finished = self.retired.0.with(|retired| self.take_finished(retired, usize::MAX));
+            finished = self.retired.0.with(|retired| self.take_finished_batches(retired, usize::MAX));
         }
     }
 
@@ -279,16 +286,20 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Frees retired objects without a destructor whose readers have finished. Reclaim may call this from any thread.
+    /// Frees retired objects whose readers have finished, if values have no destructor. Reclaim may call this on any
+    /// thread.
     fn free_plain_retired(&self) {
         let Some(drained) = self.engine.try_drain_magazines() else { return };
         self.collect_stocks(&drained);
         drop(drained);
         self.retired.0.try_with(|retired| self.seal(retired));
         let backoff = Backoff::new();
-        while backoff.waited_ns() < SHORT_GRACE_NS {
-            let finished =
-                self.retired.0.try_with(|retired| self.take_finished(retired, MAX_BATCHES)).unwrap_or_default();
+        while backoff.waited_ns() < SHORT_GRACE_TIMEOUT_NS {
+            let finished = self
+                .retired
+                .0
+                .try_with(|retired| self.take_finished_batches(retired, MAX_FINISHED_BATCHES))
+                .unwrap_or_default();
             if finished.is_empty() {
                 return;
             }
@@ -311,7 +322,7 @@ impl<T: Movable> HandleInner<T> {
             let (finished, left) = self.retired.0.with(|retired| (self.begin_drops(retired), retired.sealed.len()));
             let is_within = finished.is_none();
             self.drop_batches(finished);
-            if is_within || left == 0 || backoff.waited_ns() > GRACE_NS {
+            if is_within || left == 0 || backoff.waited_ns() > GRACE_TIMEOUT_NS {
                 return;
             }
             backoff.pause();
@@ -342,7 +353,7 @@ impl<T: Movable> Cache for HandleInner<T> {
         stocked + in_retire_list as u64 + self.engine.objects_in_batches()
     }
 
-    /// Moves values, and frees retired values without a destructor: neither runs user code.
+    /// Moves values, and frees retired values without a destructor. Neither runs code of the program.
     fn pack_without_callback(&self) {
         if !std::mem::needs_drop::<T>() {
             self.free_plain_retired();
@@ -372,7 +383,7 @@ impl<T: Movable> Cache for HandleInner<T> {
             self.begin_drops(retired)
         });
         self.drop_batches(finished);
-        steps::step(&self.engine, self, budget)
+        steps::run_step(&self.engine, self, budget)
     }
 
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
@@ -385,27 +396,28 @@ impl<T: Movable> Cache for HandleInner<T> {
 }
 
 impl<T: Movable> Mover for HandleInner<T> {
-    /// While the guard exists, the old copy of a moved value is not freed.
+    /// While this guard exists, the old copy of a moved value is not freed.
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
         epochs::enter()
     }
 
-    /// Prefetches the word of the value's handle, because words are spread over the whole table.
+    /// Prefetches the word of the handle of the value in `object`, because words are spread over the whole table.
     fn prefetch_for(&self, object: usize) {
         // SAFETY: as in `migrate`, which also checks that the index belongs to this value.
         let index = unsafe { &(*(object as *mut HandledValue<T>)).index }.load(Relaxed);
         self.handles.prefetch(index);
     }
 
-    /// Returns stocked handles to the table, and moves stocked retired objects to the shared retire list.
+    /// Empties the stocks of all threads: returns their free handles to the table, and moves their retired objects to
+    /// the shared retire list.
     fn collect_stocks(&self, drained: &DrainGuard<'_>) {
         if self.is_closed.load(Relaxed) {
             return;
         }
         for stock in drained.opened_slots().map(|slot| self.handles.stock(slot)) {
-            let (mut keys, mut objects) = ([0; KEY_CAPACITY], [0; RETIRED_CAPACITY]);
+            let (mut keys, mut objects) = ([0; STOCK_KEY_CAPACITY], [0; STOCK_RETIRED_CAPACITY]);
             let (free, left) = (stock.keys.drain(0, &mut keys), stock.retired.drain_all(&mut objects));
             self.free_keys(&keys[..free]);
             self.retired.0.with(|retired| retired.unsealed.extend_from_slice(&objects[..left]));
@@ -414,7 +426,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 
     fn migrate(&self, object: usize, to: &mut Destinations<'_>, _guard: &mut Guard) -> MoveOutcome {
         let old = object as *mut HandledValue<T>;
-        // SAFETY: an object of this cache. `set_up` has initialized its index.
+        // SAFETY: an object of this cache. The constructor has initialized its index.
         let index = unsafe { &(*old).index }.load(Acquire);
         // If the object is being filled or is retired, its index leads to a word that does not refer to this object.
         let seen = self.handles.load(index);
@@ -429,16 +441,16 @@ impl<T: Movable> Mover for HandleInner<T> {
             std::ptr::copy_nonoverlapping(&raw const (*old).value, &raw mut (*new).value, 1);
             (*new).index.store(index, Release);
         }
-        if self.handles.exchange(index, seen, seen.with_offset(target - self.base)) {
+        if self.handles.replace_word(index, seen, seen.with_offset(target - self.base)) {
             MoveOutcome::Moved
         } else {
-            to.put(target);
+            to.put_back(target);
             MoveOutcome::Busy
         }
     }
 }
 
-/// A cache of values that are reached by handle. The cache moves them by itself.
+/// A cache of values that are reached by handle. The cache moves the values by itself.
 ///
 /// ```
 /// use pagemill_slab::{HandleMap, enter};
@@ -456,15 +468,15 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// ```
 pub struct HandleMap<T: Movable> {
     pub(crate) inner: Arc<HandleInner<T>>,
-    /// Copies of the fields in `inner`. The copies stay in registers from one call of a reader to the next.
+    /// Copies of the same fields in `inner`. The copies stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
-    /// The list of caches that this cache is in.
+    /// The caches of the process, to which this cache belongs.
     slabs: &'static Slabs,
 }
 
-/// A value that was removed from its handle. Other readers may still read it. Dropping `Removed` retires the value,
-/// also during unwinding.
+/// A value that was removed from its map, so that no handle leads to it. Other threads may still read the value.
+/// Dropping `Removed` retires the value, also during unwinding.
 ///
 /// Example: [`HandleMap`].
 pub struct Removed<'cache, T: Movable> {
@@ -510,14 +522,15 @@ impl Slabs {
         let (index_at, value_at) =
             (std::mem::offset_of!(HandledValue<T>, index), std::mem::offset_of!(HandledValue<T>, value));
         // SAFETY: an object of a slab that is being set up, with the layout below. No other thread uses it yet.
-        let set_up = move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
+        let constructor =
+            move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
         let shared = self.caches.with(|_| self.shared())?;
         let handles = shared.take_handle_table()?;
-        let object = Object {
+        let object = ObjectSpec {
             layout: Layout::new::<HandledValue<T>>(),
             user_bytes: size_of::<T>(),
             poisoned_range: value_at..value_at + size_of::<T>(),
-            set_up: Some(Box::new(set_up)),
+            constructor: Some(Box::new(constructor)),
             is_movable: true,
             grace: Grace::of_handles,
             handles: Some(handles),
@@ -577,12 +590,13 @@ impl<T: Movable> HandleMap<T> {
                 Err(error) => return Err(InsertError { value, error }),
             },
         };
-        inner.write(object, value, key.index());
+        inner.write_value(object, value, key.index());
         key.publish(self.words, object - inner.base);
         Ok(Handle::new(key))
     }
 
-    /// Returns the value, if the handle is live. Cost: one load of the handle's word, then the access to the value.
+    /// Returns the value of a handle; `None` if the handle is not live. Cost: one load of the handle's word, then the
+    /// access to the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
         let word = handle.key.live_word(self.words)?;
@@ -604,16 +618,16 @@ impl<T: Movable> HandleMap<T> {
     /// [`Error::Busy`] if the value is pinned; [`Error::WrongState`] in a fork child.
     #[inline]
     pub fn remove(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
-        self.take_out(handle)
+        self.remove_value(handle)
     }
 
-    /// Removes the value from its handle, if the handle is live.
+    /// Takes the value of a handle out of the map; `None` if the handle is not live.
     ///
     /// # Errors
     ///
     /// As [`HandleMap::remove`].
     #[inline(always)]
-    fn take_out(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
+    fn remove_value(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
         self.inner.engine.check_generation()?;
         while let Some(seen) = handle.key.live_word(self.words) {
             if seen.pins() > 0 {
@@ -647,9 +661,9 @@ impl<T: Movable> HandleMap<T> {
             // SAFETY: as in `get`.
             let new = change(unsafe { &(*inner.value_at(seen)).value });
             let object = inner.engine.allocate()?;
-            inner.write(object, new, handle.key.index());
+            inner.write_value(object, new, handle.key.index());
             // The guard still exists, so the object that was read cannot hold another value by now.
-            let is_in = inner.handles.exchange(handle.key.index(), seen, seen.with_offset(object - inner.base));
+            let is_in = inner.handles.replace_word(handle.key.index(), seen, seen.with_offset(object - inner.base));
             drop(guard);
             // If the exchange failed, the new value was never visible. The new value is then retired in the same way.
             inner.free_and_retire(None, if is_in { inner.value_at(seen) as usize } else { object });
@@ -679,14 +693,14 @@ impl<T: Movable> HandleMap<T> {
         Ok(None)
     }
 
-    /// Resident bytes of the table (8 for each handle, less freed pages) and of the threads' stocks.
+    /// Returns the resident bytes of the handle table (8 for each handle, less freed pages) and of the threads' stocks.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }
 }
 
 impl<T: Movable> Drop for HandleMap<T> {
-    /// Drops all values.
+    /// Drops all values of the map.
     fn drop(&mut self) {
         self.slabs.unregister(&self.inner);
         let inner = &*self.inner;
@@ -707,7 +721,7 @@ impl<T: Movable> Drop for HandleMap<T> {
         for (index, word) in live {
             // Readers and pins borrow the cache, so only forgotten pins are left.
             let key = Key::new(index, word.generation());
-            inner.handles.force_end(key);
+            inner.handles.end_value_despite_pins(key);
             inner.handles.free(key.next_generation());
             objects.push(inner.value_at(word) as u64);
         }
@@ -741,7 +755,7 @@ use crate::SlabCache;
 
 #[cfg(test)]
 impl<T: Movable> HandleMap<T> {
-    /// Removes a value, and calls `read` with it.
+    /// Removes a value and calls `read` with it. Returns the result of `read`; `None` if the handle is not live.
     pub(crate) fn remove_with<R>(&self, handle: Handle<T>, read: impl FnOnce(&T) -> R) -> Result<Option<R>> {
         Ok(self.remove(handle)?.map(|removed| read(&removed)))
     }
@@ -756,7 +770,8 @@ impl<T: Movable> HandleMap<T> {
         })
     }
 
-    /// Shrinks until readers of concurrent tests have finished, so that nothing waits and nothing is left to move.
+    /// Shrinks repeatedly until readers of concurrent tests have finished, so that no object waits for readers and
+    /// nothing is left to move. Returns the bytes by which the charge fell.
     pub(crate) fn pack(&self) -> u64 {
         let mut freed = 0;
         loop {

@@ -27,29 +27,32 @@ use pagemill_sys::mem;
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Maximum number of handles of a cache; a power of two. The last index is never allocated: it marks an invalid handle.
+/// Maximum number of handles of a cache; a power of two. The last index is never allocated, because it marks an invalid
+/// handle.
 const MAX_HANDLES: usize = 1 << 26;
-/// Index of an invalid handle.
+/// Index that an invalid handle has.
 const INVALID_INDEX: u64 = MAX_HANDLES as u64 - 1;
 
-/// All words of a table. Words that are not open yet read as zero, which is not live. So readers need no bounds check.
+/// All words of a handle table. Words that are not open yet read as zero, which is not live. So readers need no bounds
+/// check.
 pub(crate) type Words = [AtomicU64; MAX_HANDLES];
 
-/// Number of bits of a word that count the pins.
+/// Number of bits of a handle word that hold the number of pins.
 const PIN_BITS: u32 = 3;
-/// One pin in a word.
+/// A handle word with the pin count 1 and all other bits 0: adding it to a word adds one pin.
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
 /// Maximum number of pins of a value.
 const MAX_PINS: u64 = (1 << PIN_BITS) - 1;
-/// Position of the generation in a key, and in a word times eight.
+/// Bit position of the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
 const GENERATION_SHIFT: u32 = 44;
-/// One generation in a key, and in a word times eight.
+/// The lowest bit of the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
+/// Adding it increments the generation.
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
-/// Mask of the bits below the generation in a key, and in a word times eight.
+/// Mask of the bits below the generation in a [`Key`], and also in a handle word that was shifted left by [`PIN_BITS`].
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
-/// Mask of the generation in a stored word.
+/// Mask of the generation in a handle word.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
-/// The last generation of a handle.
+/// The last generation of a handle. The index of the handle is not used again after it.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
 /// Index and generation of a handle, in one number.
@@ -72,14 +75,14 @@ impl Key {
         self.0
     }
 
-    /// Restores a key from the result of [`Key::to_bits`], without a check.
+    /// Restores a key from a result of [`Key::to_bits`], without a check.
     #[inline]
     pub fn from_stock(bits: u64) -> Self {
         debug_assert!(Self::from_bits(bits).0 == bits);
         Self(bits)
     }
 
-    /// Makes a key from any number. A number with an even generation yields a key with the invalid index.
+    /// Makes a key from any number. A number with an even generation gives a key with the invalid index.
     pub fn from_bits(bits: u64) -> Self {
         let (generation, index) = (bits >> GENERATION_SHIFT, bits & INVALID_INDEX);
         Self(if generation % 2 == 1 {
@@ -108,26 +111,27 @@ impl Key {
         unsafe { words.get_unchecked(index) }
     }
 
-    /// Makes an allocated handle live, with a value at this offset.
+    /// Makes an allocated handle live: from now on it refers to the value at this offset.
     #[inline]
     pub fn publish(self, words: &Words, offset: usize) {
         self.word(words).store(HandleWord::new(self.generation(), offset).0, Release);
     }
 
-    /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether the value was
-    /// removed. If so, the caller must free the handle's next generation ([`Key::next_generation`]).
+    /// Makes a handle dead if its word is still `seen` and has no pins. Returns whether it did. If so, the caller must
+    /// free the handle's next generation ([`Key::next_generation`]).
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
     }
 
-    /// The next handle with the same index; `None` after the last generation.
+    /// Returns the next handle with the same index; `None` after the last generation.
     #[inline]
     pub fn next_generation(self) -> Option<Self> {
         (self.generation() < MAX_GENERATION).then(|| Self(self.0 + 2 * ONE_GENERATION))
     }
 
-    /// The word after the value was removed. After the last generation the word is 0, which matches no handle.
+    /// Returns the word for the time after the value was removed. After the last generation this word is 0, which
+    /// matches no handle.
     #[inline]
     fn ended_word(self) -> HandleWord {
         // The generation after the last one wraps to 0.
@@ -142,8 +146,8 @@ impl Key {
         ((word.0 ^ self.0 >> PIN_BITS) & GENERATION_MASK == 0).then_some(word)
     }
 
-    /// Returns the address of the value: `base` plus the offset in the word. Computes with pointers, because the
-    /// compiler would reorder integer additions into a chain after the load of the word.
+    /// Returns the address of the handle's value: `base` plus the offset in the word. Computes with pointers, because
+    /// the compiler would reorder integer additions into a chain after the load of the word.
     #[inline]
     pub fn address(self, word: HandleWord, base: usize) -> *mut u8 {
         let before = (base as *mut u8).wrapping_sub((self.0 & !OFFSET_MASK) as usize);
@@ -206,7 +210,7 @@ impl<T> std::fmt::Debug for Handle<T> {
     }
 }
 
-/// The value of a handle's word at one time.
+/// The value of a handle's word, as it was when it was loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandleWord(u64);
 
@@ -216,7 +220,7 @@ impl HandleWord {
         Self((u64::from(generation) << GENERATION_SHIFT | offset as u64) >> PIN_BITS)
     }
 
-    /// Generation and offset without the pins, at the bit positions of a key.
+    /// Returns the generation and the offset without the pins, at the bit positions of a [`Key`].
     #[inline]
     fn generation_and_offset(self) -> u64 {
         self.0 << PIN_BITS
@@ -232,7 +236,8 @@ impl HandleWord {
         self.generation() % 2 == 1
     }
 
-    /// Offset of the value's object from the window's start. In a free word, index of the next free word of the page.
+    /// Returns the offset of the value's object from the start of the window of slab memory. In the word of a free
+    /// handle, it is the index of the next free word of the page.
     #[inline]
     pub fn object_offset(self) -> usize {
         (self.generation_and_offset() & OFFSET_MASK) as usize
@@ -247,26 +252,26 @@ impl HandleWord {
         self.pins() == MAX_PINS
     }
 
-    /// The word with the same generation and another offset.
+    /// Returns a word with the same generation and another offset.
     pub fn with_offset(self, offset: usize) -> Self {
         Self::new(self.generation(), offset)
     }
 }
 
-/// State of the free handles in one page of the table. Protected by the table's lock.
+/// State of the free handles in one OS page of the table. Protected by the table's lock.
 #[derive(Clone, Copy)]
 struct Page {
-    /// Index of the first free word in the page; the number of words if none is free.
+    /// Index of the first free word in the page; the number of words in a page if no word is free.
     head: u32,
     /// Number of free words in the page.
     free: u32,
-    /// Upper bound of the page's generations when its memory was freed.
+    /// Upper bound of the generations of the page's handles at the time when the page's memory was freed.
     max_generation: u32,
-    /// Whether the page's memory holds words, rather than having been freed or never used.
+    /// Whether the page's memory holds words. It does not before the first use and after the memory was freed.
     has_words: bool,
 }
 
-/// State of the pages of a table. Protected by the table's lock.
+/// State of the OS pages of a handle table. Protected by the table's lock.
 #[derive(Default)]
 struct TableState {
     pages: Vec<Page>,
@@ -278,7 +283,7 @@ struct TableState {
 struct PageBitmap {
     /// One bit for each page.
     pages: Vec<u64>,
-    /// One bit for each nonzero word of `pages`.
+    /// One bit for each nonzero word of `pages`: the upper level.
     nonzero_words: Vec<u64>,
 }
 
@@ -308,7 +313,8 @@ impl PageBitmap {
     }
 }
 
-/// The handle table of one cache. When the cache ends, another cache may use the table, and the generations continue.
+/// The handle table of one cache. When the cache is dropped, another cache may use the table, and the generations
+/// continue.
 pub(crate) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
@@ -316,10 +322,11 @@ pub(crate) struct HandleTable {
     words_per_page: usize,
     /// Log2 of `words_per_page`.
     page_shift: u32,
-    /// The stocks by thread slot. The first `opened_stocks` are open.
+    /// The stocks of free handles and retired objects, by thread slot. The first `opened_stocks` of them are
+    /// accessible.
     stocks: Table<Stock>,
     opened_stocks: AtomicUsize,
-    /// Number of thread slots that have addresses for a stock.
+    /// Number of thread slots for which addresses of a stock are reserved.
     threads: usize,
 }
 
@@ -343,8 +350,8 @@ impl HandleTable {
         })
     }
 
-    /// Opens the stock of a thread slot. Returns false if no memory or addresses are available. Only one thread at a
-    /// time may call `open_slot`.
+    /// Makes the stock of a thread slot accessible. Returns false if no memory or addresses are available. Only one
+    /// thread at a time may call `open_slot`.
     pub fn open_slot(&self, slot: usize) -> bool {
         let (opened_stocks, end) = (self.opened_stocks.load(Relaxed), slot + 1);
         if end > self.threads || self.stocks.open(0, opened_stocks, end).is_err() {
@@ -355,14 +362,14 @@ impl HandleTable {
         true
     }
 
-    /// Returns the stock of a thread slot. The caller has entered or drained the slot's magazine, which is opened only
-    /// after [`HandleTable::open_slot`].
+    /// Returns the stock of a thread slot. The caller must have entered or drained the slot's magazine, which is opened
+    /// only after [`HandleTable::open_slot`].
     #[inline]
     pub fn stock(&self, slot: usize) -> &Stock {
         self.stocks.get(slot)
     }
 
-    /// Frees the memory of an empty stock. The caller has drained the magazine of the slot.
+    /// Frees the memory of an empty stock. The caller must have drained the magazine of the thread slot.
     pub fn discard_stock(&self, slot: usize) {
         if size_of::<Stock>().is_multiple_of(os_page_bytes()) {
             // If the kernel keeps the memory, the stock stays as it is.
@@ -387,23 +394,24 @@ impl HandleTable {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
-    /// Replaces a word if it is still `seen`. Returns whether the word was replaced.
+    /// Replaces the word at `index` if it is still `seen`. Returns whether the word was replaced.
     #[inline]
-    pub fn exchange(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
+    pub fn replace_word(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Adds a pin. Returns false if the word has the maximum number of pins or has changed.
+    /// Adds a pin to the word at `index`. Returns false if the word has the maximum number of pins or is not `seen` any
+    /// more.
     pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
-        !seen.has_max_pins() && self.exchange(index, seen, HandleWord(seen.0 + ONE_PIN))
+        !seen.has_max_pins() && self.replace_word(index, seen, HandleWord(seen.0 + ONE_PIN))
     }
 
     pub fn unpin(&self, index: u32) {
         self.word(index).fetch_sub(ONE_PIN, Release);
     }
 
-    /// Allocates up to `keys.len()` handles, at least one. Returns their number. The handles are not live before
-    /// [`Key::publish`].
+    /// Allocates up to `keys.len()` handles, at least one. Returns how many were allocated. The handles are not live
+    /// before [`Key::publish`].
     ///
     /// # Errors
     ///
@@ -440,7 +448,7 @@ impl HandleTable {
         Ok(Key::new(index, word.generation() + 1))
     }
 
-    /// Opens one more page of the table. Returns its number.
+    /// Opens one more OS page of the table. Returns the number of the page.
     fn open_page(&self, state: &mut TableState) -> Result<usize> {
         let next = state.pages.len() * self.words_per_page;
         if next + self.words_per_page > INVALID_INDEX as usize {
@@ -453,7 +461,7 @@ impl HandleTable {
         Ok(page_number)
     }
 
-    /// Writes the words of a page whose handles are all free, and links them.
+    /// Writes the words of a page whose handles are all free, and links the words to a list.
     fn write_free_words(&self, page_number: usize, page: &mut Page) {
         for at in 0..self.words_per_page {
             let word = HandleWord::new(page.max_generation, (at + 1) << PIN_BITS);
@@ -462,12 +470,12 @@ impl HandleTable {
         (page.head, page.has_words) = (0, true);
     }
 
-    /// Ends a value as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
-    pub fn force_end(&self, key: Key) {
+    /// Makes a handle dead as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
+    pub fn end_value_despite_pins(&self, key: Key) {
         self.word(key.index()).store(key.ended_word().0, Release);
     }
 
-    /// Frees handles that are not live.
+    /// Frees handles that are not live, so that they can be allocated again.
     pub fn free(&self, keys: impl IntoIterator<Item = Key>) {
         self.state.with(|state| {
             for key in keys {
@@ -483,7 +491,7 @@ impl HandleTable {
         });
     }
 
-    /// Frees the memory of pages without a handle in use. Returns the freed bytes.
+    /// Frees the memory of those OS pages of the table in which no handle is in use. Returns the freed bytes.
     pub fn shrink(&self) -> u64 {
         self.state.with(|state| {
             let is_free = |page: &Page| page.has_words && page.free as usize == self.words_per_page;
@@ -505,7 +513,7 @@ impl HandleTable {
         })
     }
 
-    /// All live handles with their words.
+    /// Returns the indices of all live handles, with their words.
     pub fn live_words(&self) -> impl Iterator<Item = (u32, HandleWord)> {
         let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.has_words).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, has_words)| *has_words);
@@ -514,7 +522,7 @@ impl HandleTable {
         indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, word)| word.is_live())
     }
 
-    /// Resident bytes of the table and the stocks.
+    /// Returns the resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
         let opened = self.state.with(|state| state.pages.len()) * self.words_per_page;
         self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.opened_stocks.load(Relaxed))
@@ -525,19 +533,19 @@ impl HandleTable {
 mod tests {
     use super::*;
 
-    /// Allocates one handle.
-    fn take(handles: &HandleTable) -> Key {
+    /// Allocates one handle from a table.
+    fn allocate_key(handles: &HandleTable) -> Key {
         let mut keys = [Key::from_bits(0)];
         assert_eq!(handles.allocate(&mut keys).unwrap(), 1);
         keys[0]
     }
 
-    /// Removing a pinned value must fail. After unpinning, removing must succeed, and the index must be allocated again
-    /// with the next generation.
+    /// Removing a pinned value must fail. After the value is unpinned, the removal must succeed, and the index must be
+    /// allocated again with the next generation.
     #[test]
     fn freed_handle_returns_with_the_next_generation() {
         let handles = HandleTable::new_static().unwrap();
-        let key = take(handles);
+        let key = allocate_key(handles);
         key.publish(handles.words(), 64);
         let seen = key.live_word(handles.words()).unwrap();
         assert_eq!(seen.object_offset(), 64);
@@ -550,11 +558,11 @@ mod tests {
         let next = key.next_generation().unwrap();
         handles.free([next]);
         assert_eq!((next.index(), next.generation()), (key.index(), key.generation() + 2));
-        assert!(take(handles) == next);
+        assert!(allocate_key(handles) == next);
     }
 
-    /// Compares random insertions and removals with a `BTreeSet`. The bitmap must always return the lowest page. The
-    /// pages span three words of the upper level.
+    /// Inserts pages into a bitmap and removes them at random, and compares the bitmap with a `BTreeSet`. The bitmap
+    /// must always return the lowest page. The pages span three words of the upper level.
     #[test]
     fn bitmap_returns_the_lowest_page() {
         let (mut bitmap, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
@@ -579,18 +587,18 @@ mod tests {
     #[test]
     fn index_is_unused_after_its_last_generation() {
         let handles = HandleTable::new_static().unwrap();
-        let last = Key::new(take(handles).index(), MAX_GENERATION);
+        let last = Key::new(allocate_key(handles).index(), MAX_GENERATION);
         last.publish(handles.words(), 8);
         assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
         assert!(last.next_generation().is_none() && last.live_word(handles.words()).is_none());
-        assert_ne!(take(handles).index(), last.index());
+        assert_ne!(allocate_key(handles).index(), last.index());
     }
 
-    /// Numbers that are not live handles, and handles with another generation, must refer to no value.
+    /// Numbers that are not live handles must refer to no value, and so must handles with another generation.
     #[test]
     fn arbitrary_numbers_find_no_value() {
         let handles = HandleTable::new_static().unwrap();
-        let key = take(handles);
+        let key = allocate_key(handles);
         assert!(Key::from_bits(key.to_bits()) == key && key.live_word(handles.words()).is_none());
         key.publish(handles.words(), 64);
         assert_eq!(key.live_word(handles.words()).map(HandleWord::object_offset), Some(64));
@@ -599,28 +607,29 @@ mod tests {
         }
     }
 
-    /// One handle is used up to half, or nearly all, of its generations. Its page must then be freed only in the first
-    /// case, and the other handles must have half of their generations left.
+    /// One handle uses up half of its generations, or nearly all. Its page must then be freed only in the first case.
+    /// The other handles of the page must have half of their generations left.
     #[test]
-    fn busy_handle_leaves_half_of_the_generations() {
+    fn often_used_handle_leaves_half_of_the_generations() {
         for (busy, freed) in [(MAX_GENERATION / 2 - 2, os_page_bytes() as u64), (MAX_GENERATION - 2, 0)] {
             let handles = HandleTable::new_static().unwrap();
-            let last = Key::new(take(handles).index(), busy);
+            let last = Key::new(allocate_key(handles).index(), busy);
             last.publish(handles.words(), 8);
             assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
             handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
-            let others = (1..handles.words_per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
+            let others =
+                (1..handles.words_per_page).map(|_| allocate_key(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
         }
     }
 
-    /// Five pages of handles are allocated and all but ten removed. `shrink` must free the memory of the free pages,
-    /// and old handles must match no new value.
+    /// Five pages of handles are allocated, and all handles but ten are removed. `shrink` must free the memory of the
+    /// pages without handles, and old handles must match no new value.
     #[test]
     fn free_pages_of_the_table_return_memory() {
         let handles = HandleTable::new_static().unwrap();
-        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| take(handles)).collect();
+        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| allocate_key(handles)).collect();
         assert_eq!(handles.shrink(), 0);
         taken.iter().for_each(|key| key.publish(handles.words(), 8));
         let (kept, gone) = taken.split_at(10);
@@ -634,6 +643,6 @@ mod tests {
         assert_eq!(before - handles.resident_bytes(), freed);
         assert_eq!(handles.live_words().count(), kept.len());
         assert!(gone[gone.len() - 1].live_word(handles.words()).is_none());
-        assert!(gone.iter().all(|_| take(handles).generation() == 3));
+        assert!(gone.iter().all(|_| allocate_key(handles).generation() == 3));
     }
 }

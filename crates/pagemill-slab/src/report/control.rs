@@ -1,4 +1,4 @@
-//! Statistics and commands of slab caches for other processes of the same user. A unique id names each cache.
+//! Statistics and commands of slab caches, for other processes of the same user. A unique id identifies each cache.
 
 use crate::NodeInfo;
 use crate::SlabInfo;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 impl Slabs {
-    /// Returns the existing cache with the lowest id that is at least `from`.
+    /// Returns the cache with the lowest id that is at least `from`, and its id.
     fn first_cache_from(&self, from: u64) -> Option<(u64, Arc<dyn Cache>)> {
         self.caches.with(|caches| {
             let rest = &caches[caches.partition_point(|(id, _)| *id < from)..];
@@ -27,9 +27,9 @@ impl Slabs {
         self.first_cache_from(id).filter(|(found, _)| *found == id).map(|(_, cache)| cache)
     }
 
-    /// Calls `show` once for each node of every cache, in order of cache ids, with the statistics of that node.
-    /// Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not available, the
-    /// statistics are marked as partial.
+    /// Calls `show` once for each NUMA node of every cache, in order of cache ids, with the statistics of the cache on
+    /// that node. Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not
+    /// available, the statistics are marked as partial.
     ///
     /// # Errors
     ///
@@ -47,8 +47,8 @@ impl Slabs {
         Ok(())
     }
 
-    /// Shrinks one cache as the program itself would, including callbacks of owners. Returns `None` if the cache was
-    /// dropped before or during the shrink.
+    /// Shrinks one cache as the program itself would, which includes callbacks of owners. Returns `None` if the cache
+    /// was dropped before or during the shrink.
     ///
     /// # Errors
     ///

@@ -26,7 +26,7 @@ use std::sync::Arc;
 pub struct SlabInfo {
     pub name: Arc<str>,
     pub kind: SlabKind,
-    /// Size of an object as the user defined it.
+    /// Size in bytes of an object as the user defined it.
     pub object_bytes: usize,
     /// Distance in bytes from one object to the next.
     pub stride_bytes: usize,
@@ -37,34 +37,35 @@ pub struct SlabInfo {
     pub is_debug: bool,
     pub defrag_used_ratio: u32,
     pub remote_node_defrag_ratio: u32,
-    /// Sums of the statistics of all nodes.
+    /// Sums of the statistics of all NUMA nodes.
     pub total: NodeInfo,
     pub nodes: Vec<NodeInfo>,
-    /// Objects that users have allocated, without free objects in magazines and barns.
+    /// Number of objects that users have allocated. Free objects in magazines and barns are not included.
     pub active: u64,
     /// Number of the active objects that are unreachable and wait for readers: removed or replaced values, and the old
     /// memory of moved objects. Counted anew by each call. Retired index nodes count as active until they are freed,
     /// not as waiting.
     pub waiting: u64,
-    /// Free objects in magazines and barns.
+    /// Number of free objects in magazines and barns.
     pub cached: u64,
-    /// Objects that were moved.
+    /// Number of objects that were moved.
     pub moved: u64,
-    /// Objects that their owner freed instead of moving them.
+    /// Number of objects that their owner freed instead of moving them.
     pub freed: u64,
-    /// Objects that were not moved because they were in use or pinned.
+    /// Number of objects that were not moved because they were in use or pinned.
     pub busy: u64,
-    /// Objects that were not moved because `isolate` rejected them.
+    /// Number of objects that were not moved because `isolate` rejected them.
     pub refused: u64,
-    /// Objects that were not moved because there was no destination, or because their owner could not move them.
+    /// Number of objects that were not moved because there was no destination, or because their owner could not move
+    /// them.
     pub failed: u64,
-    /// Slabs that were emptied by moving their objects.
+    /// Number of slabs that were emptied by moving their objects.
     pub emptied: u64,
-    /// Objects that were allocated from another node than the preferred one.
+    /// Number of objects that were allocated from another NUMA node than the preferred one.
     pub from_remote: u64,
     /// Resident bytes of the handle table. These bytes are not included in the bytes charged for blocks.
     pub handle_bytes: u64,
-    /// Whether values of a node are missing, because its lock was held for too long.
+    /// Whether the statistics of a NUMA node are missing, because its lock was held for too long.
     pub is_partial: bool,
     /// Whether the background thread skips the cache, because a callback panicked on that thread. The thread resumes
     /// work on the cache when `defrag_used_ratio` is set, even to the same value, or a shrink succeeds. Slabs that are
@@ -72,32 +73,32 @@ pub struct SlabInfo {
     pub is_given_up: bool,
 }
 
-/// Statistics of one node.
+/// Statistics of a cache on one NUMA node.
 ///
 /// Example: [`SlabInfo`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// Objects that are not on the free lists of their slabs: allocated by users, or in magazines and barns.
+    /// Number of objects that are not on the free lists of their slabs: allocated by users, or in magazines and barns.
     pub used: u64,
-    /// Free objects in barns, which are part of `used`.
+    /// Number of free objects in barns. They are part of `used`.
     pub cached: u64,
-    /// Capacity of the node's slabs in objects.
+    /// Number of objects that fit into the node's slabs.
     pub objects: u64,
     /// Number of slabs that are set up. The next three fields count some of these slabs.
     pub slabs: u32,
-    /// Slabs with free and used objects.
+    /// Number of slabs with free and used objects.
     pub partial: u32,
-    /// Slabs without used objects.
+    /// Number of slabs without used objects.
     pub empty: u32,
-    /// Slabs that are out of use for good, because a callback panicked.
+    /// Number of slabs that are out of use for good, because a callback panicked.
     pub lost: u32,
     pub blocks: u32,
-    /// Bytes charged for the blocks of the node.
+    /// Bytes that are charged for the blocks of the node.
     pub resident_bytes: u64,
 }
 
 impl NodeInfo {
-    /// Adds statistics of another node. Sums saturate, because another process may send any values.
+    /// Adds the statistics of another node to these. Sums saturate, because another process may send any values.
     fn add(&mut self, other: &Self) {
         self.used = self.used.saturating_add(other.used);
         self.cached = self.cached.saturating_add(other.cached);
@@ -110,7 +111,7 @@ impl NodeInfo {
         self.resident_bytes = self.resident_bytes.saturating_add(other.resident_bytes);
     }
 
-    /// Returns the statistics of a node. `cached` is the number of free objects in its barns.
+    /// Returns the statistics of a node. `cached` is the number of free objects in the node's barns.
     fn of(node: &Node<'_>, cached: u64) -> Self {
         let tally = node.tally();
         Self {
@@ -128,7 +129,7 @@ impl NodeInfo {
 }
 
 impl SlabInfo {
-    /// Adds the statistics of the next node.
+    /// Adds the statistics of the cache's next NUMA node.
     pub(crate) fn add_node(&mut self, node: NodeInfo) {
         self.total.add(&node);
         self.cached = self.cached.saturating_add(node.cached);
@@ -136,8 +137,8 @@ impl SlabInfo {
         self.nodes.push(node);
     }
 
-    /// Sort key of lists: caches with movable objects first, then by name.
-    pub(crate) fn rank(&self) -> (bool, Arc<str>) {
+    /// Returns the sort key of lists of caches: caches with movable objects come first, and then the order is by name.
+    pub(crate) fn sort_key(&self) -> (bool, Arc<str>) {
         (self.kind == SlabKind::Fixed, self.name.clone())
     }
 }
@@ -157,8 +158,9 @@ pub(crate) fn of(cache: &dyn Cache) -> Result<SlabInfo> {
     Ok(info)
 }
 
-/// Calls `show` for each node, with the statistics of the cache (`nodes` empty) and those of the node. Allocates no
-/// memory. Waits for the lock of a node, which `isolate` may hold, until `backoff` has waited `timeout_ns` in all.
+/// Calls `show` for each NUMA node, with the statistics of the cache (`nodes` empty) and those of the node. Allocates
+/// no memory. Waits for the lock of a node, which the caller of `isolate` may hold, until `backoff` has waited
+/// `timeout_ns` in all.
 ///
 /// # Errors
 ///
@@ -184,7 +186,8 @@ pub(crate) fn show(
     Ok(())
 }
 
-/// Returns the statistics of a cache without those of its nodes. `cached` counts only objects in magazines.
+/// Returns the statistics of a cache without those of its NUMA nodes. Of the free objects, `cached` counts only those
+/// in magazines.
 fn cache_info(cache: &dyn Cache) -> Result<SlabInfo> {
     let engine = cache.engine();
     engine.check_generation()?;

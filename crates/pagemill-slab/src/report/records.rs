@@ -32,36 +32,37 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
-/// Bytes of a record.
+/// Length of a record in bytes.
 const RECORD_LEN: usize = 256;
 
-/// Bytes of the name in a record.
+/// Length in bytes of the name field of a record.
 const NAME_LEN: usize = 64;
 
-const KINDS: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
+/// Kinds of caches, by their code in a record.
+const KIND_OF_CODE: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
 
 /// The statistics of one slab cache on one node.
 struct NodeRecord {
     id: u64,
     info: SlabInfo,
     node: u32,
-    /// The statistics of the node.
+    /// The statistics of the cache on this node.
     figures: NodeInfo,
 }
 
-/// Returns the start of a name that fits into a record, cut at a character boundary.
+/// Returns the part of a cache's name that fits into a record, cut at a character boundary.
 fn truncated_name(name: &str) -> &str {
     let len = (0..=NAME_LEN.min(name.len())).rev().find(|len| name.is_char_boundary(*len)).unwrap_or(0);
     &name[..len]
 }
 
-/// Returns a name for printing to a terminal: at most as long as in a record, and without control characters.
+/// Returns a cache's name for printing to a terminal: without control characters, and not longer than in a record.
 pub fn shown_name(name: &str) -> String {
     let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
     truncated_name(name).chars().map(clean).collect()
 }
 
-/// Returns the record of a cache on one node.
+/// Returns the record of a cache on one NUMA node.
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = truncated_name(&info.name);
@@ -111,7 +112,7 @@ impl Record for NodeRecord {
         let [slabs, partial, empty, lost, blocks] = std::array::from_fn(|at| u32_at(bytes, 208 + 4 * at));
         let info = SlabInfo {
             name: shown_name(&String::from_utf8_lossy(name)).into(),
-            kind: *KINDS.get(usize::from(bytes[108]))?,
+            kind: *KIND_OF_CODE.get(usize::from(bytes[108]))?,
             object_bytes: len(72)?,
             stride_bytes: len(80)?,
             slab_bytes: len(88).filter(|bytes| bytes.is_power_of_two())?,
@@ -187,8 +188,8 @@ impl SlabCommands for Slabs {
     }
 }
 
-/// Combines the records of each cache, and sorts the caches by [`SlabInfo::rank`]. Returns `None` if the records are in
-/// an invalid order.
+/// Combines the records of each cache into one [`SlabInfo`], and sorts the caches by [`SlabInfo::sort_key`]. Returns
+/// `None` if the records are in an invalid order.
 fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
     for NodeRecord { id, mut info, node, figures } in rows {
@@ -204,7 +205,7 @@ fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
             }
         }
     }
-    caches.sort_by_cached_key(|(_, info)| info.rank());
+    caches.sort_by_cached_key(|(_, info)| info.sort_key());
     Some(caches)
 }
 
@@ -212,7 +213,7 @@ fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
 mod tests {
     use super::*;
 
-    fn info(name: &str, kind: SlabKind) -> SlabInfo {
+    fn slab_info(name: &str, kind: SlabKind) -> SlabInfo {
         SlabInfo {
             name: name.into(),
             kind,
@@ -242,7 +243,7 @@ mod tests {
         }
     }
 
-    const NODE: NodeInfo = NodeInfo {
+    const NODE_INFO: NodeInfo = NodeInfo {
         used: 20,
         cached: 2,
         objects: 682,
@@ -254,30 +255,32 @@ mod tests {
         resident_bytes: 128 << 10,
     };
 
-    fn row(id: u64, info: &SlabInfo, node: usize) -> NodeRecord {
-        Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
+    fn node_record(id: u64, info: &SlabInfo, node: usize) -> NodeRecord {
+        Record::from_bytes(&to_record(id, info, node, &NODE_INFO)).unwrap()
     }
 
-    /// Reading must return the values that were written, and combine the records of a cache's nodes. A long name must
-    /// be cut at a character boundary.
+    /// Writes records and reads them. Reading must return the values that were written, and must combine the records of
+    /// a cache's nodes. A long name must be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
-        for kind in KINDS {
-            let combined = combine_nodes(vec![row(7, &info("a", kind), 0), row(7, &info("a", kind), 1)]).unwrap();
-            let mut expected = info("a", kind);
-            (0..2).for_each(|_| expected.add_node(NODE));
+        for kind in KIND_OF_CODE {
+            let combined =
+                combine_nodes(vec![node_record(7, &slab_info("a", kind), 0), node_record(7, &slab_info("a", kind), 1)])
+                    .unwrap();
+            let mut expected = slab_info("a", kind);
+            (0..2).for_each(|_| expected.add_node(NODE_INFO));
             assert_eq!((expected.active, expected.cached, expected.total.slabs), (33, 7, 4));
             assert_eq!(combined, [(7, expected)]);
         }
         let long = format!("x{}", "ä".repeat(100));
-        assert_eq!(*row(1, &info(&long, SlabKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
+        assert_eq!(*node_record(1, &slab_info(&long, SlabKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with movable objects must come first. Caches with movable objects, and the others, must each be sorted by
-    /// name; two caches may have the same name.
+    /// Caches with movable objects must come first in a list. Within each of the two groups, caches must be sorted by
+    /// name. Two caches may have the same name.
     #[test]
-    fn lists_are_sorted_by_relocatability_and_name() {
+    fn records_are_listed_movable_first_then_by_name() {
         let rows = [
             ("b", SlabKind::Fixed),
             ("z", SlabKind::ByHandle),
@@ -285,16 +288,21 @@ mod tests {
             ("y", SlabKind::ByOwner),
             ("a", SlabKind::Fixed),
         ];
-        let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
+        let rows = rows
+            .iter()
+            .enumerate()
+            .map(|(id, (name, kind))| node_record(id as u64, &slab_info(name, *kind), 0))
+            .collect();
         let names: Vec<_> =
             combine_nodes(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
     }
 
-    /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums must saturate.
+    /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums over records must
+    /// saturate.
     #[test]
     fn invalid_records_are_rejected() {
-        let good = to_record(1, &info("a", SlabKind::Fixed), 0, &NODE);
+        let good = to_record(1, &slab_info("a", SlabKind::Fixed), 0, &NODE_INFO);
         for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
             let mut bytes = good;
             bytes[at] = byte;
@@ -306,7 +314,7 @@ mod tests {
         let wrong: [&[(u64, usize)]; 5] =
             [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
         for ids in wrong {
-            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", SlabKind::Fixed), *node)).collect();
+            let rows = ids.iter().map(|(id, node)| node_record(*id, &slab_info("a", SlabKind::Fixed), *node)).collect();
             assert!(combine_nodes(rows).is_none(), "{ids:?}");
         }
         let mut bytes = good;

@@ -1,5 +1,5 @@
-//! Table of arrays by number. A thread that moves a node looks up the node's array here, and keeps the array from being
-//! dropped during the move.
+//! Table of arrays by number. A thread that moves a node finds the node's array in this table, and keeps the array from
+//! being dropped during the move.
 //!
 //! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
 //! while it uses the array. Dropping an array acquires the same lock first, so the drop waits for the move of at most
@@ -16,7 +16,7 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
-/// Maximum number of arrays in the table at a time. Nodes of further arrays cannot be moved.
+/// Maximum number of arrays in the table at a time. Further arrays get no number, so their nodes cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
 /// The table entry of one array number.
@@ -25,7 +25,7 @@ struct ArrayEntry {
     array: AtomicUsize,
     /// Held while a thread uses the array through this entry. The array is not dropped while the lock is held.
     lock: Lock,
-    /// The next free number, if this number is free.
+    /// The next number in the list of free numbers, if this number is free.
     next: AtomicU32,
 }
 
@@ -33,11 +33,11 @@ struct ArrayEntry {
 unsafe impl Zeroed for ArrayEntry {}
 
 #[derive(Default)]
-/// The numbers that no array has.
+/// The list of the numbers that no array has.
 struct FreeArrays {
     /// The number that was freed last; 0 if none is free.
     head: u32,
-    /// The highest number that was ever assigned; the first number is 1.
+    /// The highest number that was ever assigned. The first number is 1.
     assigned: u32,
 }
 
@@ -81,14 +81,14 @@ impl<N: Nodes> Arrays<N> {
         Some(id)
     }
 
-    /// Removes the array from the table, so that later lookups fail. Waits for a thread that uses the array through its
-    /// entry.
+    /// Removes the array with number `id` from the table, so that later lookups fail. Waits for a thread that uses the
+    /// array through its entry.
     pub(super) fn remove(&self, id: u32) {
         let _guard = self.entry(id).lock.lock();
         self.entry(id).array.store(0, Relaxed);
     }
 
-    /// Frees the number for another array. No node may store the number any more.
+    /// Frees the number `id` for another array. No node may store the number any more.
     pub(super) fn free_number(&self, id: u32) {
         self.free.with(|free| {
             self.entry(id).next.store(free.head, Relaxed);
@@ -113,7 +113,7 @@ impl<N: Nodes> Arrays<N> {
         self.table.get(id as usize)
     }
 
-    /// Resident bytes of the table.
+    /// Returns the resident bytes of the table.
     pub fn resident_bytes(&self) -> u64 {
         let used = self.free.with(|free| free.assigned);
         self.table.resident_bytes(0, used as usize + 1)

@@ -15,8 +15,8 @@ impl<N: Nodes> Writer<'_, N> {
         Some(place.found)
     }
 
-    /// Removes the entries that lie entirely inside `from..=to`, in ascending order. Passes each entry to `each` once
-    /// no reader can find it any more. Entries that reach beyond the range stay.
+    /// Removes the entries that lie entirely inside `from..=to`, in ascending order. Calls `each` once for every entry,
+    /// when no reader can find the entry any more. Entries that reach beyond the range stay.
     pub fn erase_range(&mut self, from: u64, to: u64, mut each: impl FnMut(Found)) {
         let mut at = from;
         while let Some(found) = self.next(at, to) {
@@ -28,7 +28,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Removes an entry from its slots, and then the nodes that became empty.
+    /// Removes the entry in these slots, and then the nodes that became empty.
     fn remove_from_slots(&self, place: &SlotRange) {
         if place.node == 0 {
             self.array.root.publish(IndexWord::EMPTY);
@@ -42,7 +42,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.remove_empty_nodes(place.node);
     }
 
-    /// Removes the node if it is empty, then its parents while they are empty.
+    /// Removes the node with this number if it is empty, then its parents as long as they are empty.
     fn remove_empty_nodes(&self, number: u32) {
         let mut number = number;
         while number != 0 && self.node(number).used_slots() == 0 {

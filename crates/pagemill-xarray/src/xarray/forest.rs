@@ -1,4 +1,4 @@
-//! A forest: nodes in memory of another owner, which can be moved. Page caches use it.
+//! A forest: nodes in memory that another component owns and that can be moved. Page caches use it.
 //!
 //! A node's number is its offset in a window of addresses, so a shift and an addition yield the node's address. As long
 //! as the process lives, the window contains only nodes. A read without a guard ([`super::XArray::hint`]) therefore
@@ -25,19 +25,19 @@ use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Releas
 use std::ops::Range;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Node numbers are offsets in the window, in units of this many bytes.
+/// Unit of node numbers in bytes. A node's number is its offset in the window, in these units.
 const UNIT_BYTES: usize = align_of::<Node>();
 /// Log2 of [`UNIT_BYTES`].
 const UNIT_SHIFT: u32 = UNIT_BYTES.trailing_zeros();
 
-/// Retired nodes per batch. A batch has one grace period.
-const BATCH: u64 = 32;
+/// Number of retired nodes in a batch. A batch has one grace period.
+const BATCH_LEN: u64 = 32;
 
-/// Bits of each half of `BatchLists::retired` and `BatchLists::ripe`. Lower half: a node number. Upper half: in
-/// `retired` the count of retired nodes, in `ripe` a counter against the ABA problem.
-const HALF: u32 = 32;
+/// Number of bits in each half of `BatchLists::retired` and `BatchLists::ripe`. The lower half is a node number. The
+/// upper half is the count of retired nodes in `retired`, and a counter against the ABA problem in `ripe`.
+const HALF_BITS: u32 = 32;
 
-/// The owner of the memory for nodes.
+/// The owner of the memory from which a forest allocates its nodes.
 ///
 /// # Safety
 ///
@@ -48,7 +48,8 @@ const HALF: u32 = 32;
 ///
 /// Example: [`XArray`](super::XArray).
 pub unsafe trait Source: Sync {
-    /// The addresses that nodes may have, up to 256 GiB. The 64 bytes before the window must be inaccessible.
+    /// Returns the range of the addresses that nodes may have, up to 256 GiB. The 64 bytes before the range must be
+    /// inaccessible.
     fn window(&self) -> Range<usize>;
 
     /// Allocates a node and returns its address. The node has the contents that it had at its last `give`, or zeros.
@@ -58,14 +59,14 @@ pub unsafe trait Source: Sync {
     /// [`NoAddresses`](pagemill_core::Error::NoAddresses), [`System`](pagemill_core::Error::System).
     fn take(&self) -> Result<usize>;
 
-    /// Frees a node.
+    /// Frees the node at address `node`.
     fn give(&self, node: usize);
 
     /// Called after nodes have been retired, without the lock of an array. The source should soon call [`Forest::seal`]
     /// and [`Forest::free_retired`], which return the nodes.
     fn note_retired(&self);
 
-    /// Whether this process is a fork child and all nodes belong to its parent.
+    /// Returns whether this process is a fork child and all nodes belong to its parent.
     fn is_inherited(&self) -> bool;
 }
 
@@ -80,35 +81,37 @@ pub trait Forests: Sync {
     /// [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`].
     fn forest(&'static self) -> Result<&'static Forest>;
 
-    /// Bytes of memory for the forest's nodes, used and free.
+    /// Returns the bytes of memory for the forest's nodes, used and free.
     fn node_bytes(&self) -> u64;
 }
 
-/// The nodes of many arrays. A forest is never dropped.
+/// The nodes of many arrays, in memory of a [`Source`]. A forest is never dropped.
 ///
 /// # Invariants
 ///
-/// `base` is one unit before the window of `source`. The window ends `end` units after `base`.
+/// `base` is one unit ([`UNIT_BYTES`]) before the window of `source`. The window ends `end` units after `base`.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Forest {
     base: usize,
-    /// Numbers from this one on are invalid.
+    /// The lowest number that is too large for a node.
     end: usize,
     source: &'static dyn Source,
     arrays: Arrays<Self>,
-    /// On a cache line of its own, apart from fields that readers use.
+    /// The lists of retired nodes. They have a cache line of their own, apart from fields that readers use.
     lists: Padded<BatchLists>,
 }
 
-/// Lists of retired nodes.
+/// Lists of retired nodes and of batches of them.
 #[derive(Default)]
 struct BatchLists {
-    /// Retired nodes whose grace period has not begun: the number of the latest one, and their count.
+    /// List of the retired nodes whose grace period has not begun: the number of the node that was retired last, and
+    /// the number of nodes in the list.
     retired: AtomicU64,
-    /// Batches that no reader can access any more: the latest batch, and a counter against the ABA problem.
+    /// List of the batches that no reader can access any more: the first node of the batch that was added last, and a
+    /// counter against the ABA problem.
     ripe: AtomicU64,
-    /// Number of batches in a grace period.
+    /// Number of batches that are in their grace period.
     waiting: AtomicU32,
     /// Number of nodes that were allocated and not yet freed.
     #[cfg(any(test, feature = "test-util"))]
@@ -147,7 +150,7 @@ impl Forest {
         relocate(self, self.number_of(old), self.number_of(new))
     }
 
-    /// Starts the grace period of all retired nodes, as one batch.
+    /// Begins the grace period of the retired nodes that have none yet. They become one batch.
     pub fn seal(&'static self) {
         let list = self.lists.0.retired.swap(0, AcqRel) as u32;
         if list == 0 {
@@ -162,8 +165,8 @@ impl Forest {
         epoch::flush(&guard);
     }
 
-    /// Whether any batch is in its grace period. After the grace period, [`Forest::free_retired`] returns the nodes of
-    /// the batch.
+    /// Returns whether any batch is in its grace period. After the grace period, [`Forest::free_retired`] returns the
+    /// nodes of the batch.
     pub fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
@@ -173,7 +176,7 @@ impl Forest {
         while self.free_retired_batch() {}
     }
 
-    /// Frees the nodes of one ripe batch. Returns false if there is no such batch.
+    /// Frees the nodes of one batch that no reader can access any more. Returns false if there is no such batch.
     fn free_retired_batch(&self) -> bool {
         let Some(mut number) = self.take_ripe() else { return false };
         while number != 0 {
@@ -184,20 +187,22 @@ impl Forest {
         true
     }
 
-    /// Adds a batch to the list of ripe batches.
+    /// Adds a batch to the list `ripe` of batches that no reader can access any more. `list` is the number of its first
+    /// node.
     fn add_ripe(&self, list: u32) {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Relaxed);
         loop {
             self.node(list).set_next_batch(seen as u32);
-            match ripe.compare_exchange_weak(seen, with_next_count(seen, list), AcqRel, Relaxed) {
+            match ripe.compare_exchange_weak(seen, with_next_counter(seen, list), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
         }
     }
 
-    /// Removes the latest batch from the list of ripe batches. Returns the number of its first node.
+    /// Removes the latest batch from the list `ripe` of batches that no reader can access any more. Returns the number
+    /// of its first node.
     fn take_ripe(&self) -> Option<u32> {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Acquire);
@@ -208,14 +213,14 @@ impl Forest {
             }
             // If another thread has removed the batch, the counter has changed.
             let next = self.node(list).next_batch();
-            match ripe.compare_exchange_weak(seen, with_next_count(seen, next), AcqRel, Acquire) {
+            match ripe.compare_exchange_weak(seen, with_next_counter(seen, next), AcqRel, Acquire) {
                 Ok(_) => return Some(list),
                 Err(now) => seen = now,
             }
         }
     }
 
-    /// Resident bytes of the table of arrays.
+    /// Returns the resident bytes of the table of arrays.
     pub fn metadata_bytes(&self) -> u64 {
         self.arrays.resident_bytes()
     }
@@ -226,9 +231,9 @@ impl Forest {
     }
 }
 
-/// Returns a word with this number and the next counter value.
-fn with_next_count(seen: u64, number: u32) -> u64 {
-    (seen >> HALF).wrapping_add(1) << HALF | u64::from(number)
+/// Returns a word for `BatchLists::ripe` with this node number and the counter after that of `seen`.
+fn with_next_counter(seen: u64, number: u32) -> u64 {
+    (seen >> HALF_BITS).wrapping_add(1) << HALF_BITS | u64::from(number)
 }
 
 impl Nodes for Forest {
@@ -261,16 +266,17 @@ impl Nodes for Forest {
         let mut seen = retired.load(Relaxed);
         loop {
             self.node(number).set_next(seen as u32);
-            match retired.compare_exchange_weak(seen, with_next_count(seen, number), AcqRel, Relaxed) {
+            match retired.compare_exchange_weak(seen, with_next_counter(seen, number), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
         }
     }
 
-    /// The epoch collector allocates, which may trigger reclaim. So `collect` must not run under the lock of an array.
+    /// Begins the grace period of the retired nodes if they fill a batch, and notifies the source. The epoch collector
+    /// allocates, which may trigger reclaim. So `collect` must not run under the lock of an array.
     fn collect(&'static self) {
-        if self.lists.0.retired.load(Relaxed) >> HALF >= BATCH {
+        if self.lists.0.retired.load(Relaxed) >> HALF_BITS >= BATCH_LEN {
             self.seal();
         }
         self.source.note_retired();
@@ -287,18 +293,18 @@ impl Nodes for Forest {
 
 #[cfg(all(test, shuttle))]
 mod shuttle_tests {
-    use super::super::shuttle_tests::run_in_many_orders;
+    use super::super::shuttle_tests::run_in_many_schedules;
     use super::super::test_forest;
     use super::*;
     use std::sync::Arc;
 
     const LISTS: usize = 3;
 
-    /// Threads remove ripe batches and put them back. Each batch must belong to one thread at a time, and none may be
-    /// lost.
+    /// Threads remove batches from the list `ripe` and put them back. Each batch must belong to one thread at a time,
+    /// and no batch may be lost.
     #[test]
     fn a_ripe_batch_belongs_to_one_thread() {
-        run_in_many_orders(|| {
+        run_in_many_schedules(|| {
             thread_local! {
                 static FOREST: &'static Forest = test_forest::forest_of(LISTS);
             }

@@ -1,4 +1,4 @@
-//! Marks: three bits of each entry. A slot that contains a node has the marks of all entries below it.
+//! Marks: three bits of each entry. A slot that refers to a node has the marks of all entries below it.
 
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
@@ -26,7 +26,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    /// Sets a mark of the entry in these slots. Returns true.
+    /// Sets a mark of the entry in the slots `place`. Returns true.
     fn set_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
@@ -41,7 +41,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
-    /// Clears a mark of the entry in these slots. Returns true.
+    /// Clears a mark of the entry in the slots `place`. Returns true.
     fn clear_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
@@ -50,24 +50,24 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// As [`Writer::set_mark`], but only if the entry has this value. Returns whether an entry with this value covers
-    /// the index.
+    /// As [`Writer::set_mark`], but only if the entry has the value `value`. Returns whether an entry with that value
+    /// covers the index.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.slots_of_value(index, value).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    /// As [`Writer::clear_mark`], but only if the entry has this value. Returns whether an entry with this value covers
-    /// the index.
+    /// As [`Writer::clear_mark`], but only if the entry has the value `value`. Returns whether an entry with that value
+    /// covers the index.
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
-    /// Returns the slots of the entry that covers the index, if the entry has this value.
+    /// Returns the slots of the entry that covers the index; `None` unless the entry has the value `value`.
     fn slots_of_value(&self, index: u64, value: u64) -> Option<SlotRange> {
         self.find_slots(index).filter(|place| place.found.value == value)
     }
 
-    /// Whether the entry that covers the index has the mark.
+    /// Returns whether the entry that covers the index has the mark.
     pub fn get_mark(&self, index: u64, mark: Mark) -> bool {
         let marks = |place: SlotRange| match place.node {
             0 => u64::from(self.root_marks()) >> mark as u32,
@@ -85,7 +85,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.root_marks.store(marks, Release);
     }
 
-    /// Sets a mark of a slot, and of the slots above it.
+    /// Sets a mark of slot `slot` in the node with this number, and of the slots that lead to the node.
     pub(super) fn add_mark(&self, number: u32, slot: usize, mark: usize) {
         let (mut number, mut slot) = (number, slot);
         while number != 0 {
@@ -99,7 +99,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Clears a mark of these slots, and of the slots above them that then have no marked slot below.
+    /// Clears a mark of the slots in `mask` of the node with this number. Also clears the mark of each slot that leads
+    /// to the node, if no slot below has it any more.
     pub(super) fn remove_mark(&self, number: u32, mask: u64, mark: usize) {
         let (mut number, mut mask) = (number, mask);
         while number != 0 {
@@ -115,7 +116,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Clears all marks of these slots.
+    /// Clears all marks of the slots in `mask`, as [`Writer::remove_mark`] does for one mark.
     pub(super) fn remove_marks(&self, number: u32, mask: u64) {
         (0..MARKS).for_each(|mark| self.remove_mark(number, mask, mark));
     }

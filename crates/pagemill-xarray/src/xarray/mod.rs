@@ -144,7 +144,7 @@ pub struct XArray<N: Nodes> {
     root: IndexSlot,
     nodes: &'static N,
     lock: Lock,
-    /// Marks of an entry in the root word, one bit each.
+    /// Marks of the entry in the root word, one bit each.
     root_marks: AtomicU32,
     /// Number of nodes in the tree. Changed only under the lock.
     count: AtomicU32,
@@ -155,7 +155,7 @@ pub struct XArray<N: Nodes> {
     _pinned: PhantomPinned,
 }
 
-/// Value of `id` if the nodes cannot be moved, or if no number was free.
+/// Value of `id` if no number was free, or if the nodes cannot be moved.
 const NO_ID: u32 = 0;
 /// Value of `id` until the array has its first node.
 const NO_ID_YET: u32 = u32::MAX;
@@ -166,16 +166,16 @@ const NO_ID_YET: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub value: u64,
-    /// First index of the entry.
+    /// First index that the entry covers.
     pub first: u64,
     pub order: u32,
 }
 
 impl Found {
-    /// Last index of the entry.
+    /// Returns the last index that the entry covers.
     #[inline]
     pub fn last(&self) -> u64 {
-        word::last_of(self.first, self.order)
+        word::last_index_of(self.first, self.order)
     }
 }
 
@@ -185,7 +185,7 @@ impl<N: Nodes> XArray<N> {
         Self::with_id(nodes, NO_ID)
     }
 
-    /// Creates an empty array with this initial `id`.
+    /// Creates an empty array whose field `id` has this initial value.
     const fn with_id(nodes: &'static N, id: u32) -> Self {
         let (root_marks, count, id) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(id));
         Self { root: IndexSlot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }
@@ -196,12 +196,12 @@ impl<N: Nodes> XArray<N> {
         self.root.load_acquire().is_empty()
     }
 
-    /// Number of nodes of the tree; each has the size of `Node`.
+    /// Returns the number of nodes in the tree. Each node has the size of `Node`.
     pub fn node_count(&self) -> u32 {
         self.count.load(Relaxed)
     }
 
-    /// Returns the array's number, which is assigned with its first node. The caller holds the lock.
+    /// Returns the array's number. Assigns the number if the array has none yet. The caller holds the lock.
     fn id(&self) -> u32 {
         let id = self.id.load(Relaxed);
         if id != NO_ID_YET {
@@ -225,8 +225,8 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Frees the nodes without a grace period, because there are no readers. Waits for a thread that moves one of the
-/// nodes. Does nothing in a fork child if the nodes belong to the parent.
+/// Frees the nodes of the array without a grace period, because there are no readers. Waits for a thread that moves one
+/// of the nodes. Does nothing in a fork child if the nodes belong to the parent.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {

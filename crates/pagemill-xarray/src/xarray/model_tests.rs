@@ -1,18 +1,18 @@
-//! Model tests: random operations, and operations at every boundary, compared with an ordered map. Nodes are moved
-//! between operations.
+//! Model tests: random operations, and operations at every boundary, on an array and on an ordered map. Both must
+//! agree. Nodes are moved between operations.
 #![allow(unsafe_code)] // arrays that stay at their address
 
 use super::node::MARKS;
 use super::pin;
-use super::stock::top_shift_for;
-use super::word::{SLOT_BITS, SLOTS, first_of, last_of, shift_of};
+use super::stock::root_shift_for;
+use super::word::{SLOT_BITS, SLOTS, first_index_of, last_index_of, shift_of};
 use super::*;
 use pagemill_core::error::Error;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// An entry of the model. The map's key is its first index.
+/// An entry of the model. The key of the map is the entry's first index.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     order: u32,
@@ -27,7 +27,7 @@ struct Model(BTreeMap<u64, Entry>);
 impl Model {
     fn entry_at(&self, index: u64) -> Option<(u64, Entry)> {
         let (first, entry) = self.0.range(..=index).next_back()?;
-        (last_of(*first, entry.order) >= index).then_some((*first, *entry))
+        (last_index_of(*first, entry.order) >= index).then_some((*first, *entry))
     }
 
     fn next(&self, from: u64, to: u64, is_wanted: impl Fn(&Entry) -> bool) -> Option<(u64, Entry)> {
@@ -40,36 +40,36 @@ impl Model {
         let mut at = from;
         while at <= to {
             let Some((first, entry)) = self.entry_at(at) else { return Some(at) };
-            at = last_of(first, entry.order) + 1;
+            at = last_index_of(first, entry.order) + 1;
         }
         None
     }
 
-    /// Whether an entry of order `order` at `first` would overwrite only a part of a larger entry.
+    /// Returns whether an entry of order `order` at `first` would overwrite only a part of a larger entry.
     fn overwrites_a_part(&self, first: u64, order: u32) -> bool {
         self.entry_at(first).is_some_and(|(_, entry)| entry.order > order)
     }
 
-    /// Removes and returns the entries that lie completely between `from` and `to`.
+    /// Removes and returns the entries that lie completely inside `from..=to`.
     fn remove_inside(&mut self, from: u64, to: u64) -> Vec<(u64, Entry)> {
-        let is_inside = |(first, entry): &(u64, Entry)| last_of(*first, entry.order) <= to;
+        let is_inside = |(first, entry): &(u64, Entry)| last_index_of(*first, entry.order) <= to;
         let inside: Vec<_> = if from > to {
             Vec::new()
         } else {
             self.0.range(from..=to).map(|(first, entry)| (*first, *entry)).filter(is_inside).collect()
         };
-        self.0.retain(|first, entry| *first < from || last_of(*first, entry.order) > to);
+        self.0.retain(|first, entry| *first < from || last_index_of(*first, entry.order) > to);
         inside
     }
 
-    /// Number of nodes of the lowest tree that contains all entries, without empty nodes.
+    /// Returns the number of nodes in the lowest tree that contains all entries and has no empty nodes.
     fn nodes(&self) -> usize {
-        let last = self.0.last_key_value().map_or(0, |(first, entry)| last_of(*first, entry.order));
+        let last = self.0.last_key_value().map_or(0, |(first, entry)| last_index_of(*first, entry.order));
         if last == 0 {
             return 0;
         }
         let lowest = self.0.values().map(|entry| shift_of(entry.order)).max().unwrap_or(0);
-        let top = top_shift_for(last, lowest);
+        let top = root_shift_for(last, lowest);
         let mut nodes = BTreeSet::new();
         for (first, entry) in &self.0 {
             let levels = (shift_of(entry.order)..=top).step_by(SLOT_BITS as usize);
@@ -79,8 +79,8 @@ impl Model {
     }
 }
 
-/// Waits until all retired nodes are freed.
-pub(super) fn await_none_in_use(nodes: &'static Forest) {
+/// Waits until all retired nodes of a forest are freed.
+pub(super) fn wait_until_no_node_is_used(nodes: &'static Forest) {
     let start = Instant::now();
     while nodes.in_use() > 0 {
         nodes.seal();
@@ -99,7 +99,7 @@ fn found(first: u64, entry: Entry) -> Found {
 struct ArrayAndModel {
     array: Box<XArray<Forest>>,
     model: Model,
-    /// The value used last. Each new entry gets another value.
+    /// The value that was stored last. Each new entry gets another value.
     last_value: u64,
 }
 
@@ -111,7 +111,7 @@ impl ArrayAndModel {
         Self { array, model: Model::default(), last_value: 0 }
     }
 
-    /// Moves nodes of the tree. The bits of `which` select the nodes, 64 nodes at a time.
+    /// Moves some nodes of the tree. The bits of `which` select the nodes, 64 nodes at a time.
     fn relocate(&mut self, which: u64) {
         let (nodes, mut numbers) = (self.array.nodes, Vec::new());
         let root = self.array.root.load_relaxed();
@@ -133,12 +133,12 @@ impl ArrayAndModel {
     }
 
     fn store(&mut self, index: u64, order: u32) {
-        let first = first_of(index, order);
+        let first = first_index_of(index, order);
         if self.model.overwrites_a_part(first, order) {
             return;
         }
         let value = self.fresh_value();
-        let last = last_of(first, order);
+        let last = last_index_of(first, order);
         let (mut writer, mut stock) = self.array.lock_for(first, last, order).unwrap();
         let prepared = stock.count();
         writer.store(first, order, value, &mut stock);
@@ -149,12 +149,12 @@ impl ArrayAndModel {
     }
 
     fn join(&mut self, index: u64, order: u32) {
-        let first = first_of(index, order);
+        let first = first_index_of(index, order);
         if self.model.overwrites_a_part(first, order) {
             return;
         }
         let value = self.fresh_value();
-        let last = last_of(first, order);
+        let last = last_index_of(first, order);
         let mut stock = self.array.prepare(first, last, order).unwrap();
         self.array.lock().join(first, order, value, &mut stock);
         let parts = self.model.remove_inside(first, last);
@@ -171,7 +171,7 @@ impl ArrayAndModel {
         let mut stock = self.array.prepare_split(entry.order, into_order).unwrap();
         let old = self.array.lock().split(index, into_order, &mut stock, value_at);
         assert_eq!((old, stock.count()), (Some(found(first, entry)), 0), "a split takes the whole stock");
-        for part in (first..=last_of(first, entry.order)).step_by(1 << into_order) {
+        for part in (first..=last_index_of(first, entry.order)).step_by(1 << into_order) {
             self.model.0.insert(part, Entry { order: into_order, value: value_at(part), ..entry });
         }
         self.last_value += 1 << entry.order;
@@ -212,8 +212,7 @@ impl ArrayAndModel {
         assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
     }
 
-    /// Checks that lookups of `index` and of the range from `index` to `to`, by readers and writers, return the same as
-    /// the model.
+    /// Checks that readers and writers find the same as the model, at `index` and in the range from `index` to `to`.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
         let expected = self.model.entry_at(index).map(|(first, entry)| found(first, entry));
@@ -233,10 +232,11 @@ impl ArrayAndModel {
         }
     }
 
-    /// Checks lookups at and around the boundaries, `index` and some entries.
+    /// Checks lookups at `index`, at the boundaries and their neighbours, and at some entries.
     fn check(&self, index: u64) {
         let step = (self.model.0.len() / 8).max(1);
-        let edges = self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_of(*first, entry.order)]);
+        let edges =
+            self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_index_of(*first, entry.order)]);
         let edges: Vec<u64> = edges.chain([index]).collect();
         let around = edges.iter().flat_map(|edge| [edge.saturating_sub(1), *edge, edge + 1]);
         for at in around.chain(boundaries()).collect::<BTreeSet<_>>() {
@@ -248,22 +248,22 @@ impl ArrayAndModel {
         check_invariants(&self.array);
     }
 
-    /// Erases all entries. All nodes must then be freed.
-    fn end(mut self) {
+    /// Erases all entries of the array. All nodes must then be freed.
+    fn erase_all_and_check(mut self) {
         self.erase_range(0, MAX_INDEX);
         self.check(0);
-        await_none_in_use(self.array.nodes);
+        wait_until_no_node_is_used(self.array.nodes);
     }
 }
 
-/// Adds the number of the node to which `word` refers, and those of all nodes below it.
+/// Appends the number of the node to which `word` refers, and the numbers of all nodes below it, to `numbers`.
 fn numbers_below(nodes: &Forest, word: IndexWord, numbers: &mut Vec<u32>) {
     numbers.push(word.number());
     let below = nodes.node(word.number()).slots.iter().map(IndexSlot::load_relaxed).filter(|word| word.is_node());
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
-/// Checks the links, counts and marks of all nodes.
+/// Checks the links, counts and marks of all nodes of an array.
 fn check_invariants(array: &XArray<Forest>) {
     let root = array.root.load_relaxed();
     let count = if root.is_node() { check_node_invariants(array, root, 0, 0) } else { 0 };
@@ -291,14 +291,14 @@ fn check_node_invariants(array: &XArray<Forest>, word: IndexWord, parent: u32, o
     count
 }
 
-/// The powers of 64, the last index, and the neighbours of all these.
+/// Returns the powers of 64, the last index, and the neighbours of all these indices.
 fn boundaries() -> impl Iterator<Item = u64> {
     let powers = (0..=6).map(|level| 1 << (level * SLOT_BITS)).chain([MAX_INDEX]);
     powers.flat_map(|power| [power - 1, power, (power + 1).min(MAX_INDEX)]).chain([0, 2, 62, 128])
 }
 
-/// An operation on array and model. The first number is an index; the others are an order, a mark or a selection of
-/// nodes.
+/// An operation on an array and its model. The first number is an index. The others are an order, a mark or a selection
+/// of nodes.
 #[derive(Clone, Debug)]
 enum Operation {
     Store(u64, u32),
@@ -312,7 +312,7 @@ enum Operation {
 }
 
 impl Operation {
-    /// Runs the operation. Returns the index at which lookups are checked afterwards.
+    /// Runs the operation. Returns the index at which lookups are checked after it.
     fn run(self, pair: &mut ArrayAndModel) -> u64 {
         match self {
             Self::Store(_, order) => pair.store(self.index(), order),
@@ -335,7 +335,7 @@ impl Operation {
     }
 }
 
-/// A strategy that prefers indices near zero and near a boundary, and adds powers of 64 and random indices.
+/// Returns a strategy that prefers indices near zero and near a boundary, and adds powers of 64 and random indices.
 fn any_index() -> impl Strategy<Value = u64> {
     let boundaries: Vec<u64> = boundaries().collect();
     prop_oneof![
@@ -377,7 +377,7 @@ proptest! {
             let index = operation.run(&mut pair);
             pair.check(index);
         }
-        pair.end();
+        pair.erase_all_and_check();
     }
 }
 
@@ -399,16 +399,17 @@ fn entries_of_every_order_work_at_every_boundary() {
             pair.check_at(index, MAX_INDEX);
             pair.join(index, order);
             pair.replace(index);
-            pair.check_at(first_of(index, order), index);
+            pair.check_at(first_index_of(index, order), index);
             assert_eq!(pair.array.node_count() as usize, pair.model.nodes());
             pair.erase(index);
             assert_eq!((pair.array.node_count(), pair.array.is_empty()), (0, true));
         }
     }
-    pair.end();
+    pair.erase_all_and_check();
 }
 
-/// An entry of each order is split into each smaller order and joined again. All parts must be found, with their marks.
+/// Splits an entry of each order into each smaller order, and joins the parts again. Readers must find all parts, with
+/// the marks of the entry.
 #[test]
 fn entries_split_into_every_smaller_order() {
     let mut pair = ArrayAndModel::new();
@@ -424,11 +425,11 @@ fn entries_split_into_every_smaller_order() {
             pair.check(1 << MAX_ORDER);
         }
     }
-    pair.end();
+    pair.erase_all_and_check();
 }
 
-/// The tree must grow when entries are stored and shrink when they are erased. A single entry at index 0 must need no
-/// node.
+/// The tree must grow when entries are stored, and must shrink when they are erased. A single entry at index 0 must
+/// need no node.
 #[test]
 fn the_tree_has_only_the_needed_levels() {
     let mut pair = ArrayAndModel::new();
@@ -444,11 +445,11 @@ fn the_tree_has_only_the_needed_levels() {
         assert_eq!(pair.array.node_count(), 0);
     }
     assert!(pair.array.get_mark(0, Mark::C, &pin()));
-    pair.end();
+    pair.erase_all_and_check();
 }
 
-/// Stores entries for 2^18 consecutive pages. The nodes must take at most 9.5 bytes a page, the prepared nodes must
-/// suffice, and unused nodes must be freed.
+/// Stores entries for 2^18 consecutive pages. The nodes must take at most 9.5 bytes a page. The nodes that `prepare`
+/// allocated must suffice, and unused ones must be freed.
 #[test]
 fn a_dense_index_is_small() {
     const ENTRIES: u64 = 1 << 18;
@@ -468,13 +469,14 @@ fn a_dense_index_is_small() {
     assert_eq!(nodes.in_use(), 0, "no thread reads an array that is dropped");
 }
 
-/// An array must have at most 48 bytes, because a process may have many arrays.
+/// The type `XArray` must have at most 48 bytes, because a process may have many arrays.
 #[test]
 fn an_array_is_small() {
     assert!(size_of::<XArray<Forest>>() <= 48);
 }
 
-/// If nodes cannot be allocated, `prepare` must fail without the lock, and free the nodes that it allocated.
+/// If nodes cannot be allocated, `prepare` must fail without acquiring the lock, and must free the nodes that it
+/// allocated before.
 #[test]
 fn a_failed_prepare_frees_its_nodes() {
     let nodes = test_forest::forest_of(8);
@@ -523,7 +525,7 @@ fn leaf_number(array: &XArray<Forest>) -> u32 {
     array.lock().find_slots(70).unwrap().node
 }
 
-/// A node must not be moved if the node belongs to another array, or if no word points at the node.
+/// A node must not be moved if it belongs to another array, or if no word points at it.
 #[test]
 fn a_node_of_another_array_is_not_moved() {
     let nodes = test_forest::forest_of(40);
@@ -541,7 +543,8 @@ fn a_node_of_another_array_is_not_moved() {
     nodes.node(unknown).mark_dead();
 }
 
-/// A move must fail, instead of waiting, while another thread holds the array's lock or the array's table entry.
+/// While another thread holds the array's lock or the array's table entry, a move of a node must fail instead of
+/// waiting.
 #[test]
 fn a_move_does_not_wait_for_locks() {
     let nodes = test_forest::forest_of(20);

@@ -6,14 +6,14 @@ use super::word::{IndexWord, SLOTS};
 use pagemill_core::arena::Zeroed;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 
-/// Number of marks of an entry.
+/// Number of marks that each entry has.
 pub(super) const MARKS: usize = 3;
 
 /// 64 slots and their metadata. A node of zero bits is empty and in no tree.
 ///
 /// Readers access slots and marks only. The other fields belong to the thread that holds the array's lock or, while the
-/// node is in no tree, to the owner of the node. Only [`Node::may_move`] reads `array` without the lock. Parent and
-/// offset say which word points at the node, so that the node can be moved.
+/// node is in no tree, to the owner of the node. Only [`Node::may_move`] reads `array` without the lock. `parent` and
+/// `place` tell which word points at the node, so that the node can be moved.
 ///
 /// A node in no tree is *clean* (all zero except for list links) if its first slot is empty. Otherwise it must be
 /// cleared before its next use.
@@ -22,22 +22,24 @@ pub(super) const MARKS: usize = 3;
 #[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [IndexSlot; SLOTS],
-    /// One bit per mark and slot: the entry that begins there, or any entry below, has the mark.
+    /// One bit for each mark and slot: set if the entry that begins in the slot, or any entry below the slot, has the
+    /// mark.
     pub(super) marks: [AtomicU64; MARKS],
-    /// Number of the parent node; 0 for a node that the root word points at. In no tree: the next node of a list.
+    /// Number of the parent node; 0 for a node that the root word points at. While the node is in no tree: number of
+    /// the next node of a list.
     parent: AtomicU32,
-    /// Slot in the parent node, and from bit [`SHIFT_AT`] on the shift. In no tree: the next batch of a list of
-    /// batches.
+    /// Slot of the parent that points at this node and, from bit [`SHIFT_POSITION`] on, the shift. While the node is in
+    /// no tree: number of the first node of the next batch, in a list of batches.
     place: AtomicU32,
     /// Number of slots that are not empty.
     used_slots: AtomicU32,
-    /// Number of the node's array in [`super::Arrays`]; 0 if the node is in no array or the array cannot be found.
-    /// Written under the lock of that array, or by its drop.
+    /// Number of the node's array in [`super::Arrays`]; 0 if the node is in no array or its array has no number.
+    /// Written under the lock of that array, or when the array is dropped.
     array: AtomicU32,
 }
 
-/// Position of the shift in `place`.
-const SHIFT_AT: u32 = 8;
+/// Position of the shift in the field `place`.
+const SHIFT_POSITION: u32 = 8;
 
 // SAFETY: a node consists of atomic words, for which zero bits are valid.
 unsafe impl Zeroed for Node {}
@@ -49,7 +51,7 @@ impl Default for Node {
 }
 
 impl Node {
-    /// Creates an empty node, for owners whose memory is not zeroed.
+    /// Creates an empty node, for memory that is not zeroed.
     pub(crate) const fn new() -> Self {
         Self {
             slots: [const { IndexSlot::new() }; SLOTS],
@@ -61,7 +63,7 @@ impl Node {
         }
     }
 
-    /// Empties the node. No reader may have access to it.
+    /// Empties the node. No reader may have access to the node.
     ///
     /// # Safety
     ///
@@ -72,7 +74,7 @@ impl Node {
         self.header_fields().into_iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// Empties a node that is in no tree, unless it is clean.
+    /// Empties a node that is in no tree, unless the node is clean.
     pub(super) fn clear_if_needed(&self) {
         if !self.slots[0].load_relaxed().is_empty() {
             // SAFETY: in no tree, and its owner is about to use it.
@@ -87,13 +89,14 @@ impl Node {
         self.array.store(0, Relaxed);
     }
 
-    /// As [`Node::mark_dead`], for a node without readers: sets only the first slot, so that the node is not clean.
+    /// As [`Node::mark_dead`], for a node without readers: sets only the first slot to DEAD, so that the node does not
+    /// count as clean.
     pub(super) fn mark_dead_without_readers(&self) {
         self.slots[0].publish(IndexWord::DEAD);
         self.array.store(0, Relaxed);
     }
 
-    /// Copies this node to another node, which no reader can find yet.
+    /// Copies this node to the node `other`, which no reader can find yet.
     pub(super) fn copy_to(&self, other: &Self) {
         self.slots.iter().zip(&other.slots).for_each(|(from, to)| to.publish(from.load_relaxed()));
         self.marks.iter().zip(&other.marks).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
@@ -102,12 +105,13 @@ impl Node {
         }
     }
 
-    /// Returns the fields other than slots and marks.
+    /// Returns the fields of the node other than slots and marks.
     fn header_fields(&self) -> [&AtomicU32; 4] {
         [&self.parent, &self.place, &self.used_slots, &self.array]
     }
 
-    /// Whether the node seems to be in an array that has a number. The result is certain only under that array's lock.
+    /// Returns whether the node seems to be in an array that has a number. The result is certain only under that
+    /// array's lock.
     #[inline]
     pub fn may_move(&self) -> bool {
         self.array() != 0
@@ -123,23 +127,23 @@ impl Node {
         self.array.store(id, Relaxed);
     }
 
-    /// Stores the number of the next node of a list in a node that is in no tree; 0 at the end of the list.
+    /// Stores the number of the next node of a list in this node, which is in no tree. 0 marks the end of the list.
     pub(super) fn set_next(&self, next: u32) {
         self.parent.store(next, Relaxed);
     }
 
-    /// Returns the number of the next node of the list.
+    /// Returns the number of the next node in the list of this node; 0 at the end of the list.
     pub(super) fn next(&self) -> u32 {
         self.parent.load(Relaxed)
     }
 
-    /// Stores the first node of the next batch in this node, which is the first of its batch.
+    /// Stores the number of the first node of the next batch in this node, which is the first node of its own batch.
     pub(super) fn set_next_batch(&self, next: u32) {
         self.place.store(next, Relaxed);
     }
 
-    /// Returns the number of the first node of the next batch in the list of ripe batches, or 0. This node is the first
-    /// of its own batch.
+    /// Returns the number of the first node of the next batch in a list of batches; 0 at the end of the list. This node
+    /// is the first node of its own batch.
     pub(super) fn next_batch(&self) -> u32 {
         self.place.load(Relaxed)
     }
@@ -151,23 +155,23 @@ impl Node {
 
     #[inline]
     pub(super) fn offset(&self) -> usize {
-        (self.place.load(Relaxed) & ((1 << SHIFT_AT) - 1)) as usize
+        (self.place.load(Relaxed) & ((1 << SHIFT_POSITION) - 1)) as usize
     }
 
     #[inline]
     pub(super) fn shift(&self) -> u32 {
-        self.place.load(Relaxed) >> SHIFT_AT
+        self.place.load(Relaxed) >> SHIFT_POSITION
     }
 
-    /// Changes the number of the parent node, after the parent has moved.
+    /// Records the number of the parent node, after the parent has moved.
     pub(super) fn set_parent(&self, parent: u32) {
         self.parent.store(parent, Relaxed);
     }
 
-    /// Sets the node's position in the tree.
+    /// Records the node's position in the tree: its parent, the slot `offset` of the parent, and its own shift.
     pub(super) fn set_position(&self, parent: u32, offset: usize, shift: u32) {
         self.parent.store(parent, Relaxed);
-        self.place.store(offset as u32 | shift << SHIFT_AT, Relaxed);
+        self.place.store(offset as u32 | shift << SHIFT_POSITION, Relaxed);
     }
 
     pub(super) fn used_slots(&self) -> usize {
@@ -179,7 +183,7 @@ impl Node {
         self.used_slots.store(used as u32, Relaxed);
     }
 
-    /// Whether any of the slots in the mask has the mark.
+    /// Returns whether any of the slots in `mask` has the mark.
     #[inline]
     pub(super) fn is_marked(&self, mark: usize, mask: u64) -> bool {
         self.marks[mark].load(Relaxed) & mask != 0
@@ -196,7 +200,7 @@ impl Node {
     }
 }
 
-/// Returns a mask with `count` bits from bit `first` on.
+/// Returns a mask of `count` slots, beginning with slot `first`.
 pub(super) fn mask_of(first: usize, count: usize) -> u64 {
     (u64::MAX >> (SLOTS - count)) << first
 }
@@ -205,8 +209,8 @@ pub(super) fn mask_of(first: usize, count: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// A node must be small. A copy must have all fields of its node. `clear_if_needed` must clear a dead node, but not
-    /// a clean one.
+    /// The type `Node` must be small. A copy must have all fields of the original. `clear_if_needed` must clear a dead
+    /// node, but not a clean one.
     #[test]
     fn a_node_is_small_and_can_be_cleared() {
         assert!(size_of::<Node>() <= 592);

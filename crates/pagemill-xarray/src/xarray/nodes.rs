@@ -4,17 +4,17 @@ use super::arrays::Arrays;
 use super::node::Node;
 use pagemill_core::error::Result;
 
-/// The owner of the nodes of any number of arrays.
+/// The owner of the nodes of any number of arrays. Allocates and frees the nodes.
 ///
 /// Node numbers have 32 bits and are never 0.
 ///
 /// Example: [`XArray`](super::XArray).
 pub trait Nodes: Sized + Sync + 'static {
-    /// Returns the node with this number, which [`Nodes::take`] has returned. Must be as cheap as an index into a
+    /// Returns the node with this number, which [`Nodes::take`] returned before. Must be as cheap as an index into a
     /// table: readers call it at each level.
     fn node(&self, number: u32) -> &Node;
 
-    /// Allocates a node without any other user and with unspecified contents.
+    /// Allocates a node that has no other user. Returns its number. The contents of the node are unspecified.
     ///
     /// # Errors
     ///
@@ -30,13 +30,14 @@ pub trait Nodes: Sized + Sync + 'static {
     /// ([`super::pin`]) are dropped. Called under the lock of an array.
     fn retire(&'static self, number: u32);
 
-    /// Starts grace periods of retired nodes. Called after [`Nodes::retire`], without the lock of an array.
+    /// Begins grace periods of retired nodes. Called after [`Nodes::retire`], without the lock of an array.
     fn collect(&'static self) {}
 
-    /// The table of the arrays that use these nodes.
+    /// Returns the table of the arrays that use these nodes.
     fn arrays(&self) -> &Arrays<Self>;
 
-    /// Whether this process is a fork child and the nodes belong to its parent. Dropping an array then does nothing.
+    /// Returns whether this process is a fork child and the nodes belong to its parent. Dropping an array then does
+    /// nothing.
     fn are_inherited(&self) -> bool {
         false
     }

@@ -14,9 +14,9 @@ use super::nodes::Nodes;
 use super::store::Writer;
 use super::word::IndexWord;
 
-/// Moves the node `old` to `new`, a node of the caller with any contents. Returns whether the node moved. After a move
-/// `old` belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped.
-/// Otherwise `new` is unchanged.
+/// Moves the node with number `old` to the node with number `new`, which belongs to the caller and may have any
+/// contents. Returns whether the node moved. After a move `old` belongs to the caller, which must not reuse it before
+/// all current guards ([`super::pin`]) are dropped. Otherwise `new` is unchanged.
 ///
 /// Does nothing if the node is in no tree, if its array cannot be found ([`super::XArray::movable`]), or if another
 /// thread holds the array's lock or table entry. Never waits. Cost: a copy of the node, and a store to each node below.
@@ -30,7 +30,7 @@ pub(crate) fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool 
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// As [`relocate`], under the lock of the array with number `id`.
+    /// As the function [`relocate`], under the lock of the array, which has number `id`.
     pub(super) fn relocate(&self, id: u32, old: u32, new: u32) -> bool {
         let node = self.node(old);
         // The caller looked up the array without the lock. The node may have been removed since, and belong to another

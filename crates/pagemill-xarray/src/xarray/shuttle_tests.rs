@@ -1,4 +1,4 @@
-//! Shuttle tests: two readers, a writer, and a thread that moves nodes, in random interleavings of single steps.
+//! Shuttle tests: readers, writers, and threads that move nodes, in random interleavings of single steps.
 //!
 //! There are few nodes, and a retired node is reused as soon as no reader can access it. So a missing guard would show
 //! as a read of a reused node. `SHUTTLE_RUNS` is the number of interleavings per test.
@@ -15,19 +15,21 @@ use shuttle::{Config, MaxSteps, Runner};
 use std::sync::Arc;
 use std::sync::Mutex;
 
-/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `DEPTH - 1` random steps, the running
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `PCT_DEPTH - 1` random steps, the running
 /// thread gets the lowest priority.
-const DEPTH: usize = 4;
+const PCT_DEPTH: usize = 4;
 
-/// Maximum number of steps per interleaving. A longer interleaving waits for an event that never happens.
+/// Maximum number of steps in an interleaving. A longer interleaving is considered to wait for an event that never
+/// happens.
 const MAX_STEPS: usize = 100_000;
 
-/// Number of nodes.
-const NODES: u32 = 40;
+/// Number of nodes that the tests have.
+const NODE_COUNT: u32 = 40;
 
-/// Nodes with simulated grace periods, because shuttle cannot control those of the default epoch collector.
+/// A source of few nodes, with simulated grace periods, because shuttle cannot control those of the default epoch
+/// collector.
 struct FewNodes {
-    nodes: [Node; NODES as usize],
+    nodes: [Node; NODE_COUNT as usize],
     arrays: Arrays<Self>,
     state: Mutex<NodesState>,
 }
@@ -36,33 +38,33 @@ struct FewNodes {
 struct NodesState {
     free: Vec<u32>,
     in_use: u32,
-    /// Simulated time. It increases by one when a reader begins, and when a node is retired.
+    /// Simulated time. The time increases by one when a reader begins, and when a node is retired.
     now: u64,
-    /// The start times of current readers.
+    /// The simulated times at which current readers began.
     readers: Vec<u64>,
-    /// Retired nodes, each with the time of its retirement.
+    /// Retired nodes, each with the simulated time of its retirement.
     retired: Vec<(u64, u32)>,
 }
 
 impl FewNodes {
     /// Returns the nodes of this thread in their initial state. All interleavings on this thread use the same nodes,
-    /// one after the other.
+    /// one interleaving after the other.
     fn reset() -> &'static Self {
         thread_local! {
-            static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
-                nodes: [const { Node::new() }; NODES as usize],
+            static FEW_NODES: &'static FewNodes = Box::leak(Box::new(FewNodes {
+                nodes: [const { Node::new() }; NODE_COUNT as usize],
                 arrays: Arrays::new().unwrap(),
                 state: Mutex::default(),
             }));
         }
-        let few = FEW.with(|few| *few);
+        let few = FEW_NODES.with(|few| *few);
         // SAFETY: the threads of the last interleaving have ended, so no tree and no reader uses the nodes.
         few.nodes.iter().for_each(|node| unsafe { node.clear() });
-        *few.state.lock().unwrap() = NodesState { free: (1..=NODES).collect(), ..NodesState::default() };
+        *few.state.lock().unwrap() = NodesState { free: (1..=NODE_COUNT).collect(), ..NodesState::default() };
         few
     }
 
-    /// Runs `read` as a reader, which holds a guard and delays grace periods.
+    /// Calls `read` as a reader, which holds a guard and delays grace periods.
     fn as_reader<T>(&self, read: impl FnOnce(&pagemill_core::epoch::Guard) -> T) -> T {
         let began = {
             let mut state = self.state.lock().unwrap();
@@ -77,7 +79,7 @@ impl FewNodes {
         result
     }
 
-    /// Frees the nodes that were retired before the first current reader began.
+    /// Frees the nodes that were retired before the earliest current reader began.
     fn recycle(&self) {
         let mut state = self.state.lock().unwrap();
         let first = state.readers.iter().min().copied().unwrap_or(u64::MAX);
@@ -123,13 +125,13 @@ impl Nodes for FewNodes {
 struct Fixture {
     nodes: &'static FewNodes,
     array: Box<XArray<FewNodes>>,
-    /// The pins of each simulated page frame; [`RELEASED`] once the frame must not be used.
-    frames: [AtomicU32; FRAMES],
+    /// For each simulated page frame, its number of pins, or [`RELEASED`] if the frame must not be used any more.
+    frames: [AtomicU32; FRAME_COUNT],
 }
 
 /// Number of simulated page frames.
-const FRAMES: usize = 8;
-/// Value of a frame that was released and must not be used.
+const FRAME_COUNT: usize = 8;
+/// Value of a simulated page frame that was released and must not be used.
 const RELEASED: u32 = 1 << 16;
 
 fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
@@ -140,20 +142,20 @@ fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
 impl Fixture {
     fn new() -> Arc<Self> {
         let nodes = FewNodes::reset();
-        Arc::new(Self { nodes, array: array_of(nodes), frames: [const { AtomicU32::new(0) }; FRAMES] })
+        Arc::new(Self { nodes, array: array_of(nodes), frames: [const { AtomicU32::new(0) }; FRAME_COUNT] })
     }
 
     fn store(&self, first: u64, order: u32, value: u64) {
-        let mut stock = self.array.prepare(first, word::last_of(first, order), order).unwrap();
+        let mut stock = self.array.prepare(first, word::last_index_of(first, order), order).unwrap();
         self.array.lock().store(first, order, value, &mut stock);
     }
 
     fn join(&self, first: u64, order: u32, value: u64) {
-        let mut stock = self.array.prepare(first, word::last_of(first, order), order).unwrap();
+        let mut stock = self.array.prepare(first, word::last_index_of(first, order), order).unwrap();
         self.array.lock().join(first, order, value, &mut stock);
     }
 
-    /// Splits an entry. The parts get ascending values from `value` on.
+    /// Splits an entry. The new entries get ascending values, beginning with `value`.
     fn split(&self, index: u64, into_order: u32, value: u64) {
         let found = self.array.lock().get(index).unwrap();
         let mut stock = self.array.prepare_split(found.order, into_order).unwrap();
@@ -164,8 +166,8 @@ impl Fixture {
         self.array.lock().erase(index);
     }
 
-    /// Looks up an entry that is always in the array, in one of three ways, chosen at random.
-    fn load_always(&self, index: u64) -> Found {
+    /// Looks up an entry that is in the array at all times, in one of three ways, chosen at random.
+    fn load_permanent_entry(&self, index: u64) -> Found {
         self.nodes.as_reader(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
             1 => self.array.next(index, MAX_INDEX, guard).filter(|found| found.first <= index).expect("always there"),
@@ -177,7 +179,8 @@ impl Fixture {
         assert!(self.array.lock().set_mark(index, Mark::A));
     }
 
-    /// Looks up a frame, pins it, checks the entry again, and uses the frame.
+    /// As a reader: looks up the frame at `index`, pins the frame, checks that the entry is unchanged, and uses the
+    /// frame.
     fn use_frame(&self, index: u64) {
         self.nodes.as_reader(|guard| {
             let Some(hit) = self.array.find(index, guard) else { return };
@@ -192,7 +195,7 @@ impl Fixture {
         });
     }
 
-    /// Moves a node if possible, and retires the old node. Returns whether the node moved.
+    /// Moves the node with number `old`, if possible, and retires the old node. Returns whether the node moved.
     fn relocate(&self, old: u32) -> bool {
         let new = self.nodes.take().unwrap();
         let is_moved = relocate(self.nodes, old, new);
@@ -206,7 +209,7 @@ impl Fixture {
 
     /// Moves a random node that seems to be in a tree. Returns whether the node moved.
     fn move_random_node(&self) -> bool {
-        let movable: Vec<u32> = (1..=NODES).filter(|number| self.nodes.node(*number).may_move()).collect();
+        let movable: Vec<u32> = (1..=NODE_COUNT).filter(|number| self.nodes.node(*number).may_move()).collect();
         !movable.is_empty() && self.relocate(movable[thread_rng().gen_range(0..movable.len())])
     }
 
@@ -220,8 +223,8 @@ impl Fixture {
         let _ = self.frames[frame as usize].compare_exchange(0, RELEASED, std::sync::atomic::Ordering::AcqRel, acquire);
     }
 
-    /// Erases all entries. All nodes must then be free.
-    fn end(&self) {
+    /// Erases all entries of the array. All nodes must then be free.
+    fn erase_all_and_check(&self) {
         self.array.lock().erase_range(0, MAX_INDEX, drop);
         self.nodes.recycle();
         assert_eq!(self.nodes.state.lock().unwrap().in_use, 0, "a node was lost");
@@ -232,14 +235,14 @@ fn yield_some_steps() {
     (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs `read` twice, concurrently with `write`, in many interleavings.
+/// Runs `read` in two threads, concurrently with `write` in a third, in many interleavings. `begin` prepares the array.
 fn run_readers_and_writer(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
     run_threads(begin, [read, read, write]);
 }
 
-/// Runs the functions concurrently, in many interleavings.
+/// Runs each function of `acts` in a thread of its own, in many interleavings. `begin` prepares the array.
 fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
-    run_in_many_orders(move || {
+    run_in_many_schedules(move || {
         let fixture = Fixture::new();
         begin(&fixture);
         let threads = acts.map(|act| {
@@ -247,12 +250,12 @@ fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
             shuttle::thread::spawn(move || act(&fixture))
         });
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        fixture.end();
+        fixture.erase_all_and_check();
     });
 }
 
 /// Runs a test in random interleavings, and in interleavings with few preemptions.
-pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
+pub(super) fn run_in_many_schedules(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
@@ -264,11 +267,11 @@ pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static)
         run();
     };
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PCT_DEPTH, runs), config()).run(begin);
 }
 
-/// An entry of four indices is split, a part is erased and stored again, and all are joined. Readers must always find
-/// the other indices.
+/// An entry of four indices is split, one part is erased and stored again, and all parts are joined. Readers must
+/// always find entries at the other indices.
 #[test]
 fn readers_find_an_entry_during_split_and_join() {
     run_readers_and_writer(
@@ -278,7 +281,7 @@ fn readers_find_an_entry_during_split_and_join() {
         },
         |fixture| {
             for index in [7, 6, 7] {
-                let found = fixture.load_always(index);
+                let found = fixture.load_permanent_entry(index);
                 assert!((found.first..=found.last()).contains(&index));
                 assert!(match found.order {
                     2 => found.value == 1 || found.value == 5,
@@ -296,8 +299,8 @@ fn readers_find_an_entry_during_split_and_join() {
     );
 }
 
-/// An entry of 128 indices is split into two nodes, and joined again. Readers must always find the entry, although the
-/// root changes.
+/// An entry of 128 indices is split into entries of two nodes, which are joined again. Readers must always find an
+/// entry at each index, although the root changes.
 #[test]
 fn readers_find_an_entry_that_is_split_into_nodes() {
     run_readers_and_writer(
@@ -307,7 +310,7 @@ fn readers_find_an_entry_that_is_split_into_nodes() {
         },
         |fixture| {
             for index in [127, 64] {
-                let found = fixture.load_always(index);
+                let found = fixture.load_permanent_entry(index);
                 assert!(found.value == if found.order == 7 { 0 } else { index >> 5 }, "{found:?} at {index}");
             }
         },
@@ -327,11 +330,11 @@ fn readers_find_an_entry_while_the_root_changes() {
             fixture.mark(0);
         },
         |fixture| {
-            assert_eq!(fixture.load_always(0), Found { value: 1, first: 0, order: 0 });
+            assert_eq!(fixture.load_permanent_entry(0), Found { value: 1, first: 0, order: 0 });
             let far = fixture.nodes.as_reader(|guard| fixture.array.next(1, MAX_INDEX, guard));
             assert!(far.is_none_or(|far| far.first == far.value && [3, 70].contains(&far.first)), "{far:?}");
             assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(0, 9, guard)), Some(1));
-            assert_eq!(fixture.load_always(0).value, 1);
+            assert_eq!(fixture.load_permanent_entry(0).value, 1);
         },
         |fixture| {
             for index in [70, 3, 70] {
@@ -342,8 +345,8 @@ fn readers_find_an_entry_while_the_root_changes() {
     );
 }
 
-/// Readers pin frames while the writer changes entries: small, huge, in the root word, split, joined. A frame must not
-/// be released if a reader pins the frame and then finds its entry unchanged.
+/// Readers pin frames while the writer changes the frames' entries: small, huge, in the root word, split, joined. A
+/// frame must not be released if a reader pins the frame and then finds its entry unchanged.
 #[test]
 fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
     run_readers_and_writer(
@@ -375,8 +378,8 @@ fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
     );
 }
 
-/// An entry moves between a node and the root word, and its frame is released. For a reader that found the entry in its
-/// former slot, `is_still` must return false.
+/// An entry moves between a node and the root word, and then its frame is released. For a reader that found the entry
+/// in its former slot, `is_still` must return false.
 #[test]
 fn is_still_fails_after_a_move_to_or_from_the_root() {
     run_readers_and_writer(
@@ -404,8 +407,9 @@ fn is_still_fails_after_a_move_to_or_from_the_root() {
     );
 }
 
-/// An entry with its whole node is replaced by a larger entry, and the frame of the former entry is released.
-/// `is_still` must then return false. The test has few steps, so that schedules can interrupt it between any two steps.
+/// A larger entry replaces an entry together with its whole node, and the frame of the former entry is released. For a
+/// reader that found the former entry, `is_still` must then return false. The test has few steps, so that schedules can
+/// interrupt it between any two steps.
 #[test]
 fn is_still_fails_after_a_join() {
     run_readers_and_writer(
@@ -419,26 +423,26 @@ fn is_still_fails_after_a_join() {
 }
 
 /// Stores marked entries of orders 0, 2 and 7 in three nodes that have the same parent.
-fn three_leaves(fixture: &Fixture) {
+fn store_three_leaves(fixture: &Fixture) {
     for (index, order) in [(3, 0), (68, 2), (128, 7)] {
         fixture.store(index, order, index);
         fixture.mark(index);
     }
 }
 
-/// Looks up the entries of [`three_leaves`].
-fn load_leaves(fixture: &Fixture) {
+/// Looks up the entries of [`store_three_leaves`] and checks them.
+fn check_three_leaves(fixture: &Fixture) {
     for index in [3, 70, 200, 3] {
-        let found = fixture.load_always(index);
+        let found = fixture.load_permanent_entry(index);
         assert_eq!((found.value, (found.first..=found.last()).contains(&index)), (found.first, true));
     }
     assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
 }
 
-/// A thread moves nodes repeatedly, both the root and leaves. Readers must always find all entries, with their marks.
+/// A thread repeatedly moves nodes, both the root and leaves. Readers must always find all entries, with their marks.
 #[test]
 fn readers_find_entries_while_nodes_move() {
-    run_readers_and_writer(three_leaves, load_leaves, |fixture| {
+    run_readers_and_writer(store_three_leaves, check_three_leaves, |fixture| {
         (0..5).for_each(|_| assert!(fixture.move_random_node(), "no other thread has the lock"));
     });
 }
@@ -446,21 +450,22 @@ fn readers_find_entries_while_nodes_move() {
 /// Two threads move the same nodes at the same time. Readers must always find all entries.
 #[test]
 fn readers_find_entries_while_two_threads_move_nodes() {
-    run_threads(three_leaves, [load_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
+    run_threads(store_three_leaves, [check_three_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
 }
 
-/// Nodes are moved while a writer splits, joins, stores, marks and erases. No change may be lost by a move.
+/// Nodes are moved while a writer splits, joins, stores, marks and erases entries. No change of the writer may be lost
+/// by a move.
 #[test]
 fn no_change_is_lost_while_nodes_move() {
     run_threads(
         |fixture| {
-            three_leaves(fixture);
+            store_three_leaves(fixture);
             fixture.store(4, 2, 4);
         },
         [
             |fixture| {
                 for index in [3, 70, 3] {
-                    fixture.load_always(index);
+                    fixture.load_permanent_entry(index);
                 }
             },
             Fixture::move_random_nodes,
@@ -517,8 +522,8 @@ fn nodes_move_while_arrays_are_dropped() {
     );
 }
 
-/// Two arrays exchange nodes while a third thread moves nodes. The third thread may have looked up an array to which
-/// the node no longer belongs; the node must then not be moved.
+/// Two arrays exchange nodes while a third thread moves nodes. That thread may have found an array to which a node no
+/// longer belongs. The node must then not be moved.
 #[test]
 fn nodes_move_while_arrays_exchange_them() {
     fn fill_and_empty(fixture: &Fixture) {
@@ -536,8 +541,8 @@ fn nodes_move_while_arrays_exchange_them() {
     run_threads(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_random_nodes())]);
 }
 
-/// The node of an entry is moved, then the entry is erased and its frame released. If a reader pins the frame and then
-/// `is_still` returns true, the frame must not have been released.
+/// The node of an entry is moved. Then the entry is erased and its frame released. If a reader pins the frame and
+/// `is_still` then returns true, the frame must not have been released.
 #[test]
 fn is_still_fails_after_a_node_move_and_an_erase() {
     run_readers_and_writer(

@@ -40,31 +40,31 @@ impl IndexSlot {
         Self(AtomicU64::new(0))
     }
 
-    /// Loads the word for a reader, with `Acquire`, so that the contents of a node that the word points at are visible.
+    /// Loads the word with `Acquire`, for a reader: the contents of a node that the word points at are then visible.
     #[inline]
     pub fn load_acquire(&self) -> IndexWord {
         IndexWord(self.0.load(Acquire))
     }
 
-    /// Loads the word for the thread that holds the lock.
+    /// Loads the word with `Relaxed`, for the thread that holds the lock.
     #[inline]
     pub fn load_relaxed(&self) -> IndexWord {
         IndexWord(self.0.load(Relaxed))
     }
 
-    /// Stores a word, with `Release`.
+    /// Stores a word with `Release`, so that readers that load it see what it refers to.
     #[inline]
     pub fn publish(&self, word: IndexWord) {
         self.0.store(word.0, Release);
     }
 }
 
-/// A stale word was read: the reader must restart at the root.
+/// Error of a lookup that read a stale word. The reader must restart at the root.
 #[derive(Debug)]
 pub(super) struct StaleWord;
 
-/// Returns the word at which the lookup of `slot` ends, and the slot of that word. The word is VALUE or NODE or, if
-/// there is no entry, EMPTY or GONE.
+/// Looks up slot `slot` of a node with this shift. Returns the word at which the lookup ends, and the slot of that
+/// word. The word is VALUE or NODE or, if there is no entry, EMPTY or GONE.
 #[inline]
 pub(super) fn resolve<const N: usize>(
     slots: &[IndexSlot; N],
@@ -72,13 +72,12 @@ pub(super) fn resolve<const N: usize>(
     shift: u32,
 ) -> Result<(usize, IndexWord), StaleWord> {
     let word = slots[slot % N].load_acquire();
-    if word.decides_lookup() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
+    if word.decides_lookup() { Ok((slot, word)) } else { follow_siblings(slots, slot, word, shift) }
 }
 
-/// Continues a lookup of `slot` at the word `name` that was read there: follows SIBLING words to the entry's first
-/// slot.
+/// Continues the lookup of `slot`, in which the word `name` was read: follows SIBLING words to the entry's first slot.
 #[inline]
-fn follow<const N: usize>(
+fn follow_siblings<const N: usize>(
     slots: &[IndexSlot; N],
     slot: usize,
     name: IndexWord,
@@ -94,7 +93,7 @@ fn follow<const N: usize>(
     if word.covers(at, slot, shift) { Ok((at, word)) } else { Err(StaleWord) }
 }
 
-/// Inserts an entry into empty slots.
+/// Inserts an entry into `count` empty slots, beginning with slot `first`.
 pub(super) fn insert_entry<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize, word: IndexWord) {
     if count > 1 {
         slots[first].publish(word.gone());
@@ -103,7 +102,7 @@ pub(super) fn insert_entry<const N: usize>(slots: &[IndexSlot; N], first: usize,
     slots[first].publish(word);
 }
 
-/// Removes an entry.
+/// Removes the entry in `count` slots, beginning with slot `first`.
 pub(super) fn remove_entry<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize) {
     if count > 1 {
         slots[first].publish(slots[first].load_relaxed().gone());
@@ -112,7 +111,8 @@ pub(super) fn remove_entry<const N: usize>(slots: &[IndexSlot; N], first: usize,
     slots[first].publish(IndexWord::EMPTY);
 }
 
-/// Stores an entry over all words in these slots. Passes each old word to `replaced` after the word is overwritten.
+/// Stores an entry over all words in `count` slots, beginning with slot `first`. Passes each old word to `replaced`
+/// after the word is overwritten.
 pub(super) fn overwrite_entries<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
@@ -127,8 +127,8 @@ pub(super) fn overwrite_entries<const N: usize>(
     }
 }
 
-/// Replaces an entry of `count` slots by entries of `each` slots. `word_at` is called with the first slot of each new
-/// entry and returns the word of that entry.
+/// Replaces an entry of `count` slots by entries of `each` slots. Calls `word_at` with the first slot of each new entry
+/// to get the word of that entry.
 pub(super) fn split_entry<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
@@ -153,28 +153,29 @@ mod loom_tests {
     use loom::thread;
     use std::sync::atomic::Ordering::AcqRel;
 
-    const COUNT: usize = 4;
-    const ORDER: u32 = 2;
+    const SLOT_COUNT: usize = 4;
+    const ENTRY_ORDER: u32 = 2;
     /// Value of the entry that the tests look up.
-    const OLD: u64 = 7;
-    /// Bit of `frame` that says that the frame was released; the lower bits count its pins.
+    const OLD_VALUE: u64 = 7;
+    /// Bit of `frame` that is set once the frame was released. The lower bits hold the number of pins.
     const RELEASED: usize = 1 << 8;
 
-    /// The slots of a node, and the frame to which the value [`OLD`] refers.
+    /// The slots of a node, and the simulated page frame to which the value [`OLD_VALUE`] refers.
     struct Fixture {
-        slots: [IndexSlot; COUNT],
+        slots: [IndexSlot; SLOT_COUNT],
         frame: AtomicUsize,
     }
 
     impl Fixture {
-        /// Creates slots with one entry of this order, which begins at slot 0.
+        /// Creates the slots with one entry of this order, which begins at slot 0 and has the value [`OLD_VALUE`].
         fn with_entry(order: u32) -> Arc<Self> {
             let fixture = Self { slots: std::array::from_fn(|_| IndexSlot::new()), frame: AtomicUsize::new(0) };
-            insert_entry(&fixture.slots, 0, 1 << order, IndexWord::value(OLD, order));
+            insert_entry(&fixture.slots, 0, 1 << order, IndexWord::value(OLD_VALUE, order));
             Arc::new(fixture)
         }
 
-        /// Looks up a slot, with as many restarts as necessary.
+        /// Looks up a slot, and restarts as often as necessary. Returns the slot at which the lookup ended, and its
+        /// word.
         fn value(&self, slot: usize) -> Option<(usize, IndexWord)> {
             loop {
                 match resolve(&self.slots, slot, 0) {
@@ -184,9 +185,12 @@ mod loom_tests {
             }
         }
 
-        /// Looks up the entry, pins its frame, and returns whether the entry is still in its slot after that.
+        /// Looks up the entry that covers a slot, pins the entry's frame, and returns whether the entry is still in its
+        /// slot.
         fn try_pin(&self, slot: usize) -> bool {
-            let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD) else { return false };
+            let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD_VALUE) else {
+                return false;
+            };
             self.frame.fetch_add(1, AcqRel);
             let is_still = self.slots[at].load_acquire() == word;
             if !is_still {
@@ -195,17 +199,18 @@ mod loom_tests {
             is_still
         }
 
-        /// Releases the frame after its entry was removed, unless the frame is pinned.
+        /// Releases the frame after its entry was removed, unless the frame is pinned. Returns whether the frame was
+        /// released.
         fn release(&self) -> bool {
             self.frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok()
         }
     }
 
-    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. At most one of the
-    /// release and the pin may succeed.
-    fn pin_during(slot: usize, write: fn(&Fixture)) {
+    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. The release and the pin
+    /// must not both succeed.
+    fn check_pin_during(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
-            let fixture = Fixture::with_entry(ORDER);
+            let fixture = Fixture::with_entry(ENTRY_ORDER);
             let reader = fixture.clone();
             let reader = thread::spawn(move || reader.try_pin(slot));
             write(&fixture);
@@ -217,18 +222,22 @@ mod loom_tests {
 
     #[test]
     fn a_removed_entry_cannot_be_pinned() {
-        pin_during(0, |fixture| remove_entry(&fixture.slots, 0, COUNT));
-        pin_during(3, |fixture| remove_entry(&fixture.slots, 0, COUNT));
+        check_pin_during(0, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
+        check_pin_during(3, |fixture| remove_entry(&fixture.slots, 0, SLOT_COUNT));
     }
 
     #[test]
     fn a_split_entry_cannot_be_pinned() {
-        pin_during(1, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
-        pin_during(3, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        check_pin_during(1, |fixture| {
+            split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1))
+        });
+        check_pin_during(3, |fixture| {
+            split_entry(&fixture.slots, 0, SLOT_COUNT, 2, |slot| IndexWord::value(slot as u64, 1))
+        });
     }
 
-    /// An entry is split, and one of the parts is removed. A reader of the other part must find that part or the old
-    /// entry.
+    /// An entry is split, and one of the parts is removed. A reader that looks up the other part must find that part or
+    /// the old entry.
     #[test]
     fn a_reader_finds_an_entry_during_a_split() {
         loom::model(|| {
@@ -239,22 +248,26 @@ mod loom_tests {
                 remove_entry(&writer.slots, 0, 1);
             });
             let (_, word) = fixture.value(1).expect("it is always there");
-            assert!([OLD, 1].contains(&word.to_value()));
+            assert!([OLD_VALUE, 1].contains(&word.to_value()));
             writer.join().unwrap();
         });
     }
 
-    /// Two entries are joined to one. A reader must find either the old entry or the new one.
+    /// Two entries are joined into one. A reader must find either an old entry or the new one.
     #[test]
     fn a_reader_finds_an_entry_during_a_join() {
         loom::model(|| {
             let fixture = Fixture::with_entry(1);
-            insert_entry(&fixture.slots, 2, 2, IndexWord::value(OLD, 1));
+            insert_entry(&fixture.slots, 2, 2, IndexWord::value(OLD_VALUE, 1));
             let writer = fixture.clone();
-            let writer =
-                thread::spawn(move || overwrite_entries(&writer.slots, 0, COUNT, IndexWord::value(9, ORDER), |_| ()));
+            let writer = thread::spawn(move || {
+                overwrite_entries(&writer.slots, 0, SLOT_COUNT, IndexWord::value(9, ENTRY_ORDER), |_| ())
+            });
             let (at, word) = fixture.value(3).expect("it is always there");
-            assert!(word == IndexWord::value(OLD, 1) && at == 2 || word == IndexWord::value(9, ORDER) && at == 0);
+            assert!(
+                word == IndexWord::value(OLD_VALUE, 1) && at == 2
+                    || word == IndexWord::value(9, ENTRY_ORDER) && at == 0
+            );
             writer.join().unwrap();
         });
     }
@@ -272,7 +285,7 @@ mod loom_tests {
                 let writer = fixture.clone();
                 let writer = thread::spawn(move || match is_there {
                     true => remove_entry(&writer.slots, 0, 2),
-                    false => insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD, 1)),
+                    false => insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD_VALUE, 1)),
                 });
                 let (one, other) = if is_there { (1, 0) } else { (0, 1) };
                 if fixture.value(one).is_some() != is_there {
@@ -283,8 +296,8 @@ mod loom_tests {
         }
     }
 
-    /// An entry of two slots is inserted and removed, and a smaller one is stored in its first slot. A reader of the
-    /// second slot must find the entry with its contents, or nothing.
+    /// An entry of two slots is inserted and removed, and then a smaller entry is stored in its first slot. A reader of
+    /// the second slot must find the first entry with its contents, or no entry.
     #[test]
     fn a_reader_finds_a_whole_entry_or_none() {
         loom::model(|| {
@@ -293,12 +306,12 @@ mod loom_tests {
             let writer = fixture.clone();
             let writer = thread::spawn(move || {
                 writer.frame.store(5, Relaxed);
-                insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD, 1));
+                insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD_VALUE, 1));
                 remove_entry(&writer.slots, 0, 2);
                 insert_entry(&writer.slots, 0, 1, IndexWord::value(9, 0));
             });
             if let Some((_, word)) = fixture.value(1) {
-                assert_eq!((word, fixture.frame.load(Relaxed)), (IndexWord::value(OLD, 1), 5));
+                assert_eq!((word, fixture.frame.load(Relaxed)), (IndexWord::value(OLD_VALUE, 1), 5));
             }
             writer.join().unwrap();
         });

@@ -1,5 +1,5 @@
-//! Operations of the writer that split an entry into smaller ones or join entries into one. Readers always find the old
-//! entries or the new ones.
+//! Operations of the writer that split an entry into smaller ones, or join entries into one. Readers always find the
+//! old entries or the new ones.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -28,7 +28,7 @@ impl<N: Nodes> Writer<'_, N> {
         let place = self.find_slots(index)?;
         let old = place.found;
         assert!(into_order < old.order, "the parts of an entry are smaller");
-        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
         let shift = self.node(place.node).shift();
         let first_of_slot = |slot: usize| old.first + (((slot - place.slot) as u64) << shift);
         let slots = &self.node(place.node).slots;
@@ -51,8 +51,8 @@ impl<N: Nodes> Writer<'_, N> {
         Some(old)
     }
 
-    /// Copies the marks of the entry to the first slots of the new entries. Readers ignore these marks before the
-    /// split.
+    /// Copies the marks of the entry at `place` to the first slots of the new entries. Readers ignore these marks
+    /// before the split.
     fn copy_marks_to_parts(&self, place: &SlotRange, count: usize, each: usize) {
         let node = self.node(place.node);
         let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
@@ -60,7 +60,8 @@ impl<N: Nodes> Writer<'_, N> {
         (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
     }
 
-    /// Creates a node with new entries, for one slot of the entry at `place`.
+    /// Creates a node with the new entries that replace one slot of the entry at `place`. Returns the word that points
+    /// at the node.
     fn node_of_parts(
         &self,
         place: &SlotRange,
@@ -72,7 +73,7 @@ impl<N: Nodes> Writer<'_, N> {
     ) -> IndexWord {
         let above = self.node(place.node);
         let shift = word::shift_of(order);
-        let number = self.take(place.node, slot, shift, stock);
+        let number = self.take_node(place.node, slot, shift, stock);
         let node = self.node(number);
         let each = 1 << (order - shift);
         let begins = (0..SLOTS).step_by(each);

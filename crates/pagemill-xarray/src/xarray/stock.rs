@@ -1,4 +1,4 @@
-//! Nodes that are allocated before the lock is acquired, so that operations under the lock cannot fail.
+//! Nodes that are allocated before the array's lock is acquired, so that operations under the lock cannot fail.
 
 use super::XArray;
 use super::nodes::Nodes;
@@ -12,7 +12,7 @@ use pagemill_core::error::Result;
 /// Example: [`XArray`](super::XArray).
 pub struct NodeStock<N: Nodes> {
     nodes: &'static N,
-    /// First node of the linked list of the nodes; 0 if the list is empty.
+    /// Number of the first node in the linked list of the stock's nodes; 0 if the list is empty.
     head: u32,
     count: u32,
 }
@@ -22,7 +22,7 @@ impl<N: Nodes> NodeStock<N> {
         Self { nodes, head: 0, count: 0 }
     }
 
-    /// Number of nodes in the stock.
+    /// Returns the number of nodes in the stock.
     pub fn count(&self) -> u32 {
         self.count
     }
@@ -39,7 +39,7 @@ impl<N: Nodes> NodeStock<N> {
         Ok(())
     }
 
-    /// Removes a node. Panics if the stock is empty.
+    /// Removes a node from the stock and returns its number. Panics if the stock is empty.
     pub(super) fn take(&mut self) -> u32 {
         assert!(self.count > 0, "a stock has as many nodes as the change needs");
         let number = self.head;
@@ -48,8 +48,8 @@ impl<N: Nodes> NodeStock<N> {
         number
     }
 
-    /// Returns whether the nodes of the stock come from `nodes`.
-    pub(super) fn is_of(&self, nodes: &'static N) -> bool {
+    /// Returns whether the nodes of the stock were allocated from `nodes`.
+    pub(super) fn comes_from(&self, nodes: &'static N) -> bool {
         std::ptr::eq(self.nodes, nodes)
     }
 }
@@ -79,11 +79,11 @@ impl<N: Nodes> XArray<N> {
         Ok(stock)
     }
 
-    /// Acquires the lock, and returns nodes for storing consecutive entries of order `order` over `first..=last`.
-    /// Usually the tree has all nodes already, so that none are allocated.
+    /// Acquires the array's lock, and allocates the nodes for storing consecutive entries of order `order` over
+    /// `first..=last`. Usually the tree has all nodes already, so that no node is allocated.
     ///
-    /// Cost: a descent of the tree. If the node is missing, or the range needs several nodes, also the cost of
-    /// [`XArray::prepare`] and a second lock. Errors: as [`XArray::prepare`].
+    /// Cost: a descent of the tree. If a node is missing, or the range needs several nodes, also the cost of
+    /// [`XArray::prepare`] and a second acquisition of the lock. Errors: as [`XArray::prepare`].
     pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, NodeStock<N>)> {
         let mut stock = NodeStock::new(self.nodes);
         let writer = self.lock();
@@ -95,7 +95,7 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Allocates the nodes that `stock` lacks, so that `stock` has as many as [`XArray::prepare`] returns. Errors: as
+    /// Allocates the nodes that `stock` lacks, so that it has as many nodes as [`XArray::prepare`] returns. Errors: as
     /// [`XArray::prepare`].
     pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
@@ -104,7 +104,8 @@ impl<N: Nodes> XArray<N> {
         stock.allocate_up_to(nodes_to_store(first, last, order))
     }
 
-    /// Allocates nodes for splitting one entry of `order` into entries of `into_order`. Errors: as [`XArray::prepare`].
+    /// Allocates nodes for splitting one entry of order `order` into entries of order `into_order`. Errors: as
+    /// [`XArray::prepare`].
     pub fn prepare_split(&self, order: u32, into_order: u32) -> Result<NodeStock<N>> {
         assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
         let mut stock = NodeStock::new(self.nodes);
@@ -113,28 +114,28 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Number of nodes with this shift that cover the range.
-fn nodes_over(first: u64, last: u64, shift: u32) -> u32 {
+/// Returns how many nodes with this shift cover the indices from `first` to `last`.
+fn nodes_covering(first: u64, last: u64, shift: u32) -> u32 {
     let nodes = (last >> (shift + SLOT_BITS)) - (first >> (shift + SLOT_BITS)) + 1;
     u32::try_from(nodes).unwrap_or(u32::MAX)
 }
 
-/// Returns the maximum number of nodes that storing entries of order `order` over the range needs in any tree. Either
-/// the tree has full height, and the stores need a path through it. Or the tree grows, and existing entries also need a
-/// path up to the new root.
+/// Returns the maximum number of new nodes that storing entries of order `order` over the range needs, whatever the
+/// tree. Either the tree has full height, and the stores need a path through it. Or the tree grows, and existing
+/// entries also need a path up to the new root.
 fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
     let path =
-        |top: u32| levels(lowest, top).fold(0u32, |sum, shift| sum.saturating_add(nodes_over(first, last, shift)));
-    let top = top_shift_for(last, lowest);
+        |top: u32| levels(lowest, top).fold(0u32, |sum, shift| sum.saturating_add(nodes_covering(first, last, shift)));
+    let top = root_shift_for(last, lowest);
     let is_apart = |shift: &u32| *shift < lowest || first >> (shift + SLOT_BITS) != 0;
     let chain = levels(0, top).filter(|shift| *shift < top).filter(is_apart).count() as u32;
     path(MAX_SHIFT - SLOT_BITS).max(path(top).saturating_add(chain))
 }
 
-/// Returns the shift of the lowest root that covers index `last` in a tree that has nodes of shift `lowest`.
-pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
+/// Returns the shift of the root node in the lowest tree that covers index `last` and has nodes of shift `lowest`.
+pub(super) fn root_shift_for(last: u64, lowest: u32) -> u32 {
     let mut shift = lowest;
     while last >> (shift + SLOT_BITS) != 0 {
         shift += SLOT_BITS;
@@ -142,7 +143,7 @@ pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
     shift
 }
 
-/// Returns the number of nodes that splitting one entry needs.
+/// Returns how many new nodes are needed to split one entry of order `order` into entries of order `into_order`.
 fn nodes_to_split(order: u32, into_order: u32) -> u32 {
     let (from, to) = (word::shift_of(order), word::shift_of(into_order));
     // Each slot gets one node. Entries are in the two lowest levels only, so no level lies between.
@@ -153,10 +154,10 @@ fn nodes_to_split(order: u32, into_order: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// The computed numbers must be the known ones for one page, the tallest tree, a range over many leaves, and
-    /// splits.
+    /// The computed numbers of nodes must be the known ones, for one page, for the tallest tree, for a range over many
+    /// leaves, and for splits.
     #[test]
-    fn a_stock_has_enough_and_not_much_more() {
+    fn prepare_allocates_enough_nodes() {
         assert_eq!(nodes_to_store(0, 0, 0), 6);
         assert_eq!(nodes_to_store(MAX_INDEX, MAX_INDEX, 0), 13);
         assert_eq!(nodes_to_store(0, (1 << 18) - 1, 0), (1 << 12) + (1 << 6) + 1 + 3);

@@ -2,13 +2,13 @@
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
-use super::stock::{NodeStock, top_shift_for};
+use super::stock::{NodeStock, root_shift_for};
 use super::word::{self, IndexWord, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS};
 use super::{Found, XArray, slots};
 use pagemill_core::sync::Relaxed;
 use std::cell::Cell;
 
-/// The exclusive writer of an array. Dropping it releases the array's lock.
+/// The exclusive writer of an array. Dropping the writer releases the array's lock.
 ///
 /// Methods panic if the caller passes an index that is not aligned to its order, stores over a part of a larger entry,
 /// or has preallocated too few nodes.
@@ -16,7 +16,7 @@ use std::cell::Cell;
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
-    /// Whether a node was retired. If so, the drop lets the nodes' owner collect retired nodes.
+    /// Whether this writer retired a node. If so, dropping the writer lets the nodes' owner collect retired nodes.
     has_retired: Cell<bool>,
 }
 
@@ -27,17 +27,18 @@ impl<'a, N: Nodes> Writer<'a, N> {
     }
 }
 
-/// The slots of an entry in one node.
+/// The position of an entry in the tree: its slots in one node.
 pub(super) struct SlotRange {
-    /// Number of the node; 0 for the root word.
+    /// Number of the node that has the slots; 0 for the root word.
     pub node: u32,
-    /// Number of the entry's first slot in that node.
+    /// Index of the entry's first slot in that node.
     pub slot: usize,
     pub found: Found,
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Acquires the lock. Waits while there is another writer. Operations under the lock must be short.
+    /// Acquires the array's lock for a writer. Waits while there is another writer. Operations under the lock must be
+    /// short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
         Writer::new(self)
@@ -65,7 +66,7 @@ impl<N: Nodes> Writer<'_, N> {
     /// word inserts the new one. Cost: a descent of the tree, and the removal of replaced entries.
     pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = entry_word(index, order, value);
-        if word::last_of(index, order) == 0 && !self.array.root.load_relaxed().is_node() {
+        if word::last_index_of(index, order) == 0 && !self.array.root.load_relaxed().is_node() {
             self.array.root.publish(word);
             return self.set_root_marks(0);
         }
@@ -101,7 +102,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
-    /// Returns the slots of the entry that covers the index.
+    /// Returns the slots of the entry that covers the index; `None` if no entry covers the index.
     pub(super) fn find_slots(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {
@@ -118,11 +119,12 @@ impl<N: Nodes> Writer<'_, N> {
             }
         }
         let found =
-            || Found { value: word.to_value(), first: word::first_of(index, word.order()), order: word.order() };
+            || Found { value: word.to_value(), first: word::first_index_of(index, word.order()), order: word.order() };
         word.is_value().then(|| SlotRange { node: number, slot, found: found() })
     }
 
-    /// Whether storing entries of that order over the range needs no new node, because one node has all their slots.
+    /// Returns whether entries of this order can be stored over the range without a new node, because one node has all
+    /// their slots.
     pub(super) fn has_all_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
         let (lowest, mut word) = (word::shift_of(order), self.array.root.load_relaxed());
         if last == 0 && !word.is_node() {
@@ -139,12 +141,12 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_node() && word.shift() == lowest
     }
 
-    /// Returns the node and the slot for an entry of that order at `index`. Creates the missing nodes on the path to
+    /// Returns the node and the slot for an entry of this order at `index`. Creates the missing nodes on the path to
     /// that slot.
     pub(super) fn slot_for_entry(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
-        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
-        let mut word = self.grow(word::last_of(index, order), lowest, stock);
+        let mut word = self.grow(word::last_index_of(index, order), lowest, stock);
         loop {
             let slot = word::slot_of(index, word.shift());
             if word.shift() == lowest {
@@ -160,7 +162,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Grows the tree until it covers `last` and has nodes of shift `lowest`. Returns the root word.
+    /// Adds root nodes until the tree covers index `last` and has nodes of shift `lowest`. Returns the root word.
     fn grow(&mut self, last: u64, lowest: u32, stock: &mut NodeStock<N>) -> IndexWord {
         let root = &self.array.root;
         loop {
@@ -170,10 +172,10 @@ impl<N: Nodes> Writer<'_, N> {
             }
             let shift = match word.is_node() {
                 true => word.shift() + SLOT_BITS,
-                false if word.is_empty() => top_shift_for(last, lowest),
+                false if word.is_empty() => root_shift_for(last, lowest),
                 false => 0,
             };
-            let number = self.take(0, 0, shift, stock);
+            let number = self.take_node(0, 0, shift, stock);
             let node = self.node(number);
             if !word.is_empty() {
                 self.prepare_root_move(word, number);
@@ -197,8 +199,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Removes a node from the stock and sets its position in the tree.
-    pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
+    /// Removes a node from the stock and records its position in the tree. Returns the node's number.
+    pub(super) fn take_node(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
         let number = stock.take();
         self.node(number).set_position(parent, slot, shift);
         self.node(number).set_array(self.array.id());
@@ -206,16 +208,18 @@ impl<N: Nodes> Writer<'_, N> {
         number
     }
 
-    /// Links an empty node of the stock into an empty slot.
+    /// Takes an empty node from the stock and links it into an empty slot of node `parent`. Returns the word that
+    /// points at the new node.
     fn link_new_node(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> IndexWord {
-        let word = IndexWord::node(self.take(parent, slot, shift, stock), shift);
+        let word = IndexWord::node(self.take_node(parent, slot, shift, stock), shift);
         let above = self.node(parent);
         above.slots[slot].publish(word);
         above.set_used_slots(above.used_slots() + 1);
         word
     }
 
-    /// Stores an entry into its slots and retires the nodes that it replaces.
+    /// Stores an entry into the slots of node `number`, beginning with slot `first`. Retires the nodes that the entry
+    /// replaces.
     pub(super) fn write_entry(&self, number: u32, first: usize, word: IndexWord) {
         let node = self.node(number);
         let count = word.slots(node.shift());
@@ -236,14 +240,14 @@ impl<N: Nodes> Writer<'_, N> {
         });
     }
 
-    /// Retires an unlinked node and all nodes below it.
+    /// Retires an unlinked node with this number, and all nodes below it.
     fn retire_tree(&self, number: u32) {
         let below = self.node(number).slots.each_ref().map(slots::IndexSlot::load_relaxed);
         self.retire_node(number);
         below.into_iter().filter(|word| word.is_node()).for_each(|word| self.retire_tree(word.number()));
     }
 
-    /// Retires an unlinked node, but not the nodes below it.
+    /// Retires an unlinked node with this number, but not the nodes below it.
     pub(super) fn retire_node(&self, number: u32) {
         self.node(number).mark_dead();
         self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
@@ -252,10 +256,10 @@ impl<N: Nodes> Writer<'_, N> {
     }
 }
 
-/// Returns the word of an entry at `index`. Panics if an argument is out of range.
+/// Returns the word of an entry of this order and value at `index`. Panics if an argument is out of range.
 pub(super) fn entry_word(index: u64, order: u32, value: u64) -> IndexWord {
     assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
-    assert!(word::first_of(index, order) == index, "an entry is aligned to its order");
+    assert!(word::first_index_of(index, order) == index, "an entry is aligned to its order");
     assert!(index <= MAX_INDEX, "an index is at most MAX_INDEX");
     assert!(value <= MAX_VALUE, "a value is at most MAX_VALUE");
     IndexWord::value(value, order)

@@ -1,4 +1,4 @@
-//! Nodes for tests, in memory that is never unmapped.
+//! Nodes for tests, in memory that is never returned.
 #![allow(unsafe_code)] // a source of nodes
 
 use super::forest::{Forest, Forests, Source};
@@ -11,10 +11,10 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Number of nodes that suffices for most tests.
+/// Maximum number of nodes in a forest for most tests.
 const DEFAULT_LIMIT: usize = 1 << 20;
 
-/// A reserved range of addresses for nodes.
+/// A reserved range of addresses for nodes, which is the source of a forest.
 struct NodeRange {
     base: usize,
     limit: usize,
@@ -22,10 +22,10 @@ struct NodeRange {
 }
 
 #[derive(Default)]
-/// The nodes of the range that have no user.
+/// The nodes of the range that are not in use.
 struct FreeNodes {
     freed: Vec<usize>,
-    /// Number of nodes that were ever allocated.
+    /// Number of nodes that were allocated at least once: the first nodes of the range.
     allocated: usize,
 }
 
@@ -59,7 +59,7 @@ unsafe impl Source for NodeRange {
     }
 }
 
-/// Creates a forest with memory for `limit` nodes.
+/// Creates a forest that can have `limit` nodes.
 pub(super) fn forest_of(limit: usize) -> &'static Forest {
     // The bytes before the first node are inaccessible.
     let bytes = limit * size_of::<Node>();
@@ -70,12 +70,12 @@ pub(super) fn forest_of(limit: usize) -> &'static Forest {
     place(Forest::new(range).unwrap()).unwrap()
 }
 
-/// Creates a forest with memory for most tests.
+/// Creates a forest that can have enough nodes for most tests.
 pub(super) fn forest() -> &'static Forest {
     forest_of(DEFAULT_LIMIT)
 }
 
-/// The forest of a test process without slabs.
+/// The only forest of a test process that has no slab caches.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Default)]

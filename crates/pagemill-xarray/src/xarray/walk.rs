@@ -24,7 +24,7 @@ impl<'g> Hit<'g> {
     #[inline]
     fn new(slot: &'g IndexSlot, word: IndexWord, index: u64) -> Self {
         let order = word.order();
-        Self { found: Found { value: word.to_value(), first: word::first_of(index, order), order }, slot, word }
+        Self { found: Found { value: word.to_value(), first: word::first_index_of(index, order), order }, slot, word }
     }
 
     #[inline]
@@ -37,28 +37,28 @@ impl<'g> Hit<'g> {
         self.found.value
     }
 
-    /// First index of the entry.
+    /// Returns the first index that the entry covers.
     #[inline]
     pub fn first(&self) -> u64 {
         self.found.first
     }
 
-    /// Whether the slot still contains the same value of the same order. The module documentation has the contract of
-    /// this method.
+    /// Returns whether the slot in which the entry was found still contains the same value of the same order. The
+    /// module documentation has the contract of this method.
     #[inline]
     pub fn is_still(&self) -> bool {
         self.slot.load_acquire() == self.word
     }
 }
 
-/// Maximum number of levels of a tree: an index has 40 bits, and each level uses 6.
+/// Maximum number of levels in a tree: an index has 40 bits, and each level uses 6 of them.
 const MAX_LEVELS: usize = 7;
 
-/// Result of a lookup of one index.
+/// Result of the lookup of one index.
 enum LookupResult<'g> {
     /// The entry that covers the index.
     Entry(Hit<'g>),
-    /// There is no entry from the index up to `last`.
+    /// No entry covers the indices from the looked-up index to `last`.
     Nothing { last: u64 },
 }
 
@@ -107,10 +107,10 @@ impl<N: Nodes> XArray<N> {
             break;
         }
         let order = word.order();
-        word.is_value().then(|| Found { value: word.to_value(), first: word::first_of(index, order), order })
+        word.is_value().then(|| Found { value: word.to_value(), first: word::first_index_of(index, order), order })
     }
 
-    /// As [`XArray::find`], but fails if a stale word was read.
+    /// As [`XArray::find`], but fails if the lookup reads a stale word.
     #[inline]
     fn try_find(&self, index: u64) -> Result<Option<Hit<'_>>, StaleWord> {
         let mut slot = &self.root;
@@ -131,12 +131,12 @@ impl<N: Nodes> XArray<N> {
         self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
-    /// As [`XArray::next`], but only for entries with the mark.
+    /// As [`XArray::next`], but returns only an entry that has the mark.
     pub fn next_marked(&self, from: u64, to: u64, mark: Mark, _guard: &Guard) -> Option<Found> {
         self.search(from, to, |at| self.try_find_marked_or_gap(at, mark as usize))
     }
 
-    /// Returns the first index from `from` to `to` that no entry covers.
+    /// Returns the first index from `from` to `to` that no entry covers; `None` if entries cover all of them.
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
@@ -148,7 +148,7 @@ impl<N: Nodes> XArray<N> {
         None
     }
 
-    /// Whether an entry covers the index and has the mark.
+    /// Returns whether an entry covers the index and has the mark.
     pub fn get_mark(&self, index: u64, mark: Mark, guard: &Guard) -> bool {
         self.next_marked(index, index, mark, guard).is_some()
     }
@@ -158,7 +158,7 @@ impl<N: Nodes> XArray<N> {
         self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
-    /// Looks up indices from `from` to `to` until a lookup returns an entry. Skips the gaps that lookups return.
+    /// Calls `lookup` for indices from `from` to `to` until it returns an entry. After a gap, continues behind the gap.
     fn search<'g>(
         &self,
         from: u64,
@@ -175,7 +175,7 @@ impl<N: Nodes> XArray<N> {
         None
     }
 
-    /// Repeats a lookup until it reads no stale word.
+    /// Repeats a lookup until it reads no stale word. Returns its result.
     fn retry_while_stale<'g>(&self, lookup: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
         loop {
             if let Ok(seen) = lookup() {
@@ -184,8 +184,8 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around it. The gap is
-    /// followed to the end of the node at most, and not beyond the slot of `to`.
+    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around it, as far as this
+    /// lookup can tell: at most to the end of the node, and not beyond the slot of `to`.
     fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
         let mut word = slot.load_acquire();
@@ -202,7 +202,9 @@ impl<N: Nodes> XArray<N> {
                     .iter()
                     .take_while(|slot| slot.load_acquire().is_empty())
                     .count();
-                return Ok(LookupResult::Nothing { last: word::last_of(index, shift) + ((more as u64) << shift) });
+                return Ok(LookupResult::Nothing {
+                    last: word::last_index_of(index, shift) + ((more as u64) << shift),
+                });
             }
             (slot, word) = (&slots[at], below);
         }
@@ -243,12 +245,12 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Returns the last index before the next marked slot after slot `wanted`, or the last index of the node. Slot `wanted`
-/// contains `index`.
+/// Returns the last index before the next slot that has the mark, searching after slot `wanted`; or the last index of
+/// the node. Slot `wanted` contains `index`.
 fn last_unmarked(index: u64, marks: u64, wanted: usize, shift: u32) -> u64 {
     let behind = marks.checked_shr(wanted as u32 + 1).unwrap_or(0);
     match behind {
-        0 => word::last_of(index, shift + SLOT_BITS),
-        _ => word::last_of(index, shift) + (u64::from(behind.trailing_zeros()) << shift),
+        0 => word::last_index_of(index, shift + SLOT_BITS),
+        _ => word::last_index_of(index, shift) + (u64::from(behind.trailing_zeros()) << shift),
     }
 }

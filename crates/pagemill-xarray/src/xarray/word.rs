@@ -1,4 +1,4 @@
-//! The words in slots: their format.
+//! The format of the words in slots.
 //!
 //! ```text
 //!   63                      32 31        16 15      8 7      0
@@ -15,73 +15,74 @@
 
 /// Number of bits of an index that one level of the tree uses.
 pub(super) const SLOT_BITS: u32 = 6;
-/// Number of slots of a node.
+/// Number of slots in a node.
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
-/// The largest index of an [`XArray`](super::XArray).
+/// The largest index that an [`XArray`](super::XArray) can map.
 pub const MAX_INDEX: u64 = (1 << 40) - 1;
-/// The largest value of an entry.
+/// The largest value that an entry can have.
 pub const MAX_VALUE: u64 = (1 << 48) - 1;
-/// The largest order of an entry. An entry of order n covers `1 << n` indices.
+/// The largest order that an entry can have. An entry of order n covers `1 << n` indices.
 pub const MAX_ORDER: u32 = 11;
-/// Shift of the highest node of the tallest tree.
+/// Shift of the root node in the tallest tree.
 pub(super) const MAX_SHIFT: u32 = 36;
 
-/// Tags of words, in the lowest byte. The module documentation describes them.
-const VALUE: u64 = 1;
-const NODE: u64 = 2;
-const GONE: u64 = 3;
-/// A lookup never ends at a word with this tag or a higher one.
-const SIBLING: u64 = 4;
-const DEAD: u64 = 5;
+/// Tags: the lowest byte of a word tells its kind. The module documentation describes the kinds.
+const VALUE_TAG: u64 = 1;
+const NODE_TAG: u64 = 2;
+const GONE_TAG: u64 = 3;
+/// The lowest tag at which no lookup ends.
+const SIBLING_TAG: u64 = 4;
+const DEAD_TAG: u64 = 5;
 
-/// Mask of the tag.
-const TAG: u64 = 0xFF;
-/// Position of the field for order, shift or slot number.
+/// Mask of the tag in a word.
+const TAG_MASK: u64 = 0xFF;
+/// Position in a word of the field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
-/// Mask of that field after a shift to bit 0.
-const FIELD: u64 = 0xFF;
-/// Shift of the value in a VALUE word.
+/// Mask of the field for order, shift or slot number, after a shift of the word to bit 0.
+const FIELD_MASK: u64 = 0xFF;
+/// Position of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;
-/// Shift of the node number in a NODE word.
-const NUMBER_SHIFT: u32 = 32;
+/// Position of the node number in a NODE word.
+const NODE_NUMBER_SHIFT: u32 = 32;
 
-/// A word in a slot, or the root word.
+/// A word in a slot, or the root word of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IndexWord(pub u64);
 
 impl IndexWord {
     pub const EMPTY: Self = Self(0);
-    pub const DEAD: Self = Self(DEAD);
+    pub const DEAD: Self = Self(DEAD_TAG);
 
     #[inline]
     pub fn value(value: u64, order: u32) -> Self {
-        Self(value << VALUE_SHIFT | u64::from(order) << FIELD_SHIFT | VALUE)
+        Self(value << VALUE_SHIFT | u64::from(order) << FIELD_SHIFT | VALUE_TAG)
     }
 
     #[inline]
     pub fn node(number: u32, shift: u32) -> Self {
-        Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE)
+        Self(u64::from(number) << NODE_NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE_TAG)
     }
 
     #[inline]
     pub fn sibling(first: usize) -> Self {
-        Self((first as u64) << FIELD_SHIFT | SIBLING)
+        Self((first as u64) << FIELD_SHIFT | SIBLING_TAG)
     }
 
-    /// Returns the GONE word of this entry: for its first slot, while its later slots are set but the entry is absent.
+    /// Returns the GONE word for the entry of this VALUE word. It is in the entry's first slot while the entry's later
+    /// slots are written or cleared, so that readers find no entry.
     pub fn gone(self) -> Self {
-        Self(self.0 & FIELD << FIELD_SHIFT | GONE)
+        Self(self.0 & FIELD_MASK << FIELD_SHIFT | GONE_TAG)
     }
 
     #[inline]
     fn tag(self) -> u64 {
-        self.0 & TAG
+        self.0 & TAG_MASK
     }
 
     #[inline]
     fn field(self) -> u32 {
-        (self.0 >> FIELD_SHIFT & FIELD) as u32
+        (self.0 >> FIELD_SHIFT & FIELD_MASK) as u32
     }
 
     #[inline]
@@ -91,74 +92,74 @@ impl IndexWord {
 
     #[inline]
     pub fn is_value(self) -> bool {
-        self.tag() == VALUE
+        self.tag() == VALUE_TAG
     }
 
     #[inline]
     pub fn is_node(self) -> bool {
-        self.tag() == NODE
+        self.tag() == NODE_TAG
     }
 
     #[inline]
     pub fn is_sibling(self) -> bool {
-        self.tag() == SIBLING
+        self.tag() == SIBLING_TAG
     }
 
-    /// Whether the lookup of the word's slot ends at this word. False for SIBLING and DEAD.
+    /// Returns whether the lookup of the word's slot ends at this word. False for SIBLING and DEAD.
     #[inline]
     pub fn decides_lookup(self) -> bool {
-        self.tag() < SIBLING
+        self.tag() < SIBLING_TAG
     }
 
-    /// The value of a VALUE word.
+    /// Returns the value in a VALUE word.
     #[inline]
     pub fn to_value(self) -> u64 {
         self.0 >> VALUE_SHIFT
     }
 
-    /// The order of a VALUE or GONE word.
+    /// Returns the order in a VALUE or GONE word.
     #[inline]
     pub fn order(self) -> u32 {
         self.field()
     }
 
-    /// The node number of a NODE word.
+    /// Returns the node number in a NODE word.
     #[inline]
     pub fn number(self) -> u32 {
-        (self.0 >> NUMBER_SHIFT) as u32
+        (self.0 >> NODE_NUMBER_SHIFT) as u32
     }
 
-    /// The shift of a NODE word: each slot of the node covers `1 << shift` indices.
+    /// Returns the shift in a NODE word: each slot of the node covers `1 << shift` indices.
     #[inline]
     pub fn shift(self) -> u32 {
         self.field()
     }
 
-    /// The slot number in a SIBLING word: the first slot of the entry.
+    /// Returns the slot number in a SIBLING word: the first slot of the entry.
     #[inline]
     pub fn first_slot(self) -> usize {
         self.field() as usize
     }
 
-    /// Whether a tree with this root word covers the index.
+    /// Returns whether a tree with this root word covers the index.
     #[inline]
     pub fn reaches(self, index: u64) -> bool {
         if self.is_node() { index >> self.shift() < SLOTS as u64 } else { index == 0 }
     }
 
-    /// Number of slots that the entry of this VALUE word occupies in a node with this shift.
+    /// Returns the number of slots that the entry of this VALUE word occupies in a node with this shift.
     pub fn slots(self, shift: u32) -> usize {
         1 << (self.order() - shift)
     }
 
-    /// Whether this word, read from slot `first`, is VALUE or GONE, and its entry includes slot `slot`.
+    /// Returns whether this word, read from slot `first`, is VALUE or GONE, and its entry includes slot `slot`.
     #[inline]
     pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
-        matches!(self.tag(), VALUE | GONE) && (slot - first) >> (self.order() - shift) == 0
+        matches!(self.tag(), VALUE_TAG | GONE_TAG) && (slot - first) >> (self.order() - shift) == 0
     }
 }
 
-/// Returns the slot of `index` in a node with this shift.
+/// Returns the slot that covers `index` in a node with this shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS
@@ -171,13 +172,13 @@ pub(super) fn shift_of(order: u32) -> u32 {
 
 /// Returns the first index of an entry of this order that covers `index`.
 #[inline]
-pub(super) fn first_of(index: u64, order: u32) -> u64 {
+pub(super) fn first_index_of(index: u64, order: u32) -> u64 {
     index >> order << order
 }
 
 /// Returns the last index of the aligned range of `1 << bits` indices that contains `index`.
 #[inline]
-pub(super) fn last_of(index: u64, bits: u32) -> u64 {
+pub(super) fn last_index_of(index: u64, bits: u32) -> u64 {
     index | ((1 << bits) - 1)
 }
 
@@ -185,7 +186,7 @@ pub(super) fn last_of(index: u64, bits: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// Builds words with the smallest and largest fields. Each word must return these fields and be of exactly one
+    /// Builds words with the smallest and largest fields. Each word must return its fields and must be of exactly one
     /// kind.
     #[test]
     fn words_return_their_fields() {
@@ -222,7 +223,8 @@ mod tests {
         assert!(IndexWord::EMPTY.decides_lookup() && IndexWord::EMPTY.is_empty() && !IndexWord::EMPTY.is_value());
     }
 
-    /// `covers` must be true for the slots of an entry, and false for the slot behind them and for other words.
+    /// `covers` must be true for the slots of an entry, and false for the slot after them and for words that are no
+    /// entry.
     #[test]
     fn an_entry_covers_its_slots() {
         let word = IndexWord::value(5, 9);
@@ -240,6 +242,6 @@ mod tests {
         assert!(IndexWord::node(1, 0).reaches(63) && !IndexWord::node(1, 0).reaches(64));
         assert!(IndexWord::node(1, MAX_SHIFT).reaches(MAX_INDEX) && !IndexWord::node(1, MAX_SHIFT).reaches(u64::MAX));
         assert_eq!((slot_of(MAX_INDEX, 0), slot_of(64, SLOT_BITS), slot_of(64, 0)), (SLOTS - 1, 1, 0));
-        assert_eq!((first_of(1023, 9), last_of(512, 9)), (512, 1023));
+        assert_eq!((first_index_of(1023, 9), last_index_of(512, 9)), (512, 1023));
     }
 }

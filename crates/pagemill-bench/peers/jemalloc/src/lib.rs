@@ -10,7 +10,7 @@ use tikv_jemalloc_sys as allocator;
 #[path = "../../family.rs"]
 mod family;
 
-/// Calls jemalloc's control function. The experiment `giveback` requests a purge with it.
+/// Calls jemalloc's control function `mallctl`, by which the experiment `giveback` makes jemalloc return free memory.
 ///
 /// # Safety
 ///

@@ -9,14 +9,15 @@ use libmimalloc_sys as mimalloc;
 #[path = "../../family.rs"]
 mod family;
 
-/// The functions of mimalloc under the names that the family uses.
+/// The functions of mimalloc under the names that the module `family` uses.
 mod allocator {
     use core::ffi::c_void;
     pub use libmimalloc_sys::mi_usable_size as malloc_usable_size;
     pub use libmimalloc_sys::{mi_calloc as calloc, mi_free as free, mi_malloc as malloc};
     pub use libmimalloc_sys::{mi_posix_memalign as posix_memalign, mi_realloc as realloc};
 
-    /// Allocates `size` bytes. Unlike mimalloc's own function, takes the alignment first.
+    /// Allocates `size` bytes at a multiple of `alignment`. Unlike mimalloc's own function, takes the alignment as the
+    /// first argument.
     ///
     /// # Safety
     ///
@@ -28,8 +29,8 @@ mod allocator {
     }
 }
 
-/// Calls `mi_collect`. The experiment `giveback` requests a purge with it. The exported name differs, because the crate
-/// already defines `mi_collect`.
+/// Calls `mi_collect`, by which the experiment `giveback` makes mimalloc return free memory. The exported name differs,
+/// because the crate already defines `mi_collect`.
 ///
 /// # Safety
 ///

@@ -16,19 +16,20 @@ use crate::stats::Better;
 use crate::workload::iozone::Operation;
 use original::PublishedResults;
 
-/// Numbers of workers in the table of 2013.
+/// Numbers of workers (threads or processes) for which results were published in 2013.
 const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
-/// Numbers of workers in a quick run.
+/// Numbers of workers (threads or processes) in a quick run.
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
 /// Total size of all files in bytes (quick, full).
-const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
+const TOTAL_BYTES: (u64, u64) = (256 << 20, 2 << 30);
 /// Minimum measured time of one operation with one number of workers (quick, full).
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Pause in which Pagemill can move closed files into huge pages (quick, full). All file systems get the same pause.
+/// Pause in milliseconds, in which Pagemill can move closed files into huge pages (quick, full). All file systems get
+/// the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
-/// How the workers access the records.
+/// How the workers access the records of their files: through a mapping, or by system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Mode {
     Mapped,
@@ -75,7 +76,7 @@ fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// A number of workers in one mode. Each sample runs all seven operations.
+/// A number of workers, and how they access records. Each sample of a case runs all seven operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     mode: Mode,
@@ -93,7 +94,7 @@ impl Case {
     }
 }
 
-/// Runs the experiment and returns the report.
+/// Measures reads and writes of files by many concurrent workers. Returns the report.
 ///
 /// # Errors
 ///
@@ -107,7 +108,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("iozone", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     let cases = cases(options);
-    let total = options.total.unwrap_or(common.quick_or_full(TOTAL.0, TOTAL.1));
+    let total = options.total.unwrap_or(common.quick_or_full(TOTAL_BYTES.0, TOTAL_BYTES.1));
     child::touch_beforehand((total >> 20) * 5 / 4 + 64)?;
     let plan = FileExperiment {
         cases: &cases,
@@ -155,7 +156,8 @@ fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     ["__iozone".to_owned()].into_iter().chain(child::numeric_options(&numbers)).chain(flags).collect()
 }
 
-/// Adds one table per mode for the operation, with one line for each number of workers, as in 2013.
+/// Adds the results of one operation to the report, as one table for each mode. A table has one line for each number of
+/// workers, like the tables published in 2013.
 fn add_rows(
     report: &mut Report,
     samples: &SampleTable<Case>,
@@ -211,8 +213,8 @@ mod tests {
         Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
     }
 
-    /// By default, there must be cases for the fifteen numbers of workers in both modes. Options must reduce the cases,
-    /// and contradictory options must be refused.
+    /// Without options, there must be a case for each of the fifteen numbers of workers in each of the two modes.
+    /// Options must reduce the cases. Contradictory options and invalid values must be refused.
     #[test]
     fn cases_follow_the_options() {
         let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();

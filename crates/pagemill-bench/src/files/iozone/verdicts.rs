@@ -7,8 +7,8 @@ use crate::report::{Bound, Report, Verdict, VerdictState};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
 
-/// One cell: one operation with one number of workers. Has one ratio for each round in which two file systems were
-/// measured: the speed on the first, divided by the speed on the one with which it is compared.
+/// The comparison of two file systems in one operation with one number of workers. For each round in which both were
+/// measured, `ratios` has the speed on the first file system divided by the speed on the second.
 struct Cell {
     name: String,
     ratios: Vec<f64>,
@@ -26,8 +26,8 @@ impl Cell {
     }
 }
 
-/// Adds the verdicts. Also adds a note for each cell in which tmpfs with huge pages everywhere is slower than tmpfs
-/// without huge pages.
+/// Adds the verdicts to the report. Also adds a note for each operation and number of workers for which tmpfs with huge
+/// pages everywhere is slower than tmpfs without huge pages.
 pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
     for (mode, against, bound) in [(Mode::Mapped, ALWAYS, 0.95), (Mode::ReadWrite, WITHIN_SIZE, 0.97)] {
         if cases.iter().any(|case| case.mode == mode) {
@@ -52,7 +52,7 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
     }
 }
 
-/// Adds the verdicts on files in a page cache of the workload's process.
+/// Adds the verdicts on files in a page cache of the workload's process to the report.
 pub fn add_cache_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
     for (against, bound) in [(NEVER, 1.3), (ALWAYS, 1.0)] {
         let target = format!("in a cache, all cells, against {}", against.name);
@@ -64,7 +64,8 @@ pub fn add_cache_verdicts(report: &mut Report, samples: &SampleTable<Case>, case
     report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(2.0)));
 }
 
-/// Returns the cells of one mode, with the speed on `subject` relative to the speed on `against`.
+/// Returns the cells (operations with a number of workers) of one mode, with the speed on `subject` relative to the
+/// speed on `against`.
 fn collect_cells(
     samples: &SampleTable<Case>,
     cases: &[Case],
@@ -88,7 +89,8 @@ fn collect_cells(
     cells
 }
 
-/// Combines many cells into one verdict. The verdict has the estimate and the name of the worst cell.
+/// Combines the verdicts on many cells (operations with a number of workers) into one. The result has the estimate of
+/// the worst cell, and a note that names this cell.
 fn judge_all_cells(cells: &[Cell], target: String, bound: Bound, baseline: &'static str) -> Verdict {
     let mut verdicts: Vec<Verdict> = cells.iter().map(|cell| cell.verdict(bound)).collect();
     // A cell that falls short is worse than an undecided cell, even if the undecided cell has a lower median.
@@ -140,8 +142,8 @@ mod tests {
         judge_all_cells(cells, "all".to_owned(), Bound::AtLeast(0.95), "tmpfs-always")
     }
 
-    /// A cell whose whole interval lies below the bound must make the target fall short, and the note must name it. An
-    /// undecided cell with a lower median must not be named instead.
+    /// If the whole confidence interval of one cell lies below the bound, the target must be missed, and the note must
+    /// name this cell as the worst. The note must not name an undecided cell with a lower median instead.
     #[test]
     fn worst_cell_decides_the_verdict() {
         let (good, doubtful) = (cell("good", &[1.0; 3]), cell("doubtful", &[0.5, 0.5, 1.5]));
@@ -155,7 +157,7 @@ mod tests {
         assert_eq!(judge_cells(&[]).state(), VerdictState::NotMeasured);
     }
 
-    /// A cell with a lost sample must make the target fall short, however good its other samples are.
+    /// If a sample of one cell was lost, the target must be missed, however good the other samples of the cell are.
     #[test]
     fn lost_round_misses_the_target() {
         let lost = Cell { has_lost_round: true, ..cell("lost", &[2.0; 3]) };

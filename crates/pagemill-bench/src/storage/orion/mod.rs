@@ -21,24 +21,25 @@ const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
-/// Size of a huge folio.
-const FOLIO: u64 = pagemill_core::units::BLOCK_BYTES as u64;
-/// Transfer sizes: the two sizes of 2013, and the size of a huge folio.
-const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
+/// Size of a huge folio in bytes.
+const FOLIO_BYTES: u64 = pagemill_core::units::BLOCK_BYTES as u64;
+/// Transfer sizes: the two sizes of the original experiment of 2013, and the size of a huge folio.
+const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO_BYTES];
 
 /// Numbers of transfers in flight (quick, full).
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
-/// Duration of a sample (quick, full).
-const RUN_MS: (u64, u64) = (150, 500);
+/// Duration in milliseconds of a sample (quick, full).
+const SAMPLE_MS: (u64, u64) = (150, 500);
 /// Milliseconds of a sample with `--targets`. Such a sample is longer, because it uses only some milliseconds of CPU
 /// time.
-const TARGET_RUN_MS: u64 = 1000;
+const TARGET_SAMPLE_MS: u64 = 1000;
 /// Number of transfers in flight with `--targets`.
 const TARGET_DEPTH: u64 = 64;
-/// Minimum size of the file (quick, full).
+/// Minimum size of the file in MiB (quick, full).
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// Size of the file divided by the size of the cache. The cache is larger if twice the bytes in flight need more.
-const FILE_TO_CACHE_SIZE: u64 = 4;
+/// Size of the file divided by the size of the cache. A cache of this size is enlarged if it is smaller than twice the
+/// bytes in flight.
+const FILE_TO_CACHE_RATIO: u64 = 4;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -60,7 +61,8 @@ pub struct Options {
     pub depths: Vec<u64>,
 }
 
-/// One kind of transfer. Writes are ordered last, because they destroy the pattern with which reads are checked.
+/// One kind of transfer: direction, size, order of offsets, and number in flight. Writes are ordered last, because they
+/// destroy the pattern with which reads are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     is_write: bool,
@@ -99,13 +101,13 @@ impl Options {
     }
 
     fn run_ms(&self) -> u64 {
-        let usual = if self.targets { TARGET_RUN_MS } else { RUN_MS.1 };
-        self.common.quick_or_full(RUN_MS.0, usual)
+        let usual = if self.targets { TARGET_SAMPLE_MS } else { SAMPLE_MS.1 };
+        self.common.quick_or_full(SAMPLE_MS.0, usual)
     }
 
-    /// Returns the file size in MiB: at least four times the bytes in flight.
+    /// Returns the size of the file in MiB: the minimum size, or four times the bytes in flight if that is larger.
     fn file_mib(&self) -> u64 {
-        let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
+        let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO_BYTES);
         self.common.quick_or_full(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
     }
 }
@@ -133,7 +135,7 @@ fn largest_depth(cases: &[Case]) -> u64 {
     cases.iter().map(|case| case.depth).max().unwrap_or(0)
 }
 
-/// Runs the experiment and returns the report.
+/// Measures large transfers between a file and memory. Returns the report.
 ///
 /// # Errors
 ///
@@ -144,7 +146,7 @@ pub fn run(options: &Options) -> Result<Report> {
     common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     let mut report = Report::new("orion", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
+    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.open_or_make(options.file_mib())?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
@@ -166,7 +168,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
     let (common, largest_depth) = (&options.common, largest_depth(cases));
-    child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_SIZE + 512)?;
+    child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_RATIO + 512)?;
     let subjects_of = |case: &Case| {
         let is_needed = |subject: &&Subject| {
             subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
@@ -211,12 +213,12 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
         Work::Cache => {
             let words = ["__miss"].into_iter().chain((!is_random).then_some("--sequential")).collect();
             let cache_bytes =
-                (target.len_bytes / FILE_TO_CACHE_SIZE).max((2 * depth * io_bytes).min(target.len_bytes / 2));
+                (target.len_bytes / FILE_TO_CACHE_RATIO).max((2 * depth * io_bytes).min(target.len_bytes / 2));
             (words, vec![("--cache-mib", cache_bytes >> 20), ("--depth", depth)])
         }
     };
     let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
-    sample(subject.name, target, child::words(&words, &numbers), Duration::from_secs(120))
+    sample(subject.name, target, child::command_words(&words, &numbers), Duration::from_secs(120))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {

@@ -36,7 +36,7 @@ pub fn add_rows(report: &mut Report) {
 mod tests {
     use super::*;
 
-    /// The table must have two transfer sizes on four kernels.
+    /// The published table must have results of two transfer sizes on four kernels.
     #[test]
     fn table_is_complete() {
         let mut report = Report::new("orion", false);

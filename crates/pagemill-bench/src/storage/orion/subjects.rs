@@ -28,14 +28,14 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// Returns whether the subject runs this case. The cache chooses the depth of its writeback itself. So its writes
-    /// run only once, in the case with the largest depth.
+    /// Returns whether the subject runs this case. The cache chooses the queue depth of its writeback itself, so it
+    /// runs writes only in the case with the largest depth.
     pub fn runs_case(&self, case: Case, largest_depth: u64) -> bool {
         !matches!(self.work, Work::Cache) || !case.is_write || case.depth == largest_depth
     }
 
-    /// Returns whether the target of a case needs this subject. True for the cache, all variants of fio, and each ring
-    /// that is a baseline.
+    /// Returns whether the target of a case compares this subject: the cache, a variant of fio, or a ring that is a
+    /// baseline.
     pub fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,

@@ -6,19 +6,20 @@ use crate::experiment::SampleTable;
 use crate::report::{Bound, Report, Series};
 use crate::storage::{CPU, MIB, best_subject, judge_against_best, judge_ratio};
 
+/// Adds a verdict for each kind of transfer at its largest queue depth to the report.
 pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
     let largest_depth = largest_depth(cases);
     for case in cases.iter().filter(|case| case.depth == largest_depth) {
-        against_fio(report, samples, *case);
+        judge_against_fio(report, samples, *case);
         if case.io_bytes == MIB_1 && !case.is_write {
-            against_small_pages(report, samples, *case);
+            judge_against_small_pages(report, samples, *case);
         }
     }
 }
 
 /// Compares the cache's rate with the best rate of fio, and the cache's CPU time with that of fio with registered
 /// buffers in huge pages.
-fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
+fn judge_against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
     report.add_verdict(judge_against_best(
@@ -32,9 +33,9 @@ fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), samples.get(&case, CACHE, CPU), base));
 }
 
-/// Compares the cache with a ring whose buffers have small pages. In 2013, a transfer of 1 MiB into small pages needed
-/// 256 pages, and one into huge pages a single page.
-fn against_small_pages(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
+/// Compares rate and CPU time of the cache with those of a ring whose buffers are in small pages. In 2013, a transfer
+/// of 1 MiB into small pages needed 256 pages, and one into huge pages a single page.
+fn judge_against_small_pages(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let get = |subject, metric| samples.get(&case, subject, metric);
     // Twice the rate of small pages may be more than the device can do. Then the bound is fio's best rate.
@@ -65,8 +66,8 @@ fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// The baseline must be twice the rate of small pages, or the limit if that is less. A missing round must stay
-    /// missing.
+    /// In each round, [`twice_up_to_limit`] must return twice the rate of small pages, or the limit if the limit is
+    /// smaller. A round without a rate must stay without one.
     #[test]
     fn target_rate_is_limited_by_the_device() {
         let series = |rounds: &[Option<f64>]| Series { rounds: rounds.to_vec(), ..Series::default() };

@@ -4,7 +4,7 @@
 //! Every subject stores the same records ([`crate::pattern`]). Before the measurement, every byte of the records is
 //! compared. The timed loop checks only the stamp of each record, and counts wrong stamps without a branch.
 
-mod own;
+mod page_cache;
 mod peers;
 mod plain;
 
@@ -15,36 +15,36 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
-use super::steps::in_threads;
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult};
 use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
+pub use page_cache::{SmallFilesArguments, cache, cache_of, failed, measure_files, write_all};
 
-/// The subjects, named after the place where the pages are stored.
+/// The caches and building blocks that are measured, named after the place where the pages are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.
     Huge,
     /// The page cache with folios of one page.
     Dense,
-    /// Plain memory in huge pages.
+    /// Pages in plain memory that is backed by huge pages.
     Memcpy,
-    /// Plain memory in huge pages, with a state word for each page.
+    /// Pages in plain memory that is backed by huge pages, with a state word for each page.
     Frames,
-    /// A file, mapped into memory.
+    /// Pages of a file that is mapped into memory.
     Mmap,
-    /// A file, read by system calls.
+    /// Pages of a file that is read by system calls.
     Pread,
     Foyer,
     QuickCache,
 }
 
-/// Arguments of one run with one subject.
+/// Arguments of one measurement of one subject: a cache, or a building block of a cache.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Hit {
+pub struct HitArguments {
     #[arg(long)]
     pub subject: Subject,
     #[arg(long)]
@@ -53,37 +53,39 @@ pub struct Hit {
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
-    /// The folder of the file, for subjects that use one.
+    /// The folder of the file, for subjects that use a file.
     #[command(flatten)]
     pub place: Option<FilePlace>,
 }
 
 type Record = [u8; RECORD_BYTES];
 
-/// A subject with all its pages filled.
+/// A cache, or a building block of a cache, with all its pages filled.
 trait PageStore: Sync {
-    /// Copies a page out; returns whether it was resident.
+    /// Copies the page with index `page` to `to`; returns whether the page was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
 
-    /// Pins a page, reads its first word, and unpins it.
+    /// Pins the page with index `page`, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
 
-    /// Whether the subject supports [`PageStore::pin`].
+    /// Whether pages can be pinned by [`PageStore::pin`].
     const CAN_PIN: bool;
 
-    /// Returns names and values of further metrics, in bytes per page.
+    /// Returns the names and values of further metrics of this store, in bytes per page.
     fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
 }
 
-/// Fills a subject, checks its contents, and measures it.
-pub fn run(arguments: &Hit) -> WorkloadResult {
+/// Fills a cache or a building block of a cache with pages, checks its contents, and measures it.
+pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
-        Subject::Huge => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Huge)),
-        Subject::Dense => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Dense)),
+        Subject::Huge => measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Huge)),
+        Subject::Dense => {
+            measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Dense))
+        }
         Subject::Memcpy => measure(arguments, pages, || plain::Memory::new(pages)),
         Subject::Frames => measure(arguments, pages, || plain::Frames::new(pages)),
         Subject::Mmap => measure(arguments, pages, || plain::Mapped::new(pages, place()?)),
@@ -93,7 +95,11 @@ pub fn run(arguments: &Hit) -> WorkloadResult {
     }
 }
 
-fn measure<D: PageStore>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result<D, Failure>) -> WorkloadResult {
+fn measure<D: PageStore>(
+    arguments: &HitArguments,
+    pages: usize,
+    make: impl FnOnce() -> Result<D, Failure>,
+) -> WorkloadResult {
     let before = resident_bytes()?;
     let store = make()?;
     let grown = resident_bytes()?.saturating_sub(before);
@@ -104,9 +110,9 @@ fn measure<D: PageStore>(arguments: &Hit, pages: usize, make: impl FnOnce() -> R
     let share = proc::own_huge_bytes().unwrap_or(0) as f64 / data_bytes;
     line.insert("huge_share".to_owned(), share.min(1.0).into());
     line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
-    line.insert("copy_ns".to_owned(), time_by_threads(arguments, pages, &store, copy_random_pages)?.into());
+    line.insert("copy_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, copy_random_pages)?.into());
     if D::CAN_PIN {
-        line.insert("pin_ns".to_owned(), time_by_threads(arguments, pages, &store, pin_random_pages)?.into());
+        line.insert("pin_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, pin_random_pages)?.into());
     }
     Ok(line.into())
 }
@@ -137,7 +143,7 @@ fn for_all_records(
     Ok(())
 }
 
-/// Checks every byte of every page.
+/// Checks every byte of every page that the store returns.
 fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     let mut record = [0; RECORD_BYTES];
     for page in 0..pages {
@@ -152,7 +158,8 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// An operation that is repeated on random pages. Returns the number of wrong results.
+/// A function that repeats an operation on random pages and returns the number of wrong results. Its arguments are the
+/// store, the number of pages, the random generator, a buffer, and the number of repetitions.
 type BatchOperation<D> = fn(&D, usize, &mut Rng, &mut Record, usize) -> u64;
 
 #[inline]
@@ -191,9 +198,10 @@ fn pin_random_pages<D: PageStore>(
     wrong
 }
 
-/// Returns the nanoseconds per operation in one thread. All threads use the same pages, each in an order of its own.
-fn time_by_threads<D: PageStore>(
-    arguments: &Hit,
+/// Returns the mean time that a thread needs for one operation, in nanoseconds. All threads use the same pages, each in
+/// its own random order.
+fn mean_ns_in_threads<D: PageStore>(
+    arguments: &HitArguments,
     pages: usize,
     store: &D,
     operation: BatchOperation<D>,
@@ -208,21 +216,21 @@ fn time_by_threads<D: PageStore>(
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
         start.wait();
         // A tenth of the time is warm-up, in which CPUs leave their idle states and caches fill.
-        time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH))?;
-        time_repeated(run, || operation(store, pages, &mut random, to, BATCH))
+        time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH_OPERATIONS))?;
+        time_repeated(run, || operation(store, pages, &mut random, to, BATCH_OPERATIONS))
     };
-    let each = in_threads(arguments.threads, work)?;
+    let each = run_in_threads(arguments.threads, work)?;
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Number of operations between two reads of the clock.
-const BATCH: usize = 128;
+/// Number of page copies, or pins, between two reads of the clock.
+const BATCH_OPERATIONS: usize = 128;
 
 fn time_repeated(run: Duration, mut operation: impl FnMut() -> u64) -> Result<f64, Failure> {
     let (begun, mut done, mut wrong) = (Instant::now(), 0, 0);
     while begun.elapsed() < run || done == 0 {
         wrong += operation();
-        done += BATCH;
+        done += BATCH_OPERATIONS;
     }
     let took = begun.elapsed();
     match wrong {

@@ -10,12 +10,13 @@ use super::{PageStore, Record, first_word};
 use crate::pattern::{RECORD_BYTES, Records};
 use crate::workload::Failure;
 
-/// Number of shards. The documentation of both caches says that operations on different shards run in parallel.
+/// Number of shards of each cache. The documentation of foyer and of quick_cache says that operations on different
+/// shards run in parallel.
 const SHARDS: usize = 64;
-/// Capacity divided by the number of entries. It is more than 1 because the shards do not fill evenly.
+/// Capacity of a cache divided by the number of its entries. It is more than 1 because the shards do not fill evenly.
 const CAPACITY_FACTOR: usize = 2;
 
-/// Inserts the record of each page under the page number.
+/// Calls `insert` with the number and the record of each page.
 fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     let mut records = Records::filled(RECORD_BYTES);
     for page in 0..pages as u64 {
@@ -23,7 +24,7 @@ fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// foyer with FIFO eviction, its only policy that does nothing at a hit. A hit takes a shared lock.
+/// The cache foyer with FIFO eviction, its only eviction policy that does nothing at a hit. A hit takes a shared lock.
 pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
 
 impl Foyer {
@@ -54,7 +55,7 @@ impl PageStore for Foyer {
     }
 }
 
-/// quick_cache with default settings. A hit takes a shared lock and increments the value's reference count.
+/// The cache quick_cache with default settings. A hit takes a shared lock and increments the value's reference count.
 pub struct Quick(QuickCache<u64, Arc<[u8]>>);
 
 impl Quick {

@@ -12,7 +12,7 @@ use crate::native::{Pages, SharedCounters};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::Failure;
 
-/// The pages in plain memory, in huge pages of the processor.
+/// Plain memory for the pages, backed by huge pages of the processor.
 pub struct Memory {
     pages: Pages,
     len_bytes: usize,
@@ -50,7 +50,7 @@ impl PageStore for Memory {
     }
 }
 
-/// Plain memory with a state word for each page, which every cache needs. There is no index and no lock.
+/// Plain memory with a state word for each page. Every page cache needs such words; there is no index and no lock.
 pub struct Frames {
     words: SharedCounters,
     memory: Memory,
@@ -93,7 +93,7 @@ fn make_file(pages: usize, place: &FilePlace) -> Result<File, Failure> {
     Ok(file)
 }
 
-/// A file that is read through a mapping.
+/// A file of the kernel that is read through a memory mapping.
 pub struct Mapped(SharedMapping);
 
 impl Mapped {
@@ -118,7 +118,7 @@ impl PageStore for Mapped {
     }
 }
 
-/// A file that is read by system calls.
+/// A file of the kernel that is read by system calls.
 pub struct OnFile(File);
 
 impl OnFile {

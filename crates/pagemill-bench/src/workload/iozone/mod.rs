@@ -24,7 +24,7 @@ use crate::files::FilePlace;
 use crate::pattern::RECORD_BYTES;
 use worker::{CachedFiles, run_job};
 
-/// An operation of IOzone, which all workers run on their files.
+/// An operation of the benchmark IOzone, which all workers run on their files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Operation {
     InitialWrite,
@@ -65,10 +65,10 @@ impl Operation {
     }
 }
 
-/// Arguments of a run of all operations by a number of workers.
+/// Arguments of a run in which a number of workers make all operations.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Iozone {
-    /// The folder of files on a file system; none for files in a cache.
+pub struct IozoneArguments {
+    /// The folder of the files on a file system; none for files in a page cache.
     #[command(flatten)]
     pub place: Option<FilePlace>,
     /// Use files in a page cache of this process
@@ -84,7 +84,7 @@ pub struct Iozone {
     pub total_bytes: u64,
     #[arg(long)]
     pub cell_ms: u64,
-    /// Milliseconds between writing and reading mapped files.
+    /// Milliseconds between the last write of mapped files and their first read.
     #[arg(long)]
     pub pause_ms: u64,
 }
@@ -96,7 +96,7 @@ pub struct WorkerArguments {
     job: String,
 }
 
-/// One operation of one worker on its file.
+/// One operation that one worker makes on the records of its file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Job {
     path: PathBuf,
@@ -104,8 +104,8 @@ struct Job {
     records: usize,
     operation: Operation,
     is_mapped: bool,
-    /// Generation of the records: the one to write, or the one that reads must find. Each writing operation has a new
-    /// generation.
+    /// Generation number of the records, which a write stamps on them and a read must find in them. Each writing
+    /// operation has a new generation.
     generation: u64,
 }
 
@@ -121,8 +121,8 @@ fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Runs all cells. The JSON line has the MiB/s of each.
-pub fn run(arguments: &Iozone) -> WorkloadResult {
+/// Runs all operations. The resulting JSON has the MiB/s of each operation.
+pub fn run(arguments: &IozoneArguments) -> WorkloadResult {
     let location = FileLocation::new(arguments)?;
     location.check()?;
     // The first pass is not measured. The first touch of memory that the host of a virtual machine has not backed yet
@@ -148,9 +148,9 @@ pub fn run(arguments: &Iozone) -> WorkloadResult {
     Ok(line.into())
 }
 
-/// Repeats one operation until its passes have taken the time for a cell. Returns the MiB/s.
+/// Repeats one operation on all files until the repetitions have taken `cell_ms`. Returns the MiB/s of the operation.
 fn measure_cell(
-    arguments: &Iozone,
+    arguments: &IozoneArguments,
     location: &FileLocation,
     operation: Operation,
     generation: &mut u64,
@@ -171,7 +171,7 @@ fn measure_cell(
 }
 
 /// Returns the number of records in each file, which is equal for all workers.
-fn records_per_file(arguments: &Iozone) -> usize {
+fn records_per_file(arguments: &IozoneArguments) -> usize {
     (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
 }
 
@@ -182,7 +182,7 @@ enum FileLocation {
 }
 
 impl FileLocation {
-    fn new(arguments: &Iozone) -> Result<Self, Failure> {
+    fn new(arguments: &IozoneArguments) -> Result<Self, Failure> {
         match (&arguments.place, arguments.cached) {
             (_, true) => CachedFiles::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
             (Some(place), false) => Ok(Self::Mount(place.clone())),
@@ -190,7 +190,7 @@ impl FileLocation {
         }
     }
 
-    /// Fails if the folder is no longer on the file system that was measured so far.
+    /// Fails if the folder of the files is no longer on the file system that was measured so far.
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Mount(place) => Ok(place.check()?),
@@ -230,9 +230,10 @@ impl FileLocation {
     }
 }
 
-/// Runs all workers once. Returns the nanoseconds from the first start to the last end.
+/// Lets all workers run an operation once. Returns the nanoseconds from the first worker's start to the last worker's
+/// end.
 fn run_pass(
-    arguments: &Iozone,
+    arguments: &IozoneArguments,
     location: &FileLocation,
     operation: Operation,
     generation: u64,
@@ -267,7 +268,7 @@ fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Ve
     })
 }
 
-/// Runs each worker as a process. All workers wait for the end of a pipe and start when it is closed.
+/// Runs each worker as a process. All workers wait for the end of a pipe, and start when the pipe is closed.
 fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
@@ -316,8 +317,8 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven operations run by system calls, through a mapping, and in a cache. Each must find the records of the
-    /// earlier operations. Reading with the wrong generation must be a wrong answer.
+    /// All seven operations run by system calls, through a mapping, and in a page cache. Each operation must find the
+    /// records that earlier operations wrote. A read that expects a wrong generation number must report a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -65,13 +65,13 @@ impl CachedFiles {
     }
 }
 
-/// How a worker accesses its file.
+/// The way in which a worker accesses its file.
 enum FileAccess {
-    /// By system calls.
+    /// The worker reads and writes by system calls.
     Calls(File),
-    /// Through a mapping.
+    /// The worker reads and writes through a memory mapping.
     Mapped(Mapping),
-    /// In a cache of this process.
+    /// The file is in a page cache of this process.
     Cached(Arc<Cached>),
 }
 
@@ -119,7 +119,7 @@ impl FileAccess {
     }
 }
 
-/// Checks that a whole record was transferred.
+/// Fails if a read or write failed, or did not transfer a whole record.
 #[inline]
 fn check_transferred(doing: &str, result: pagemill_core::Result<usize>) -> Result<(), String> {
     match result {
@@ -129,10 +129,10 @@ fn check_transferred(doing: &str, result: pagemill_core::Result<usize>) -> Resul
     }
 }
 
-/// The state of a worker that is ready to start.
+/// The state of a worker that is ready to run its operation.
 struct Worker {
     file_access: FileAccess,
-    /// The indexes of all records in random order.
+    /// The indexes of all records in random order; empty if the operation is not random.
     shuffled: Vec<u32>,
 }
 
@@ -194,7 +194,7 @@ fn shuffled_indexes(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each number must occur once. Another seed must give another order.
+    /// Each index below the count must occur once. Another seed must give another order.
     #[test]
     fn shuffled_indexes_are_a_permutation() {
         let mut order = shuffled_indexes(1000, 7);

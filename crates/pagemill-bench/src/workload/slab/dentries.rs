@@ -15,31 +15,31 @@ use pagemill_xarray as xarray;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Number of words in a name.
+/// Number of 64-bit words in the name of an entry.
 const NAME_WORDS: usize = 5;
 
-/// State of an entry that is not in the tree. `construct` makes such an entry.
-const FREE: u64 = 0;
-/// State of an entry in the tree.
-const LIVE: u64 = 1;
-/// State of an entry in the tree that defragmentation moves.
-const MOVING: u64 = 2;
+/// State of an entry that is not in the directory tree. `construct` makes such an entry.
+const STATE_FREE: u64 = 0;
+/// State of an entry that is in the directory tree.
+const STATE_LIVE: u64 = 1;
+/// State of an entry in the directory tree while defragmentation moves it.
+const STATE_MOVING: u64 = 2;
 
-/// An entry of 192 bytes, the size of Linux's dentry.
+/// A directory entry of 192 bytes, the size of a dentry in Linux.
 pub struct Dentry {
-    /// One of `FREE`, `LIVE` and `MOVING`.
+    /// One of `STATE_FREE`, `STATE_LIVE` and `STATE_MOVING`.
     state: AtomicU64,
-    /// Index in the owner's table.
+    /// Index of this entry in the owner's table.
     number: AtomicU64,
     is_directory: AtomicU64,
     parent: AtomicPtr<Dentry>,
-    /// First entry of this directory.
+    /// First entry in the list of this directory's entries.
     first: AtomicPtr<Dentry>,
-    /// Last entry of this directory.
+    /// Last entry in the list of this directory's entries.
     last: AtomicPtr<Dentry>,
-    /// Previous entry of the parent directory.
+    /// Previous entry in the list of the parent directory.
     before: AtomicPtr<Dentry>,
-    /// Next entry of the parent directory.
+    /// Next entry in the list of the parent directory.
     next: AtomicPtr<Dentry>,
     name: [AtomicU64; NAME_WORDS],
     attributes: [AtomicU64; 11],
@@ -59,7 +59,7 @@ fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     name
 }
 
-/// A checksum of the entries that a walk visited. It depends on their order.
+/// A checksum of the entries that a walk of the directory tree visited. It depends on their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WalkChecksum {
     pub entries: u64,
@@ -78,24 +78,26 @@ impl WalkChecksum {
     }
 }
 
-/// The owner of the entries. It has a table of entries by number, and the lock for changes to references.
-pub struct Owner {
+/// The owner of the directory entries. It has the address of each entry by number, and the lock that a thread holds
+/// while it changes the references between entries.
+pub struct DentryOwner {
     table: Vec<AtomicPtr<Dentry>>,
     change_lock: Mutex<()>,
 }
 
-impl Owner {
-    fn place(&self, number: u64) -> &AtomicPtr<Dentry> {
+impl DentryOwner {
+    fn table_entry(&self, number: u64) -> &AtomicPtr<Dentry> {
         &self.table[number as usize]
     }
 
-    fn change<T>(&self, change: impl FnOnce() -> T) -> T {
+    fn with_change_lock<T>(&self, change: impl FnOnce() -> T) -> T {
         let _changing = self.change_lock.lock().unwrap_or_else(PoisonError::into_inner);
         change()
     }
 
-    /// Returns the two references to an entry: one in the previous entry of the list, one in the next entry. At the
-    /// ends of the list, the directory has the reference instead. Must be called within `change`.
+    /// Returns the two references to an entry that its neighbours have: one in the previous entry of the list, one in
+    /// the next entry. At the ends of the list, the parent directory has the reference instead. Must be called within
+    /// [`Self::with_change_lock`].
     fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
         let parent = entry_at(&entry.parent);
         let from_before = entry_at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
@@ -104,8 +106,8 @@ impl Owner {
     }
 }
 
-/// Returns the entry that a reference points to. The caller must have a guard or be within `change`, so that the entry
-/// stays valid.
+/// Returns the entry that a reference points to. The caller must have an epoch guard or be within
+/// [`DentryOwner::with_change_lock`], so that the entry stays valid.
 fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
     // SAFETY:
@@ -115,17 +117,18 @@ fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
 }
 
 // SAFETY:
-// 1. A free entry has state FREE, which `isolate` skips; it needs no destructor.
-// 2. `isolate` changes the state of the entries that it keeps to MOVING, and `Tree::remove` frees only LIVE ones.
+// 1. A free entry has state STATE_FREE, which `isolate` skips; it needs no destructor.
+// 2. `isolate` changes the state of the entries that it keeps to STATE_MOVING, and `DentryTree::remove` frees only
+// entries in state STATE_LIVE.
 // 3. All references to an entry are in its neighbours and in the table, and one thread at a time changes them. Walks
 // follow these references under a guard.
-unsafe impl Migrate for Owner {
+unsafe impl Migrate for DentryOwner {
     type Object = Dentry;
     type Isolated = ();
 
     fn construct(&self) -> Dentry {
         Dentry {
-            state: AtomicU64::new(FREE),
+            state: AtomicU64::new(STATE_FREE),
             number: AtomicU64::default(),
             is_directory: AtomicU64::default(),
             parent: AtomicPtr::default(),
@@ -142,7 +145,7 @@ unsafe impl Migrate for Owner {
         objects.retain(|dentry| {
             // SAFETY: objects of the cache are always constructed.
             let dentry = unsafe { dentry.as_ref() };
-            dentry.state.compare_exchange(LIVE, MOVING, AcqRel, Relaxed).is_ok()
+            dentry.state.compare_exchange(STATE_LIVE, STATE_MOVING, AcqRel, Relaxed).is_ok()
         });
     }
 
@@ -155,66 +158,69 @@ unsafe impl Migrate for Owner {
         // SAFETY: this is an object of the cache, which is always constructed.
         let old = unsafe { object.object().as_ref() };
         let Some(place) = to.take() else {
-            old.state.store(LIVE, Release);
+            old.state.store(STATE_LIVE, Release);
             return object.failed();
         };
         // SAFETY: this is an object of the cache, which is always constructed.
         let new = unsafe { place.object().as_ref() };
-        self.change(|| {
-            copy(old, new);
-            new.state.store(LIVE, Release);
+        self.with_change_lock(|| {
+            copy_fields(old, new);
+            new.state.store(STATE_LIVE, Release);
             let new_at = place.object().as_ptr();
             let (from_before, from_behind) = self.referrers(old);
             from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new_at, Release));
             iter::successors(entry_at(&new.first), |child| entry_at(&child.next))
                 .for_each(|child| child.parent.store(new_at, Release));
-            self.place(old.number.load(Relaxed)).store(new_at, Release);
-            old.state.store(FREE, Release);
+            self.table_entry(old.number.load(Relaxed)).store(new_at, Release);
+            old.state.store(STATE_FREE, Release);
         });
         object.moved(place)
     }
 }
 
-fn pointers(Dentry { parent, first, last, before, next, .. }: &Dentry) -> [&AtomicPtr<Dentry>; 5] {
+fn pointer_fields(Dentry { parent, first, last, before, next, .. }: &Dentry) -> [&AtomicPtr<Dentry>; 5] {
     [parent, first, last, before, next]
 }
 
-fn words(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
+fn word_fields(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
     [&dentry.number, &dentry.is_directory].into_iter().chain(&dentry.name).chain(&dentry.attributes)
 }
 
-fn copy(from: &Dentry, to: &Dentry) {
-    pointers(from).into_iter().zip(pointers(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
-    words(from).zip(words(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+fn copy_fields(from: &Dentry, to: &Dentry) {
+    pointer_fields(from)
+        .into_iter()
+        .zip(pointer_fields(to))
+        .for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+    word_fields(from).zip(word_fields(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
 }
 
-/// A tree of directories and files. Number 0 is the root directory.
-pub struct Tree {
-    cache: OwnerSlab<Owner>,
-    /// Numbers that no entry has.
+/// A tree of directories and files. Entry number 0 is the root directory.
+pub struct DentryTree {
+    cache: OwnerSlab<DentryOwner>,
+    /// The entry numbers that are not in use.
     free: Vec<u64>,
 }
 
-impl Tree {
+impl DentryTree {
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
         let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
-        let owner = Owner { table, change_lock: Mutex::new(()) };
+        let owner = DentryOwner { table, change_lock: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
         // With this ratio, every partial slab is defragmented. A lower ratio would leave slabs that are half used as
         // they are, and this workload adds and removes directories by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
-        tree.make(None, 0, true)?;
+        tree.make_entry(None, 0, true)?;
         Ok(tree)
     }
 
     /// Appends an entry to a directory and returns the entry's number. The serial number must be larger than those of
     /// all entries in the directory.
     pub fn add(&mut self, parent: u64, serial: u64, is_directory: bool) -> Result<u64, Failure> {
-        self.make(Some(parent), serial, is_directory)
+        self.make_entry(Some(parent), serial, is_directory)
     }
 
-    fn make(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
+    fn make_entry(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
         let number = self.free.pop().ok_or_else(|| Failure::Other("the table of entries is full".to_owned()))?;
         let owner = self.cache.owner();
         let new = self.cache.allocate().map_err(failed)?;
@@ -224,16 +230,16 @@ impl Tree {
         dentry.is_directory.store(u64::from(is_directory), Relaxed);
         dentry.name.iter().zip(name_of(serial)).for_each(|(word, name)| word.store(name, Relaxed));
         [&dentry.first, &dentry.last, &dentry.next].into_iter().for_each(|none| none.store(ptr::null_mut(), Relaxed));
-        owner.change(|| {
-            let parent = parent.and_then(|parent| entry_at(owner.place(parent)));
+        owner.with_change_lock(|| {
+            let parent = parent.and_then(|parent| entry_at(owner.table_entry(parent)));
             let parent_at = parent.map_or(ptr::null_mut(), |parent| ptr::from_ref(parent).cast_mut());
             dentry.parent.store(parent_at, Relaxed);
             let last = parent.map_or(ptr::null_mut(), |parent| parent.last.load(Relaxed));
             dentry.before.store(last, Relaxed);
             let (from_before, from_behind) = owner.referrers(dentry);
             from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new.as_ptr(), Release));
-            owner.place(number).store(new.as_ptr(), Release);
-            dentry.state.store(LIVE, Release);
+            owner.table_entry(number).store(new.as_ptr(), Release);
+            dentry.state.store(STATE_LIVE, Release);
         });
         Ok(number)
     }
@@ -242,19 +248,19 @@ impl Tree {
         let owner = self.cache.owner();
         let entry = loop {
             let _guard = xarray::pin();
-            let entry = entry_at(owner.place(number));
+            let entry = entry_at(owner.table_entry(number));
             let entry = entry.ok_or_else(|| Failure::WrongAnswer(format!("there is no entry {number}")))?;
-            if entry.state.compare_exchange(LIVE, FREE, AcqRel, Relaxed).is_ok() {
+            if entry.state.compare_exchange(STATE_LIVE, STATE_FREE, AcqRel, Relaxed).is_ok() {
                 break entry;
             }
             hint::spin_loop();
         };
-        owner.change(|| {
+        owner.with_change_lock(|| {
             let (from_before, from_behind) = owner.referrers(entry);
             let (before, next) = (entry.before.load(Relaxed), entry.next.load(Relaxed));
             from_before.into_iter().for_each(|referrer| referrer.store(next, Release));
             from_behind.into_iter().for_each(|referrer| referrer.store(before, Release));
-            owner.place(number).store(ptr::null_mut(), Release);
+            owner.table_entry(number).store(ptr::null_mut(), Release);
         });
         // SAFETY: this thread ended the entry's live state and removed all references to it; `&mut self` excludes
         // walks.
@@ -263,8 +269,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Walks all directories. In each directory, visits the entries in the order of their names, then the
-    /// subdirectories.
+    /// Walks all directories, and returns a checksum of the entries that it visits. In each directory, it visits the
+    /// entries in the order of their names, then the subdirectories.
     pub fn walk(&self) -> Result<WalkChecksum, Failure> {
         let mut sum = WalkChecksum::default();
         self.walk_directory(0, &mut sum)?;
@@ -277,7 +283,7 @@ impl Tree {
             // While the guard lives, the old copies of moved entries keep their contents. So references in them stay
             // valid.
             let _guard = xarray::pin();
-            let directory = entry_at(self.cache.owner().place(number));
+            let directory = entry_at(self.cache.owner().table_entry(number));
             let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;
             let mut last = [0; NAME_WORDS];
             for entry in iter::successors(entry_at(&directory.first), |entry| entry_at(&entry.next)) {
@@ -296,11 +302,11 @@ impl Tree {
         directories.into_iter().try_for_each(|directory| self.walk_directory(directory, sum))
     }
 
-    pub fn pack(&self) -> Result<(), Failure> {
+    pub fn compact(&self) -> Result<(), Failure> {
         self.cache.shrink().map(|_| ()).map_err(failed)
     }
 
-    pub fn moved(&self) -> Result<u64, Failure> {
+    pub fn moved_count(&self) -> Result<u64, Failure> {
         self.cache.info().map(|info| info.moved).map_err(failed)
     }
 }
@@ -310,11 +316,11 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// A walk must visit entries in order, directory by directory, before and after they are moved. It must not find a
-    /// removed entry.
+    /// A walk must visit the entries in order, directory by directory, before and after the entries are moved. It must
+    /// not find a removed entry.
     #[test]
     fn entries_are_walked_in_order() {
-        let mut tree = Tree::new(slabs_of_test().expect("slabs"), 4000).expect("a tree");
+        let mut tree = DentryTree::new(slabs_of_test().expect("slabs"), 4000).expect("a tree");
         let directory = tree.add(0, 1, true).expect("a directory");
         let files: Vec<u64> = (2..3000).map(|serial| tree.add(directory, serial, false).expect("a file")).collect();
         let inner = tree.add(0, 3000, true).expect("a directory");
@@ -327,9 +333,9 @@ mod tests {
         [1, 3000].into_iter().chain(left).chain([3001]).for_each(|serial| expected.add(serial));
         assert_eq!(tree.walk().expect("a walk"), expected);
 
-        tree.pack().expect("packed");
+        tree.compact().expect("packed");
 
-        assert!(tree.moved().expect("figures") > 0);
+        assert!(tree.moved_count().expect("figures") > 0);
         assert_eq!(tree.walk().expect("a walk"), expected);
         assert!(tree.remove(files[1]).is_err());
     }

@@ -8,22 +8,23 @@ use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::SlabsProvider;
-use super::keepers::{FixedStore, HandleStore, Malloc, ObjectStore};
-use super::owned::{AddressTable, OwnerStore};
+use super::object_stores::{FixedStore, HandleStore, Malloc, ObjectStore};
+use super::owner_store::{AddressTable, OwnerStore};
 use crate::native::{GiveBack, Pages};
 use crate::proc;
 use crate::workload::{Failure, WorkloadResult};
 
-/// The seed of the random order. All subjects use the same seed, so that they free the same objects in the same order.
-const SEED: u64 = 0x736c_6162;
+/// The seed of the random order of the objects. All subjects use the same seed, so that they free the same objects in
+/// the same order.
+const ORDER_SEED: u64 = 0x736c_6162;
 
-/// One object in this many is kept.
-const KEPT_ONE_OF: usize = 10;
+/// One object in this many is kept; the others are freed.
+const OBJECTS_PER_KEPT_ONE: usize = 10;
 
-/// Number of further object numbers, beyond those of the plan's objects, for allocations during the compaction.
-pub const SPARE_NUMBERS: usize = 64;
+/// Number of object numbers that are reserved for objects allocated during the compaction.
+pub const SPARE_OBJECT_NUMBERS: usize = 64;
 
-/// Bytes of a table entry for one handle. The table keeps an entry for each object of the peak.
+/// Bytes of an entry in the table of handles. The table keeps as many entries as there were objects at most.
 const HANDLE_BYTES: u64 = 8;
 
 /// The allocator or cache that stores the objects.
@@ -37,7 +38,7 @@ pub enum Subject {
     Malloc,
 }
 
-/// Arguments: the subject, and the number and size of its objects.
+/// Arguments that choose an allocator or a cache, and the number and size of its objects.
 #[derive(Clone, Debug, clap::Args)]
 pub struct SubjectOptions {
     #[arg(long)]
@@ -47,18 +48,18 @@ pub struct SubjectOptions {
     pub size: usize,
     #[arg(long)]
     pub objects: usize,
-    /// The call that makes the allocator return memory.
+    /// The call that makes the allocator return free memory to the system.
     #[arg(long, default_value = "malloc-trim")]
     pub how: GiveBack,
 }
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Fragments {
+pub struct FragmentsArguments {
     #[command(flatten)]
     pub subject_options: SubjectOptions,
 }
 
-/// Work that runs with any subject. `open` makes the subject.
+/// A measurement that runs with any allocator or cache, which `open` makes.
 pub trait SubjectWork {
     fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
         &self,
@@ -67,20 +68,24 @@ pub trait SubjectWork {
 }
 
 impl SubjectOptions {
-    /// Runs the work with the chosen subject. Memory that is in use before the work calls `open` is not counted as the
-    /// subject's.
+    /// Runs `work` with the chosen allocator or cache. Memory that is in use before `work` calls `open` is not counted
+    /// as memory of the allocator or cache.
     pub fn run(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
         match self.size {
-            192 => self.with_words::<24>(provider, work),
-            576 => self.with_words::<72>(provider, work),
+            192 => self.run_with_object_words::<24>(provider, work),
+            576 => self.run_with_object_words::<72>(provider, work),
             other => Err(Failure::Other(format!("objects are of 192 or of 576 bytes, not of {other}"))),
         }
     }
 
-    fn with_words<const WORDS: usize>(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
+    fn run_with_object_words<const WORDS: usize>(
+        &self,
+        provider: SlabsProvider,
+        work: &impl SubjectWork,
+    ) -> WorkloadResult {
         match self.subject {
             Subject::OwnerSlab => {
-                let table = AddressTable::<WORDS>::new(self.objects + SPARE_NUMBERS);
+                let table = AddressTable::<WORDS>::new(self.objects + SPARE_OBJECT_NUMBERS);
                 work.run_with(|| OwnerStore::new(provider()?, table))
             }
             Subject::HandleMap => work.run_with(|| HandleStore::<WORDS>::new(provider()?)),
@@ -90,19 +95,19 @@ impl SubjectOptions {
     }
 }
 
-/// The choice of the objects to free and to keep, and the workload's references to the objects. All memory of the plan
+/// The choice of the objects to free and to keep, and the workload's references to all objects. All memory of the plan
 /// is resident before the first object is made.
-pub struct Plan<Reference> {
-    /// References to the objects by number; none if the object does not exist.
+pub struct FragmentationPlan<Reference> {
+    /// The reference to each object, by object number; none if the object does not exist.
     pub references: Vec<Option<Reference>>,
-    /// All numbers in random order. The objects of the first nine tenths are freed.
+    /// All object numbers in random order. The objects whose numbers are in the first nine tenths are freed.
     order: Vec<u32>,
 }
 
-impl<Reference> Plan<Reference> {
+impl<Reference> FragmentationPlan<Reference> {
     pub fn new(objects: usize) -> Self {
         let mut order: Vec<u32> = (0..objects as u32).collect();
-        Rng::with_seed(SEED).shuffle(&mut order);
+        Rng::with_seed(ORDER_SEED).shuffle(&mut order);
         let mut references = Vec::with_capacity(objects);
         references.resize_with(objects, || None);
         // `black_box` makes the compiler write the entries, so that their pages are resident.
@@ -111,10 +116,10 @@ impl<Reference> Plan<Reference> {
     }
 
     fn freed_numbers(&self) -> &[u32] {
-        &self.order[..self.order.len() - self.order.len() / KEPT_ONE_OF]
+        &self.order[..self.order.len() - self.order.len() / OBJECTS_PER_KEPT_ONE]
     }
 
-    /// Returns the numbers of the kept objects in ascending order.
+    /// Returns the numbers of the objects to keep, in ascending order.
     fn kept_numbers(&self) -> Vec<u32> {
         let mut kept_numbers = self.order[self.freed_numbers().len()..].to_vec();
         kept_numbers.sort_unstable();
@@ -138,7 +143,7 @@ impl<Reference> Plan<Reference> {
         Ok(())
     }
 
-    /// Checks that exactly the kept objects exist, with their contents.
+    /// Checks that exactly the objects to keep exist, and that their contents are unchanged.
     pub fn check_objects<const WORDS: usize>(
         &self,
         store: &impl ObjectStore<WORDS, Reference = Reference>,
@@ -147,7 +152,7 @@ impl<Reference> Plan<Reference> {
             (0..).zip(&self.references).filter_map(|(number, reference)| Some((number, reference.as_ref()?)));
         let wrong = references.clone().filter(|(number, reference)| !store.has_number(reference, *number)).count();
         match (wrong, references.count()) {
-            (0, count) if count == self.order.len() / KEPT_ONE_OF => Ok(()),
+            (0, count) if count == self.order.len() / OBJECTS_PER_KEPT_ONE => Ok(()),
             (wrong, count) => {
                 Err(Failure::WrongAnswer(format!("{wrong} of {count} objects are not what was put there")))
             }
@@ -155,17 +160,18 @@ impl<Reference> Plan<Reference> {
     }
 }
 
-/// Makes the objects, frees nine tenths of them, makes the subject return free memory, and measures the memory left.
-pub fn run(arguments: &Fragments, provider: SlabsProvider) -> WorkloadResult {
+/// Makes the objects, frees nine tenths of them, makes the allocator or cache return its free memory, and measures the
+/// memory left.
+pub fn run(arguments: &FragmentsArguments, provider: SlabsProvider) -> WorkloadResult {
     arguments.subject_options.run(provider, arguments)
 }
 
-impl SubjectWork for Fragments {
+impl SubjectWork for FragmentsArguments {
     fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
         &self,
         open: impl FnOnce() -> Result<K, Failure>,
     ) -> WorkloadResult {
-        let mut plan = Plan::new(self.subject_options.objects);
+        let mut plan = FragmentationPlan::new(self.subject_options.objects);
         let at_first = resident_bytes()?;
         let store = open()?;
         plan.fragment(&store)?;
@@ -175,7 +181,7 @@ impl SubjectWork for Fragments {
         let took = begun.elapsed();
         let left = resident_bytes()?.saturating_sub(at_first);
         plan.check_objects(&store)?;
-        let (handles, moved) = (store.handle_bytes(), store.moved()?);
+        let (handles, moved) = (store.handle_bytes(), store.moved_count()?);
         // For a cache by handle, 8 bytes for each object of the peak are subtracted from the memory left.
         let subtracted_bytes = handles.min(HANDLE_BYTES * self.subject_options.objects as u64);
         let live = (plan.kept_numbers().len() * self.subject_options.size) as f64;
@@ -205,9 +211,13 @@ fn resident_bytes() -> Result<u64, Failure> {
     proc::own_anonymous_bytes().ok_or_else(|| Failure::Other("no /proc/self/smaps_rollup".to_owned()))
 }
 
-/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, from huge pages in which the copied
-/// objects are scattered like the kept ones. First writes to the objects that are not copied, as the frees did.
-fn time_copy_ns<const WORDS: usize, Reference>(plan: &Plan<Reference>, moved: usize) -> Result<f64, Failure> {
+/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, from huge pages in which these
+/// objects are scattered like the kept objects of the plan. First writes to the objects that are not copied, since
+/// freeing an object also writes to it.
+fn time_copy_ns<const WORDS: usize, Reference>(
+    plan: &FragmentationPlan<Reference>,
+    moved: usize,
+) -> Result<f64, Failure> {
     let size = WORDS * size_of::<u64>();
     let kept_numbers = plan.kept_numbers();
     let copies = moved.min(kept_numbers.len());
@@ -241,7 +251,8 @@ mod tests {
         SubjectOptions { subject, size, objects: 20_000, how: GiveBack::MallocTrim }
     }
 
-    /// Each subject must finish the run with its kept objects intact. Only relocatable objects may be moved.
+    /// With each allocator and cache, the run must end with the kept objects intact. Only objects that their cache can
+    /// move may be moved.
     #[test]
     fn fragmented_objects_are_compacted() {
         for (subject, size, can_move) in [
@@ -250,7 +261,7 @@ mod tests {
             (Subject::Fixed, 192, false),
             (Subject::Malloc, 576, false),
         ] {
-            let line = run(&Fragments { subject_options: subject_options(subject, size) }, slabs_of_test)
+            let line = run(&FragmentsArguments { subject_options: subject_options(subject, size) }, slabs_of_test)
                 .expect("it comes through");
             let figure = |name: &str| line[name].as_f64();
 
@@ -258,15 +269,17 @@ mod tests {
             assert_eq!(figure("times_copy").is_some(), can_move);
             assert_eq!(figure("live_mib").map(|mib| (mib * f64::from(1 << 20)) as usize), Some(2000 * size));
         }
-        assert!(run(&Fragments { subject_options: subject_options(Subject::Fixed, 193) }, slabs_of_test).is_err());
+        assert!(
+            run(&FragmentsArguments { subject_options: subject_options(Subject::Fixed, 193) }, slabs_of_test).is_err()
+        );
     }
 
-    /// One of the kept objects is replaced by another object, or removed. [`Plan::check_objects`] must fail in both
-    /// cases.
+    /// One of the kept objects is replaced by another object, or removed. [`FragmentationPlan::check_objects`] must
+    /// fail in both cases.
     #[test]
-    fn damage_is_detected() {
+    fn replaced_or_missing_objects_are_detected() {
         let store = Malloc { how: GiveBack::MallocTrim };
-        let mut plan = Plan::new(100);
+        let mut plan = FragmentationPlan::new(100);
         plan.fragment::<24>(&store).expect("memory");
         assert!(plan.check_objects::<24>(&store).is_ok());
         let number = plan.kept_numbers()[3] as usize;

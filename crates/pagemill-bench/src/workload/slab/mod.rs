@@ -4,17 +4,17 @@
 mod dentries;
 mod fragments;
 mod index;
-mod keepers;
 mod moves;
-mod own;
-mod owned;
+mod object_stores;
+mod owner_store;
+mod pagemill_caches;
 mod peers;
-mod random;
 mod reads;
-mod shared;
+mod shared_objects;
 mod speed;
 mod stalls;
 mod torture;
+mod torture_command;
 mod turns;
 mod walks;
 
@@ -24,39 +24,40 @@ use pagemill_slab::Slabs;
 use pagemill_testbed::Testbed;
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Slab {
+pub struct SlabArguments {
     #[command(subcommand)]
     pub work: Workload,
 }
 
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Workload {
-    Speed(speed::Speed),
-    Reads(reads::Reads),
-    Moves(moves::Moves),
-    Fragments(fragments::Fragments),
-    Stalls(stalls::Stalls),
-    Tree(walks::Tree),
-    Packed(walks::Packed),
-    Index(index::Index),
-    Torture(random::Torture),
+    Speed(speed::SpeedArguments),
+    Reads(reads::ReadsArguments),
+    Moves(moves::MovesArguments),
+    Fragments(fragments::FragmentsArguments),
+    Stalls(stalls::StallsArguments),
+    Tree(walks::TreeArguments),
+    Packed(walks::PackedArguments),
+    Index(index::IndexArguments),
+    Torture(torture_command::TortureArguments),
 }
 
-pub fn run(arguments: &Slab) -> WorkloadResult {
+pub fn run(arguments: &SlabArguments) -> WorkloadResult {
     match &arguments.work {
         Workload::Speed(arguments) => speed::run(arguments),
         Workload::Reads(arguments) => reads::run(arguments),
         Workload::Moves(arguments) => moves::run(arguments, slabs_without_background_moves()?),
         Workload::Fragments(arguments) => fragments::run(arguments, slabs_without_background_moves),
         Workload::Stalls(arguments) => stalls::run(arguments, slabs_without_background_moves),
-        Workload::Tree(arguments) => walks::tree(arguments, slabs_without_background_moves()?),
-        Workload::Packed(arguments) => walks::packed(arguments, slabs_without_background_moves()?),
+        Workload::Tree(arguments) => walks::run_tree(arguments, slabs_without_background_moves()?),
+        Workload::Packed(arguments) => walks::run_packed(arguments, slabs_without_background_moves()?),
         Workload::Index(arguments) => index::run(arguments),
-        Workload::Torture(arguments) => random::run(arguments),
+        Workload::Torture(arguments) => torture_command::run(arguments),
     }
 }
 
-/// A function that returns the slabs in which caches are made. It is called only when they are needed.
+/// A function that returns the `Slabs` in which a workload makes its slab caches. The workload calls it only when it
+/// makes a cache.
 type SlabsProvider = fn() -> Result<&'static Slabs, Failure>;
 
 /// Returns the slabs of this process and turns their background defragmentation off, so that only the workload moves
@@ -67,7 +68,7 @@ fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
     Ok(pagemill.slabs)
 }
 
-/// Returns slabs for one test. Other tests do not defragment them.
+/// Returns new slabs, which no other test uses or defragments.
 #[cfg(test)]
 fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     use pagemill_core::arena::Layout;
@@ -77,8 +78,8 @@ fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     Ok(pagemill.slabs)
 }
 
-/// Access of one thread to objects of one size.
-pub trait Access {
+/// Allocation and free by one thread, for objects of one size.
+pub trait ObjectAllocator {
     type Object;
 
     /// Allocates an object with `tag` as its first word; returns none if out of memory.

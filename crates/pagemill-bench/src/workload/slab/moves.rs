@@ -10,14 +10,14 @@ use fastrand::Rng;
 use pagemill_slab as slab;
 use pagemill_slab::Slabs;
 
-use super::shared::{HandleObjects, Objects, OwnerObjects};
+use super::shared_objects::{HandleObjects, OwnerObjects, SharedObjects};
 use super::turns::run_with_defragmentation;
 use crate::workload::steps::{self, StepWork};
 use crate::workload::{Failure, WorkloadResult};
 
-/// The kind of cache, and how its objects are found: by owner or by handle.
+/// The kind of slab cache: its objects are found through their owner, or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Kind {
+pub enum CacheKind {
     #[value(name = "by-owner")]
     OwnerSlab,
     #[value(name = "by-handle")]
@@ -25,10 +25,10 @@ pub enum Kind {
 }
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Moves {
+pub struct MovesArguments {
     #[arg(long)]
-    pub kind: Kind,
-    /// Defragment concurrently.
+    pub kind: CacheKind,
+    /// Defragment the slabs in a third thread, concurrently with the reader and the writer.
     #[arg(long)]
     pub defrag: bool,
     #[arg(long)]
@@ -37,40 +37,42 @@ pub struct Moves {
     pub run_ms: u64,
 }
 
-const GROUPS: usize = 16;
-/// The writer frees all but one object in this many of a group.
-const KEPT_ONE_OF_GROUP: usize = 10;
-/// Number of operations between two reads of the clock.
-const STEP_OPERATIONS: usize = 1024;
-/// Number of reads under one guard.
-const GUARDED_READS: usize = 64;
+const GROUP_COUNT: usize = 16;
+/// In each group, the writer keeps one object in this many on average, and frees the others.
+const OBJECTS_PER_KEPT_ONE: usize = 10;
+/// Number of reads or writes in a step of a thread. No clock is read during a step.
+const OPERATIONS_PER_STEP: usize = 1024;
+/// Number of reads that the reader makes under one epoch guard.
+const READS_PER_GUARD: usize = 64;
 
 /// After each step, the defragmenting thread sleeps this many times as long as the step took. So it uses a twentieth of
 /// a CPU.
-const REST_FACTOR: u32 = 19;
-/// Minimum time for which the defragmenting thread sleeps after a step.
-const MIN_REST: Duration = Duration::from_millis(1);
-/// Slabs of which less than this percentage is used are defragmented.
-const USED_RATIO: u32 = 30;
+const SLEEP_FACTOR: u32 = 19;
+/// Minimum time for which the defragmenting thread sleeps after each step.
+const MIN_SLEEP: Duration = Duration::from_millis(1);
+/// Slabs of which less than this percentage is in use are defragmented.
+const DEFRAG_USED_PERCENT: u32 = 30;
 
 /// Measures reads and writes per second, and the number of moved objects.
-pub fn run(arguments: &Moves, slabs: &'static Slabs) -> WorkloadResult {
+pub fn run(arguments: &MovesArguments, slabs: &'static Slabs) -> WorkloadResult {
     match arguments.kind {
-        Kind::HandleMap => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
-        Kind::OwnerSlab => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
+        CacheKind::HandleMap => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
+        CacheKind::OwnerSlab => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
     }
 }
 
-fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) -> WorkloadResult {
-    objects.set_used_ratio(if arguments.defrag { USED_RATIO } else { 0 })?;
+fn measure<O: SharedObjects>(arguments: &MovesArguments, slabs: &'static Slabs, objects: &O) -> WorkloadResult {
+    objects.set_used_ratio(if arguments.defrag { DEFRAG_USED_PERCENT } else { 0 })?;
     let begun = Instant::now();
     let make = |thread| match thread {
-        READER => Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Rng::with_seed(0), wrong: 0 })),
+        READER_THREAD => {
+            Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Rng::with_seed(0), wrong: 0 }))
+        }
         _ => Writer::new(objects, arguments.objects).map(Role::Writer),
     };
-    let rest = |took: Duration| (took * REST_FACTOR).max(MIN_REST);
+    let rest = |took: Duration| (took * SLEEP_FACTOR).max(MIN_SLEEP);
     let times = run_with_defragmentation(arguments.defrag.then_some(slabs), rest, || {
-        steps::measure_threads(2, Duration::from_millis(arguments.run_ms), STEP_OPERATIONS as u64, make)
+        steps::measure_threads(2, Duration::from_millis(arguments.run_ms), OPERATIONS_PER_STEP as u64, make)
     })?;
     let took = begun.elapsed();
     let moved = objects.info()?.moved;
@@ -78,23 +80,23 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
         return Err(Failure::Other(format!("{moved} objects were moved, which is not what was to be measured")));
     }
     Ok(serde_json::json!({
-        "reads_per_second": times.per_second(READER),
-        "writes_per_second": times.per_second(WRITER),
+        "reads_per_second": times.per_second(READER_THREAD),
+        "writes_per_second": times.per_second(WRITER_THREAD),
         "moves_per_second": moved as f64 / took.as_secs_f64(),
         "moved": moved,
     }))
 }
 
-/// The work of one of the two measured threads.
+/// The work of one of the two measured threads, a reader and a writer.
 enum Role<'objects, O> {
     Reader(Reader<'objects, O>),
     Writer(Writer<'objects, O>),
 }
 
-const READER: usize = 0;
-const WRITER: usize = 1;
+const READER_THREAD: usize = 0;
+const WRITER_THREAD: usize = 1;
 
-impl<O: Objects> StepWork for Role<'_, O> {
+impl<O: SharedObjects> StepWork for Role<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
         match self {
             Self::Reader(reader) => reader.step(),
@@ -117,11 +119,11 @@ struct Reader<'objects, O> {
     wrong: u64,
 }
 
-impl<O: Objects> Reader<'_, O> {
+impl<O: SharedObjects> Reader<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        for _ in 0..STEP_OPERATIONS / GUARDED_READS {
+        for _ in 0..OPERATIONS_PER_STEP / READS_PER_GUARD {
             let guard = slab::enter();
-            for _ in 0..GUARDED_READS {
+            for _ in 0..READS_PER_GUARD {
                 let number = self.random.usize(..self.count);
                 self.wrong += u64::from(self.objects.read(number, &guard).is_err());
             }
@@ -139,26 +141,26 @@ impl<O: Objects> Reader<'_, O> {
 
 struct Writer<'objects, O> {
     objects: &'objects O,
-    /// The expected number of changes of each object; none while the object does not exist.
+    /// For each object, by number: how often it must have been changed; none while the object does not exist.
     expected: Vec<Option<u64>>,
-    /// The order in which the objects of every group are freed and made, as indexes in the group.
+    /// The order in which the objects of each group are freed and made, as indexes within the group.
     order: Vec<usize>,
-    /// The group that is being freed.
+    /// Index of the group whose objects are being freed; it counts on, and is taken modulo the number of groups.
     group: usize,
-    /// The position in `order`.
+    /// Position in `order` of the next object to free.
     at: usize,
     random: Rng,
 }
 
-impl<'objects, O: Objects> Writer<'objects, O> {
-    /// Makes all objects, and frees most of each group once.
+impl<'objects, O: SharedObjects> Writer<'objects, O> {
+    /// Makes all objects, then frees most objects of each group once.
     fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
         let mut random = Rng::with_seed(1);
-        let mut order: Vec<usize> = (0..count / GROUPS).collect();
+        let mut order: Vec<usize> = (0..count / GROUP_COUNT).collect();
         random.shuffle(&mut order);
         let mut writer = Self { objects, expected: vec![None; count], order, group: 0, at: 0, random };
         (0..count).try_for_each(|number| writer.put(number))?;
-        while writer.group < GROUPS {
+        while writer.group < GROUP_COUNT {
             writer.replace_one()?;
         }
         Ok(writer)
@@ -172,13 +174,14 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         Ok(())
     }
 
-    /// Frees one object of the current group, unless it is to be kept. Makes the object at the same index of the group
-    /// half of all groups ahead. Changes a random object.
+    /// Takes the next object of the current group and frees it, unless it is chosen at random to be kept. Makes the
+    /// object at the same index of the opposite group, half of all groups ahead, if that object does not exist. Changes
+    /// a random object.
     fn replace_one(&mut self) -> Result<(), Failure> {
-        let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
-        let (freed, made) = (number(self.group), number(self.group + GROUPS / 2));
+        let number = |group: usize| (group % GROUP_COUNT) * self.order.len() + self.order[self.at];
+        let (freed, made) = (number(self.group), number(self.group + GROUP_COUNT / 2));
         let changed_number = self.random.usize(..self.expected.len());
-        if self.random.usize(..KEPT_ONE_OF_GROUP) > 0 && self.expected[freed].take().is_some() {
+        if self.random.usize(..OBJECTS_PER_KEPT_ONE) > 0 && self.expected[freed].take().is_some() {
             self.objects.remove(freed)?;
         }
         self.put(made)?;
@@ -194,12 +197,13 @@ impl<'objects, O: Objects> Writer<'objects, O> {
     }
 }
 
-impl<O: Objects> Writer<'_, O> {
+impl<O: SharedObjects> Writer<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        (0..STEP_OPERATIONS).try_for_each(|_| self.replace_one())
+        (0..OPERATIONS_PER_STEP).try_for_each(|_| self.replace_one())
     }
 
-    /// Checks that exactly the expected objects exist, with the expected number of changes.
+    /// Checks that exactly those objects exist which this writer made and did not free, and that each was changed as
+    /// often as the writer changed it.
     fn check_results(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::enter()).ok();
@@ -216,10 +220,10 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// The writer's check must fail after an object was removed or changed by other code than the writer.
+    /// The writer's check must fail after an object was removed, or changed, without the writer.
     #[test]
     fn lost_objects_and_changes_are_detected() {
-        fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {
+        fn check_before_and_after_loss(objects: &impl SharedObjects, lose: impl Fn(usize)) -> [bool; 2] {
             let mut writer = Writer::new(objects, 1600).expect("objects");
             let is_right = writer.check_results().is_ok();
             let there = writer.expected.iter().position(Option::is_some).expect("some stay");
@@ -230,16 +234,23 @@ mod tests {
         let handled = HandleObjects::new(slabs, 1600).expect("a cache");
         let owned = OwnerObjects::new(slabs, 1600).expect("a cache");
 
-        assert_eq!(losing(&handled, |number| handled.remove(number).expect("it is there")), [true, false]);
-        assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
+        assert_eq!(
+            check_before_and_after_loss(&handled, |number| handled.remove(number).expect("it is there")),
+            [true, false]
+        );
+        assert_eq!(
+            check_before_and_after_loss(&owned, |number| owned.change(number).expect("it is there")),
+            [true, false]
+        );
     }
 
-    /// All objects must be found while they move, by handle and by owner. Without defragmentation, none may move.
+    /// All objects must be found while they are moved, by handle and through their owner. Without defragmentation, no
+    /// object may be moved.
     #[test]
     fn objects_are_found_while_they_move() {
-        for kind in [Kind::HandleMap, Kind::OwnerSlab] {
+        for kind in [CacheKind::HandleMap, CacheKind::OwnerSlab] {
             for defrag in [false, true] {
-                let moves = Moves { kind, defrag, objects: 100_000, run_ms: 300 };
+                let moves = MovesArguments { kind, defrag, objects: 100_000, run_ms: 300 };
                 let line = run(&moves, slabs_of_test().expect("slabs"));
                 assert!(line.is_ok(), "{kind:?}, {defrag}: {line:?}");
             }

@@ -1,12 +1,12 @@
-//! Peers of the slab caches: the preloaded malloc, and keyed maps.
+//! Peers of the slab caches: the preloaded malloc, and maps that choose the keys of their values.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sharded_slab::Slab;
 use slotmap::{DefaultKey, SlotMap};
 
-use super::Access;
-use super::own::Object;
+use super::ObjectAllocator;
+use super::pagemill_caches::Object;
 use crate::native::TaggedAllocation;
 
 /// The preloaded malloc, for objects of `size` bytes.
@@ -14,7 +14,7 @@ pub struct Malloc {
     pub size: usize,
 }
 
-impl Access for Malloc {
+impl ObjectAllocator for Malloc {
     type Object = TaggedAllocation;
 
     #[inline]
@@ -28,10 +28,10 @@ impl Access for Malloc {
     }
 }
 
-/// A map of the crate slotmap, separate for each thread.
+/// A map of the crate slotmap. Each thread has its own.
 pub type ThreadSlotMap<Rest> = SlotMap<DefaultKey, Object<Rest>>;
 
-impl<Rest> Access for ThreadSlotMap<Rest> {
+impl<Rest> ObjectAllocator for ThreadSlotMap<Rest> {
     type Object = DefaultKey;
 
     #[inline]
@@ -59,7 +59,7 @@ impl<Rest> LockedSlotMap<Rest> {
     }
 }
 
-impl<Rest> Access for &LockedSlotMap<Rest> {
+impl<Rest> ObjectAllocator for &LockedSlotMap<Rest> {
     type Object = DefaultKey;
 
     #[inline]
@@ -76,7 +76,7 @@ impl<Rest> Access for &LockedSlotMap<Rest> {
 /// A map of the crate sharded-slab, which all threads share.
 pub type SharedSlab<Rest> = Slab<Object<Rest>>;
 
-impl<Rest> Access for &SharedSlab<Rest> {
+impl<Rest> ObjectAllocator for &SharedSlab<Rest> {
     type Object = usize;
 
     #[inline]

@@ -7,13 +7,13 @@ use fastrand::Rng;
 use pagemill_slab as slab;
 use pagemill_slab::{Guard, Handle, HandleMap};
 
-use super::own::{self, Object};
+use super::pagemill_caches::{self, Object};
 use super::speed::Words;
 use crate::workload::hit::failed;
 use crate::workload::{Failure, WorkloadResult};
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Reads {
+pub struct ReadsArguments {
     #[arg(long)]
     pub objects: usize,
     #[arg(long)]
@@ -23,12 +23,13 @@ pub struct Reads {
 /// A value of 192 bytes. Its first word is the index of another value, so that all values form one cycle.
 type Value = Object<Words<23>>;
 
-/// Approximate number of reads between two reads of the clock.
-const BATCH: u64 = 100_000;
+/// Approximate number of values that are read between two reads of the clock.
+const BATCH_READS: u64 = 100_000;
 /// Number of measured rounds. Each round makes every kind of read once.
 const MEASURED_ROUNDS: u32 = 10;
 
-/// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
+/// The values of a cache, with a handle and a pointer to each value, by index. The order of the indexes is unrelated to
+/// the addresses.
 struct Values<'cache> {
     cache: &'cache HandleMap<Value>,
     guard: &'cache Guard,
@@ -39,7 +40,7 @@ struct Values<'cache> {
 /// A function that reads every value once and returns the sum of their first words.
 type Pass = fn(&Values<'_>) -> u64;
 
-/// Subject, metric, and the function that is timed for them.
+/// The measurements. Each has a subject, a metric, and the function that is timed.
 const MEASUREMENTS: [(&str, &str, Pass); 4] = [
     ("handle-read", "ns", |values| values.sum_by_handle()),
     ("pointer-read", "ns", |values| values.sum_by_pointer()),
@@ -47,9 +48,9 @@ const MEASUREMENTS: [(&str, &str, Pass); 4] = [
     ("pointer-read", "chain_ns", |values| values.sum_cycle_by_pointer()),
 ];
 
-/// Measures the nanoseconds per read, for independent reads and for dependent reads.
-pub fn run(arguments: &Reads) -> WorkloadResult {
-    let cache = own::by_handle::<Words<23>>()?;
+/// Measures the nanoseconds per read, for independent reads, and for reads that each depend on the previous one.
+pub fn run(arguments: &ReadsArguments) -> WorkloadResult {
+    let cache = pagemill_caches::handle_cache::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
     let guard = slab::enter();
     let values = Values::new(&cache, &guard, handles)?;
@@ -69,8 +70,8 @@ pub fn run(arguments: &Reads) -> WorkloadResult {
     Ok(line)
 }
 
-/// Inserts values that each contain the index of the next one in the cycle. Returns the handles by index; the index of
-/// a value is unrelated to its address.
+/// Inserts values that each contain the index of the next value, so that all values form one cycle. Returns the handles
+/// by index; the index of a value is unrelated to its address.
 fn fill(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Rng::with_seed(count as u64);
     let mut any_order = || {
@@ -114,8 +115,8 @@ impl<'cache> Values<'cache> {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
-    /// Follows the cycle for as many steps as there are values, and returns the sum. A missing value makes the sum
-    /// wrong.
+    /// Follows the cycle of values for as many steps as there are values, and returns the sum of the indexes that it
+    /// reads. A missing value makes the sum wrong.
     fn sum_cycle(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
@@ -135,12 +136,12 @@ impl<'cache> Values<'cache> {
     }
 }
 
-/// Repeats passes over `count` values for the time `run`. Returns the nanoseconds per read. Each pass must return the
-/// sum of all indexes.
+/// Repeats `pass`, which reads `count` values, for the time `run`. Returns the nanoseconds per read. Fails if a pass
+/// does not return the sum of all indexes.
 fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
-        for _ in 0..BATCH.div_ceil(count) {
+        for _ in 0..BATCH_READS.div_ceil(count) {
             let sum = pass();
             if sum != count * (count - 1) / 2 {
                 return Err(Failure::WrongAnswer(format!("what was read sums up to {sum}")));
@@ -155,12 +156,12 @@ fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64,
 mod tests {
     use super::*;
 
-    /// Each kind of read must read all values, and dependent reads must visit all of them in one cycle. After a value
-    /// was removed, reads by handle must miss it.
+    /// Each kind of read must read every value once. After a value was removed, reads by handle must not find it, while
+    /// reads by pointer must still find it under the guard.
     #[test]
     fn every_value_is_read() {
-        assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());
-        let cache = own::by_handle::<Words<23>>().expect("a cache");
+        assert!(run(&ReadsArguments { objects: 1000, run_ms: 1 }).is_ok());
+        let cache = pagemill_caches::handle_cache::<Words<23>>().expect("a cache");
         let handles = fill(&cache, 100).expect("values");
         let guard = slab::enter();
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");

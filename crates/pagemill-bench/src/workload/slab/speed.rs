@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::Access;
-use super::own::{self, Object};
+use super::ObjectAllocator;
+use super::pagemill_caches::{self, Object};
 use super::peers::{LockedSlotMap, Malloc, SharedSlab, ThreadSlotMap};
 use crate::workload::small::Pattern;
 use crate::workload::steps::{self, StepWork};
@@ -17,24 +17,24 @@ use crate::workload::{Failure, WorkloadResult};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
-    /// A cache of values that do not move
+    /// A slab cache of values that do not move
     Fixed,
-    /// A cache of objects that their owner moves
+    /// A slab cache of objects that their owner moves
     #[value(name = "by-owner")]
     OwnerSlab,
-    /// A cache of values that are accessed by handle
+    /// A slab cache of values that are accessed by handle
     #[value(name = "by-handle")]
     HandleMap,
     /// Allocations of the C library, or of the preloaded allocator
     Malloc,
-    /// A keyed map: with one thread a map of its own, else a map that all threads share under a lock
+    /// A map of the crate slotmap; if there are several threads, they share it under a lock
     Slotmap,
-    /// A keyed map that threads share
+    /// A map of the crate sharded-slab, which all threads share
     ShardedSlab,
 }
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Speed {
+pub struct SpeedArguments {
     #[arg(long)]
     pub subject: Subject,
     #[arg(long)]
@@ -44,30 +44,32 @@ pub struct Speed {
     pub size: usize,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Number of live objects of all threads in the pattern that replaces random ones.
+    /// Number of live objects of all threads together in the pattern `churn`, which replaces random objects.
     #[arg(long, default_value_t = 100_000)]
     pub live: usize,
     /// Duration of the measurement in ms; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// Number of pairs to run on one thread.
+    /// Number of pairs of allocation and free to run on one thread, if no duration is given.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// Number of pairs of allocation and free in a step of every pattern, and the size of a batch.
-pub const STEP_PAIRS: u64 = 1000;
+/// Number of pairs of allocation and free in a step of every pattern, and number of objects in a batch.
+pub const PAIRS_PER_STEP: u64 = 1000;
 
-/// Number of pairs with which each thread warms up, in addition to two for each live object.
+/// Number of pairs of allocation and free that each thread makes to warm up, in addition to two pairs for each of its
+/// live objects.
 const WARM_PAIRS: u64 = 100_000;
-/// Time limit of the warm-up.
+/// Maximum time for which each thread makes pairs to warm up.
 const WARM_TIME_LIMIT: Duration = Duration::from_secs(2);
 
 /// The words of an object that follow its tag.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
-/// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
-pub fn run(arguments: &Speed) -> WorkloadResult {
+/// Allocates and frees objects in the given pattern. The resulting JSON has the number of pairs of allocation and free
+/// and, in a timed run, the nanoseconds per pair and the pairs per second.
+pub fn run(arguments: &SpeedArguments) -> WorkloadResult {
     match arguments.size {
         64 => run_for_object_size::<Words<7>>(arguments),
         192 => run_for_object_size::<Words<23>>(arguments),
@@ -78,12 +80,12 @@ pub fn run(arguments: &Speed) -> WorkloadResult {
     }
 }
 
-fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadResult {
+fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &SpeedArguments) -> WorkloadResult {
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
-        Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::OwnerSlab => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::HandleMap => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::Fixed => pagemill_caches::fixed_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::OwnerSlab => pagemill_caches::owner_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::HandleMap => pagemill_caches::handle_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
         Subject::Slotmap if arguments.threads == 1 => measure(arguments, ThreadSlotMap::<Rest>::new),
         Subject::Slotmap => {
@@ -97,18 +99,18 @@ fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) ->
     }
 }
 
-/// Measures threads, each of which uses the objects through a value that `access` returns.
-fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> WorkloadResult {
+/// Measures threads. Each thread allocates and frees objects through a value that `access` returns.
+fn measure<A: ObjectAllocator>(arguments: &SpeedArguments, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut thread = ThreadState::new(arguments, access(), 0)?;
-        for _ in 0..arguments.pairs / STEP_PAIRS {
+        for _ in 0..arguments.pairs / PAIRS_PER_STEP {
             thread.step()?;
         }
         thread.check_results()?;
         return Ok(serde_json::json!({ "pairs": arguments.pairs }));
     };
     let make = |index| ThreadState::new(arguments, access(), index as u64).and_then(ThreadState::warm_up);
-    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
+    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), PAIRS_PER_STEP, make)?;
     let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns_per_operation();
     Ok(serde_json::json!({
         "ns": times.ns_per_operation(),
@@ -117,26 +119,27 @@ fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Workl
     }))
 }
 
-/// The objects of one thread, and its count of wrong tags.
-struct ThreadState<A: Access> {
+/// The objects of one thread, and the number of objects whose tag was wrong.
+struct ThreadState<A: ObjectAllocator> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
-    /// The random order in which every second batch is freed; the other batches are freed in order of allocation.
+    /// The random order in which the objects of every second batch are freed. The objects of the other batches are
+    /// freed in the order of their allocation.
     order: Vec<usize>,
     is_in_order: bool,
     random: Rng,
     wrong: u64,
 }
 
-impl<A: Access> ThreadState<A> {
-    fn new(arguments: &Speed, access: A, seed: u64) -> Result<Self, Failure> {
+impl<A: ObjectAllocator> ThreadState<A> {
+    fn new(arguments: &SpeedArguments, access: A, seed: u64) -> Result<Self, Failure> {
         let mut random = Rng::with_seed(seed);
         let count = match arguments.pattern {
             Pattern::Churn => arguments.live.div_ceil(arguments.threads),
-            Pattern::Pair | Pattern::Batch => STEP_PAIRS as usize,
+            Pattern::Pair | Pattern::Batch => PAIRS_PER_STEP as usize,
         };
-        let mut order: Vec<usize> = (0..STEP_PAIRS as usize).collect();
+        let mut order: Vec<usize> = (0..PAIRS_PER_STEP as usize).collect();
         random.shuffle(&mut order);
         let mut objects = Vec::new();
         objects.resize_with(count, || None);
@@ -148,12 +151,12 @@ impl<A: Access> ThreadState<A> {
         Ok(thread)
     }
 
-    /// Warms up for a number of pairs, but at most for a time. Afterwards memory is touched and the allocator is in its
-    /// steady state.
+    /// Makes the pairs of the warm-up, but for no longer than [`WARM_TIME_LIMIT`]. Afterwards memory is touched and the
+    /// allocator is in its steady state.
     fn warm_up(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_TIME_LIMIT;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
-        for _ in 0..pairs / STEP_PAIRS {
+        for _ in 0..pairs / PAIRS_PER_STEP {
             self.step()?;
             if Instant::now() >= end {
                 break;
@@ -169,7 +172,7 @@ impl<A: Access> ThreadState<A> {
         Ok(())
     }
 
-    /// Frees the object at this index of the table and checks its tag.
+    /// Frees the object at this index of `objects`, and counts it as wrong if its tag is wrong.
     #[inline]
     fn free_at(&mut self, index: usize) {
         let tag = self.objects[index].take().map_or(0, |object| self.access.free_object(object));
@@ -177,7 +180,7 @@ impl<A: Access> ThreadState<A> {
     }
 }
 
-/// Returns the tag for an index of the table. Tags are unique and never 0.
+/// Returns the tag of the object at this index of a thread's table. Tags are unique within a thread and never 0.
 #[inline]
 fn tag_of(index: usize) -> u64 {
     index as u64 + 1
@@ -187,13 +190,13 @@ fn out_of_memory() -> Failure {
     Failure::Other("an object was refused".to_owned())
 }
 
-impl<A: Access> StepWork for ThreadState<A> {
-    /// Makes [`STEP_PAIRS`] pairs of allocation and free.
+impl<A: ObjectAllocator> StepWork for ThreadState<A> {
+    /// Makes [`PAIRS_PER_STEP`] pairs of allocation and free.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
-                for tag in 1..=STEP_PAIRS {
+                for tag in 1..=PAIRS_PER_STEP {
                     let object = self.access.make_object(tag).ok_or_else(out_of_memory)?;
                     self.wrong += u64::from(self.access.free_object(object) != tag);
                 }
@@ -208,7 +211,7 @@ impl<A: Access> StepWork for ThreadState<A> {
                 }
             }
             Pattern::Churn => {
-                for _ in 0..STEP_PAIRS {
+                for _ in 0..PAIRS_PER_STEP {
                     let index = self.random.usize(..self.objects.len());
                     self.free_at(index);
                     self.objects[index] = Some(self.access.make_object(tag_of(index)).ok_or_else(out_of_memory)?);

@@ -7,61 +7,62 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::SlabsProvider;
-use super::fragments::{Plan, SPARE_NUMBERS, SubjectOptions, SubjectWork};
-use super::keepers::ObjectStore;
-use super::turns::{PAUSE, STEP};
+use super::fragments::{FragmentationPlan, SPARE_OBJECT_NUMBERS, SubjectOptions, SubjectWork};
+use super::object_stores::ObjectStore;
+use super::turns::{DEFRAG_PAUSE, DEFRAG_STEP_BUDGET};
 use crate::histogram::Histogram;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Maximum number of background steps.
+/// Maximum number of steps of background defragmentation.
 const MAX_STEPS: usize = 2000;
 
-/// Phase of a run: the measured thread runs alone.
-const QUIET: u8 = 0;
-/// Phase of a run: the other thread moves objects or returns memory.
-const MOVING: u8 = 1;
-/// Phase of a run: the measured thread must end.
-const OVER: u8 = 2;
+/// Phase of a run in which the measured thread runs alone.
+const PHASE_QUIET: u8 = 0;
+/// Phase of a run in which another thread moves objects or returns memory.
+const PHASE_MOVING: u8 = 1;
+/// Phase of a run in which the measured thread must end.
+const PHASE_OVER: u8 = 2;
 
 #[derive(Clone, Debug, clap::Args)]
-pub struct Stalls {
+pub struct StallsArguments {
     #[command(flatten)]
     pub subject_options: SubjectOptions,
-    /// Compact in steps in the background instead of all at once.
+    /// Compact the cache in small steps with pauses, instead of all at once.
     #[arg(long)]
     pub steps: bool,
-    /// Milliseconds for which the thread runs alone at first.
+    /// Milliseconds for which the measured thread first runs alone.
     #[arg(long)]
     pub quiet_ms: u64,
 }
 
-/// Measures the latencies. The JSON line has the percentiles of the phases [`QUIET`] and [`MOVING`].
-pub fn run(arguments: &Stalls, provider: SlabsProvider) -> WorkloadResult {
+/// Measures the latencies of allocations and frees. The resulting JSON has their percentiles in the phases
+/// [`PHASE_QUIET`] and [`PHASE_MOVING`].
+pub fn run(arguments: &StallsArguments, provider: SlabsProvider) -> WorkloadResult {
     arguments.subject_options.run(provider, arguments)
 }
 
-impl SubjectWork for Stalls {
+impl SubjectWork for StallsArguments {
     fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
         &self,
         open: impl FnOnce() -> Result<K, Failure>,
     ) -> WorkloadResult {
-        let mut plan = Plan::new(self.subject_options.objects);
+        let mut plan = FragmentationPlan::new(self.subject_options.objects);
         let store = open()?;
         plan.fragment(&store)?;
-        let phase = AtomicU8::new(QUIET);
+        let phase = AtomicU8::new(PHASE_QUIET);
         let (times, took) = thread::scope(|scope| {
             let worker = scope.spawn(|| replace_until_stopped(&store, self.subject_options.objects as u64, &phase));
             thread::sleep(Duration::from_millis(self.quiet_ms));
-            phase.store(MOVING, Release);
+            phase.store(PHASE_MOVING, Release);
             let begun = Instant::now();
-            let moved = if self.steps { run_steps(&store) } else { store.give_back() };
+            let moved = if self.steps { run_defrag_steps(&store) } else { store.give_back() };
             let took = begun.elapsed();
-            phase.store(OVER, Release);
+            phase.store(PHASE_OVER, Release);
             let times = worker.join().unwrap_or_else(|_| Err("the watched thread panicked".to_owned().into()));
             moved.and_then(|()| Ok((times?, took)))
         })?;
         plan.check_objects(&store)?;
-        let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": store.moved()? });
+        let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": store.moved_count()? });
         for (phase, times) in ["quiet_", ""].into_iter().zip(&times) {
             // A percentile needs enough calls; the 99.99th needs ten thousand.
             let us =
@@ -76,31 +77,31 @@ impl SubjectWork for Stalls {
     }
 }
 
-/// Makes background steps until no objects are left to move.
-fn run_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), Failure> {
+/// Makes steps of background defragmentation until no objects are left to move.
+fn run_defrag_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), Failure> {
     for _ in 0..MAX_STEPS {
-        match store.step(STEP)? {
+        match store.defrag_step(DEFRAG_STEP_BUDGET)? {
             None => return Err("it does nothing in the background".to_owned().into()),
             Some(progress) if progress.is_done && progress.moved == 0 => return Ok(()),
-            Some(_) => thread::sleep(PAUSE),
+            Some(_) => thread::sleep(DEFRAG_PAUSE),
         }
     }
     Err("the steps come to no end".to_owned().into())
 }
 
-/// Repeatedly frees its oldest object and makes another one, until stopped. Adds the time of each call to the histogram
-/// of the current phase.
+/// Repeatedly frees the oldest of its objects and makes a new one, until [`PHASE_OVER`]. Adds the time of each call to
+/// the histogram of the current phase.
 fn replace_until_stopped<const WORDS: usize>(
     store: &impl ObjectStore<WORDS>,
     first: u64,
     phase: &AtomicU8,
 ) -> Result<[Histogram; 2], Failure> {
-    let mut references: Vec<_> = (0..SPARE_NUMBERS).map(|_| None).collect();
+    let mut references: Vec<_> = (0..SPARE_OBJECT_NUMBERS).map(|_| None).collect();
     let mut times = [Histogram::new(), Histogram::new()];
     loop {
         for (number, slot) in (first..).zip(&mut references) {
             let phase = phase.load(Acquire);
-            if phase == OVER {
+            if phase == PHASE_OVER {
                 return Ok(times);
             }
             let times = &mut times[usize::from(phase)];
@@ -127,13 +128,14 @@ mod tests {
     use crate::workload::slab::fragments::Subject;
     use crate::workload::slab::slabs_of_test;
 
-    /// Objects are allocated and freed while others are moved, all at once and in steps. No object may be damaged. A
-    /// cache that cannot move its objects must report that it made no step.
+    /// Objects are allocated and freed while others are moved, all at once or in steps. No object may be damaged. A run
+    /// in steps must fail with a cache that cannot move its objects.
     #[test]
     fn calls_are_timed_during_moves() {
         for (subject, steps) in [(Subject::OwnerSlab, true), (Subject::HandleMap, false), (Subject::Malloc, false)] {
             let subject_options = SubjectOptions { subject, size: 192, objects: 50_000, how: GiveBack::MallocTrim };
-            let line = run(&Stalls { subject_options, steps, quiet_ms: 5 }, slabs_of_test).expect("it comes through");
+            let line =
+                run(&StallsArguments { subject_options, steps, quiet_ms: 5 }, slabs_of_test).expect("it comes through");
 
             assert!(line["quiet_calls"].is_u64() && line["calls"].is_u64(), "{line}");
             assert!(line["longest_us"].as_f64() >= line["p99_us"].as_f64());
@@ -141,6 +143,6 @@ mod tests {
         }
         let subject_options =
             SubjectOptions { subject: Subject::Fixed, size: 192, objects: 1000, how: GiveBack::MallocTrim };
-        assert!(run(&Stalls { subject_options, steps: true, quiet_ms: 1 }, slabs_of_test).is_err());
+        assert!(run(&StallsArguments { subject_options, steps: true, quiet_ms: 1 }, slabs_of_test).is_err());
     }
 }

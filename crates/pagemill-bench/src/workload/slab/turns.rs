@@ -10,34 +10,36 @@ use pagemill_slab::Slabs;
 
 use crate::workload::Failure;
 
-/// Length of a step of background defragmentation.
-pub const STEP: Duration = Duration::from_millis(1);
+/// Time budget of a step of background defragmentation.
+pub const DEFRAG_STEP_BUDGET: Duration = Duration::from_millis(1);
 /// Pause between two steps of background defragmentation.
-pub const PAUSE: Duration = Duration::from_millis(10);
+pub const DEFRAG_PAUSE: Duration = Duration::from_millis(10);
 
-/// Number and length of turns, and whether objects are moved concurrently.
+/// Arguments of a run in turns. In each turn, objects are replaced and then walked, with or without a concurrent thread
+/// that moves them.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Turns {
-    /// Number of turns; each replaces as many objects as there are.
+pub struct TurnsArguments {
+    /// Number of turns. In each turn, as many objects are replaced as exist.
     #[arg(long)]
     pub turns: usize,
-    /// Milliseconds of walks in each turn.
+    /// Milliseconds for which the objects are walked in each turn.
     #[arg(long)]
     pub turn_ms: u64,
-    /// Compact partial slabs in a concurrent thread.
+    /// Let a concurrent thread compact partial slabs.
     #[arg(long)]
     pub moving: bool,
 }
 
-impl Turns {
-    /// Calls `turn` for each turn, with the time for its walks.
+impl TurnsArguments {
+    /// Calls `turn` once for each turn, with the time for which it must walk. If `moving` is set, a concurrent thread
+    /// compacts the slabs meanwhile.
     pub fn run(
         &self,
         slabs: &'static Slabs,
         mut turn: impl FnMut(Duration) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let time = Duration::from_millis(self.turn_ms);
-        let rest = |_| PAUSE;
+        let rest = |_| DEFRAG_PAUSE;
         run_with_defragmentation(self.moving.then_some(slabs), rest, || (0..self.turns).try_for_each(|_| turn(time)))
     }
 }
@@ -55,7 +57,7 @@ pub fn run_with_defragmentation<T>(
             let mut has_moved = false;
             loop {
                 let begun = Instant::now();
-                let progress = slabs.defrag_step(STEP);
+                let progress = slabs.defrag_step(DEFRAG_STEP_BUDGET);
                 has_moved |= progress.moved > 0;
                 // The work may end before this thread gets a CPU. So this thread continues until an object was moved or
                 // none is left to move.
@@ -77,7 +79,7 @@ pub fn run_with_defragmentation<T>(
 
 /// Repeats `walk` for `time`, but at least once. `walk` returns the number of entries that it found. Adds the
 /// nanoseconds per entry of each walk to `walks`.
-pub fn walk_for(
+pub fn repeat_walk_for(
     time: Duration,
     walks: &mut Vec<f64>,
     mut walk: impl FnMut() -> Result<u64, Failure>,

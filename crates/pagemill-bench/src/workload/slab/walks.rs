@@ -7,46 +7,47 @@ use std::time::Duration;
 use fastrand::Rng;
 use pagemill_slab::Slabs;
 
-use super::dentries::{Tree as Dentries, WalkChecksum};
-use super::turns::{Turns, walk_for};
+use super::dentries::{DentryTree, WalkChecksum};
+use super::turns::{TurnsArguments, repeat_walk_for};
 use crate::stats;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Number of entries of a directory.
-const PER_DIRECTORY: usize = 100;
+/// Average number of entries of a directory.
+const ENTRIES_PER_DIRECTORY: usize = 100;
 
-/// Number of subdirectories of a directory.
-const FAN_OUT: usize = 10;
+/// Maximum number of subdirectories of a directory.
+const MAX_SUBDIRECTORIES: usize = 10;
 
-/// Number of entries before nine tenths are removed, divided by the number of entries afterwards.
+/// Number of entries in the tree before nine tenths are removed, divided by the number of entries afterwards.
 const SHRINK_FACTOR: usize = 10;
 
-/// Arguments of a run in which the tree changes between walks.
+/// Arguments of a run in which a tree of directories and files is changed between walks.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Tree {
+pub struct TreeArguments {
     #[arg(long)]
     pub entries: usize,
     #[command(flatten)]
-    pub turns: Turns,
+    pub turns: TurnsArguments,
 }
 
-/// Arguments of a run in which nine tenths of a tree are removed, and the rest is walked before and after compaction.
+/// Arguments of a run in which nine tenths of a tree of directories and files are removed. The rest is walked before
+/// and after compaction.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Packed {
+pub struct PackedArguments {
     #[arg(long)]
     pub entries: usize,
     #[arg(long)]
     pub turn_ms: u64,
 }
 
-/// A tree, and a model of its contents with which walks are compared.
+/// A tree of directories and files, and a model of its contents with which walks are compared.
 struct TreeWithModel {
-    tree: Dentries,
-    /// For each directory, by its number: its entries by serial number. The value is the entry's number, and whether
-    /// the entry is a directory.
+    tree: DentryTree,
+    /// Maps the number of each directory to its entries. The entries are a map from the serial number of an entry to
+    /// its number, and whether it is a directory.
     model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
     directories: Vec<u64>,
-    /// For each file: number of its directory, serial number, and own number.
+    /// For each file: the number of its directory, its serial number, and its own number.
     files: Vec<(u64, u64, u64)>,
     serial: u64,
     random: Rng,
@@ -54,11 +55,11 @@ struct TreeWithModel {
 
 impl TreeWithModel {
     fn new(slabs: &'static Slabs, entries: usize, capacity: usize) -> Result<Self, Failure> {
-        let tree = Dentries::new(slabs, capacity + 1)?;
+        let tree = DentryTree::new(slabs, capacity + 1)?;
         let (model, random) = (BTreeMap::from([(0, BTreeMap::new())]), Rng::with_seed(1));
         let mut watched = Self { tree, model, directories: vec![0], files: Vec::new(), serial: 0, random };
-        for index in 1..(entries / PER_DIRECTORY).max(2) {
-            let parent = watched.directories[(index - 1) / FAN_OUT];
+        for index in 1..(entries / ENTRIES_PER_DIRECTORY).max(2) {
+            let parent = watched.directories[(index - 1) / MAX_SUBDIRECTORIES];
             let number = watched.add(parent, true)?;
             watched.model.insert(number, BTreeMap::new());
             watched.directories.push(number);
@@ -105,18 +106,19 @@ impl TreeWithModel {
         sum
     }
 
-    /// Walks the tree for `time` and adds the nanoseconds per entry of each walk to `walks`.
+    /// Walks the tree repeatedly for `time`, and appends the nanoseconds per entry of each walk to `walks`.
     fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
         let expected = self.expected_checksum();
-        walk_for(time, walks, || match self.tree.walk()? {
+        repeat_walk_for(time, walks, || match self.tree.walk()? {
             sum if sum == expected => Ok(sum.entries),
             sum => Err(Failure::WrongAnswer(format!("a walk came by {sum:?}, and not by {expected:?}"))),
         })
     }
 }
 
-/// In each turn, replaces as many files as the tree has, then walks the tree.
-pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> WorkloadResult {
+/// In each turn, adds and removes as many files as the tree has, then walks the tree. The resulting JSON has the median
+/// nanoseconds per entry.
+pub fn run_tree(arguments: &TreeArguments, slabs: &'static Slabs) -> WorkloadResult {
     let mut watched = TreeWithModel::new(slabs, arguments.entries, 2 * arguments.entries)?;
     let mut walks = Vec::new();
     let files = watched.files.len();
@@ -125,11 +127,12 @@ pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> WorkloadResult {
         watched.remove_files(files)?;
         watched.walk(time, &mut walks)
     })?;
-    Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
+    Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved_count()? }))
 }
 
-/// Walks a tree before and after its entries are compacted.
-pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> WorkloadResult {
+/// Walks a tree before and after its entries are compacted. The resulting JSON has the median nanoseconds per entry of
+/// both.
+pub fn run_packed(arguments: &PackedArguments, slabs: &'static Slabs) -> WorkloadResult {
     let time = Duration::from_millis(arguments.turn_ms);
     let mut watched = TreeWithModel::new(slabs, arguments.entries, SHRINK_FACTOR * arguments.entries)?;
     let more = (SHRINK_FACTOR - 1) * arguments.entries;
@@ -137,10 +140,10 @@ pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> WorkloadResult {
     watched.remove_files(more)?;
     let (mut before, mut after) = (Vec::new(), Vec::new());
     watched.walk(time, &mut before)?;
-    watched.tree.pack()?;
+    watched.tree.compact()?;
     watched.walk(time, &mut after)?;
     let (before, after) = (stats::median(&before), stats::median(&after));
-    Ok(serde_json::json!({ "fragmented_ns": before, "packed_ns": after, "moved": watched.tree.moved()? }))
+    Ok(serde_json::json!({ "fragmented_ns": before, "packed_ns": after, "moved": watched.tree.moved_count()? }))
 }
 
 #[cfg(test)]
@@ -148,22 +151,23 @@ mod tests {
     use super::*;
     use crate::workload::slab::slabs_of_test;
 
-    /// Walks must find exactly the expected entries: with and without concurrent moves, before and after compaction.
+    /// Walks of a tree must find exactly the expected entries: with and without concurrent moves, before and after
+    /// compaction.
     #[test]
     fn walks_are_right_during_moves() {
         let slabs = || slabs_of_test().expect("slabs");
         for moving in [false, true] {
-            let arguments = Tree { entries: 3000, turns: Turns { turns: 3, turn_ms: 100, moving } };
-            let line = tree(&arguments, slabs()).expect("a walk");
+            let arguments = TreeArguments { entries: 3000, turns: TurnsArguments { turns: 3, turn_ms: 100, moving } };
+            let line = run_tree(&arguments, slabs()).expect("a walk");
             assert_eq!(line["moved"].as_u64() > Some(0), moving, "{line}");
         }
-        let line = packed(&Packed { entries: 2000, turn_ms: 5 }, slabs()).expect("a walk");
+        let line = run_packed(&PackedArguments { entries: 2000, turn_ms: 5 }, slabs()).expect("a walk");
         assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
     }
 
-    /// An entry is removed from the tree but not from the model. The next walk must be a wrong answer.
+    /// An entry is removed from the tree but not from the model. The next walk must report a wrong answer.
     #[test]
-    fn damage_is_detected() {
+    fn missing_entry_is_detected() {
         let mut watched = TreeWithModel::new(slabs_of_test().expect("slabs"), 500, 600).expect("a tree");
         assert!(watched.walk(Duration::ZERO, &mut Vec::new()).is_ok());
         let (.., number) = watched.files[7];

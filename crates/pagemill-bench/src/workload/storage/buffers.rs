@@ -1,4 +1,4 @@
-//! Memory for a bare io_uring: mappings with pages of the measured size. Each mapping is divided into buffers for one
+//! Memory for a bare io_uring: mappings with pages of the size to measure. Each mapping is divided into buffers for one
 //! transfer each.
 
 #![allow(unsafe_code)] // passes memory that it owns to io_uring
@@ -11,19 +11,19 @@ use pagemill_store::Buffer;
 
 use crate::native::Pages;
 
-/// Maximum size of a mapping. Each mapping is registered with the ring as one buffer.
+/// Maximum size of a mapping in bytes. Each mapping is registered with the ring as one buffer.
 const MAX_MAPPING_BYTES: usize = 64 << 20;
 
-/// The size of the pages of a mapping.
+/// The size of the pages of a memory mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Kind {
-    /// 2 MiB
+pub enum PageKind {
+    /// Huge pages of 2 MiB
     Huge,
-    /// 4 KiB
+    /// Pages of 4 KiB
     Small,
 }
 
-/// A mapping and its length in bytes, divided into [`TransferBuffer`]s.
+/// A memory mapping and its length in bytes. The mapping is divided into [`TransferBuffer`]s.
 pub struct Memory(Arc<Pages>, usize);
 
 /// The memory of one transfer, with the transfer's offset in the file and its start time.
@@ -40,14 +40,18 @@ pub struct TransferBuffer {
 }
 
 /// Makes `count` buffers of `len_bytes` each, and the mappings that contain them.
-pub fn make_buffers(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<TransferBuffer>), String> {
+pub fn make_buffers(
+    kind: PageKind,
+    count: usize,
+    len_bytes: usize,
+) -> Result<(Vec<Memory>, Vec<TransferBuffer>), String> {
     let (mut memories, mut parts) = (Vec::new(), Vec::new());
     let most = (MAX_MAPPING_BYTES / len_bytes).max(1);
     while parts.len() < count {
         let some = most.min(count - parts.len());
         let pages = match kind {
-            Kind::Huge => Pages::huge(some * len_bytes)?,
-            Kind::Small => Pages::small(some * len_bytes)?,
+            PageKind::Huge => Pages::huge(some * len_bytes)?,
+            PageKind::Small => Pages::small(some * len_bytes)?,
         };
         let memory = Arc::new(pages);
         // Each offset of the mapping is used for one `TransferBuffer`, and nothing else refers to it. This establishes

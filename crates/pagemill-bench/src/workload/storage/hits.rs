@@ -1,4 +1,5 @@
-//! One thread copies resident pages. In turns, it is alone, or another thread keeps the device busy with reads.
+//! One thread copies resident pages. In turns, this thread runs alone, or another thread keeps the device busy with
+//! reads.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -10,7 +11,7 @@ use pagemill_core::stats::{self, Counter};
 use serde_json::json;
 
 use super::Source;
-use super::miss::{Cached, RequestQueue};
+use super::miss::{CachedSource, RequestQueue};
 use super::ring::{self, TransferLoop};
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
@@ -18,22 +19,23 @@ use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT
 use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Total size of the pages that are copied. It is small compared with the cache, so that all of them stay resident.
+/// Total size in bytes of the pages that are copied. It is small compared with the cache, so that all of these pages
+/// stay resident.
 const HOT_BYTES: u64 = 16 << 20;
 
-const DEPTH: u32 = 32;
+const MISS_QUEUE_DEPTH: u32 = 32;
 
-/// Number of turns. In each turn, copies are measured without other reads and then with concurrent misses.
+/// Number of turns. In each turn, copies of pages are measured without other reads, and then with concurrent misses.
 const TURN_COUNT: u32 = 4;
 
-/// Number of copies between two reads of the clock.
-const BATCH: usize = 64;
+/// Number of page copies between two reads of the clock.
+const BATCH_COPIES: usize = 64;
 
-/// Arguments of a run. The copies are hits of a cache, and the other reads are misses of the same cache. With
-/// `--plain`, plain memory is copied, and a bare io_uring makes the other reads. That shows how much the machine itself
-/// slows copies down.
+/// Arguments of a run in which one thread copies pages while another thread reads from a device. The copies are hits of
+/// a page cache, and the reads are misses of the same cache. With `--plain`, plain memory is copied, and a bare
+/// io_uring makes the reads. That shows how much the machine itself slows copies down.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Hits {
+pub struct HitsArguments {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
@@ -47,14 +49,15 @@ pub struct Hits {
 
 type Record = [u8; RECORD_BYTES];
 
-/// State of the thread that makes misses: it waits.
-const PAUSED: u8 = 0;
-/// State of the thread that makes misses: it reads at full speed.
-const BUSY: u8 = 1;
-/// State of the thread that makes misses: it must end.
-const OVER: u8 = 2;
+/// State in which the thread that makes misses waits.
+const STATE_PAUSED: u8 = 0;
+/// State in which the thread that makes misses reads at full speed.
+const STATE_BUSY: u8 = 1;
+/// State in which the thread that makes misses must end.
+const STATE_OVER: u8 = 2;
 
-/// Copies, misses and duration, summed over all measurements of one kind.
+/// The number of page copies, the number of misses and the duration, summed over all measurements with misses or all
+/// without.
 #[derive(Default)]
 struct CopyTotals {
     copies: u64,
@@ -62,7 +65,7 @@ struct CopyTotals {
     seconds: f64,
 }
 
-pub fn run(arguments: &Hits) -> WorkloadResult {
+pub fn run(arguments: &HitsArguments) -> WorkloadResult {
     if arguments.source.len_bytes <= 2 * HOT_BYTES || arguments.cache_mib << 20 < 2 * HOT_BYTES {
         let mib = (2 * HOT_BYTES) >> 20;
         return Err(format!("a file of more than {mib} MiB, and a cache of {mib}, are needed").into());
@@ -70,9 +73,9 @@ pub fn run(arguments: &Hits) -> WorkloadResult {
     if arguments.plain { measure_plain(arguments) } else { measure_cached(arguments) }
 }
 
-fn measure_cached(arguments: &Hits) -> WorkloadResult {
+fn measure_cached(arguments: &HitsArguments) -> WorkloadResult {
     let source = &arguments.source;
-    let cached = Cached::open(source, arguments.cache_mib, RECORD_BYTES)?;
+    let cached = CachedSource::open(source, arguments.cache_mib, RECORD_BYTES)?;
     cached.fill(HOT_BYTES)?;
     let places = (source.len_bytes - HOT_BYTES) as usize / RECORD_BYTES;
     let copy = |record: &mut Record, offset: u64| -> Result<(), Failure> {
@@ -86,11 +89,11 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
     }
     let before = stats::get(Counter::StoreRead);
     let (mut line, begun) = copy_by_turns(arguments, copy, |state, misses| {
-        let mut queue = RequestQueue::new(&cached, DEPTH)?;
+        let mut queue = RequestQueue::new(&cached, MISS_QUEUE_DEPTH)?;
         let (mut random, mut record) = (Rng::with_seed(7), [0; RECORD_BYTES]);
         let mut drained = 0;
-        while state.load(Relaxed) != OVER {
-            if state.load(Relaxed) == PAUSED {
+        while state.load(Relaxed) != STATE_OVER {
+            if state.load(Relaxed) == STATE_PAUSED {
                 drained += queue.drain()?;
                 thread::sleep(Duration::from_millis(1));
                 continue;
@@ -108,7 +111,7 @@ fn measure_cached(arguments: &Hits) -> WorkloadResult {
     Ok(line)
 }
 
-fn measure_plain(arguments: &Hits) -> WorkloadResult {
+fn measure_plain(arguments: &HitsArguments) -> WorkloadResult {
     let mut pages = Pages::huge(HOT_BYTES as usize)?;
     let bytes = pages.bytes_mut(HOT_BYTES as usize);
     bytes.copy_from_slice(Records::filled(HOT_BYTES as usize).stamped_at(0, 0));
@@ -117,11 +120,11 @@ fn measure_plain(arguments: &Hits) -> WorkloadResult {
         record.copy_from_slice(&bytes[offset as usize..][..RECORD_BYTES]);
         check_copy(pattern::is_stamped(black_box(record), 0, offset, 0))
     };
-    let reads = ring::Ring::random_reads(&arguments.source, RECORD_BYTES, DEPTH as usize);
+    let reads = ring::RingArguments::random_reads(&arguments.source, RECORD_BYTES, MISS_QUEUE_DEPTH as usize);
     let (line, _) = copy_by_turns(arguments, copy, |state, misses| {
         let mut work = TransferLoop::new(&reads, reads.offsets())?;
-        while state.load(Relaxed) != OVER {
-            if state.load(Relaxed) == PAUSED {
+        while state.load(Relaxed) != STATE_OVER {
+            if state.load(Relaxed) == STATE_PAUSED {
                 work.drain()?;
                 thread::sleep(Duration::from_millis(1));
                 continue;
@@ -139,22 +142,22 @@ fn check_copy(is_right: bool) -> Result<(), Failure> {
     if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
 }
 
-/// Copies random pages, in turns while `miss` pauses and while `miss` runs at full speed. Also returns the result of
-/// `miss`.
+/// Runs `miss` in another thread and copies random pages in turns, while `miss` pauses and while it reads at full
+/// speed. Returns the rates as JSON, and the result of `miss`.
 fn copy_by_turns(
-    arguments: &Hits,
+    arguments: &HitsArguments,
     copy: impl Fn(&mut Record, u64) -> Result<(), Failure>,
     miss: impl FnOnce(&AtomicU8, &AtomicU64) -> Result<u64, Failure> + Send,
 ) -> Result<(serde_json::Value, u64), Failure> {
-    let (state, misses) = (AtomicU8::new(PAUSED), AtomicU64::new(0));
+    let (state, misses) = (AtomicU8::new(STATE_PAUSED), AtomicU64::new(0));
     let (mut random, mut record) = (Rng::with_seed(3), [0; RECORD_BYTES]);
     let mut copy_for = |time: Duration, totals: &mut CopyTotals| -> Result<(), Failure> {
         let (begun, before) = (Instant::now(), misses.load(Relaxed));
         while begun.elapsed() < time {
-            for _ in 0..BATCH {
+            for _ in 0..BATCH_COPIES {
                 copy(&mut record, (random.usize(..HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
             }
-            totals.copies += BATCH as u64;
+            totals.copies += BATCH_COPIES as u64;
         }
         totals.misses += misses.load(Relaxed) - before;
         totals.seconds += begun.elapsed().as_secs_f64();
@@ -167,14 +170,14 @@ fn copy_by_turns(
         let other = scope.spawn(move || miss(state, misses));
         let turns = (0..TURN_COUNT).try_for_each(|_| {
             // Half of the time is warm-up: in-flight reads end, or new ones begin.
-            state.store(PAUSED, Relaxed);
+            state.store(STATE_PAUSED, Relaxed);
             copy_for(time / 2, &mut CopyTotals::default())?;
             copy_for(time, &mut alone)?;
-            state.store(BUSY, Relaxed);
+            state.store(STATE_BUSY, Relaxed);
             copy_for(time / 2, &mut CopyTotals::default())?;
             copy_for(time, &mut beside)
         });
-        state.store(OVER, Relaxed);
+        state.store(STATE_OVER, Relaxed);
         let other = join(other);
         turns.and(other)
     })?;

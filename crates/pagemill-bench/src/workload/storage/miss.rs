@@ -25,23 +25,23 @@ use crate::workload::hit::{cache_of, failed};
 use crate::workload::steps::join;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer. It is longer than any device needs.
+/// Time limit of a read from the file. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Number of reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
-/// Arguments of a run that reads pages of a file.
+/// Arguments of a run that reads pages of a file through a page cache that is smaller than the file.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Miss {
+pub struct MissArguments {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
-    /// Number of blocking threads
+    /// Number of threads that read one page at a time and block meanwhile
     #[arg(long, conflicts_with = "depth")]
     pub threads: Option<usize>,
-    /// Number of pages that one thread has in flight
+    /// Number of reads that one thread keeps in flight
     #[arg(long)]
     pub depth: Option<u32>,
     /// Number of futures that one thread polls
@@ -60,7 +60,8 @@ pub struct Miss {
     pub run_ms: u64,
 }
 
-/// Makes a cache whose folios have this length: huge folios of small pages, or single pages.
+/// Makes a page cache whose folios have `folio_bytes` bytes: huge folios of small pages if that is 2 MiB, otherwise
+/// folios of one page.
 pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<PageCache, Failure> {
     match folio_bytes {
         BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
@@ -68,22 +69,22 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<PageCache
     }
 }
 
-/// A file, and a cache that is smaller than the file.
-pub struct Cached<'a> {
+/// A file that is read through a page cache, which is smaller than the file.
+pub struct CachedSource<'a> {
     pub cache: PageCache,
     pub file: Mapping,
     source: &'a Source,
     io_bytes: usize,
 }
 
-impl<'a> Cached<'a> {
+impl<'a> CachedSource<'a> {
     pub fn open(source: &'a Source, cache_mib: u64, io_bytes: usize) -> Result<Self, Failure> {
         let cache = cache_of_folios(cache_mib << 20, io_bytes)?;
         let file = cache.open(Arc::new(source.open_read_only()?)).map_err(failed)?;
         Ok(Self { cache, file, source, io_bytes })
     }
 
-    /// Reads random pages at or above the offset `from` until the cache is full, and compares every byte.
+    /// Reads random pages at or above the offset `from` until the cache is nearly full, and compares every byte.
     pub fn fill(&self, from: u64) -> Result<(), Failure> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
         let mut random = Rng::with_seed(99);
@@ -107,8 +108,8 @@ impl<'a> Cached<'a> {
         queue_loop.drain().map(drop)
     }
 
-    /// Checks a page that should be resident. A page of a record's size is copied as a whole; of a larger page only two
-    /// words are read.
+    /// Checks the contents of the page at `offset`. A page of a record's size is copied as a whole; of a larger page,
+    /// only two words are read.
     fn check_page(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
             self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
@@ -126,11 +127,11 @@ fn wrong_page(offset: u64) -> Failure {
     Failure::WrongAnswer(format!("what was read at {offset} is something else"))
 }
 
-/// A queue of a cache with requests in flight.
+/// A queue of a page cache, with the requests that are in flight.
 pub struct RequestQueue<'a> {
     file: &'a Mapping,
     queue: Queue,
-    /// The offset and the start time of each request, by its token.
+    /// The offset and the start time of each request, by the request's token.
     requests: Vec<(u64, Instant)>,
     free: Vec<u64>,
     /// Latencies of the completed requests.
@@ -140,15 +141,15 @@ pub struct RequestQueue<'a> {
 }
 
 impl<'a> RequestQueue<'a> {
-    pub fn new(cached: &'a Cached<'_>, depth: u32) -> Result<Self, Failure> {
+    pub fn new(cached: &'a CachedSource<'_>, depth: u32) -> Result<Self, Failure> {
         let queue = cached.cache.queue(depth).map_err(failed)?;
         let requests = vec![(0, Instant::now()); depth as usize];
         let free = (0..u64::from(depth)).collect();
         Ok(Self { file: &cached.file, queue, requests, free, times: Histogram::new(), present_count: 0 })
     }
 
-    /// Fills the queue with requests at the offsets from `next`, waits for a completion, and handles all completions.
-    /// Calls `on_page` for each page that has become resident or already was resident.
+    /// Fills the queue with requests at the offsets that `next` returns, waits for a completion, and handles all
+    /// completions. Calls `on_page` for each page that has become resident or already was resident.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
@@ -174,7 +175,7 @@ impl<'a> RequestQueue<'a> {
         Ok(())
     }
 
-    /// Waits for all requests in flight; returns the number of completions.
+    /// Waits until no request is in flight; returns the number of completed requests.
     pub fn drain(&mut self) -> Result<u64, Failure> {
         let mut completions = 0;
         while !self.queue.is_empty() {
@@ -190,13 +191,14 @@ impl<'a> RequestQueue<'a> {
 }
 
 /// Returns the number of pages of `io_bytes` bytes that were read from the file so far.
-fn read_from_store(io_bytes: usize) -> u64 {
+fn pages_read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
 
-/// Fills the cache unless it shall be cold, then reads until the time is over.
-pub fn run(arguments: &Miss) -> WorkloadResult {
-    let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
+/// Fills the cache unless it shall be cold, then reads pages of the file until the time is over. The resulting JSON has
+/// their rate and latencies.
+pub fn run(arguments: &MissArguments) -> WorkloadResult {
+    let cached = CachedSource::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
     if !arguments.cold {
         cached.fill(0)?;
     }
@@ -208,15 +210,15 @@ pub fn run(arguments: &Miss) -> WorkloadResult {
     }
 }
 
-impl Miss {
+impl MissArguments {
     /// Returns the duration of the reads that are not counted. A cold run has none: they would fill the cache.
     fn warm_up(&self) -> Duration {
         if self.cold { Duration::ZERO } else { Duration::from_millis(self.run_ms) / 10 }
     }
 }
 
-/// Returns the JSON line. `ios` is the number of reads that the file served; all other reads were hits. Hits are faster
-/// than any transfer, so the longest times are those of transfers.
+/// Returns the metrics as JSON. `ios` is the number of reads that the file served; all other reads were hits. Hits are
+/// faster than any transfer, so the `ios` longest of the times are those of transfers.
 fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &Histogram) -> WorkloadResult {
     let mut metrics = took.metrics(ios, io_bytes, times)?;
     metrics.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
@@ -224,7 +226,7 @@ fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &Hist
     Ok(metrics.into())
 }
 
-fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadResult {
+fn measure_queue(arguments: &MissArguments, cached: &CachedSource<'_>, depth: u32) -> WorkloadResult {
     let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
     let mut record = [0; RECORD_BYTES];
     let mut queue_loop = RequestQueue::new(cached, depth)?;
@@ -239,9 +241,9 @@ fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadR
     run_for(&mut queue_loop, arguments.warm_up())?;
     queue_loop.times.clear();
     queue_loop.present_count = 0;
-    let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
+    let (span, before) = (IntervalStart::begin(), pages_read_from_store(cached.io_bytes));
     run_for(&mut queue_loop, run)?;
-    let ios = read_from_store(cached.io_bytes) - before;
+    let ios = pages_read_from_store(cached.io_bytes) - before;
     let reads = queue_loop.times.count() + queue_loop.present_count;
     let line = json_line(&span.end(), reads, ios, cached.io_bytes, &queue_loop.times);
     queue_loop.drain()?;
@@ -300,7 +302,7 @@ fn poll_until<'a, F: Future<Output = Result<(), Failure>> + 'a>(
     Ok(completed)
 }
 
-fn measure_futures(arguments: &Miss, cached: &Cached<'_>, futures: usize) -> WorkloadResult {
+fn measure_futures(arguments: &MissArguments, cached: &CachedSource<'_>, futures: usize) -> WorkloadResult {
     let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
     let times = RefCell::new(Histogram::new());
     let mut run_for = |time: Duration| -> Result<u64, Failure> {
@@ -310,38 +312,38 @@ fn measure_futures(arguments: &Miss, cached: &Cached<'_>, futures: usize) -> Wor
     };
     run_for(arguments.warm_up())?;
     times.borrow_mut().clear();
-    let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
+    let (span, before) = (IntervalStart::begin(), pages_read_from_store(cached.io_bytes));
     let reads = run_for(Duration::from_millis(arguments.run_ms))?;
-    let ios = read_from_store(cached.io_bytes) - before;
+    let ios = pages_read_from_store(cached.io_bytes) - before;
     json_line(&span.end(), reads, ios, cached.io_bytes, &times.borrow())
 }
 
 /// Reads one page and checks its stamp.
-async fn read_one(cached: &Cached<'_>, offset: u64, times: &RefCell<Histogram>) -> Result<(), Failure> {
+async fn read_one(cached: &CachedSource<'_>, offset: u64, times: &RefCell<Histogram>) -> Result<(), Failure> {
     let (mut record, began) = ([0; RECORD_BYTES], Instant::now());
     let read = cached.file.read_async(&mut record, offset).await.map_err(failed)?;
     times.borrow_mut().add(began.elapsed());
     if read == RECORD_BYTES && cached.source.is_right(&record, offset) { Ok(()) } else { Err(wrong_page(offset)) }
 }
 
-/// Phase of a run with threads: warm-up.
-const BEFORE: u8 = 0;
-/// Phase of a run with threads: reads are counted.
-const MEASURED: u8 = 1;
-/// Phase of a run with threads: the threads must end.
-const OVER: u8 = 2;
+/// Phase of a run with threads in which reads are not counted yet.
+const PHASE_WARM_UP: u8 = 0;
+/// Phase of a run with threads in which reads are counted.
+const PHASE_MEASURED: u8 = 1;
+/// Phase of a run with threads in which the threads must end.
+const PHASE_OVER: u8 = 2;
 
-fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> WorkloadResult {
-    let phase = AtomicU8::new(BEFORE);
+fn measure_threads(arguments: &MissArguments, cached: &CachedSource<'_>, threads: usize) -> WorkloadResult {
+    let phase = AtomicU8::new(PHASE_WARM_UP);
     let work = |thread: usize| -> Result<Histogram, Failure> {
         let mut random = Rng::with_seed(thread as u64 + 1);
         let places = arguments.source.len_bytes as usize / cached.io_bytes;
         let (mut record, mut times) = ([0; RECORD_BYTES], Histogram::new());
-        while phase.load(Relaxed) != OVER {
+        while phase.load(Relaxed) != PHASE_OVER {
             let offset = (random.usize(..places) * cached.io_bytes) as u64;
             let began = Instant::now();
             cached.check_page(&mut record, offset)?;
-            if phase.load(Relaxed) == MEASURED {
+            if phase.load(Relaxed) == PHASE_MEASURED {
                 times.add(began.elapsed());
             }
         }
@@ -352,11 +354,11 @@ fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Wor
         let work = &work;
         let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
         thread::sleep(arguments.warm_up());
-        let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
-        phase.store(MEASURED, Relaxed);
+        let (span, before) = (IntervalStart::begin(), pages_read_from_store(cached.io_bytes));
+        phase.store(PHASE_MEASURED, Relaxed);
         thread::sleep(run);
-        phase.store(OVER, Relaxed);
-        let ios = read_from_store(cached.io_bytes) - before;
+        phase.store(PHASE_OVER, Relaxed);
+        let ios = pages_read_from_store(cached.io_bytes) - before;
         let took = span.end();
         let mut times = Histogram::new();
         for worker in workers {

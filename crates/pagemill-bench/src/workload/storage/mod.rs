@@ -20,15 +20,15 @@ use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
 
-/// Arguments that describe the file, as [`crate::storage::target::Target`] passes them.
+/// Arguments that describe the file to read or write, as [`crate::storage::target::Target`] passes them.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Source {
     #[arg(long)]
     pub file: PathBuf,
-    /// Length of the part of the file in use
+    /// Number of bytes at the start of the file that are used
     #[arg(long)]
     pub len_bytes: u64,
-    /// The records of the file identify their offset
+    /// Each record of the file has a stamp of its offset, which reads check
     #[arg(long)]
     pub pattern: bool,
 }
@@ -46,13 +46,14 @@ impl Source {
         Ok(store)
     }
 
-    /// Returns whether a record has the stamp of this offset. Always true if the file has no pattern.
+    /// Returns whether a record has the stamp of this offset. Always true if the file has no stamps (`pattern`).
     #[inline]
     fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
-    /// Returns whether the first and the last record of a longer range have their stamps, like [`Self::is_right`].
+    /// Returns whether the first and the last record in `bytes` have the stamps of their offsets. Always true if the
+    /// file has no stamps.
     fn has_right_ends(&self, bytes: &[u8], offset: u64) -> bool {
         let last = bytes.len() - RECORD_BYTES;
         self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
@@ -63,7 +64,7 @@ fn check_direct(store: &FileStore) -> Result<(), Failure> {
     if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
 }
 
-/// Returns the CPU time of this process so far, user and system.
+/// Returns the user and system CPU time that this process has used so far.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -93,7 +94,7 @@ impl IntervalStart {
 }
 
 impl Elapsed {
-    /// Returns the rates and the CPU time per transfer, for `ios` transfers of `io_bytes` bytes.
+    /// Returns transfers and MiB per second, and the CPU time per transfer, for `ios` transfers of `io_bytes` bytes.
     fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
             return Err("nothing was transferred in that time".to_owned().into());

@@ -14,22 +14,22 @@ use crate::storage::writeback::page_offsets;
 use crate::workload::hit::{failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
 
-/// One page in this many is resident and is changed.
-const ONE_OF: u64 = 8;
+/// One page of the file in this many is resident and is changed.
+const PAGES_PER_CHANGED_ONE: u64 = 8;
 
-/// Number of pages that are read back after the last round.
+/// Number of pages that are read back from the file and checked after the last round.
 const READ_BACK_COUNT: usize = 32;
 
-/// Arguments of a run that writes to a file. The file's previous content is lost.
+/// Arguments of a run that changes resident pages of a file and writes them back. The file's previous content is lost.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Overwrite {
+pub struct OverwriteArguments {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
     #[arg(long)]
     pub io_bytes: usize,
-    /// Scattered pages instead of sequential ones
+    /// Change scattered pages instead of sequential ones
     #[arg(long)]
     pub random: bool,
     #[arg(long)]
@@ -37,11 +37,11 @@ pub struct Overwrite {
 }
 
 /// Changes pages and writes them back until the time is over, then checks the file.
-pub fn run(arguments: &Overwrite) -> WorkloadResult {
-    let Overwrite { source, io_bytes, .. } = arguments;
+pub fn run(arguments: &OverwriteArguments) -> WorkloadResult {
+    let OverwriteArguments { source, io_bytes, .. } = arguments;
     let page_offsets = match arguments.random {
-        true => page_offsets(source.len_bytes, *io_bytes as u64, ONE_OF, 1),
-        false => (0..source.len_bytes / ONE_OF).step_by(*io_bytes).collect(),
+        true => page_offsets(source.len_bytes, *io_bytes as u64, PAGES_PER_CHANGED_ONE, 1),
+        false => (0..source.len_bytes / PAGES_PER_CHANGED_ONE).step_by(*io_bytes).collect(),
     };
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
@@ -79,8 +79,8 @@ pub fn run(arguments: &Overwrite) -> WorkloadResult {
     Ok(took.rates(ios, *io_bytes)?.into())
 }
 
-/// Checks the pages after the last round. The stamp must have the last generation, and all other bytes must be
-/// unchanged.
+/// Reads pages from the file after the last round and checks them. The stamp of a page must have the generation number
+/// of the last round, and all other bytes must be unchanged.
 fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);

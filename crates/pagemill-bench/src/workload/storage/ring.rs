@@ -9,21 +9,21 @@ use pagemill_store::ring::{Event, FileId, Settings};
 use pagemill_store::{Aligned, FileStore, Ring as StoreRing, Store};
 use serde_json::Value;
 
-use super::buffers::{self, Kind, TransferBuffer};
+use super::buffers::{self, PageKind, TransferBuffer};
 use super::{IntervalStart, Source};
 use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer. It is longer than any device needs.
+/// Time limit of a transfer between the file and memory. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// Number of offsets that are read back after they were written.
+/// Maximum number of written offsets whose data is read back and checked.
 const READ_BACK_COUNT: usize = 32;
 
-/// Arguments of a run that keeps `depth` transfers of one length in flight.
+/// Arguments of a run that keeps `depth` transfers of one length in flight in an io_uring.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Ring {
+pub struct RingArguments {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
@@ -34,14 +34,14 @@ pub struct Ring {
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
     #[arg(long)]
-    pub memory: Kind,
+    pub memory: PageKind,
     /// Register the buffers with the kernel beforehand
     #[arg(long)]
     pub registered: bool,
-    /// Random offsets instead of sequential ones
+    /// Use random offsets instead of sequential ones
     #[arg(long)]
     pub random: bool,
-    /// Write; the file's content is lost
+    /// Write instead of read; the file's content is lost
     #[arg(long)]
     pub write: bool,
     #[arg(long)]
@@ -82,10 +82,10 @@ impl Iterator for Offsets {
     }
 }
 
-impl Ring {
+impl RingArguments {
     /// Returns arguments for random reads into registered buffers.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
-        let (memory, source) = (Kind::Huge, source.clone());
+        let (memory, source) = (PageKind::Huge, source.clone());
         Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
     }
 
@@ -100,24 +100,25 @@ impl Ring {
     }
 }
 
-/// A ring with transfers in flight, and their latencies.
+/// An io_uring with transfers in flight, and the latencies of the completed ones.
 pub struct TransferLoop<'a> {
-    arguments: &'a Ring,
+    arguments: &'a RingArguments,
     ring: StoreRing<TransferBuffer>,
     store: FileStore,
     file: FileId,
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<TransferBuffer>,
     pub times: Histogram,
-    /// The generation of the written stamps. It distinguishes the writes of this process from those of other processes.
+    /// Generation number in the stamps that are written. It distinguishes the writes of this process from those of
+    /// other processes.
     generation: u64,
-    /// The offsets that were written, some of which are read back.
+    /// Some of the offsets that were written; the data there is read back at the end.
     written: BTreeSet<u64>,
 }
 
 impl<'a> TransferLoop<'a> {
-    /// Opens the file and makes a ring and its buffers. The transfers use the given offsets.
-    pub fn new(arguments: &'a Ring, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
+    /// Opens the file, and makes an io_uring and its buffers. The transfers use the given offsets.
+    pub fn new(arguments: &'a RingArguments, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
         let source = &arguments.source;
         let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
         let settings = Settings { depth: arguments.depth as u32, ..Settings::default() };
@@ -145,7 +146,7 @@ impl<'a> TransferLoop<'a> {
         self.handle_completions()
     }
 
-    /// Waits until no transfer is in flight.
+    /// Waits until all transfers in flight have completed.
     pub fn drain(&mut self) -> Result<(), Failure> {
         while self.ring.in_flight() > 0 {
             self.handle_completions()?;
@@ -153,7 +154,7 @@ impl<'a> TransferLoop<'a> {
         Ok(())
     }
 
-    /// Runs until no offsets are left and all transfers have completed.
+    /// Starts transfers until no offsets are left, and waits until all transfers have completed.
     pub fn run_to_end(&mut self) -> Result<(), Failure> {
         loop {
             self.start_transfers()?;
@@ -223,7 +224,7 @@ impl<'a> TransferLoop<'a> {
         Ok(())
     }
 
-    /// Reads written offsets back and compares their first and last stamp.
+    /// Reads the data at some of the written offsets, and compares the first and the last stamp of each transfer.
     fn read_back(&self) -> Result<(), Failure> {
         let io_bytes = self.arguments.io_bytes;
         let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
@@ -245,8 +246,8 @@ fn stamp_ends(bytes: &mut [u8], offset: u64, generation: u64) {
     pattern::stamp(bytes, 0, offset, generation);
 }
 
-/// Runs transfers until the time is over.
-pub fn run(arguments: &Ring) -> WorkloadResult {
+/// Runs transfers until the time is over. The resulting JSON has their rate and latencies.
+pub fn run(arguments: &RingArguments) -> WorkloadResult {
     let mut work = TransferLoop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
     // A tenth of the time is spent on warm-up, as in the other workloads.

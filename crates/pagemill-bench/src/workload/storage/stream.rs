@@ -47,7 +47,7 @@ impl Way {
 
 /// Arguments of a pass over a file. With `--write` the file's previous content is lost.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Stream {
+pub struct StreamArguments {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
@@ -62,7 +62,7 @@ pub struct Stream {
 }
 
 /// Reads or writes the whole file once, and checks the bytes.
-pub fn run(arguments: &Stream) -> WorkloadResult {
+pub fn run(arguments: &StreamArguments) -> WorkloadResult {
     drop_kernel_pages(&arguments.source)?;
     let stamp = u64::from(std::process::id());
     let took = match (arguments.way, arguments.write) {
@@ -88,11 +88,11 @@ fn drop_kernel_pages(source: &Source) -> Result<(), Failure> {
     Ok(())
 }
 
-fn offsets(arguments: &Stream) -> impl Iterator<Item = u64> {
+fn offsets(arguments: &StreamArguments) -> impl Iterator<Item = u64> {
     (0..arguments.source.len_bytes).step_by(arguments.call_bytes)
 }
 
-fn read_cached(arguments: &Stream, cache: &PageCache) -> Result<super::Elapsed, Failure> {
+fn read_cached(arguments: &StreamArguments, cache: &PageCache) -> Result<super::Elapsed, Failure> {
     let file = cache.open(Arc::new(arguments.source.open_read_only()?)).map_err(failed)?;
     let mut bytes = vec![0; arguments.call_bytes];
     let span = IntervalStart::begin();
@@ -114,7 +114,7 @@ fn read_all(file: &Mapping, to: &mut [u8], offset: u64) -> Result<usize, Failure
     Ok(done)
 }
 
-fn read_by_kernel(arguments: &Stream, way: Way) -> Result<super::Elapsed, Failure> {
+fn read_by_kernel(arguments: &StreamArguments, way: Way) -> Result<super::Elapsed, Failure> {
     let file = File::open(&arguments.source.file).map_err(|error| error.to_string())?;
     fadvise(&file, 0, None, Advice::Sequential).map_err(|error| error.to_string())?;
     let mut bytes = vec![0; arguments.call_bytes];
@@ -139,14 +139,14 @@ fn read_by_kernel(arguments: &Stream, way: Way) -> Result<super::Elapsed, Failur
     Ok(span.end())
 }
 
-fn check_read(arguments: &Stream, bytes: &[u8], offset: u64) -> Result<(), Failure> {
+fn check_read(arguments: &StreamArguments, bytes: &[u8], offset: u64) -> Result<(), Failure> {
     match bytes.len() == arguments.call_bytes && arguments.source.has_right_ends(bytes, offset) {
         true => Ok(()),
         false => Err(Failure::WrongAnswer(format!("wrong bytes were read at {offset}"))),
     }
 }
 
-fn write_cached(arguments: &Stream, cache: &PageCache, generation: u64) -> Result<super::Elapsed, Failure> {
+fn write_cached(arguments: &StreamArguments, cache: &PageCache, generation: u64) -> Result<super::Elapsed, Failure> {
     let file = cache.open(Arc::new(arguments.source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(arguments.call_bytes);
     let span = IntervalStart::begin();
@@ -157,7 +157,7 @@ fn write_cached(arguments: &Stream, cache: &PageCache, generation: u64) -> Resul
     Ok(span.end())
 }
 
-fn write_by_kernel(arguments: &Stream, way: Way, generation: u64) -> Result<super::Elapsed, Failure> {
+fn write_by_kernel(arguments: &StreamArguments, way: Way, generation: u64) -> Result<super::Elapsed, Failure> {
     let file = OpenOptions::new().write(true).open(&arguments.source.file).map_err(|error| error.to_string())?;
     let mut records = Records::filled(arguments.call_bytes);
     let span = IntervalStart::begin();

@@ -9,22 +9,22 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::{Aligned, FileStore, Store};
 
-use super::ring::{Ring, TransferLoop};
+use super::ring::{RingArguments, TransferLoop};
 use super::{Elapsed, IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::writeback::{TRANSFERS, page_offsets};
 use crate::workload::hit::{cache, failed, write_all};
 use crate::workload::{Failure, WorkloadResult};
 
-/// Number of offsets next to written pages that are checked for changes.
-const NEIGHBOURS: usize = 256;
+/// Maximum number of pages directly after written pages that are checked to be unchanged.
+const MAX_NEIGHBOURS: usize = 256;
 
-/// Arguments of a run that writes to a file. The file's previous content is lost.
+/// Arguments of a run that writes scattered pages of a file. The file's previous content is lost.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Writeback {
+pub struct WritebackArguments {
     #[command(flatten)]
     pub source: Source,
-    /// Write one page in this many
+    /// Write one page of the file in this many
     #[arg(long)]
     pub one_of: u64,
     /// Seed for the choice of the pages
@@ -35,14 +35,14 @@ pub struct Writeback {
     pub ring: Option<usize>,
 }
 
-/// The start of an interval, and the values of the counters of bytes and writes at that time.
+/// The start of an interval, and the values of the counters of written bytes and of writes at that time.
 struct WriteStart {
     span: IntervalStart,
     bytes: u64,
     writes: u64,
 }
 
-/// The duration of an interval, and the number of bytes and writes in it.
+/// The duration of an interval, and the number of written bytes and of writes in it.
 struct WriteTotals {
     took: Elapsed,
     bytes: u64,
@@ -62,8 +62,8 @@ impl WriteStart {
     }
 }
 
-/// Writes the pages, and compares all of them afterwards.
-pub fn run(arguments: &Writeback) -> WorkloadResult {
+/// Writes scattered pages of the file, then reads all of them from the file and compares them.
+pub fn run(arguments: &WritebackArguments) -> WorkloadResult {
     let source = &arguments.source;
     let page_offsets = page_offsets(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
     // The generation of the written stamps. It distinguishes the writes of this process from those of other processes.
@@ -85,7 +85,8 @@ pub fn run(arguments: &Writeback) -> WorkloadResult {
     Ok(metrics.into())
 }
 
-/// Makes the pages dirty in random order, then syncs the file. Writes whole pages, so that no page is read first.
+/// Makes the pages dirty in a page cache, in random order, then syncs the file. Writes whole pages, so that no page is
+/// read first.
 fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Result<WriteTotals, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
@@ -102,7 +103,7 @@ fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Res
 }
 
 fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<WriteTotals, Failure> {
-    let arguments = Ring::writes(source, RECORD_BYTES, depth);
+    let arguments = RingArguments::writes(source, RECORD_BYTES, depth);
     let mut work = TransferLoop::new(&arguments, page_offsets.iter().copied())?;
     let write_start = WriteStart::begin();
     work.run_to_end()?;
@@ -110,11 +111,12 @@ fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<
     Ok(write_start.end())
 }
 
-/// Reads the contents directly after some of the written pages, at places where no page is written.
+/// Reads the page directly after each of some pages to be written, unless it will be written itself. Returns the
+/// offsets and contents of these pages.
 fn read_neighbours(store: &FileStore, page_offsets: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
     let mut random = Rng::with_seed(5);
     let mut found = Vec::new();
-    for _ in 0..NEIGHBOURS.min(page_offsets.len()) {
+    for _ in 0..MAX_NEIGHBOURS.min(page_offsets.len()) {
         let offset = page_offsets[random.usize(..page_offsets.len())] + RECORD_BYTES as u64;
         if offset < len_bytes && page_offsets.binary_search(&offset).is_err() {
             found.push((offset, read(store, offset, RECORD_BYTES)?));
@@ -129,7 +131,7 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
     Ok(bytes)
 }
 
-/// Compares the file with every byte that was written, and with the bytes next to written pages.
+/// Checks that the file has every byte that was written, and that the pages next to written pages are unchanged.
 fn check(source: &Source, page_offsets: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut page_offsets = page_offsets.iter().copied().peekable();

@@ -1,4 +1,4 @@
-//! Tests of the behaviour that all kinds of caches share, with fixed objects.
+//! Tests of the behaviour that all kinds of caches share. Most use objects that keep their address.
 #![allow(unsafe_code)] // faulty programs; locks and protects pages
 
 use super::*;
@@ -42,8 +42,8 @@ pub(crate) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Waits until all batches are finished. Readers of concurrent tests may delay the batches for longer than one call
-/// waits.
+/// Executes the actions of all batches of emptied slabs. Readers of concurrent tests may delay the batches for longer
+/// than one call waits, so this function repeats the call.
 pub(crate) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
@@ -51,9 +51,10 @@ pub(crate) fn finish_retired(engine: &Engine) {
 /// Time after which a test is considered stuck. Far longer than any test takes on an overloaded machine.
 pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// Yields at least `rounds` rounds for a thread that uses a cache while another thread packs the cache, and more until
-/// the packing thread has moved objects. On one processor the packing thread may not have run before.
-pub(crate) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
+/// Returns an iterator for a thread that uses a cache while another thread packs the cache. The iterator yields at
+/// least `rounds` rounds, and more until the packing thread has moved objects. On one processor the packing thread may
+/// not have run before.
+pub(crate) fn rounds_until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {
         *round < rounds || round % 1_000 != 0 || {
@@ -69,7 +70,8 @@ fn object(number: u64) -> Object {
     [number; 24]
 }
 
-/// Values must keep their contents and lie at distinct addresses, and `into_inner` must return them unchanged.
+/// Values in a fixed cache must keep their contents and lie at distinct addresses, and `into_inner` must return them
+/// unchanged.
 #[test]
 fn values_are_kept() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
@@ -114,8 +116,8 @@ fn two_slabs_become_one() {
     }
 }
 
-/// Nine of ten objects are freed. Neither a shrink nor defragmentation may move the others, so all partial slabs must
-/// stay.
+/// Nine of ten objects of a fixed cache are freed. Neither a shrink nor defragmentation may move the other objects, so
+/// all partial slabs must stay.
 #[test]
 fn fixed_objects_never_move() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -137,8 +139,8 @@ fn fixed_objects_never_move() {
     }
 }
 
-/// The charge must equal the resident memory of the blocks. After all objects are freed, a shrink must return all
-/// memory.
+/// The charge of a cache must equal the resident memory of its blocks. After all objects are freed, a shrink must
+/// return all memory.
 #[test]
 fn all_memory_is_freed() {
     for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
@@ -158,11 +160,11 @@ fn all_memory_is_freed() {
     }
 }
 
-/// The kernel keeps the memory of a sparse block, because it is locked. The next cache reuses the block as it is, even
-/// though it wants a whole block, and the memory must be charged once.
+/// The kernel keeps the memory of a sparse block, because the memory is locked. The next cache reuses the block as it
+/// is, even though it wants a whole block. The memory must be charged only once.
 #[test]
 fn memory_that_the_kernel_keeps_is_charged_once() {
-    const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
+    const OTHER_BYTES: u64 = 32 * BLOCK_BYTES as u64;
     let layout = Layout { huge_from_bytes: BLOCK_BYTES as u64 / 4, ..Layout::for_test() };
     let (slabs, account) = slabs_with(layout, UNLIMITED);
     let cache = slabs.fixed::<Object>(Settings::new("locked")).unwrap();
@@ -177,23 +179,22 @@ fn memory_that_the_kernel_keeps_is_charged_once() {
     drop(slot);
     drop(cache);
     assert_eq!(account.resident(), resident_bytes(), "nothing can be given back");
-    account.admit(OTHERS, Context::Outside).unwrap();
+    account.admit(OTHER_BYTES, Context::Outside).unwrap();
     let next = slabs.fixed::<Object>(Settings::new("next")).unwrap();
     let slot = next.insert(object(2)).unwrap();
     assert_eq!(
         (next.engine().shared.blocks.number_of(&raw const *slot as usize), account.resident()),
-        (0, OTHERS + resident_bytes())
+        (0, OTHER_BYTES + resident_bytes())
     );
     drop(slot);
     // SAFETY: unlocks the pages that were locked above.
     unsafe { libc::syscall(libc::SYS_munlock, at, BLOCK_BYTES) };
     drop(next);
     slabs.shrink(u64::MAX, Urgency::Limit);
-    assert_eq!((account.resident(), resident_bytes()), (OTHERS, 0));
+    assert_eq!((account.resident(), resident_bytes()), (OTHER_BYTES, 0));
 }
 
-/// The last page of the second slab cannot be populated. The populated part of the slab must be freed, and its charge
-/// must end.
+/// The last page of a slab cannot be populated. The populated part of the slab must be freed, and its charge must end.
 #[test]
 fn partly_populated_slab_is_freed() {
     let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
@@ -291,7 +292,7 @@ fn threads_pass_objects_to_each_other() {
     cache.engine().check_state();
 }
 
-/// Each value must be dropped once, even if its destructor panics, and its memory must be freed.
+/// Each value must be dropped once, even if its destructor panics, and the memory of each value must be freed.
 #[test]
 fn values_are_dropped_once() {
     struct Counted<'count>(&'count AtomicUsize);
@@ -310,9 +311,9 @@ fn values_are_dropped_once() {
     assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
 }
 
-/// Objects must be allocated on the requested node and counted there. A node that does not exist must be refused.
+/// Objects must be allocated on the requested NUMA node and counted there. A node that does not exist must be refused.
 #[test]
-fn objects_come_from_their_node() {
+fn objects_are_allocated_on_the_requested_node() {
     let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
     let slots: Vec<_> = (0..300).map(|number| cache.insert_on(number % 3, object(1)).unwrap()).collect();
     assert!(slots.iter().enumerate().all(|(number, slot)| slot.node() == number % 3));
@@ -327,8 +328,8 @@ fn objects_come_from_their_node() {
     assert_eq!(cache.info().unwrap().total, NodeInfo::default());
 }
 
-/// A node without free objects must use objects of another node at a ratio of 100, and must set up a slab at a ratio of
-/// 0.
+/// A node without free objects must use objects of another node if `remote_node_defrag_ratio` is 100. If it is 0, the
+/// node must set up a slab.
 #[test]
 fn remote_objects_are_used_by_ratio() {
     for (ratio, are_remote) in [(0, false), (100, true)] {
@@ -358,9 +359,10 @@ fn bad_settings_are_refused() {
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
 }
 
-/// Creates caches in different orders. Lists must have caches with movable objects first, and each kind sorted by name.
+/// Creates caches in different orders. A list of caches must begin with those that have movable objects, and each kind
+/// must be sorted by name.
 #[test]
-fn lists_are_in_order() {
+fn caches_are_listed_movable_first_then_by_name() {
     let slabs = slabs_on_nodes(1);
     let names = |list: Vec<SlabInfo>| list.into_iter().map(|info| info.name.to_string()).collect::<Vec<_>>();
     let (_last, _third) =
@@ -370,8 +372,8 @@ fn lists_are_in_order() {
     assert_eq!(names(slabs.list()), ["c", "z", "a", "b"]);
 }
 
-/// Creates the maximum number of caches; one more must be refused. All must be listed, and each must have magazines and
-/// barns, of which only used ones may be resident.
+/// Creates the maximum number of caches; one more cache must be refused. All caches must be listed. Each must have
+/// magazines and barns, of which only used ones may be resident.
 #[test]
 fn there_can_be_a_thousand_caches() {
     let slabs = slabs_on_nodes(2);
@@ -423,7 +425,7 @@ fn debug_mode_detects_damage() {
     assert!(found.contains("was written at byte 19 while it was free"), "{found}");
 }
 
-/// Invalid operations of a faulty program.
+/// Invalid operations that a faulty program may execute.
 mod damage {
     use super::Engine;
 
@@ -438,10 +440,10 @@ mod damage {
     }
 }
 
-/// Prints the cost of typical operations of one thread. Run it with `--ignored --nocapture` in a release build.
+/// Prints the cost of typical operations of one thread. Run this test with `--ignored --nocapture` in a release build.
 #[test]
 #[ignore = "prints times"]
-fn cost_of_pairs_batches_and_churn() {
+fn print_cost_of_typical_operations() {
     let cache = slabs().fixed::<Object>(Settings::new("cost")).unwrap();
     let time = |what: &str, count: u64, act: &mut dyn FnMut()| {
         let began = std::time::Instant::now();
@@ -477,8 +479,8 @@ fn cost_of_pairs_batches_and_churn() {
     }
 }
 
-/// Another thread has free objects in its magazine. At the memory limit, all objects of the block must be allocated
-/// before an allocation fails, because the magazine is drained.
+/// Another thread has free objects in its magazine. At the memory limit, allocations must use all objects of the block
+/// before one fails, because the other thread's magazine is drained.
 #[test]
 fn magazines_are_drained_before_an_allocation_fails() {
     let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
@@ -504,7 +506,7 @@ fn magazines_are_drained_before_an_allocation_fails() {
 /// Slabs for which no memory was available must become bare again. Once all objects are freed, no block may be left,
 /// and allocations must succeed again.
 #[test]
-fn slab_without_memory_is_returned() {
+fn slab_without_memory_becomes_bare() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
     let (slabs, _) = slabs_with(layout, BLOCK_BYTES as u64 / 2);
     let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();
@@ -521,7 +523,7 @@ fn slab_without_memory_is_returned() {
     }
 }
 
-/// Magazines must be used again after a shrink.
+/// After a shrink, which drains the magazines, threads must use their magazines again.
 #[test]
 fn magazines_are_used_again_after_a_shrink() {
     let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::*;
-use crate::caches::tests::basics::{STUCK_AFTER, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
+use crate::caches::tests::basics::{STUCK_AFTER, rounds_until_moved, slabs, slabs_on_nodes, slabs_with, sparse_slabs};
 use pagemill_core::arena::Layout;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::BLOCK_BYTES;
@@ -18,7 +18,7 @@ fn value(number: u64) -> Value {
     std::array::from_fn(|at| number + at as u64)
 }
 
-/// An item of a list. Its destructor removes the next item, which is in the next of several caches.
+/// An item of a linked list. Its destructor removes the next item, which is in the next of several caches.
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,
@@ -29,7 +29,7 @@ struct Link {
 #[derive(Default)]
 struct Lists {
     caches: OnceLock<Vec<HandleMap<Link>>>,
-    /// Number of destructors that run now, each inside of the next.
+    /// Number of destructors that are running now, nested in each other.
     nested: AtomicUsize,
     /// Maximum of `nested` so far.
     max_nested: AtomicUsize,
@@ -52,8 +52,8 @@ impl Drop for Link {
     }
 }
 
-/// Long lists are removed whose destructors each remove the next item. Destructors must nest at most once for each of
-/// up to eight caches, and all of them must run.
+/// Removes the first items of long lists; each item's destructor removes the next item. Destructors must nest at most
+/// once for each of up to eight caches, and all of them must run.
 #[test]
 fn destructors_nest_once_per_cache() {
     const LISTS: usize = 256;
@@ -84,34 +84,35 @@ fn destructors_nest_once_per_cache() {
 }
 
 /// A value that may own a cache with further values of this type.
-struct Nest {
-    _inner: Option<Box<HandleMap<Nest>>>,
+struct CacheOwner {
+    _inner: Option<Box<HandleMap<CacheOwner>>>,
     dropped: Arc<AtomicUsize>,
 }
 
 // SAFETY: pointers can be copied byte by byte.
-unsafe impl Movable for Nest {}
+unsafe impl Movable for CacheOwner {}
 
-impl Drop for Nest {
+impl Drop for CacheOwner {
     fn drop(&mut self) {
         self.dropped.fetch_add(1, Relaxed);
     }
 }
 
-/// Twelve caches, more than [`crate::read::deferred_drop`] tracks, each own the next one through a value. Dropping the
-/// outermost must drop each value once, also removed values that wait for a reader, and free all memory.
+/// Twelve caches each own the next one through a value. They are more caches than [`crate::read::deferred_drop`]
+/// tracks. Dropping the outermost cache must drop each value once, including removed values that wait for a reader, and
+/// must free all memory.
 #[test]
 fn caches_can_be_dropped_in_destructors_of_values() {
     const CACHES: usize = 12;
-    const EACH: usize = 100;
+    const VALUES_PER_CACHE: usize = 100;
     let slabs = slabs();
     let dropped = Arc::new(AtomicUsize::new(0));
-    let nest = |inner| Nest { _inner: inner, dropped: dropped.clone() };
+    let nest = |inner| CacheOwner { _inner: inner, dropped: dropped.clone() };
     let guard = enter();
     let mut outer = None;
     for _ in 0..CACHES {
-        let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
-        let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
+        let cache = Box::new(slabs.by_handle::<CacheOwner>(Settings::new("nest")).unwrap());
+        let handles: Vec<_> = (1..VALUES_PER_CACHE).map(|_| cache.insert(nest(None)).unwrap()).collect();
         // The value that is removed last, and waits for the reader, owns the other caches.
         let last = cache.insert(nest(outer.take())).unwrap();
         handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
@@ -119,13 +120,13 @@ fn caches_can_be_dropped_in_destructors_of_values() {
     }
     assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (CACHES, 0));
     drop(outer);
-    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (0, CACHES * EACH));
+    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (0, CACHES * VALUES_PER_CACHE));
     drop(guard);
     slabs.shrink(u64::MAX, Urgency::Limit);
     assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
-/// Counts how often each number was dropped.
+/// A value that counts in `dropped[number]` how often values with its number were dropped.
 struct Counted {
     number: u64,
     dropped: Arc<Vec<AtomicUsize>>,
@@ -141,12 +142,12 @@ impl Drop for Counted {
 }
 
 /// Creates `count` counters, all 0.
-fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
+fn zeroed_counters(count: usize) -> Arc<Vec<AtomicUsize>> {
     Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
 }
 
-/// Nine of ten values are removed and the rest is packed into as few slabs and blocks as possible. The other handles
-/// must lead to their values, and the removed handles to none.
+/// Nine of ten values are removed, and the rest is packed into as few slabs and blocks as possible. The remaining
+/// handles must lead to their values, and the removed handles to no value.
 #[test]
 fn handles_find_values_after_moves() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -176,12 +177,12 @@ fn handles_find_values_after_moves() {
     }
 }
 
-/// Values are removed, replaced, moved, or left in the cache until its drop. Each value must be dropped once, and not
-/// before its readers have finished.
+/// Values are removed, replaced, moved, or left in the cache until the cache is dropped. Each value must be dropped
+/// once, and not before its readers have finished.
 #[test]
 fn values_are_dropped_once() {
     const VALUES: usize = 30_000;
-    let dropped = counters(2 * VALUES);
+    let dropped = zeroed_counters(2 * VALUES);
     let counted = |number: usize| Counted { number: number as u64, dropped: dropped.clone() };
     let count = || dropped.iter().map(|count| count.load(Relaxed)).sum::<usize>();
     let cache = slabs().by_handle(Settings::new("dropped")).unwrap();
@@ -208,8 +209,8 @@ fn values_are_dropped_once() {
     assert_eq!(count(), VALUES + VALUES / 4);
 }
 
-/// One destructor panics, for a removed value and at the drop of the cache. The other destructors must run, and the
-/// panic must reach the caller.
+/// The destructors of some values panic, after the values were removed or when their cache is dropped. The other
+/// destructors must run, and the panic must reach the caller.
 #[test]
 fn panicking_destructor_does_not_stop_others() {
     struct Failing(Counted);
@@ -220,7 +221,7 @@ fn panicking_destructor_does_not_stop_others() {
             assert!(self.0.number % 50 != 7, "a destructor that fails, as it should here");
         }
     }
-    let dropped = counters(400);
+    let dropped = zeroed_counters(400);
     let cache = slabs().by_handle(Settings::new("failing")).unwrap();
     let insert = |number| cache.insert(Failing(Counted { number, dropped: dropped.clone() })).unwrap();
     let handles: Vec<_> = (0..400).map(insert).collect();
@@ -243,10 +244,11 @@ fn panicking_destructor_does_not_stop_others() {
     assert!((0..400).all(is_gone));
 }
 
-/// A cache is dropped while another thread drains it for long. The drop must wait for the drain, then drop the values.
+/// A cache is dropped while another thread drains it for a long time. The drop must wait for the end of the drain, then
+/// drop the values.
 #[test]
 fn drop_waits_for_a_long_drain() {
-    let (slabs, dropped) = (slabs(), counters(10));
+    let (slabs, dropped) = (slabs(), zeroed_counters(10));
     let cache = slabs.by_handle(Settings::new("long")).unwrap();
     (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
     std::thread::scope(|scope| {
@@ -262,8 +264,8 @@ fn drop_waits_for_a_long_drain() {
     assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
 }
 
-/// A cache with moved objects is dropped while a guard exists. Readers borrow the cache, so the guard cannot protect a
-/// read of this cache. The drop must free all memory of the cache.
+/// A cache with moved objects is dropped while a guard exists. The guard cannot protect a read of this cache, because
+/// readers borrow the cache. The drop must free all memory of the cache.
 #[test]
 fn drop_under_a_guard_frees_all_memory() {
     let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
@@ -290,11 +292,11 @@ fn drop_under_a_guard_frees_all_memory() {
     drop(guard);
 }
 
-/// Threads remove values and then sleep. A shrink by another thread must drop these values.
+/// Threads remove values and then sleep. A shrink on another thread must drop these values.
 #[test]
 fn shrink_drops_values_that_sleeping_threads_removed() {
     const THREADS: usize = 4;
-    let dropped = counters(THREADS * 100);
+    let dropped = zeroed_counters(THREADS * 100);
     let cache = slabs().by_handle(Settings::new("asleep")).unwrap();
     let (removed, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
     std::thread::scope(|scope| {
@@ -316,7 +318,8 @@ fn shrink_drops_values_that_sleeping_threads_removed() {
     });
 }
 
-/// Removed and replaced values must be counted as waiting while a guard exists.
+/// Checks that removed and replaced values are counted as waiting while a guard exists. `value` is the value that is
+/// inserted.
 fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
     let cache = slabs().by_handle::<T>(Settings::new("waiting").defrag_used_ratio(0)).unwrap();
     let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
@@ -341,8 +344,8 @@ fn values_that_wait_for_readers_are_counted() {
     assert_counted_while_they_wait("a string".to_owned());
 }
 
-/// Pinned values must keep their address and contents during packing. After the last pin is dropped, moving and
-/// removing them must succeed.
+/// Pinned values must keep their address and contents while the cache is packed. After the last pin of a value is
+/// dropped, the value must be movable and removable again.
 #[test]
 fn pinned_values_keep_address_and_contents() {
     let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
@@ -369,10 +372,10 @@ fn pinned_values_keep_address_and_contents() {
     assert!(cache.remove(handles[0]).unwrap().is_some() && cache.pin(handles[0]).unwrap().is_none());
 }
 
-/// Of several concurrent calls of `remove_with`, only one may read the value. A pinned value must be refused. If the
-/// closure panics, the value must be removed nevertheless.
+/// Several threads call `remove_with` for one value. Only one of the calls may read the value. While the value is
+/// pinned, the removal must be refused. If the closure panics, the value must be removed nevertheless.
 #[test]
-fn remove_with_shows_a_value_to_one_removal() {
+fn only_one_remove_with_reads_a_value() {
     let slabs = slabs();
     let cache = slabs.by_handle::<Value>(Settings::new("seen")).unwrap();
     let handles: Vec<_> = (0..5_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -418,18 +421,18 @@ fn fork_in_a_closure_retires_nothing_in_the_child() {
     }
 }
 
-/// The closure of `remove_with` panics, and so does a destructor that runs meanwhile. The panic of the closure must
-/// reach the caller.
+/// The closure of `remove_with` panics, and so does a destructor that runs meanwhile. The panic of the closure, not
+/// that of the destructor, must reach the caller.
 #[test]
 fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     static DROPPED: AtomicUsize = AtomicUsize::new(0);
 
-    struct Bad;
+    struct PanicsOnDrop;
 
     // SAFETY: it has no bytes.
-    unsafe impl Movable for Bad {}
+    unsafe impl Movable for PanicsOnDrop {}
 
-    impl Drop for Bad {
+    impl Drop for PanicsOnDrop {
         fn drop(&mut self) {
             DROPPED.fetch_add(1, Relaxed);
             assert!(!std::thread::panicking(), "a destructor");
@@ -438,18 +441,18 @@ fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
 
     let slabs = slabs();
     slabs.defrag_by_hand();
-    let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
+    let cache = slabs.by_handle::<PanicsOnDrop>(Settings::new("bad")).unwrap();
     // Every 64th removal runs destructors. Readers of other tests may delay the destructors.
     while DROPPED.load(Relaxed) == 0 {
-        let bad = cache.insert(Bad).unwrap();
-        let look = |_: &Bad| panic!("a look");
+        let bad = cache.insert(PanicsOnDrop).unwrap();
+        let look = |_: &PanicsOnDrop| panic!("a look");
         let panic = catch_unwind(AssertUnwindSafe(|| cache.remove_with(bad, look))).unwrap_err();
         assert_eq!(panic.downcast_ref::<&str>(), Some(&"a look"));
     }
 }
 
-/// After removals, `shrink` must free pages of the handle table. Old handles must match no later value, not even of the
-/// next cache that uses the table.
+/// After most handles are removed, `shrink` must free pages of the handle table. Old handles must match no later value,
+/// not even of the next cache that uses the table.
 #[test]
 fn handle_table_shrinks() {
     let slabs = slabs();
@@ -472,8 +475,8 @@ fn handle_table_shrinks() {
     assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
 }
 
-/// A little used cache has most memory below the limit. An allocation in another cache must cause the first cache to be
-/// packed. The handles of the first cache must still lead to their values.
+/// A little used cache holds most of the memory that the limit allows. An allocation in another cache must cause the
+/// first cache to be packed. The handles of the first cache must still lead to their values.
 #[test]
 fn values_are_packed_at_a_memory_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
@@ -504,8 +507,8 @@ fn values_are_packed_at_a_memory_limit() {
     drop(slots);
 }
 
-/// Values are removed under a guard. After the guard is dropped, another cache at the limit must get their memory
-/// without a call to the first cache.
+/// Values of one cache are removed under a guard. After the guard is dropped, another cache at the limit must get their
+/// memory without a call to the first cache.
 #[test]
 fn removed_values_are_freed_at_a_memory_limit() {
     let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
@@ -531,7 +534,7 @@ fn removed_values_are_freed_at_a_memory_limit() {
     }
 }
 
-/// Values move to another node and back. Their handles must lead to the values after each move.
+/// Moves values to another node and back. Handles must lead to their values after each move.
 #[test]
 fn values_move_between_nodes() {
     let cache = slabs_on_nodes(2).by_handle::<Value>(Settings::new("nodes")).unwrap();
@@ -546,8 +549,8 @@ fn values_move_between_nodes() {
     assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
 }
 
-/// Threads insert, read, change and remove values while another packs them. Each handle must lead to its own value,
-/// undamaged, or to none after the removal. Each value must be dropped once.
+/// Threads insert, read, change and remove values while another thread packs the cache. Each handle must lead to its
+/// own value, undamaged, or to no value after the removal. Each value must be dropped once.
 #[test]
 fn threads_use_values_while_they_move() {
     const THREADS: usize = 2;
@@ -575,7 +578,7 @@ fn threads_use_values_while_they_move() {
         let mut known: HashMap<Handle<Owned>, u64> = HashMap::new();
         let mut handles = Vec::new();
         let mut seed = thread as u64 + 1;
-        for _ in until_moved(ROUNDS, || cache.info().unwrap().moved) {
+        for _ in rounds_until_moved(ROUNDS, || cache.info().unwrap().moved) {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = (seed >> 40) as usize % handles.len().max(1);
             match seed >> 33 & 7 {

@@ -1,5 +1,5 @@
-//! Random calls of a cache by handle, compared with a `BTreeMap` that has the expected contents. Prints the seed;
-//! `PAGEMILL_TEST_SEED` repeats a run.
+//! Random calls of a cache by handle, compared with a `BTreeMap` that holds the expected contents. The test prints its
+//! seed; `PAGEMILL_TEST_SEED` repeats a run with that seed.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::*;
@@ -32,7 +32,7 @@ impl Random {
     }
 }
 
-/// A value that adds its number to a sum while it exists.
+/// A value that adds its number to `sum` while the value exists.
 struct Summed<const WORDS: usize> {
     words: [u64; WORDS],
     sum: Arc<AtomicU64>,
@@ -109,7 +109,7 @@ impl<const WORDS: usize> Model<WORDS> {
         word.1 = number;
     }
 
-    /// Packs once while a value is pinned, which must not move the value, and once without pins.
+    /// Packs the cache once while a value is pinned, which must not move that value, and once without pins.
     fn shrink(&mut self, random: &mut Random) {
         let pinned = self.random_key(random).map(|key| self.cache.pin(self.values[&key].0).unwrap().unwrap());
         let address = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));
@@ -148,13 +148,13 @@ impl<const WORDS: usize> Model<WORDS> {
         self.cache.engine().check_state();
     }
 
-    fn end(self) {
+    fn drop_and_check(self) {
         drop(self.cache);
         assert_eq!(self.sum.load(Relaxed), 0, "each value was dropped once");
     }
 }
 
-fn run<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
+fn run_model<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
     let nodes = Nodes::logical(NODES);
     let (slabs, account) = slabs_with(Layout { nodes, use_huge, ..Layout::for_test() }, UNLIMITED);
     let mut random = Random::seeded(what);
@@ -165,27 +165,27 @@ fn run<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
             model.check();
         }
     }
-    model.end();
+    model.drop_and_check();
     slabs.shrink(u64::MAX, Urgency::Limit);
     assert_eq!(account.resident(), 0);
 }
 
 #[test]
 fn model_holds_for_small_values_in_huge_blocks() {
-    run::<5>("whole blocks", true, false);
+    run_model::<5>("whole blocks", true, false);
 }
 
 #[test]
 fn model_holds_for_medium_values_in_small_pages() {
-    run::<100>("sparse blocks", false, false);
+    run_model::<100>("sparse blocks", false, false);
 }
 
 #[test]
 fn model_holds_for_large_values() {
-    run::<1500>("large values", true, false);
+    run_model::<1500>("large values", true, false);
 }
 
 #[test]
 fn model_holds_in_debug_mode() {
-    run::<20>("watched", false, true);
+    run_model::<20>("watched", false, true);
 }

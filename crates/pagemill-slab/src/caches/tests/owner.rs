@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::caches::tests::basics::{
-    STUCK_AFTER, finish_retired, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved,
+    STUCK_AFTER, finish_retired, rounds_until_moved, slabs, slabs_on_nodes, slabs_with, sparse_slabs,
 };
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::BLOCK_BYTES;
@@ -17,19 +17,19 @@ use std::time::Duration;
 use std::{sync::Mutex, sync::OnceLock, thread::ThreadId};
 
 /// Number of words in the body of an item.
-const WORDS: usize = 22;
+const BODY_WORDS: usize = 22;
 
 /// The object type of the tested caches.
 #[repr(C)]
 pub(crate) struct Item {
-    /// 0: free. 1: live. More: pinned.
+    /// Number of references to the item. 0: the item is free; 1: live; more: pinned.
     references: AtomicU32,
     number: AtomicU64,
-    body: [AtomicU64; WORDS],
+    body: [AtomicU64; BODY_WORDS],
 }
 
-/// Number of a free item. A newly constructed item also has it in all words of its body.
-const FREE: u64 = 0xfee;
+/// Value of `number` in a free item. A newly constructed item also has this value in all words of its body.
+const FREE_NUMBER: u64 = 0xfee;
 
 /// Behaviour of the owner's `isolate` and `migrate`.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(crate) struct ItemOwner {
     pub waits: AtomicBool,
     pub ended_on: Arc<OnceLock<ThreadId>>,
     panics_in_construct: AtomicBool,
-    /// Called once, by the next `construct` or `isolate`.
+    /// Called once, by the next `construct`.
     on_construct: Mutex<Option<Hook>>,
     on_isolate: Mutex<Option<Hook>>,
     constructed: AtomicU64,
@@ -71,13 +71,13 @@ impl Drop for ItemOwner {
     }
 }
 
-/// State of an isolated slab: the number of items that are still to be moved.
-pub(crate) struct Deferred {
+/// Result of `isolate`: the number of the selected items that are still to be moved.
+pub(crate) struct IsolatedItems {
     count: usize,
     is_to_panic: bool,
 }
 
-impl Drop for Deferred {
+impl Drop for IsolatedItems {
     fn drop(&mut self) {
         assert!(!self.is_to_panic, "an owner that fails, as it should here");
     }
@@ -86,7 +86,7 @@ impl Drop for Deferred {
 // SAFETY: items are found through the map and count their users. The old copy of a moved item is free.
 unsafe impl Migrate for ItemOwner {
     type Object = Item;
-    type Isolated = Deferred;
+    type Isolated = IsolatedItems;
 
     fn construct(&self) -> Item {
         assert!(!self.panics_in_construct.load(Relaxed), "a constructor that fails, as it should here");
@@ -95,12 +95,12 @@ unsafe impl Migrate for ItemOwner {
         self.constructed.fetch_add(1, Relaxed);
         Item {
             references: AtomicU32::new(0),
-            number: AtomicU64::new(FREE),
-            body: [const { AtomicU64::new(FREE) }; WORDS],
+            number: AtomicU64::new(FREE_NUMBER),
+            body: [const { AtomicU64::new(FREE_NUMBER) }; BODY_WORDS],
         }
     }
 
-    fn isolate(&self, items: &mut Candidates<'_, Item>) -> Deferred {
+    fn isolate(&self, items: &mut Candidates<'_, Item>) -> IsolatedItems {
         let hook = self.on_isolate.lock().unwrap().take();
         hook.into_iter().for_each(|hook| hook());
         let behavior = *self.behavior.lock().unwrap();
@@ -116,14 +116,14 @@ unsafe impl Migrate for ItemOwner {
             count += usize::from(is_kept);
             is_kept
         });
-        Deferred { count, is_to_panic: behavior == Behavior::PanicAfterwards }
+        IsolatedItems { count, is_to_panic: behavior == Behavior::PanicAfterwards }
     }
 
     fn migrate<'object>(
         &self,
         item: Moving<'object, Item>,
         to: &mut Target<'_, Item>,
-        left: &mut Deferred,
+        left: &mut IsolatedItems,
     ) -> Done<'object> {
         left.count -= 1;
         while *self.behavior.lock().unwrap() == Behavior::Wait {
@@ -153,7 +153,7 @@ unsafe impl Migrate for ItemOwner {
         let copy = unsafe { new.object().as_ref() };
         assert_eq!(
             (copy.references.load(Acquire), copy.number.load(Relaxed)),
-            (0, FREE),
+            (0, FREE_NUMBER),
             "it is as it was constructed"
         );
         copy.fill(number);
@@ -165,9 +165,9 @@ unsafe impl Migrate for ItemOwner {
     }
 }
 
-/// Makes an item free. Readers may still read its body.
+/// Makes an item free again. Readers may still read the item's body.
 fn release(item: &Item) {
-    item.number.store(FREE, Relaxed);
+    item.number.store(FREE_NUMBER, Relaxed);
     item.references.store(0, Relaxed);
 }
 
@@ -193,7 +193,7 @@ pub(crate) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks until readers of concurrent tests have finished, so that nothing waits and nothing is left to move.
+    /// Shrinks until concurrent readers have finished, no object waits for them, and no object is left to move.
     fn pack(&self) -> u64;
 }
 
@@ -206,7 +206,7 @@ impl Items for OwnerSlab<ItemOwner> {
         register(self, self.allocate_on(node).unwrap(), number);
     }
 
-    /// Removes an item if it exists and is not in use.
+    /// Removes an item if it exists and is not in use. Returns whether the item was removed.
     fn remove(&self, number: u64) -> bool {
         let mut items = self.owner().items.lock().unwrap();
         let Some(item) = items.get(&number).map(|at| NonNull::new(*at as *mut Item).unwrap()) else { return false };
@@ -218,7 +218,7 @@ impl Items for OwnerSlab<ItemOwner> {
         assert!(words.is_whole(number));
         items.remove(&number);
         drop(items);
-        words.number.store(FREE, Relaxed);
+        words.number.store(FREE_NUMBER, Relaxed);
         // SAFETY: the item is free and has no users.
         unsafe { self.free(item) };
         true
@@ -259,7 +259,7 @@ impl Items for OwnerSlab<ItemOwner> {
 fn register(cache: &OwnerSlab<ItemOwner>, at: NonNull<Item>, number: u64) {
     // SAFETY: an allocated item, which is free.
     let item = unsafe { at.as_ref() };
-    assert_eq!((item.references.load(Relaxed), item.number.load(Relaxed)), (0, FREE));
+    assert_eq!((item.references.load(Relaxed), item.number.load(Relaxed)), (0, FREE_NUMBER));
     item.fill(number);
     let before = cache.owner().items.lock().unwrap().insert(number, at.as_ptr() as usize);
     assert_eq!(before, None);
@@ -278,14 +278,14 @@ pub(crate) fn unpin(cache: &OwnerSlab<ItemOwner>, number: u64) {
 }
 
 /// Adds items and removes nine of ten, at pseudorandom positions.
-fn fragmented(cache: &OwnerSlab<ItemOwner>, items: u64) -> u64 {
+fn fragment_cache(cache: &OwnerSlab<ItemOwner>, items: u64) -> u64 {
     (0..items).for_each(|number| cache.add(number));
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
     (0..items).filter(|number| !is_kept(*number)).for_each(|number| assert!(cache.remove(number)));
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// After packing, few items are left for the last block, so most of a huge page would be wasted. These items must lie
+/// After packing, the last block holds only a few items, so most of a huge page would be wasted. These items must lie
 /// in small pages. Resident memory must not exceed the charge, even at addresses of a former huge page.
 #[test]
 fn last_block_is_in_small_pages_after_packing() {
@@ -332,13 +332,13 @@ fn assert_packed(cache: &OwnerSlab<ItemOwner>, items: u64) {
     cache.engine().check_state();
 }
 
-/// Nine of ten items are freed. The rest must be packed into as few slabs and blocks as possible, and the other memory
-/// must be freed.
+/// Nine of ten items of a cache are freed. The rest must be packed into as few slabs and blocks as possible, and the
+/// other memory must be freed.
 #[test]
 fn a_fragmented_cache_is_packed() {
     for slabs in [slabs(), sparse_slabs()] {
         let cache = cache_of(slabs, Settings::new("packed"));
-        let items = fragmented(&cache, 100_000);
+        let items = fragment_cache(&cache, 100_000);
         let before = cache.info().unwrap();
         assert!(before.total.partial > 100);
         let freed = cache.pack();
@@ -354,7 +354,7 @@ fn a_fragmented_cache_is_packed() {
     }
 }
 
-/// A cache has one item more than one slab holds. Then one item is freed. Packing must leave one full slab.
+/// A cache has one item more than one slab holds. After one item is freed, packing must leave one full slab.
 #[test]
 fn two_slabs_become_one() {
     let cache = cache_of(slabs(), Settings::new("two"));
@@ -370,8 +370,8 @@ fn two_slabs_become_one() {
     assert_eq!((info.total.partial, info.moved), (0, 1));
 }
 
-/// Two blocks with few items are packed. One must remain, and its bare slabs must take items of the other block. The
-/// test gets a third block because the second one is unusable while it is emptied under a guard.
+/// Two blocks with few items are packed. One of them must remain, and its bare slabs must take the items of the other
+/// block. The test allocates a third block, because the second one is unusable while it is emptied under a guard.
 #[test]
 fn bare_slabs_are_destinations_when_packing() {
     let cache = cache_of(slabs(), Settings::new("bare"));
@@ -407,11 +407,11 @@ fn bare_slabs_are_destinations_when_packing() {
     assert_packed(&cache, left.len() as u64);
 }
 
-/// Pinned items must keep their address and be counted as refused. After unpinning they must be moved.
+/// Pinned items must keep their address and be counted as refused. After they are unpinned, they must be moved.
 #[test]
 fn pinned_items_stay() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     let pinned: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().step_by(1_000).collect();
     pinned.iter().for_each(|number| pin(&cache, *number));
     let addresses: Vec<_> = pinned.iter().map(|number| cache.item(*number)).collect();
@@ -425,12 +425,12 @@ fn pinned_items_stay() {
     assert_packed(&cache, items);
 }
 
-/// Items that their owner frees or fails to move must be counted as freed or failed, and all other items must stay
-/// intact.
+/// Items that their owner frees must be counted as freed, and items that the owner fails to move must be counted as
+/// failed. All other items must stay intact.
 #[test]
 fn each_outcome_is_counted() {
     let cache = cache_of(slabs(), Settings::new("outcomes"));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
     assert_eq!(cache.pack(), 0);
     let info = cache.info().unwrap();
@@ -443,14 +443,14 @@ fn each_outcome_is_counted() {
     assert_packed(&cache, items - info.freed);
 }
 
-/// For several ratios, steps of one slab each run until nothing is left to do. Resident memory must then be bounded by
-/// the ratio and the live items. At a ratio of 0 no item may move.
+/// For several ratios, runs steps that empty one slab each until nothing is left to do. Resident memory must then be
+/// bounded by the ratio and the live items. At a ratio of 0 no item may move.
 #[test]
 fn ratio_bounds_resident_memory() {
     let kinds = [slabs(), sparse_slabs()];
     for (slabs, ratio) in kinds.into_iter().flat_map(|slabs| [0, 30, 60, 100].map(|ratio| (slabs, ratio))) {
         let cache = cache_of(slabs, Settings::new("ratio"));
-        let items = fragmented(&cache, 80_000);
+        let items = fragment_cache(&cache, 80_000);
         let before = cache.info().unwrap().total.resident_bytes;
         cache.set_defrag_used_ratio(ratio).unwrap();
         let mut steps = 0;
@@ -479,7 +479,7 @@ fn ratio_bounds_resident_memory() {
     assert!(matches!(cache.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
 }
 
-/// Defragmentation of a cache is suspended. Raising the ratio must resume it, although no item was added or removed.
+/// Raising the ratio must resume defragmentation that is suspended, although no item was added or removed.
 #[test]
 fn raised_ratio_resumes_defragmentation() {
     let cache = cache_of(slabs(), Settings::new("raised"));
@@ -494,13 +494,13 @@ fn raised_ratio_resumes_defragmentation() {
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
 }
 
-/// Steps over all caches must empty the slabs and blocks that are below the ratios. After a pass that freed nothing, a
-/// step must do nothing.
+/// Steps over all caches must empty the slabs and blocks that are used by less than their cache's ratio. After a pass
+/// that freed nothing, a step must do nothing.
 #[test]
 fn all_caches_are_defragmented() {
     let slabs = slabs();
     let caches = ["one", "other"].map(|name| cache_of(slabs, Settings::new(name)));
-    let items = caches.each_ref().map(|cache| fragmented(cache, 60_000));
+    let items = caches.each_ref().map(|cache| fragment_cache(cache, 60_000));
     loop {
         let progress = slabs.defrag_step(Duration::from_millis(5));
         caches.iter().for_each(|cache| finish_retired(cache.engine()));
@@ -517,12 +517,12 @@ fn all_caches_are_defragmented() {
     assert_eq!((progress.moved, progress.stayed, progress.is_done), (0, 0, true));
 }
 
-/// Memory becomes short during a step that gains nothing. The next steps must empty all slabs and blocks that are not
-/// full, until a pass gains nothing.
+/// Memory becomes short during a step that frees nothing. The next steps must empty all slabs and blocks that are not
+/// full, until a pass frees nothing.
 #[test]
 fn steps_continue_when_memory_becomes_short() {
     let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
-    let items = fragmented(&cache, 60_000);
+    let items = fragment_cache(&cache, 60_000);
     let step = || assert!(cache.defrag_step(Duration::MAX).unwrap().is_done);
     let is_memory_short = || cache.engine().passes.is_memory_short();
     *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
@@ -567,7 +567,7 @@ fn moved_item_stays_readable_under_a_guard() {
     assert_packed(&cache, 20_000);
 }
 
-/// `move_objects` must move as many items as requested from one node to another. `balance` must move only the surplus.
+/// `move_objects` must move as many items to another node as requested. `balance` must move only surplus items.
 #[test]
 fn items_move_between_nodes() {
     let cache = cache_of(slabs_on_nodes(3), Settings::new("nodes"));
@@ -597,15 +597,15 @@ fn panics(act: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(act)).is_err()
 }
 
-/// A callback panics. Its slab must become unusable: its items stay and can be freed, but no item may be allocated from
-/// the slab.
+/// A callback panics. The slab that it was called for must become unusable: its items stay and can be freed, but no
+/// item may be allocated from the slab.
 #[test]
 fn panic_of_a_callback_makes_the_slab_unusable() {
     for behavior in
         [Behavior::PanicInIsolate, Behavior::PanicInMigrate, Behavior::PanicAfterwards, Behavior::CallInIsolate]
     {
         let cache = cache_of(slabs(), Settings::new("panics"));
-        let items = fragmented(&cache, 60_000);
+        let items = fragment_cache(&cache, 60_000);
         *cache.owner().behavior.lock().unwrap() = behavior;
         assert!(panics(|| _ = cache.shrink()));
         cache.owner().behavior.clear_poison();
@@ -643,7 +643,7 @@ fn panic_of_a_callback_makes_the_slab_unusable() {
 fn info_and_list_panic_in_isolate() {
     let slabs = slabs();
     let cache = Arc::new(cache_of(slabs, Settings::new("asked")));
-    let items = fragmented(&cache, 20_000);
+    let items = fragment_cache(&cache, 20_000);
     let (tell, told) = std::sync::mpsc::channel();
     let asked = cache.clone();
     let ask = move || tell.send([panics(|| _ = asked.info()), panics(|| _ = slabs.list())]).unwrap();
@@ -661,7 +661,7 @@ fn info_and_list_panic_in_isolate() {
 fn reclaim_in_isolate_does_not_deadlock() {
     let slabs = slabs();
     let cache = cache_of(slabs, Settings::new("asks"));
-    let items = fragmented(&cache, 20_000);
+    let items = fragment_cache(&cache, 20_000);
     let other = cache_of(slabs, Settings::new("gone"));
     other.add(0);
     assert!(other.remove(0));
@@ -678,7 +678,7 @@ fn reclaim_in_isolate_does_not_deadlock() {
     packer.join().unwrap();
 }
 
-/// A constructor panics. Its slab must become unusable, and the next allocation must use another slab.
+/// A constructor panics. The unfinished slab must become unusable, and the next allocation must use another slab.
 #[test]
 fn panic_of_the_constructor_makes_the_slab_unusable() {
     let cache = cache_of(slabs(), Settings::new("constructor"));
@@ -692,8 +692,8 @@ fn panic_of_the_constructor_makes_the_slab_unusable() {
     cache.engine().check_state();
 }
 
-/// Threads add, remove and read items while another thread packs them continuously. No item may be lost, duplicated or
-/// damaged.
+/// Threads add, remove and read items while another thread packs the cache continuously. No item may be lost,
+/// duplicated or damaged.
 #[test]
 fn threads_use_items_while_they_move() {
     const THREADS: u64 = 2;
@@ -711,7 +711,7 @@ fn threads_use_items_while_they_move() {
                         seed >> 33
                     };
                     let mut live = vec![false; SPAN as usize];
-                    for _ in until_moved(150_000, || cache.info().unwrap().moved) {
+                    for _ in rounds_until_moved(150_000, || cache.info().unwrap().moved) {
                         let at = random() % SPAN;
                         let number = thread * SPAN + at;
                         if live[at as usize] {
@@ -767,8 +767,8 @@ fn threads_drop_caches_that_others_shrink() {
     assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
-/// A constructor waits until a step of defragmentation has run and readers have finished. The slab that is being set up
-/// must not be emptied with its block.
+/// A constructor waits until a step of defragmentation has run and its readers have finished. The step must not empty
+/// the slab that is being set up, even if it empties the slab's block.
 #[test]
 fn a_slab_is_not_emptied_while_it_is_set_up() {
     let cache = cache_of(slabs(), Settings::new("set up"));

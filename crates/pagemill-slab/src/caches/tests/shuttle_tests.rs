@@ -19,14 +19,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
-const DEPTH: usize = 4;
+/// Depth of the PCT (probabilistic concurrency testing) schedules: at up to `PCT_DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
+const PCT_DEPTH: usize = 4;
 
-/// Maximum number of steps in a run. A longer run waits for an event that never happens.
+/// Maximum number of steps in a run. A longer run is considered to wait for an event that never happens.
 const MAX_STEPS: usize = 300_000;
 
-/// Number of words in a value. With the other fields, a value has 16 KiB.
-const WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
+/// Number of words in the body of a value. With the other fields, a value has 16 KiB.
+const VALUE_WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
 
 fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
@@ -42,7 +43,7 @@ fn new_slabs() -> &'static Slabs {
     slabs
 }
 
-/// Whether runs behave as if the kernel refused the process-wide barrier.
+/// Whether the current runs of a test behave as if the kernel refused the process-wide barrier.
 static IS_REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn slabs() -> &'static Slabs {
@@ -50,13 +51,13 @@ fn slabs() -> &'static Slabs {
     SLABS[usize::from(IS_REFUSED.load(Relaxed))].get_or_init(new_slabs)
 }
 
-fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
+fn run_in_many_schedules(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
-    run_in_orders(runs, run);
+    run_in_schedules(runs, run);
 }
 
-/// Runs the test in random schedules, with the process-wide barrier and as if the kernel refused it.
-fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
+/// Runs a test in `runs` random schedules, once with the process-wide barrier and once as if the kernel refused it.
+fn run_in_schedules(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _alone = TEST_LOCK.lock();
     let config = || {
@@ -71,7 +72,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     for is_refused in [false, true] {
         IS_REFUSED.store(is_refused, Relaxed);
         Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-        Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin.clone());
+        Runner::new(PctScheduler::new(PCT_DEPTH, runs), config()).run(begin.clone());
     }
 }
 
@@ -79,7 +80,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
 struct Value {
     number: u64,
     live: Arc<AtomicUsize>,
-    words: [u64; WORDS],
+    words: [u64; VALUE_WORDS],
 }
 
 // SAFETY: numbers and a pointer can be copied byte by byte.
@@ -88,11 +89,11 @@ unsafe impl Movable for Value {}
 impl Value {
     fn new(number: u64, live: &Arc<AtomicUsize>) -> Self {
         live.fetch_add(1, Relaxed);
-        Self { number, live: live.clone(), words: [number; WORDS] }
+        Self { number, live: live.clone(), words: [number; VALUE_WORDS] }
     }
 
     fn check(&self, number: u64) {
-        assert_eq!((self.number, self.words[0], self.words[WORDS - 1]), (number, number, number));
+        assert_eq!((self.number, self.words[0], self.words[VALUE_WORDS - 1]), (number, number, number));
     }
 }
 
@@ -112,7 +113,7 @@ fn assert_ok_or_busy<T>(done: Result<T>) {
 /// object may be allocated twice or lost.
 #[test]
 fn drain_neither_loses_nor_duplicates_objects() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache: &'static FixedSlab<Value> = Box::leak(Box::new(slabs().fixed(Settings::new("model")).unwrap()));
         let live = Arc::new(AtomicUsize::new(0));
         let passed = Arc::new(pagemill_core::sync::Guarded::new(Vec::new()));
@@ -152,11 +153,11 @@ fn drain_neither_loses_nor_duplicates_objects() {
     });
 }
 
-/// Threads insert, read, change, pin and remove values while another thread packs them. Each handle must lead to its
-/// own value, or to none after the removal. Each value must be dropped once.
+/// Threads insert, read, change, pin and remove values while another thread packs the cache. Each handle must lead to
+/// its own value, or to no value after the removal. Each value must be dropped once.
 #[test]
 fn handles_find_their_values_during_moves() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache = Arc::new(slabs().by_handle::<Value>(Settings::new("model")).unwrap());
         let live = Arc::new(AtomicUsize::new(0));
         let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, &live)).unwrap()).collect();
@@ -219,7 +220,7 @@ fn handles_find_their_values_during_moves() {
 }
 
 /// Creates a cache with one value in each of three slabs, and resets the background thread.
-fn sparse_values(live: &Arc<AtomicUsize>) -> (HandleMap<Value>, [Handle<Value>; 3]) {
+fn cache_with_three_slabs(live: &Arc<AtomicUsize>) -> (HandleMap<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
     let settings = Settings::new("model").defrag_used_ratio(100);
     let cache = slabs().by_handle(settings).unwrap();
@@ -242,12 +243,12 @@ fn yield_some_times(most: usize) {
     (0..random_below(most)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// The background thread is stopped at any point of its work. Afterwards it must not move or drop values.
+/// The background thread is stopped at any point of its work. After that, it must not move or drop values.
 #[test]
 fn stopped_background_moves_nothing() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let live = Arc::new(AtomicUsize::new(0));
-        let (cache, _) = sparse_values(&live);
+        let (cache, _) = cache_with_three_slabs(&live);
         slabs().worker.notify();
         yield_some_times(40);
         slabs().defrag_by_hand();
@@ -259,13 +260,13 @@ fn stopped_background_moves_nothing() {
     });
 }
 
-/// Values are removed at random times. All of them must be dropped without another call: no wake-up of the background
+/// Values are removed at random times. All of them must be dropped without a further call: no wake-up of the background
 /// thread may be lost.
 #[test]
 fn no_wakeup_of_the_background_is_lost() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let live = Arc::new(AtomicUsize::new(0));
-        let (cache, left) = sparse_values(&live);
+        let (cache, left) = cache_with_three_slabs(&live);
         for handle in left {
             yield_some_times(40);
             assert!(cache.remove(handle).unwrap().is_some());
@@ -282,7 +283,7 @@ fn no_wakeup_of_the_background_is_lost() {
 #[derive(Clone)]
 struct Plain {
     number: u64,
-    _words: [u64; WORDS],
+    _words: [u64; VALUE_WORDS],
     /// The last word of the value, by which a partly overwritten value is detected.
     last: u64,
 }
@@ -292,7 +293,7 @@ unsafe impl Movable for Plain {}
 
 impl Plain {
     fn new(number: u64) -> Self {
-        Self { number, _words: [0; WORDS], last: number }
+        Self { number, _words: [0; VALUE_WORDS], last: number }
     }
 
     fn check(&self, number: u64) {
@@ -305,7 +306,7 @@ impl Plain {
 /// end.
 #[test]
 fn readers_never_see_reused_memory() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let cache = Arc::new(slabs().by_handle::<Plain>(Settings::new("model")).unwrap());
         let handles: Vec<_> = (0..4).map(|number| cache.insert(Plain::new(number)).unwrap()).collect();
         let threads: Vec<_> = (0..2)
@@ -356,10 +357,10 @@ fn readers_never_see_reused_memory() {
 /// left.
 #[test]
 fn background_runs_beside_fork_stop_and_drop() {
-    run_in_many_orders(|| {
+    run_in_many_schedules(|| {
         let (slabs, live) = (slabs(), Arc::new(AtomicUsize::new(0)));
         let failed = stats::get(Counter::SlabBehindFailed);
-        let (cache, left) = sparse_values(&live);
+        let (cache, left) = cache_with_three_slabs(&live);
         slabs.worker.notify();
         let other = shuttle::thread::spawn(move || match random_below(3) {
             0 => slabs.defrag_by_hand(),

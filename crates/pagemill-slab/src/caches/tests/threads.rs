@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
 
 use super::*;
-use crate::alloc::thread_slots::{MAX_THREADS, NONE, ensure_slot, high_water, take_slots};
+use crate::alloc::thread_slots::{MAX_THREADS, NO_SLOT, ensure_slot, high_water, take_slots};
 use crate::caches::tests::basics::{finish_retired, slabs};
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::barrier;
@@ -24,19 +24,19 @@ impl Value {
     }
 }
 
-fn refused_slabs() -> &'static Slabs {
+fn slabs_with_refused_barrier() -> &'static Slabs {
     let slabs = slabs();
     slabs.refuse_barrier();
     slabs
 }
 
 /// Environment variable that is set for tests that run alone in their process.
-const ALONE: &str = "PAGEMILL_TEST_ALONE";
+const ALONE_VARIABLE: &str = "PAGEMILL_TEST_ALONE";
 /// Environment variable that is set in a process where the kernel refuses `membarrier`.
-const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
+const REFUSED_VARIABLE: &str = "PAGEMILL_TEST_REFUSED";
 
 /// Returns a command that runs this test program again, with these arguments.
-fn own_tests(arguments: &[&str]) -> Command {
+fn command_for_own_tests(arguments: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(arguments);
     command
@@ -50,7 +50,7 @@ fn assert_passes(command: &mut Command) {
     assert!(!said.contains(" 0 passed"), "{said}");
 }
 
-/// Makes the kernel refuse `membarrier` in this process, as in some containers and sandboxes.
+/// Makes the kernel refuse the system call `membarrier` in this process, as in some containers and sandboxes.
 fn refuse_membarrier() -> io::Result<()> {
     let step =
         |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
@@ -70,33 +70,33 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Runs all slab tests in a process where the kernel refuses `membarrier`. All of them must pass.
+/// Runs all slab tests again in a process where the kernel refuses `membarrier`. All of them must pass.
 #[test]
 fn all_slab_tests_pass_without_membarrier() {
-    if env::var_os(REFUSED).is_some() {
+    if env::var_os(REFUSED_VARIABLE).is_some() {
         return;
     }
-    let mut command = own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
+    let mut command = command_for_own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
     // SAFETY: only two system calls between fork and exec, and no allocation.
-    unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
+    unsafe { command.env(REFUSED_VARIABLE, "1").pre_exec(refuse_membarrier) };
     assert_passes(&mut command);
 }
 
-/// The kind of barriers must follow from the kernel's answer, and a cache must use this kind.
+/// The kind of barriers must follow from the kernel's answer to `membarrier`, and a cache must use this kind.
 #[test]
 fn barrier_kind_follows_the_kernel() {
     let barriers = Barriers::of_process();
     assert_eq!(barriers == Barriers::DrainerOnly, barrier::register());
-    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::BothSides);
+    assert!(env::var_os(REFUSED_VARIABLE).is_none() || barriers == Barriers::BothSides);
     let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With the process-wide barrier, and as if the kernel refused it: an allocation must return the object that the thread
-/// freed last, until a drain removes the object from the magazine.
+/// An allocation must return the object that the thread freed last, until a drain removes that object from the
+/// magazine. Runs with the process-wide barrier and as if the kernel refused it.
 #[test]
 fn freed_object_is_allocated_next() {
-    for slabs in [slabs(), refused_slabs()] {
+    for slabs in [slabs(), slabs_with_refused_barrier()] {
         let cache = slabs.fixed::<Words>(Settings::new("taken")).unwrap();
         let address = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
         let slot = cache.insert([1; 22]).unwrap();
@@ -115,13 +115,14 @@ fn freed_object_is_allocated_next() {
     }
 }
 
-/// With the process-wide barrier (`membarrier`), and as if the kernel refused it: threads allocate, free and read while
-/// another thread shrinks both caches, which drains the magazines. Each thread must find exactly its own values.
+/// Threads allocate, free and read while another thread shrinks both caches, which drains the magazines. Each thread
+/// must find exactly its own values. Runs with the process-wide barrier (`membarrier`), and as if the kernel refused
+/// it.
 #[test]
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
     const ROUNDS: u64 = 4_000;
-    for slabs in [slabs(), refused_slabs()] {
+    for slabs in [slabs(), slabs_with_refused_barrier()] {
         let cache = slabs.by_handle::<Value>(Settings::new("met")).unwrap();
         let fixed = slabs.fixed::<Words>(Settings::new("met")).unwrap();
         let begin = Barrier::new(THREADS as usize + 1);
@@ -161,12 +162,15 @@ fn threads_keep_their_values_while_others_drain() {
     }
 }
 
-/// Runs each test of `alone` in a process of its own, because thread slots and address space belong to the whole
-/// process.
+/// Runs each test of the module `alone` in a process of its own, because thread slots and address space belong to the
+/// whole process.
 #[test]
 fn run_tests_alone_in_their_process() {
     for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {
-        assert_passes(own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"]).env(ALONE, "1"));
+        assert_passes(
+            command_for_own_tests(&[&format!("caches::tests::threads::alone::{test}"), "--ignored"])
+                .env(ALONE_VARIABLE, "1"),
+        );
     }
 }
 
@@ -174,16 +178,16 @@ mod alone {
     use super::*;
 
     fn is_alone() -> bool {
-        env::var_os(ALONE).is_some()
+        env::var_os(ALONE_VARIABLE).is_some()
     }
 
     fn opened_slot_count(engine: &Engine) -> u32 {
         engine.opened_slots.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 
-    /// Eight threads insert and remove values. Returns for each cache the number of thread slots that have opened a
-    /// magazine.
-    fn use_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
+    /// Eight threads insert and remove values. Returns, for each of the two caches, the number of thread slots that
+    /// have opened a magazine.
+    fn use_caches_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
         let one_at_a_time = Guarded::new(());
@@ -211,7 +215,7 @@ mod alone {
         [opened_slot_count(cache.engine()), opened_slot_count(fixed.engine())]
     }
 
-    /// Checks that a value that is removed while a thread reads it stays until that thread has finished.
+    /// Checks that a value that is removed while a thread reads it is not freed until that thread has finished.
     fn assert_readers_delay_reclaim(cache: &HandleMap<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
@@ -234,24 +238,24 @@ mod alone {
         assert!(oldest > epoch, "no thread reads");
     }
 
-    /// With 5,000 slots taken, further threads must have magazines, stocks and participant words. With all slots taken,
-    /// threads must work without them. The test takes slots in place of threads.
+    /// With 5,000 thread slots taken, further threads must still get magazines, stocks and participant words. With all
+    /// slots taken, threads must work without them. The test takes slots directly, without starting threads.
     #[test]
     #[ignore = "alone in its process"]
     fn thousands_of_threads_have_magazines() {
-        const FIRST: usize = 5_000;
+        const FIRST_TAKEN_SLOTS: usize = 5_000;
         if !is_alone() {
             return;
         }
         // Takes a slot below those that are taken and freed later.
         ensure_slot();
-        for slabs in [slabs(), refused_slabs()] {
+        for slabs in [slabs(), slabs_with_refused_barrier()] {
             let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
             let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
-            let few = take_slots(FIRST);
-            assert_eq!(few.len(), FIRST);
-            assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
-            assert!(high_water() > FIRST);
+            let few = take_slots(FIRST_TAKEN_SLOTS);
+            assert_eq!(few.len(), FIRST_TAKEN_SLOTS);
+            assert_eq!(use_caches_from_threads(&cache, &fixed), [8, 8]);
+            assert!(high_water() > FIRST_TAKEN_SLOTS);
             // At most one page for each thread and cache, including the cache of nodes.
             let ids = &slabs.shared().unwrap().ids;
             let resident = ids.with(|ids| ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
@@ -259,9 +263,9 @@ mod alone {
             assert_readers_delay_reclaim(&cache);
             let rest = take_slots(MAX_THREADS);
             assert_eq!(high_water(), MAX_THREADS);
-            assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NONE);
+            assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NO_SLOT);
             // This thread has opened a magazine by now.
-            assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
+            assert_eq!(use_caches_from_threads(&cache, &fixed), [9, 8]);
             assert_readers_delay_reclaim(&cache);
             drop(rest);
             cache.pack();
@@ -273,12 +277,12 @@ mod alone {
         }
     }
 
-    /// Limits the address space so that a quarter of all magazines fits. A quarter of the slots must then have
-    /// magazines.
+    /// Limits the address space, so that only a quarter of all magazines fits. A quarter of the thread slots must then
+    /// have magazines.
     #[test]
     #[ignore = "alone in its process"]
     fn few_addresses_limit_the_magazines() {
-        const FEW: usize = MAX_THREADS / 4;
+        const FEW_THREADS: usize = MAX_THREADS / 4;
         // ThreadSanitizer ends the process if its own allocator finds no addresses.
         if !is_alone() || env::var_os("TSAN_OPTIONS").is_some() {
             return;
@@ -290,11 +294,15 @@ mod alone {
         // SAFETY: writes, then reads numbers.
         unsafe {
             assert_eq!(libc::getrlimit(libc::RLIMIT_AS, &raw mut limit), 0);
-            limit.rlim_cur = (mapped + (FEW + FEW / 2) * each) as u64;
+            limit.rlim_cur = (mapped + (FEW_THREADS + FEW_THREADS / 2) * each) as u64;
             assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
         }
         let magazines =
             magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::DrainerOnly);
-        assert!(magazines.open_slot(FEW - 1) && !magazines.open_slot(FEW) && magazines.get(FEW - 1).len() == 0);
+        assert!(
+            magazines.open_slot(FEW_THREADS - 1)
+                && !magazines.open_slot(FEW_THREADS)
+                && magazines.get(FEW_THREADS - 1).len() == 0
+        );
     }
 }

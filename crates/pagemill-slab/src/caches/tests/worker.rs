@@ -20,7 +20,7 @@ use std::time::Instant;
 /// Number of items that a test adds at first.
 const ITEMS: u64 = 60_000;
 
-/// Waits until `is_so` returns true. Makes no call that would do the work of the background thread.
+/// Waits until `is_so` returns true, without any call that would do the work of the background thread.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -42,9 +42,9 @@ fn with_ratio(name: &str, percent: u32) -> Settings {
     Settings::new(name).defrag_used_ratio(percent)
 }
 
-/// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
-/// the number of remaining items.
-fn fragmented(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
+/// Adds items, and removes all but one in `kept_divisor`, at pseudorandom positions. The background thread may move
+/// items meanwhile. Returns the number of remaining items.
+fn fragment_cache(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
     let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
     (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
@@ -54,13 +54,13 @@ fn fragmented(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).filter(stays).count() as u64
 }
 
-/// Returns the number of blocks that `items` items need, plus one.
+/// Returns one more than the number of blocks that `items` items need.
 fn blocks_for(cache: &OwnerSlab<ItemOwner>, items: u64) -> u32 {
     let engine = cache.engine();
     (items.div_ceil(u64::from(engine.shape.block_capacity())) + 1) as u32
 }
 
-/// Creates a cache whose owner keeps the background thread in a callback until the owner's behaviour is changed.
+/// Creates a cache whose owner keeps the background thread inside of a callback until the owner's behaviour is changed.
 fn cache_that_blocks_the_background(slabs: &'static Slabs) -> OwnerSlab<ItemOwner> {
     let cache = cache_of(slabs, Settings::new("busy"));
     *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
@@ -74,8 +74,8 @@ fn wait_for_sleep(slabs: &Slabs) {
     wait_until("sleep", || slabs.worker.is_asleep());
 }
 
-/// A cache is fragmented. Its memory must return to the system without any call. The thread may use at most a twentieth
-/// of a processor, and must sleep afterwards.
+/// Fragments a cache. The memory must return to the system without a call of the program. The background thread may use
+/// at most a twentieth of a processor, and must sleep afterwards.
 #[test]
 fn background_frees_fragmented_memory() {
     for use_huge in [true, false] {
@@ -83,7 +83,7 @@ fn background_frees_fragmented_memory() {
         let cache = cache_of(slabs, Settings::new("behind"));
         (ITEMS..2 * ITEMS).for_each(|number| cache.add(number));
         (ITEMS..2 * ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
-        let items = fragmented(&cache, 10);
+        let items = fragment_cache(&cache, 10);
         // The ratio's bound in whole blocks, plus an idle block that is kept.
         let block_bytes = BLOCK_BYTES as u64;
         let most =
@@ -103,8 +103,8 @@ fn background_frees_fragmented_memory() {
     }
 }
 
-/// The program frees all objects of a cache, which is kept or dropped. The blocks must return to the system without any
-/// call.
+/// The program frees all objects of a cache, then keeps or drops the cache. The blocks must return to the system
+/// without a further call.
 #[test]
 fn background_frees_blocks_that_the_program_emptied() {
     let (slabs, account) = slabs_with_background(pagemill_core::arena::Layout::for_test(), UNLIMITED);
@@ -146,8 +146,8 @@ impl Drop for Link {
     }
 }
 
-/// Destructors on the background thread remove further values, in the same cache or in one already visited. The further
-/// values must be dropped without a call, too.
+/// Destructors that run on the background thread remove further values, in the same cache or in one that the thread has
+/// already visited. These values must be dropped without a further call, too.
 #[test]
 fn values_removed_by_destructors_are_dropped() {
     for count in [1, 2] {
@@ -185,7 +185,8 @@ impl Drop for Value {
     }
 }
 
-/// Nine of ten values by handle are removed. These values must be dropped, and the others packed, without a call.
+/// Nine of ten values of a cache by handle are removed. The removed values must be dropped, and the others packed,
+/// without a further call.
 #[test]
 fn values_by_handle_are_dropped_and_packed() {
     let slabs = slabs(true);
@@ -210,7 +211,7 @@ fn values_by_handle_are_dropped_and_packed() {
     assert_eq!(gone.load(Relaxed) as u64, ITEMS);
 }
 
-/// Three values that own memory are removed. The memory must be freed without another call.
+/// Three values that own memory are removed. The memory must be freed without a further call.
 #[test]
 fn background_drops_a_few_removed_values() {
     struct Held(Arc<()>);
@@ -228,8 +229,8 @@ fn background_drops_a_few_removed_values() {
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
-/// Values without a destructor are removed under a guard. After the guard is dropped, their memory must be freed
-/// without another call.
+/// Values without a destructor are removed under a guard. After the guard is dropped, the memory of the values must be
+/// freed without a further call.
 #[test]
 fn values_removed_under_a_guard_are_freed() {
     const VALUES: usize = 100_000;
@@ -252,14 +253,15 @@ fn values_removed_under_a_guard_are_freed() {
     }
 }
 
-/// One cache is packed while another cache has ratio 0. The objects of the cache with ratio 0 must not be moved.
+/// The background thread packs one cache, while another cache has ratio 0. The objects of the cache with ratio 0 must
+/// not be moved.
 #[test]
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);
     let still = cache_of(slabs, with_ratio("still", 0));
-    let items = fragmented(&still, 10);
+    let items = fragment_cache(&still, 10);
     let other = cache_of(slabs, Settings::new("other"));
-    fragmented(&other, 10);
+    fragment_cache(&other, 10);
     wait_until("a move", || other.info().unwrap().moved > 0);
     wait_for_sleep(slabs);
     let info = still.info().unwrap();
@@ -267,12 +269,12 @@ fn nothing_moves_at_a_ratio_of_0() {
     assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
 }
 
-/// After `defrag_by_hand` the background thread must end without moving any further object.
+/// After `defrag_by_hand`, the background thread must end without moving any further object.
 #[test]
 fn stopped_background_does_nothing() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, Settings::new("by hand"));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     wait_until("a thread", || slabs.worker.is_started());
     slabs.defrag_by_hand();
     let moved = cache.info().unwrap().moved;
@@ -280,14 +282,14 @@ fn stopped_background_does_nothing() {
     for number in 0..ITEMS {
         cache.remove(number);
     }
-    fragmented(&cache, 10);
+    fragment_cache(&cache, 10);
     assert_eq!((cache.info().unwrap().moved, cache.check_all()), (moved, items));
     while slabs.defrag_step(Duration::from_secs(1)).moved > 0 {}
     assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
 }
 
-/// A cache is dropped while the background thread visits it. The drop must wait for the visit, and the owner must be
-/// dropped on the dropping thread. The background thread must serve later caches.
+/// A cache is dropped while the background thread visits it. The drop must wait for the end of the visit, and the owner
+/// must be dropped on the dropping thread. The background thread must serve later caches.
 #[test]
 fn drop_waits_for_the_background_visit() {
     let slabs = slabs(true);
@@ -314,17 +316,17 @@ fn drop_waits_for_the_background_visit() {
         assert_eq!(ended_on.get(), Some(&dropper_id));
     }
     let cache = cache_of(slabs, Settings::new("next"));
-    fragmented(&cache, 10);
+    fragment_cache(&cache, 10);
     wait_until("a move", || cache.info().unwrap().moved > 0);
 }
 
 /// A callback panics on the background thread. The panic must be counted, and the slab must be unusable. The thread
-/// must skip the cache of the callback, but no other cache.
+/// must skip the callback's cache, but no other cache.
 #[test]
-fn panic_gives_up_only_its_cache() {
+fn panic_makes_the_background_skip_only_its_cache() {
     let slabs = slabs(true);
     let failing = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&failing, 10);
+    let items = fragment_cache(&failing, 10);
     *failing.owner().behavior.lock().unwrap() = Behavior::PanicInMigrate;
     let before = stats::get(Counter::SlabBehindFailed);
     failing.set_defrag_used_ratio(30).unwrap();
@@ -332,7 +334,7 @@ fn panic_gives_up_only_its_cache() {
     // The count follows the flag a moment later.
     wait_until("a count", || stats::get(Counter::SlabBehindFailed) > before);
     let other = cache_of(slabs, Settings::new("other"));
-    let other_items = fragmented(&other, 10);
+    let other_items = fragment_cache(&other, 10);
     wait_until("a move", || other.info().unwrap().moved > 0);
     wait_for_sleep(slabs);
     let info = failing.info().unwrap();
@@ -340,13 +342,14 @@ fn panic_gives_up_only_its_cache() {
     assert!(info.is_given_up && !other.info().unwrap().is_given_up);
 }
 
-/// A callback panics, so the background thread skips its cache. After the ratio is set, even to the same value, the
-/// thread must visit the cache again. It must skip the cache again only if callbacks still panic.
+/// A callback panics, so the background thread skips the callback's cache. After the ratio of the cache is set, even to
+/// the same value, the thread must visit the cache again. If callbacks still panic, the thread must skip the cache
+/// again.
 #[test]
-fn setting_the_ratio_retries_a_given_up_cache() {
+fn setting_the_ratio_ends_the_skipping_of_a_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     for lost in 1..=2 {
         cache.set_defrag_used_ratio(30).unwrap();
@@ -363,13 +366,13 @@ fn setting_the_ratio_retries_a_given_up_cache() {
     assert_eq!((after.is_given_up, after.total.lost, cache.check_all()), (false, 2, items));
 }
 
-/// A callback panics, so the background thread skips its cache. A shrink by the program that panics must not change
-/// that. After a successful shrink, the thread must visit the cache again.
+/// A callback panics, so the background thread skips the callback's cache. A shrink by the program that panics must not
+/// change that. After a successful shrink, the thread must visit the cache again.
 #[test]
-fn successful_shrink_retries_a_given_up_cache() {
+fn successful_shrink_ends_the_skipping_of_a_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
-    let items = fragmented(&cache, 10);
+    let items = fragment_cache(&cache, 10);
     let is_given_up = || cache.info().unwrap().is_given_up;
     *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     cache.set_defrag_used_ratio(30).unwrap();
@@ -390,8 +393,9 @@ fn successful_shrink_retries_a_given_up_cache() {
     assert_eq!((cache.info().unwrap().total.lost, cache.check_all()), (2, items + more));
 }
 
-/// A cache is dropped while a shrink of it is requested and the thread is busy elsewhere. The request must return
-/// `None`, the owner must be dropped on the dropping thread, and later requests must succeed.
+/// Another process has requested a shrink of a cache. The cache is dropped while the background thread is busy with
+/// another one. The request must return `None`, the owner must be dropped on the dropping thread, and later requests
+/// must succeed.
 #[test]
 fn shrink_request_ends_with_its_cache() {
     let slabs = slabs(true);
@@ -412,8 +416,8 @@ fn shrink_request_ends_with_its_cache() {
     assert!(slabs.shrink_one(0).unwrap().is_ok());
 }
 
-/// No rest may be due for a requested shrink. For other work the rest must be 19 times its processor time, at most a
-/// second.
+/// The background thread must not rest for a requested shrink. For other work it must rest for 19 times the processor
+/// time of the work, at most a second.
 #[test]
 fn rest_is_bounded() {
     let slabs = slabs(true);
@@ -430,8 +434,8 @@ fn rest_is_bounded() {
     }
 }
 
-/// While memory is short, reclaim must wake the resting thread once, and not again until the thread has packed all
-/// caches.
+/// While memory is short, reclaim must wake the resting background thread once, and not again until the thread has
+/// packed all caches.
 #[test]
 fn memory_shortage_shortens_a_rest() {
     let slabs = slabs(true);
@@ -446,13 +450,13 @@ fn memory_shortage_shortens_a_rest() {
     assert_eq!(wakes, [1; 3]);
 }
 
-/// At a memory limit, caches by owner must be packed even if they are used above their ratio, except caches with ratio
-/// 0.
+/// At a memory limit, caches by owner must be packed even if they are used above their ratio. Caches with ratio 0 must
+/// not be packed.
 #[test]
 fn caches_by_owner_are_packed_at_a_limit() {
     let slabs = slabs(true);
     let [half, still] = [("half", 30), ("still", 0)].map(|(name, percent)| cache_of(slabs, with_ratio(name, percent)));
-    let items = [&half, &still].map(|cache| fragmented(cache, 2));
+    let items = [&half, &still].map(|cache| fragment_cache(cache, 2));
     wait_until("a thread", || slabs.worker.is_started());
     wait_for_sleep(slabs);
     assert!(half.info().unwrap().total.blocks > blocks_for(&half, items[0]));
@@ -462,7 +466,8 @@ fn caches_by_owner_are_packed_at_a_limit() {
     assert_eq!((still.info().unwrap().moved, [&half, &still].map(|cache| cache.check_all())), (0, items));
 }
 
-/// After a fork, the child's list of caches must be empty, so that the child never drops an owner of the parent.
+/// After a fork, the child's list of caches must be empty, so that the child never drops an owner that belongs to the
+/// parent.
 #[test]
 fn fork_child_lists_no_caches_of_its_parent() {
     let slabs = slabs(true);

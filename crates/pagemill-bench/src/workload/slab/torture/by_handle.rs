@@ -1,4 +1,5 @@
-//! Caches by handle for the random operations. All threads change the values on the board, and each change is counted.
+//! Caches of values that are accessed by handle, for the random operations. All threads change the values on the board,
+//! and each change is counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
 use fastrand::Rng;
@@ -10,23 +11,23 @@ use pagemill_slab as slab;
 use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slabs};
 
 use super::stamped::{Counters, Stamp, Stamped};
-use super::{BOARD, RemoveOutcome, Subject};
+use super::{BOARD_OBJECTS, RemoveOutcome, Subject};
 
 // SAFETY: the value contains only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
-/// A cache by handle that is tested.
-pub struct Values<const WORDS: usize> {
+/// The slab cache under test, whose values are accessed by handle.
+pub struct HandleCache<const WORDS: usize> {
     cache: HandleMap<Stamped<WORDS>>,
     counters: &'static Counters,
     board: Vec<Handle<Stamped<WORDS>>>,
-    /// Number of changes made to each value of the board.
+    /// Number of changes made to each value of the board, that is, of the values that all threads use.
     changes: Vec<AtomicU64>,
 }
 
-impl<const WORDS: usize> Values<WORDS> {
+impl<const WORDS: usize> HandleCache<WORDS> {
     /// Changes a value. Returns whether the change was made; `None` if the value is missing. Sets `is_right` to false
-    /// if the old value was torn, or if `old` returns false for its stamp.
+    /// if the old value was torn, or if `old` returns false for the stamp of the old value.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
             *is_right &= old(value.stamp()) && value.is_intact();
@@ -39,15 +40,15 @@ impl<const WORDS: usize> Values<WORDS> {
     }
 }
 
-impl<const WORDS: usize> Subject for Values<WORDS> {
+impl<const WORDS: usize> Subject for HandleCache<WORDS> {
     type Key = Handle<Stamped<WORDS>>;
     type Pin<'a> = Pinned<'a, Stamped<WORDS>>;
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cache = slabs.by_handle(Settings::new("values"))?;
         let insert = |at| Ok(cache.insert(Stamped::new(Stamp::of_board(at), counters))?);
-        let board = (0..BOARD).map(insert).collect::<Result<_>>()?;
-        Ok(Self { cache, counters, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
+        let board = (0..BOARD_OBJECTS).map(insert).collect::<Result<_>>()?;
+        Ok(Self { cache, counters, board, changes: (0..BOARD_OBJECTS).map(|_| AtomicU64::new(0)).collect() })
     }
 
     fn insert(&self, stamp: Stamp, _node: Option<usize>) -> Result<Self::Key> {
@@ -95,7 +96,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         self.cache.get(*handle, &slab::enter()).map_or(0, |value| std::ptr::from_ref(value) as usize)
     }
 
-    fn use_board(&self, at: u64, random: &mut Rng) -> bool {
+    fn use_board_object(&self, at: u64, random: &mut Rng) -> bool {
         let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
         let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_intact();
         match random.u64(..4) {
@@ -114,16 +115,17 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         }
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        super::move_some_of(&self.cache, random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        super::move_some_objects_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {
         self.cache.info().expect("a cache of this process")
     }
 
-    /// Removes half of the values. The others are dropped with the cache.
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+    /// Checks the values of the board and removes half of the values in `left`. All other values are dropped with the
+    /// cache. Returns the number of wrong or missing values.
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
             let guard = slab::enter();
             let changes = self.changes[*at].load(Relaxed) & 0xffff;
@@ -135,6 +137,6 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(Some(_))));
         let missing = left.len().div_ceil(2) - removed.count();
         // While readers have guards, the cache may still count values that were removed.
-        wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
+        wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD_OBJECTS)
     }
 }

@@ -1,5 +1,5 @@
-//! Caches by owner for the random operations. *Cells* contain the addresses of the items. Readers get an address from a
-//! cell under a guard. Items on the board never change.
+//! Caches of items that their owner moves, for the random operations. *Cells* contain the addresses of the items.
+//! Readers get an address from a cell under a guard. Items on the board never change.
 #![allow(unsafe_code)] // an owner
 
 use std::ptr::NonNull;
@@ -11,19 +11,19 @@ use pagemill_core::Result;
 use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs, Target};
 
 use super::stamped::{Counters, Stamp};
-use super::{BOARD, RemoveOutcome, Subject};
+use super::{BOARD_OBJECTS, RemoveOutcome, Subject};
 
-/// Number of cells of a cache.
-const CELLS: usize = 1 << 15;
+/// Number of cells of a cache; each cell contains the address of one item.
+const CELL_COUNT: usize = 1 << 15;
 
 /// State of an item that is not allocated.
-const FREE: u32 = 0;
-/// State of an item that any thread may hold or move.
-const LIVE: u32 = 1;
+const STATE_FREE: u32 = 0;
+/// State of an item in use that any thread may hold or move.
+const STATE_LIVE: u32 = 1;
 /// State of an item that a thread changes or pins.
-const HELD: u32 = 2;
-/// State of an item that defragmentation moves.
-const MOVING: u32 = 3;
+const STATE_HELD: u32 = 2;
+/// State of an item while defragmentation moves it.
+const STATE_MOVING: u32 = 3;
 
 /// An object of the cache, which has a state, the number of its cell, and words.
 ///
@@ -52,29 +52,29 @@ impl<const WORDS: usize> Item<WORDS> {
     }
 }
 
-/// The owner of the items: the address of each item by cell number, and the numbers of the unused cells.
-pub struct Cells<const WORDS: usize> {
+/// The owner of the items. It has cells with the addresses of the items, and the numbers of the unused cells.
+pub struct CellOwner<const WORDS: usize> {
     cells: Box<[AtomicPtr<Item<WORDS>>]>,
     free: Mutex<Vec<u32>>,
-    /// Number of moves that were requested. Some of them are refused on purpose.
+    /// Number of moves of items that were requested. The owner refuses some of them on purpose.
     moves: AtomicU64,
     counters: &'static Counters,
 }
 
 // SAFETY: the state of an item tells whether it is free. No other thread changes an item that `isolate` keeps until
 // `migrate` releases it. The cell has the new address before the old item is free, and the old item's words stay.
-unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
+unsafe impl<const WORDS: usize> Migrate for CellOwner<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
 
     fn construct(&self) -> Item<WORDS> {
         let words = [const { AtomicU64::new(0) }; WORDS];
-        Item { state: AtomicU32::new(FREE), cell: AtomicU32::new(0), words }
+        Item { state: AtomicU32::new(STATE_FREE), cell: AtomicU32::new(0), words }
     }
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
         // SAFETY: objects of the cache always are items.
-        items.retain(|item| unsafe { item.as_ref() }.change_state(LIVE, MOVING));
+        items.retain(|item| unsafe { item.as_ref() }.change_state(STATE_LIVE, STATE_MOVING));
     }
 
     fn migrate<'object>(
@@ -87,41 +87,42 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
         let old = unsafe { item.object().as_ref() };
         let move_number = self.moves.fetch_add(1, Relaxed) % 64;
         if move_number == 0 {
-            old.state.store(LIVE, Release);
+            old.state.store(STATE_LIVE, Release);
             return item.busy();
         }
         let place = to.take();
         let Some(place) = place.filter(|_| move_number != 1) else {
-            old.state.store(LIVE, Release);
+            old.state.store(STATE_LIVE, Release);
             return item.failed();
         };
         // SAFETY: this is a free item of this owner.
         let new = unsafe { place.object().as_ref() };
-        let is_free = new.change_state(FREE, HELD);
+        let is_free = new.change_state(STATE_FREE, STATE_HELD);
         self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
         new.words.iter().zip(&old.words).for_each(|(new, old)| new.store(old.load(Relaxed), Relaxed));
         let cell = old.cell.load(Relaxed);
         new.cell.store(cell, Relaxed);
-        new.state.store(LIVE, Release);
+        new.state.store(STATE_LIVE, Release);
         let named = self.cells[cell as usize].swap(place.object().as_ptr(), Release);
         self.counters.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
-        old.state.store(FREE, Release);
+        old.state.store(STATE_FREE, Release);
         item.moved(place)
     }
 }
 
-/// A cache by owner that is tested.
-pub struct Items<const WORDS: usize> {
-    cache: OwnerSlab<Cells<WORDS>>,
+/// The slab cache under test, whose items are moved by their owner.
+pub struct OwnerCache<const WORDS: usize> {
+    cache: OwnerSlab<CellOwner<WORDS>>,
     board: Vec<u32>,
     counters: &'static Counters,
 }
 
 /// A held item, which cannot be moved while this value exists.
-pub struct Pin<'a, const WORDS: usize>(&'a Item<WORDS>);
+pub struct HeldItem<'a, const WORDS: usize>(&'a Item<WORDS>);
 
-impl<const WORDS: usize> Items<WORDS> {
-    /// Returns the item of a cell. The caller must have a guard, and the item must not be freed during the borrow.
+impl<const WORDS: usize> OwnerCache<WORDS> {
+    /// Returns the item of a cell. The caller must have an epoch guard, and the item must not be freed during the
+    /// borrow.
     fn item(&self, cell: u32) -> &Item<WORDS> {
         let item = self.cache.owner().cells[cell as usize].load(Acquire);
         // SAFETY: cells in use refer to live items. If the item is moved, its old memory stays while the guard lives.
@@ -141,23 +142,23 @@ impl<const WORDS: usize> Items<WORDS> {
     fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = pagemill_xarray::pin();
         let item = self.item(cell);
-        item.change_state(LIVE, HELD).then_some(item)
+        item.change_state(STATE_LIVE, STATE_HELD).then_some(item)
     }
 }
 
-impl<const WORDS: usize> Subject for Items<WORDS> {
+impl<const WORDS: usize> Subject for OwnerCache<WORDS> {
     type Key = u32;
-    type Pin<'a> = Pin<'a, WORDS>;
+    type Pin<'a> = HeldItem<'a, WORDS>;
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
-        let cells = Cells {
-            cells: (0..CELLS).map(|_| AtomicPtr::default()).collect(),
-            free: Mutex::new((0..CELLS as u32).collect()),
+        let cells = CellOwner {
+            cells: (0..CELL_COUNT).map(|_| AtomicPtr::default()).collect(),
+            free: Mutex::new((0..CELL_COUNT as u32).collect()),
             moves: AtomicU64::new(0),
             counters,
         };
         let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), counters };
-        items.board = (0..BOARD).map(|at| items.insert(Stamp::of_board(at), None)).collect::<Result<_>>()?;
+        items.board = (0..BOARD_OBJECTS).map(|at| items.insert(Stamp::of_board(at), None)).collect::<Result<_>>()?;
         Ok(items)
     }
 
@@ -168,7 +169,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         };
         // SAFETY: this is a free item to which no other thread has a reference.
         let item = unsafe { at.as_ref() };
-        let is_free = item.change_state(FREE, HELD);
+        let is_free = item.change_state(STATE_FREE, STATE_HELD);
         self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
         self.counters.created.fetch_add(1, Relaxed);
         let owner = self.cache.owner();
@@ -176,7 +177,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         item.fill(stamp);
         item.cell.store(cell, Relaxed);
         owner.cells[cell as usize].store(at.as_ptr(), Release);
-        item.state.store(LIVE, Release);
+        item.state.store(STATE_LIVE, Release);
         Ok(cell)
     }
 
@@ -188,7 +189,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         let item = self.hold(*cell)?;
         let was_whole = item.is_intact_with(old);
         item.fill(new);
-        item.state.store(LIVE, Release);
+        item.state.store(STATE_LIVE, Release);
         Some(was_whole)
     }
 
@@ -199,14 +200,14 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
         owner.free.lock().expect("the lock is not poisoned").push(cell);
         self.counters.dropped.fetch_add(1, Relaxed);
-        item.state.store(FREE, Release);
+        item.state.store(STATE_FREE, Release);
         // SAFETY: this thread held the item, and its state is free.
         unsafe { self.cache.free(NonNull::from(item)) };
         if was_whole { RemoveOutcome::Gone } else { RemoveOutcome::Missing }
     }
 
     fn pin(&self, cell: &u32) -> Option<Self::Pin<'_>> {
-        self.hold(*cell).map(Pin)
+        self.hold(*cell).map(HeldItem)
     }
 
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
@@ -214,30 +215,30 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn unpin(&self, held: Self::Pin<'_>) {
-        held.0.state.store(LIVE, Release);
+        held.0.state.store(STATE_LIVE, Release);
     }
 
     fn address(&self, cell: &u32) -> usize {
         std::ptr::from_ref(self.item(*cell)) as usize
     }
 
-    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
+    fn use_board_object(&self, at: u64, _random: &mut Rng) -> bool {
         self.is_intact_with(self.board[at as usize], Stamp::of_board(at))
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        super::move_some_of(&self.cache, random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        super::move_some_objects_of(&self.cache, random);
     }
 
     fn info(&self) -> SlabInfo {
         self.cache.info().expect("a cache of this process")
     }
 
-    fn end(mut self, left: Vec<(u32, Stamp)>) -> u64 {
+    fn check_and_drop(mut self, left: Vec<(u32, Stamp)>) -> u64 {
         let board = std::mem::take(&mut self.board);
-        let board = board.into_iter().zip((0..BOARD).map(Stamp::of_board));
+        let board = board.into_iter().zip((0..BOARD_OBJECTS).map(Stamp::of_board));
         let _ = self.cache.shrink();
-        let count = left.len() as u64 + BOARD;
+        let count = left.len() as u64 + BOARD_OBJECTS;
         let active = self.info().active;
         let all = left.into_iter().chain(board);
         let wrong = all.filter(|(cell, stamp)| !matches!(self.remove(*cell, *stamp), RemoveOutcome::Gone)).count();

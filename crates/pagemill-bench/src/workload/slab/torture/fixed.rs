@@ -7,13 +7,14 @@ use pagemill_slab::{FixedSlab, Settings, SlabCache, SlabInfo, Slabs, Slot};
 use super::stamped::{Counters, Stamp, Stamped};
 use super::{RemoveOutcome, Subject};
 
-/// A cache that is never dropped, because slots borrow from it and move between threads.
-pub struct Boxes<const WORDS: usize> {
+/// The slab cache under test, whose values do not move. It is never dropped, because slots borrow from it and move
+/// between threads.
+pub struct FixedCache<const WORDS: usize> {
     cache: &'static FixedSlab<Stamped<WORDS>>,
     counters: &'static Counters,
 }
 
-impl<const WORDS: usize> Subject for Boxes<WORDS> {
+impl<const WORDS: usize> Subject for FixedCache<WORDS> {
     type Key = Slot<'static, Stamped<WORDS>>;
     type Pin<'a> = ();
 
@@ -58,13 +59,14 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Inserts a value and removes it again, because threads cannot share the values of such a cache: it has no board.
-    fn use_board(&self, at: u64, _random: &mut Rng) -> bool {
+    /// Inserts a value, removes it again and checks it. Threads cannot share the values of such a cache, so there is no
+    /// board.
+    fn use_board_object(&self, at: u64, _random: &mut Rng) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is_intact_with(Stamp::of_board(at)))
     }
 
-    fn move_some(&self, _random: &mut Rng) {
+    fn move_some_objects(&self, _random: &mut Rng) {
         let _ = self.cache.shrink();
     }
 
@@ -72,7 +74,7 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         self.cache.info().expect("a cache of this process")
     }
 
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let count = left.len() as u64;
         let active = self.info().active;
         drop(left);

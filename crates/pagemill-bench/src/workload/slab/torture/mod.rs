@@ -26,43 +26,43 @@ use pagemill_testbed::Testbed;
 
 use stamped::{Counters, Stamp};
 
-/// Number of logical NUMA nodes that the caches of a run use.
+/// Number of logical NUMA nodes in a torture run, over which the objects of the caches are spread.
 const NODES: usize = 3;
 
-/// The largest number of objects that a thread has in one cache.
-const MAX_OBJECTS: u64 = 1_500;
+/// Upper bound of the number of objects that a thread aims to have in its cache.
+const MAX_TARGET_COUNT: u64 = 1_500;
 
-/// Number of operations after which a thread chooses a new target for the number of its objects.
+/// Number of operations after which a thread chooses a new target at random for the number of its objects.
 const OPERATIONS_PER_TARGET: u64 = 10_000;
 
 /// The largest number of objects that a thread has pinned at a time.
-const MAX_PINNED: usize = 4;
+const MAX_PINNED_PER_THREAD: usize = 4;
 
-/// Number of objects on the board.
-const BOARD: u64 = 64;
+/// Number of objects on the board of a cache, that is, of objects that all threads use.
+const BOARD_OBJECTS: u64 = 64;
 
-/// The size of a run, and its seed.
+/// The number of operations and threads of a torture run, and its random seed.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
-    /// Number of operations of all threads together.
+pub struct TorturePlan {
+    /// Number of operations of all threads together, for one kind of cache.
     pub operations: u64,
-    /// Number of threads for each of the five object sizes.
+    /// Number of threads that operate on the cache of each of the five object sizes.
     pub threads: u64,
     pub seed: u64,
 }
 
-/// Number of operations done, and number of errors found.
+/// The number of operations that a torture run made, and the errors that it found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TortureResult {
     pub operations: u64,
     pub inserted: u64,
-    /// Number of moves of objects.
+    /// Number of moves of objects by defragmentation.
     pub moved: u64,
-    /// Number of slabs that became empty.
+    /// Number of slabs that defragmentation emptied.
     pub emptied: u64,
     /// Number of objects with wrong contents.
     pub corrupted: u64,
-    /// Number of objects that were missing, and of objects that were never dropped.
+    /// Number of objects that were missing, plus the number of objects that were never dropped.
     pub lost: u64,
     pub dropped_twice: u64,
 }
@@ -83,17 +83,17 @@ impl TortureResult {
     }
 }
 
-/// The result of the attempt to remove an object.
+/// The result of an attempt to remove an object from a cache.
 enum RemoveOutcome<K> {
     /// The object was removed.
     Gone,
     /// Another thread uses the object, so the object still exists. The key is returned.
     Busy(K),
-    /// There was no object with this key.
+    /// There was no object with this key, or it had wrong contents.
     Missing,
 }
 
-/// A cache of one kind and object size, with the operations of the test.
+/// A slab cache under test, of one kind and object size, with the operations that threads make on it.
 trait Subject: Sync + Sized + 'static {
     /// The reference by which a thread finds an object.
     type Key: Send;
@@ -106,8 +106,8 @@ trait Subject: Sync + Sized + 'static {
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
     /// Returns whether the object exists and has the contents of its stamp.
     fn is_intact(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object from the stamp `old` to `new`. Returns `None` if the object may not be changed now; otherwise
-    /// returns whether the object existed and was intact.
+    /// Changes an object from the contents of the stamp `old` to those of `new`. Returns `None` if the object may not
+    /// be changed now; otherwise returns whether the object existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> RemoveOutcome<Self::Key>;
     fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
@@ -115,17 +115,17 @@ trait Subject: Sync + Sized + 'static {
     fn unpin(&self, held: Self::Pin<'_>);
     /// Returns the address of an object; 0 if the object does not exist.
     fn address(&self, key: &Self::Key) -> usize;
-    /// Uses an object of the board; returns whether the object was intact.
-    fn use_board(&self, at: u64, random: &mut Rng) -> bool;
-    /// Moves some objects, or changes the settings that determine when objects are moved.
-    fn move_some(&self, random: &mut Rng);
+    /// Uses object `at` of the board, the objects that all threads use. Returns whether the object was intact.
+    fn use_board_object(&self, at: u64, random: &mut Rng) -> bool;
+    /// Moves some objects of the cache, or changes the settings that determine when its objects are moved.
+    fn move_some_objects(&self, random: &mut Rng);
     fn info(&self) -> SlabInfo;
-    /// Checks the board. Drops the cache with the objects in `left` and all others. Returns the number of wrong
-    /// objects.
-    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
+    /// Checks the objects of the board, then drops the cache with all its objects, which include those in `left`.
+    /// Returns the number of wrong objects.
+    fn check_and_drop(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
-/// A cache that threads operate on, with the pool and the counters of its objects.
+/// A slab cache under test, with counters, and with the pool through which threads exchange objects.
 struct TestedCache<S: Subject> {
     subject: S,
     pool: Mutex<Vec<(S::Key, Stamp)>>,
@@ -134,15 +134,15 @@ struct TestedCache<S: Subject> {
     removed: AtomicU64,
 }
 
-/// The state of one thread that operates on one cache.
+/// The state of one thread that makes random operations on one cache.
 struct CacheUser<'a, S: Subject> {
     cache: &'a TestedCache<S>,
     random: Rng,
-    /// Number of the thread, which is part of its stamps.
+    /// Index of the thread, from 1, which is part of the stamps of its objects.
     number: u64,
-    /// Number of objects that the thread has inserted. It is also the serial number of the next one.
+    /// Number of objects that the thread has inserted. It is also the serial number of the next object.
     inserted: u64,
-    /// Number of objects that the thread should have; insertions and removals approach it.
+    /// Number of objects that the thread should have. Random insertions and removals approach this number.
     target_count: u64,
     own: Vec<(S::Key, Stamp)>,
     held: Vec<(S::Pin<'a>, Stamp)>,
@@ -159,26 +159,26 @@ impl<S: Subject> TestedCache<S> {
         }
     }
 
-    /// Counts a corrupted object unless `is_right`.
+    /// Counts a corrupted object if `is_right` is false.
     fn count_unless_right(&self, is_right: bool) {
         self.counters.corrupted.fetch_add(u64::from(!is_right), Relaxed);
     }
 
-    fn work(&self, plan: Plan, number: u64, operations: u64) {
+    fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64) {
         let random = Rng::with_seed(plan.seed ^ number << 48);
         let (own, held) = (Vec::new(), Vec::new());
         let mut user = CacheUser { cache: self, random, number, inserted: 0, target_count: 0, own, held };
         for operation in 0..operations {
             if operation % OPERATIONS_PER_TARGET == 0 {
-                user.target_count = user.random.u64(..MAX_OBJECTS);
+                user.target_count = user.random.u64(..MAX_TARGET_COUNT);
             }
             user.do_random_operation();
         }
         user.finish();
     }
 
-    /// Runs after all threads have ended. Checks that each object exists exactly once.
-    fn end(self, operations: u64) -> TortureResult {
+    /// Checks that each object exists exactly once, and drops the cache. Called after all threads have ended.
+    fn check_and_drop(self, operations: u64) -> TortureResult {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
         let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
@@ -187,7 +187,7 @@ impl<S: Subject> TestedCache<S> {
         let info = self.subject.info();
         let torn = left.iter().filter(|(key, stamp)| !self.subject.is_intact(key, *stamp)).count() as u64;
         let there = left.len() as u64;
-        let wrong = self.subject.end(left);
+        let wrong = self.subject.check_and_drop(left);
         let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
         TortureResult {
             operations,
@@ -214,8 +214,8 @@ impl<S: Subject> CacheUser<'_, S> {
             12 => self.pin(),
             13 => self.exchange_with_pool(),
             _ => {
-                let at = self.random.u64(..BOARD);
-                self.cache.count_unless_right(self.cache.subject.use_board(at, &mut self.random));
+                let at = self.random.u64(..BOARD_OBJECTS);
+                self.cache.count_unless_right(self.cache.subject.use_board_object(at, &mut self.random));
             }
         }
     }
@@ -263,8 +263,8 @@ impl<S: Subject> CacheUser<'_, S> {
     }
 
     fn pin(&mut self) {
-        if self.held.len() == MAX_PINNED {
-            let at = self.random.usize(..MAX_PINNED);
+        if self.held.len() == MAX_PINNED_PER_THREAD {
+            let at = self.random.usize(..MAX_PINNED_PER_THREAD);
             let (held, stamp) = self.held.swap_remove(at);
             self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
             self.cache.subject.unpin(held);
@@ -295,24 +295,24 @@ impl<S: Subject> CacheUser<'_, S> {
     }
 }
 
-/// A cache with objects of any size, as a trait object.
+/// A slab cache under test with objects of any size, for use as a trait object.
 trait AnyTestedCache: Sync {
-    fn work(&self, plan: Plan, number: u64, operations: u64);
-    fn move_some(&self, random: &mut Rng);
-    fn end(self: Box<Self>, operations: u64) -> TortureResult;
+    fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64);
+    fn move_some_objects(&self, random: &mut Rng);
+    fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
 impl<S: Subject> AnyTestedCache for TestedCache<S> {
-    fn work(&self, plan: Plan, number: u64, operations: u64) {
-        TestedCache::work(self, plan, number, operations);
+    fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64) {
+        TestedCache::run_operations(self, plan, number, operations);
     }
 
-    fn move_some(&self, random: &mut Rng) {
-        self.subject.move_some(random);
+    fn move_some_objects(&self, random: &mut Rng) {
+        self.subject.move_some_objects(random);
     }
 
-    fn end(self: Box<Self>, operations: u64) -> TortureResult {
-        TestedCache::end(*self, operations)
+    fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult {
+        TestedCache::check_and_drop(*self, operations)
     }
 }
 
@@ -323,8 +323,9 @@ fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTes
     Ok(Box::new(TestedCache::new(S::new(slabs, counters)?, counters)))
 }
 
-/// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
-fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<TortureResult> {
+/// Makes caches of five object sizes on logical NUMA nodes, and runs the random operations on them. The seed decides
+/// whether blocks are in huge pages.
+fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: TorturePlan) -> Result<TortureResult> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Testbed::new(layout, UNLIMITED)?.slabs;
     let caches = [
@@ -339,13 +340,13 @@ fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Pla
     Ok(run_caches(slabs, plan, caches.collect::<Result<_>>()?))
 }
 
-fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> TortureResult {
+fn run_caches(slabs: &'static Slabs, plan: TorturePlan, caches: TestedCaches) -> TortureResult {
     let each = plan.operations.div_ceil(caches.len() as u64 * plan.threads);
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let users: Vec<_> = (1..=plan.threads)
             .flat_map(|thread| caches.iter().map(move |cache| (thread, cache)))
-            .map(|(thread, cache)| scope.spawn(move || cache.work(plan, thread, each)))
+            .map(|(thread, cache)| scope.spawn(move || cache.run_operations(plan, thread, each)))
             .collect();
         let (is_done, caches) = (&is_done, &caches);
         let mover = scope.spawn(move || {
@@ -363,7 +364,7 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Tortur
     // moved objects.
     slabs.defrag_by_hand();
     let mut found = TortureResult::default();
-    caches.into_iter().for_each(|cache| found.add(cache.end(each * plan.threads)));
+    caches.into_iter().for_each(|cache| found.add(cache.check_and_drop(each * plan.threads)));
     found
 }
 
@@ -374,12 +375,12 @@ fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rng)
         2 => _ = slabs.defrag_step(Duration::from_micros(random.u64(..2_000))),
         3..6 => std::thread::sleep(Duration::from_micros(random.u64(..2_000))),
         6 => _ = slabs.list(),
-        _ => caches[random.usize(..caches.len())].move_some(random),
+        _ => caches[random.usize(..caches.len())].move_some_objects(random),
     }
 }
 
-/// Moves some objects of a cache whose objects can be moved, or changes its settings.
-fn move_some_of(cache: &impl SlabCache, random: &mut Rng) {
+/// Moves some objects of a cache whose objects can be moved, or changes its defragmentation threshold.
+fn move_some_objects_of(cache: &impl SlabCache, random: &mut Rng) {
     let (from, to) = (random.usize(..NODES), random.usize(..NODES));
     match random.u64(..5) {
         0 => _ = cache.shrink(),
@@ -390,32 +391,34 @@ fn move_some_of(cache: &impl SlabCache, random: &mut Rng) {
     }
 }
 
-/// Runs caches by handle: threads read values under guards, replace them, and pin them.
+/// Runs the random operations on caches of values that are accessed by handle: threads read values under guards,
+/// replace them, and pin them.
 ///
 /// # Errors
 ///
-/// An error of making the caches.
-pub fn run_by_handle(plan: Plan) -> Result<TortureResult> {
-    use by_handle::Values;
-    run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
+/// The error with which the caches could not be made.
+pub fn run_by_handle(plan: TorturePlan) -> Result<TortureResult> {
+    use by_handle::HandleCache;
+    run_all::<HandleCache<6>, HandleCache<22>, HandleCache<70>, HandleCache<254>, HandleCache<510>>(plan)
 }
 
-/// Runs caches by owner. The owner refuses some moves as busy and lets others fail.
+/// Runs the random operations on caches of objects that their owner moves. The owner refuses some moves as busy and
+/// lets others fail.
 ///
 /// # Errors
 ///
-/// As [`run_by_handle`].
-pub fn run_by_owner(plan: Plan) -> Result<TortureResult> {
-    use by_owner::Items;
-    run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
+/// The error with which the caches could not be made.
+pub fn run_by_owner(plan: TorturePlan) -> Result<TortureResult> {
+    use by_owner::OwnerCache;
+    run_all::<OwnerCache<7>, OwnerCache<23>, OwnerCache<71>, OwnerCache<255>, OwnerCache<511>>(plan)
 }
 
-/// Runs caches whose values do not move.
+/// Runs the random operations on caches whose values do not move.
 ///
 /// # Errors
 ///
-/// As [`run_by_handle`].
-pub fn run_fixed(plan: Plan) -> Result<TortureResult> {
-    use fixed::Boxes;
-    run_all::<Boxes<7>, Boxes<23>, Boxes<71>, Boxes<255>, Boxes<511>>(plan)
+/// The error with which the caches could not be made.
+pub fn run_fixed(plan: TorturePlan) -> Result<TortureResult> {
+    use fixed::FixedCache;
+    run_all::<FixedCache<7>, FixedCache<23>, FixedCache<71>, FixedCache<255>, FixedCache<511>>(plan)
 }

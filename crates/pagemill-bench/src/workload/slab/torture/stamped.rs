@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The contents of every word of a dropped value.
+/// The contents of every word of a value after its drop.
 const DROPPED_WORD: u64 = 0xdead_dead_dead_dead;
 
 fn mix_bits(word: u64) -> u64 {
@@ -11,7 +11,8 @@ fn mix_bits(word: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// A number that is unique for an object and its version. It consists of thread, serial number, and number of changes.
+/// A number that is unique for an object and its version. It consists of the index of the thread that inserted the
+/// object, a serial number, and the number of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -43,7 +44,7 @@ impl Stamp {
         }
     }
 
-    /// Returns word `at` of an object with this stamp. Word 0 is the stamp itself.
+    /// Returns the contents of word `at` of an object with this stamp. Word 0 is the stamp itself.
     pub fn word(self, at: usize) -> u64 {
         if at == 0 { self.0 } else { mix_bits(self.0.wrapping_add(at as u64)) }
     }
@@ -68,7 +69,7 @@ impl Counters {
     }
 }
 
-/// A value whose words follow from its stamp. It counts its creation and its drop.
+/// A value whose words follow from its stamp. It counts its creation and its drop in `counters`.
 pub struct Stamped<const WORDS: usize> {
     words: [u64; WORDS],
     counters: &'static Counters,

@@ -7,7 +7,7 @@ fn room_of(fake: &FakeGroup, bound: Bound, bytes: u64) -> Room {
     Room { bound, bytes: bytes as i64, ..fake.sample() }
 }
 
-/// A shrinker that knows its giveable bytes only after they were measured.
+/// A shrinker that reports its giveable bytes only after it has measured them.
 #[derive(Default)]
 struct UnmeasuredShrinker {
     hidden: AtomicU64,
@@ -48,7 +48,7 @@ impl Shrinker for UnmeasuredShrinker {
 fn the_governor_acts_from_the_worthwhile_amount_on() {
     let (fake, account) = fake_group(WORTHWHILE_BYTES, None);
     let clock = FakeClock::default();
-    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::WhenAsked);
+    assert_eq!(Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep), NextStep::WhenAsked);
     assert_eq!(fake.measured.load(Relaxed), 0, "known without a measurement");
     for may_have_more in [false, true] {
         for (hidden, is_worthwhile) in [(WORTHWHILE_BYTES - 1, false), (WORTHWHILE_BYTES, true)] {
@@ -57,8 +57,8 @@ fn the_governor_acts_from_the_worthwhile_amount_on() {
             owner.may_have_more.store(may_have_more, Relaxed);
             let account = Account::new(u64::MAX);
             account.register(owner);
-            let next = Governor::new(&clock).step(&account, Signs::default(), Return::Keep);
-            assert_eq!(next == Next::WhenAsked, is_worthwhile, "{next:?}");
+            let next = Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep);
+            assert_eq!(next == NextStep::WhenAsked, is_worthwhile, "{next:?}");
             assert_eq!(owner.measured.load(Relaxed), 1);
         }
     }
@@ -81,12 +81,12 @@ fn only_usage_by_others_is_extrapolated() {
     assert_eq!(sample(5, 59, 0).extrapolated_use_bytes(&sample(5, 60, 0)), 20_000_000 * MIB, "no time has passed");
 }
 
-/// A process must count as busy only if it used more than [`BUSY_CPU_NS`] of CPU since it last counted as busy.
+/// A process must count as busy only if it used more than [`MAX_IDLE_CPU_NS`] of CPU since it last counted as busy.
 #[test]
 fn little_cpu_counts_as_idle() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    clock.advance(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
+    clock.advance(Duration::ZERO, Duration::from_nanos(MAX_IDLE_CPU_NS));
     assert!(!governor.has_used_cpu());
     clock.advance(Duration::ZERO, Duration::from_nanos(1));
     assert!(governor.has_used_cpu() && !governor.has_used_cpu());
@@ -100,25 +100,26 @@ fn without_threshold_events_idle_pauses_stay_short() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let longest = |governor: &mut Governor<_>, has_thresholds| {
-        let signs = Signs { has_thresholds, ..Signs::default() };
+        let signs = KernelEvents { has_thresholds, ..KernelEvents::default() };
         (0..30).map(|_| governor.lengthen_idle_pause(signs)).max()
     };
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE), "no limit");
-    governor.watch_limits(&account, Signs::default());
+    governor.watch_limits(&account, KernelEvents::default());
     assert_eq!(longest(&mut governor, true), Some(LONGEST_IDLE_PAUSE));
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE_WITHOUT_EVENTS));
 }
 
-/// All free memory must be offered only if the limit is near and other processes used up more than 4 MiB in 20 ms.
+/// All free memory must be offered to the kernel at once only if the limit is near and other processes have used more
+/// than 4 MiB in 20 ms.
 #[test]
-fn all_is_offered_only_in_a_rush_near_a_limit() {
+fn all_free_memory_is_offered_only_in_a_rush_near_a_limit() {
     let (fake, account) = fake_group(100 * MIB, Some(80 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let mut offered_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.advance(Duration::from_millis(20), Duration::ZERO);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
     assert_eq!(offered_after(0), 0);
@@ -128,7 +129,8 @@ fn all_is_offered_only_in_a_rush_near_a_limit() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
 }
 
-/// Near a limit all free memory must be offered, or only the cold part if some was reused since the last sample.
+/// Near a limit, all free memory must be offered to the kernel. If some of it was reused since the last sample, only
+/// the cold part may be offered.
 #[test]
 fn reused_memory_is_not_offered() {
     let (fake, account) = fake_group(10 * MIB, Some(30 * MIB as i64));
@@ -137,25 +139,26 @@ fn reused_memory_is_not_offered() {
     let mut offered_of = |stock: u64| {
         fake.stock.store(stock, Relaxed);
         clock.advance(Duration::from_secs(1), Duration::ZERO);
-        governor.step(&account, Signs::default(), Return::Keep);
+        governor.step(&account, KernelEvents::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
     // The fake shrinker offers at most its stock if all may be offered.
     assert_eq!([10, 8, 8, 9].map(|mib| offered_of(mib * MIB)), [10 * MIB, 32 * MIB, 8 * MIB, 9 * MIB]);
 }
 
-/// A stall must give back 64 MiB, or an eighth of the stock if that is more.
+/// Near a limit, a thread stalls on memory. The shrinker must give back 64 MiB, or an eighth of its stock if that is
+/// more.
 #[test]
 fn a_stall_returns_64_mib_at_least() {
     let (fake, account) = fake_group(100 * MIB, Some(30 * MIB as i64));
     let clock = FakeClock::default();
-    let stalled = Signs { group_stalls: true, ..Signs::default() };
+    let stalled = KernelEvents { group_stalls: true, ..KernelEvents::default() };
     Governor::new(&clock).step(&account, stalled, Return::Keep);
     assert_eq!(fake.stock.load(Relaxed), 36 * MIB);
 }
 
-/// Near a limit, the pauses must double while nothing uses up the room, as far as the room allows. A loss of more than
-/// 1 MiB must make them short again.
+/// Near a limit, the pauses must double while the room stays the same, up to a maximum that depends on the room. If the
+/// room shrinks by more than 1 MiB, the next pause must be short again.
 #[test]
 fn pauses_grow_while_the_room_stays() {
     let (fake, account) = fake_group(100 * MIB, Some(40 * MIB as i64));
@@ -164,7 +167,7 @@ fn pauses_grow_while_the_room_stays() {
     let mut pause_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.advance(Duration::from_secs(60), Duration::ZERO);
-        pause_of(governor.step(&account, Signs::default(), Return::Keep)).as_nanos() as u64
+        pause_of(governor.step(&account, KernelEvents::default(), Return::Keep)).as_nanos() as u64
     };
     let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_PAUSE_FACTOR;
     assert_eq!([0; 5].map(&mut pause_after), [5_000_000, 5_000_000, 8_000_000, longest(40 * MIB), longest(40 * MIB)]);
@@ -216,8 +219,8 @@ impl Shrinker for DischargingShrinker {
     }
 }
 
-/// The stored sample must be that after memory was given back, so that the given bytes do not count as usage by other
-/// processes.
+/// A step gives memory back. The stored sample must be one that was taken afterwards, so that the next step does not
+/// count the bytes as usage by other processes.
 #[test]
 fn the_sample_is_updated_after_giving_back() {
     let fake: &'static FakeGroup = Box::leak(Box::default());
@@ -229,7 +232,7 @@ fn the_sample_is_updated_after_giving_back() {
     account.headroom.set_limits(fake);
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    assert_eq!(governor.step(account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
+    assert_eq!(governor.step(account, KernelEvents::default(), Return::Keep), NextStep::After(SHORTEST_PAUSE));
     let (last, given) = (governor.last_sample.unwrap(), 100 * MIB - fake.stock.load(Relaxed));
     assert!(given >= 30 * MIB);
     assert_eq!((last.room_bytes, last.own_bytes), (fake.room.load(Relaxed), 100 * MIB - given));
@@ -240,11 +243,14 @@ fn the_sample_is_updated_after_giving_back() {
 fn giving_back_something_keeps_the_pause_short() {
     let (_, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
     let clock = FakeClock::default();
-    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
+    assert_eq!(
+        Governor::new(&clock).step(&account, KernelEvents::default(), Return::Keep),
+        NextStep::After(SHORTEST_PAUSE)
+    );
 }
 
-/// Between two searches for aged memory, the remaining pause must be returned. The pauses of an idle process must grow.
-/// A search that finds aged memory must make them short again.
+/// `give_aged` must return the time that remains until the next search. The pauses of an idle process must grow. A
+/// search that finds aged memory must make the pauses short again.
 #[test]
 fn finding_aged_memory_ends_long_pauses() {
     let (fake, account) = fake_group(100 * MIB, None);
@@ -269,9 +275,9 @@ fn finding_aged_memory_ends_long_pauses() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
 }
 
-/// The random pauses must be spread evenly between a half and one and a half of the period.
+/// The random pauses must be spread evenly from half of the period to one and a half of it.
 #[test]
-fn jitter_is_spread_over_a_period() {
+fn random_pauses_are_spread_evenly() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let period = Duration::from_nanos(1 << 20);

@@ -10,16 +10,16 @@ use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, MESH};
 
-/// Pagemill's caches. The names in the report and on the workload's command line are equal.
+/// Names of Pagemill's slab caches, in the report and on the workload's command line.
 pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 
-/// The caches that can move their objects.
+/// Names of the slab caches that can move their objects.
 pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
 
-/// Time limit of a workload.
-pub const LIMIT: Duration = Duration::from_secs(120);
+/// Time limit of a workload process.
+pub const TIME_LIMIT: Duration = Duration::from_secs(120);
 
-/// A subject that stores the objects: an allocator or a cache.
+/// What stores the objects of the workload: an allocator or a slab cache.
 pub enum StorageSubject {
     Allocator(AvailableSubject),
     Cache(&'static str),
@@ -37,7 +37,7 @@ impl StorageSubject {
         MOVERS.contains(&self.name())
     }
 
-    /// Runs a workload of the subcommand `__slab` with this subject.
+    /// Runs the workload `work` of the hidden subcommand `__slab`. It stores its objects in this allocator or cache.
     pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
         let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
         match self {
@@ -51,13 +51,14 @@ impl StorageSubject {
         line.extend(child::numeric_options(numbers));
         line.extend(flag.map(str::to_owned));
         match self {
-            Self::Allocator(ready) => child::run_under(ready, line, LIMIT),
-            Self::Cache(name) => child::run_plain(name, line, LIMIT),
+            Self::Allocator(ready) => child::run_under(ready, line, TIME_LIMIT),
+            Self::Cache(name) => child::run_plain(name, line, TIME_LIMIT),
         }
     }
 }
 
-/// Returns the wanted subjects that are available on this machine; adds a gap for each that is not.
+/// Returns the wanted caches and allocators that are available on this machine. Adds a sentence (gap) to the report for
+/// each that is not.
 pub fn available_subjects(common: &CommonOptions, report: &mut Report) -> Result<Vec<StorageSubject>> {
     let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(StorageSubject::Cache);
     let (mut ready, gaps) = allocators(common)?;
@@ -75,7 +76,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().chain(peers())
 }
 
-/// Returns the names of the subjects that are not caches of Pagemill.
+/// Returns the names of the allocators with which Pagemill's caches are compared.
 pub fn peers() -> impl Iterator<Item = &'static str> {
     allocator_names().chain([MESH.name])
 }

@@ -1,5 +1,5 @@
-//! Subjects that store objects of one size, with the object's number in every word: the allocator, or one of three
-//! kinds of cache.
+//! Allocators and caches that store objects of one size, with the object's number in every word: the preloaded
+//! allocator, and two kinds of slab cache.
 
 use pagemill_slab::SlabCache;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use crate::native::{self, GiveBack, WordAllocation};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// A subject that stores objects of `WORDS` words.
+/// An allocator or a cache that stores objects of `WORDS` words.
 pub trait ObjectStore<const WORDS: usize>: Sync {
-    /// The workload's reference to an object.
+    /// The reference by which the workload finds an object.
     type Reference: Send;
 
     fn make_object(&self, number: u64) -> Result<Self::Reference, Failure>;
@@ -22,26 +22,27 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
 
     fn has_number(&self, reference: &Self::Reference, number: u64) -> bool;
 
-    /// Returns all free memory to the system, in the subject's own way.
+    /// Returns all free memory to the system, by the call that this allocator or cache has for it.
     fn give_back(&self) -> Result<(), Failure>;
 
-    /// Makes one step of defragmentation. Returns none if the subject cannot defragment.
-    fn step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
+    /// Makes one step of defragmentation. Returns none if this allocator or cache cannot move objects.
+    fn defrag_step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
         Ok(None)
     }
 
-    /// Returns the number of objects that the subject has moved so far.
-    fn moved(&self) -> Result<u64, Failure> {
+    /// Returns the number of objects that defragmentation has moved so far.
+    fn moved_count(&self) -> Result<u64, Failure> {
         Ok(0)
     }
 
-    /// Returns the bytes of the table of handles; 0 if the subject has none.
+    /// Returns the size of the table of handles in bytes; 0 if there is no such table.
     fn handle_bytes(&self) -> u64 {
         0
     }
 }
 
-/// Converts the result of a step. If another thread was busy with a step, there was no progress.
+/// Converts the result of a defragmentation step. If another thread was making a step, the result is a step without
+/// progress.
 pub fn progress_of_step(step: pagemill_core::Result<Progress>) -> Result<Option<Progress>, Failure> {
     match step {
         Err(pagemill_core::Error::Busy { .. }) => Ok(Some(Progress::default())),
@@ -77,7 +78,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for Malloc {
     }
 }
 
-/// A cache of objects that do not move.
+/// A slab cache of objects that do not move.
 pub struct FixedStore<const WORDS: usize>(&'static FixedSlab<[u64; WORDS]>);
 
 impl<const WORDS: usize> FixedStore<WORDS> {
@@ -111,7 +112,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for FixedStore<WORDS> {
     }
 }
 
-/// A cache of values that are accessed by handle.
+/// A slab cache of values that are accessed by handle.
 pub struct HandleStore<const WORDS: usize>(HandleMap<[u64; WORDS]>);
 
 impl<const WORDS: usize> HandleStore<WORDS> {
@@ -144,11 +145,11 @@ impl<const WORDS: usize> ObjectStore<WORDS> for HandleStore<WORDS> {
         self.0.shrink().map(|_| ()).map_err(failed)
     }
 
-    fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
+    fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
         progress_of_step(self.0.defrag_step(budget))
     }
 
-    fn moved(&self) -> Result<u64, Failure> {
+    fn moved_count(&self) -> Result<u64, Failure> {
         self.0.info().map(|info| info.moved).map_err(failed)
     }
 

@@ -1,4 +1,5 @@
-//! Objects in a cache by owner. A table maps each number to its object. Only the table refers to the objects.
+//! Objects in a slab cache whose objects are moved by their owner. The owner is a table that maps each number to its
+//! object. Only the table refers to the objects.
 #![allow(unsafe_code)] // an owner of relocatable objects
 
 use std::hint;
@@ -10,15 +11,15 @@ use std::time::Duration;
 use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Progress, Settings, SlabCache, Slabs, Target};
 use pagemill_xarray as xarray;
 
-use super::keepers::{ObjectStore, progress_of_step};
+use super::object_stores::{ObjectStore, progress_of_step};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Bit of an object's first word that is set while the object is moved.
-const MOVING: u64 = 1 << 63;
+/// Bit of an object's first word that is set while the object is being moved.
+const MOVING_BIT: u64 = 1 << 63;
 
-/// An object. Its first word is its state: 0 while it is free, otherwise its number plus one, with the bit `MOVING` set
-/// during a move. Its other words contain its number.
+/// An object of the slab cache. Its first word is its state: 0 while the object is free, otherwise its number plus one,
+/// with the bit `MOVING_BIT` set during a move. Its other words contain its number.
 pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 impl<const WORDS: usize> Object<WORDS> {
@@ -26,13 +27,14 @@ impl<const WORDS: usize> Object<WORDS> {
         &self.0[0]
     }
 
-    /// Changes the state from `from` to `to`. Returns `false` if the state is another one, for example during a move.
-    fn change(&self, from: u64, to: u64) -> bool {
+    /// Changes the object's state from `from` to `to`. Returns `false` if the state is not `from`, for example during a
+    /// move.
+    fn change_state(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
 }
 
-/// The table of the objects' addresses, by number.
+/// The owner of the objects: a table of their addresses, by object number.
 pub struct AddressTable<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
 impl<const WORDS: usize> AddressTable<WORDS> {
@@ -44,15 +46,15 @@ impl<const WORDS: usize> AddressTable<WORDS> {
         table
     }
 
-    fn place(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
+    fn table_entry(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
         &self.0[number as usize]
     }
 }
 
 // SAFETY:
 // 1. A free object has state 0, which `isolate` skips; it needs no destructor.
-// 2. `isolate` sets the bit `MOVING` of the objects that it keeps, and a thread frees only an object whose bit is not
-// set (`OwnerStore::free_object`).
+// 2. `isolate` sets the bit `MOVING_BIT` of the objects that it keeps, and a thread frees only an object whose bit is
+// not set (`OwnerStore::free_object`).
 // 3. The table has the new address before the old object is free. Users read addresses from the table, under a guard.
 unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     type Object = Object<WORDS>;
@@ -67,7 +69,7 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
             // SAFETY: objects of the cache are always constructed.
             let object = unsafe { object.as_ref() };
             let state = object.state().load(Relaxed);
-            state != 0 && object.change(state, state | MOVING)
+            state != 0 && object.change_state(state, state | MOVING_BIT)
         });
     }
 
@@ -79,7 +81,7 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     ) -> Done<'object> {
         // SAFETY: this is an object of the cache, which is always constructed.
         let from = unsafe { object.object().as_ref() };
-        let state = from.state().load(Relaxed) & !MOVING;
+        let state = from.state().load(Relaxed) & !MOVING_BIT;
         let Some(new) = to.take() else {
             from.state().store(state, Release);
             return object.failed();
@@ -88,13 +90,14 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
         let to = unsafe { new.object().as_ref() };
         from.0[1..].iter().zip(&to.0[1..]).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
         to.state().store(state, Release);
-        self.place(state - 1).store(new.object().as_ptr(), Release);
+        self.table_entry(state - 1).store(new.object().as_ptr(), Release);
         from.state().store(0, Release);
         object.moved(new)
     }
 }
 
-/// A cache of objects with an owner. The workload refers to an object by its number.
+/// A slab cache whose objects are moved by their owner, an [`AddressTable`]. The workload refers to an object by its
+/// number.
 pub struct OwnerStore<const WORDS: usize>(OwnerSlab<AddressTable<WORDS>>);
 
 impl<const WORDS: usize> OwnerStore<WORDS> {
@@ -112,7 +115,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
         // SAFETY: this is a free object of the cache, which is constructed.
         let words = unsafe { &object.as_ref().0 };
         words[1..].iter().for_each(|word| word.store(number, Relaxed));
-        self.0.owner().place(number).store(object.as_ptr(), Release);
+        self.0.owner().table_entry(number).store(object.as_ptr(), Release);
         words[0].store(number + 1, Release);
         Ok(number)
     }
@@ -121,11 +124,11 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
     fn free_object(&self, number: u64) -> Result<(), Failure> {
         loop {
             let _guard = xarray::pin();
-            let place = self.0.owner().place(number);
+            let place = self.0.owner().table_entry(number);
             let object = NonNull::new(place.load(Acquire));
             let object = object.ok_or_else(|| Failure::WrongAnswer(format!("object {number} is not there")))?;
             // SAFETY: this is an object of the cache. Under the guard its memory is not reused, even if it is moved.
-            if unsafe { object.as_ref() }.change(number + 1, 0) {
+            if unsafe { object.as_ref() }.change_state(number + 1, 0) {
                 place.store(ptr::null_mut(), Relaxed);
                 // SAFETY: the object was live and not being moved, and this thread changed its state to free.
                 unsafe { self.0.free(object) };
@@ -137,12 +140,12 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
 
     fn has_number(&self, number: &u64, expected: u64) -> bool {
         let _guard = xarray::pin();
-        let place = self.0.owner().place(*number);
+        let place = self.0.owner().table_entry(*number);
         loop {
             let at = place.load(Acquire);
             // SAFETY: this is an object of the cache. Under the guard its memory is not reused, even if it is moved.
             let Some(object) = NonNull::new(at).map(|object| unsafe { object.as_ref() }) else { return false };
-            let state = object.state().load(Acquire) & !MOVING;
+            let state = object.state().load(Acquire) & !MOVING_BIT;
             if state == 0 && place.load(Acquire) != at {
                 continue;
             }
@@ -154,11 +157,11 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
         self.0.shrink().map(|_| ()).map_err(failed)
     }
 
-    fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
+    fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
         progress_of_step(self.0.defrag_step(budget))
     }
 
-    fn moved(&self) -> Result<u64, Failure> {
+    fn moved_count(&self) -> Result<u64, Failure> {
         self.0.info().map(|info| info.moved).map_err(failed)
     }
 }

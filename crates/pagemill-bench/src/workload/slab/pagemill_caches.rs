@@ -1,4 +1,4 @@
-//! Pagemill's three kinds of slab cache, as subjects of the experiment's part `speed`.
+//! Pagemill's three kinds of slab cache, for the workloads `speed` and `reads`.
 #![allow(unsafe_code)] // an owner of objects, and movable values
 
 use std::mem::MaybeUninit;
@@ -9,7 +9,7 @@ use pagemill_slab::{Candidates, Done, FixedSlab, Handle, HandleMap, Migrate, Mov
 use pagemill_slab::{Slot, Target};
 use pagemill_testbed::Testbed;
 
-use super::Access;
+use super::ObjectAllocator;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
@@ -29,15 +29,15 @@ impl<Rest> Object<Rest> {
 // SAFETY: the object is plain data, so it may be moved by copying its bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-fn process_pagemill() -> Result<&'static Testbed, Failure> {
+fn process_testbed() -> Result<&'static Testbed, Failure> {
     Testbed::of_process().map_err(failed)
 }
 
-pub fn fixed<Rest>() -> Result<FixedSlab<Object<Rest>>, Failure> {
-    process_pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
+pub fn fixed_cache<Rest>() -> Result<FixedSlab<Object<Rest>>, Failure> {
+    process_testbed()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
 }
 
-impl<'cache, Rest: Copy + Send + Sync> Access for &'cache FixedSlab<Object<Rest>> {
+impl<'cache, Rest: Copy + Send + Sync> ObjectAllocator for &'cache FixedSlab<Object<Rest>> {
     type Object = Slot<'cache, Object<Rest>>;
 
     #[inline]
@@ -51,17 +51,17 @@ impl<'cache, Rest: Copy + Send + Sync> Access for &'cache FixedSlab<Object<Rest>
     }
 }
 
-/// An object of a cache by owner. The tag of a free object is 0.
+/// An object of a slab cache whose owner decides about moves of the objects. The tag of a free object is 0.
 pub struct Owned<Rest> {
     tag: AtomicU64,
     _rest: MaybeUninit<Rest>,
 }
 
-/// An owner that refuses all moves, since the part `speed` measures only allocation and free.
-pub struct NeverMoves<Rest>(MaybeUninit<Rest>);
+/// An owner of objects that refuses all their moves, since the workload `speed` measures only allocation and free.
+pub struct RefusingOwner<Rest>(MaybeUninit<Rest>);
 
 // SAFETY: `isolate` keeps no object, so none is ever moved.
-unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for NeverMoves<Rest> {
+unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for RefusingOwner<Rest> {
     type Object = Owned<Rest>;
     type Isolated = ();
 
@@ -83,11 +83,11 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for NeverMoves<Rest> {
     }
 }
 
-pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<OwnerSlab<NeverMoves<Rest>>, Failure> {
-    process_pagemill()?.slabs.by_owner(Settings::new("by owner"), NeverMoves(MaybeUninit::uninit())).map_err(failed)
+pub fn owner_cache<Rest: Copy + Send + Sync + 'static>() -> Result<OwnerSlab<RefusingOwner<Rest>>, Failure> {
+    process_testbed()?.slabs.by_owner(Settings::new("by owner"), RefusingOwner(MaybeUninit::uninit())).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &OwnerSlab<NeverMoves<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> ObjectAllocator for &OwnerSlab<RefusingOwner<Rest>> {
     type Object = NonNull<Owned<Rest>>;
 
     #[inline]
@@ -111,11 +111,11 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &OwnerSlab<NeverMoves<Rest>>
     }
 }
 
-pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<HandleMap<Object<Rest>>, Failure> {
-    process_pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
+pub fn handle_cache<Rest: Copy + Send + Sync + 'static>() -> Result<HandleMap<Object<Rest>>, Failure> {
+    process_testbed()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &HandleMap<Object<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> ObjectAllocator for &HandleMap<Object<Rest>> {
     type Object = Handle<Object<Rest>>;
 
     #[inline]

@@ -9,18 +9,18 @@ use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult};
 
-/// Memory of the cache beyond its data, so that the cache does not come near its limit.
+/// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// The kind of folio that the file's pages must have.
+/// The kind of folio in which the pages of a file must lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Folios {
+pub enum FolioKind {
     Huge,
     Dense,
 }
 
 /// A file in a page cache, with all its pages resident.
-pub struct Cached {
+pub struct CachedFile {
     cache: PageCache,
     file: Mapping,
     pages: usize,
@@ -30,12 +30,12 @@ pub fn failed(error: impl Into<pagemill_core::Error>) -> Failure {
     Failure::Other(error.into().to_string())
 }
 
-/// Makes a cache whose pages have the size of a record.
+/// Makes a page cache whose pages have the size of a record.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<PageCache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
-/// Makes a cache with pages of the given size.
+/// Makes a page cache with pages of `page_bytes` bytes.
 pub fn cache_of(
     page_bytes: usize,
     limit_bytes: u64,
@@ -53,16 +53,16 @@ pub fn cache_of(
     settings.build_in(pagemill.caches).map_err(failed)
 }
 
-impl Cached {
-    /// Fills a file and checks that its folios are of the requested kind.
-    pub fn new(pages: usize, folios: Folios) -> Result<Self, Failure> {
+impl CachedFile {
+    /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind.
+    pub fn new(pages: usize, folios: FolioKind) -> Result<Self, Failure> {
         let bytes = (pages * RECORD_BYTES) as u64;
-        let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
+        let policy: Box<dyn Policy> = if folios == FolioKind::Huge { Box::new(Always) } else { Box::new(Never) };
         let cache = cache(bytes + SPARE_BYTES, policy, true)?;
         let file = cache.create().map_err(failed)?;
         for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();
-        let expected = if folios == Folios::Huge { (bytes, 0) } else { (0, bytes) };
+        let expected = if folios == FolioKind::Huge { (bytes, 0) } else { (0, bytes) };
         if (usage.huge, usage.small) != expected {
             return Err(Failure::Other(format!("{folios:?}: the file lies elsewhere: {usage:?}")));
         }
@@ -77,7 +77,7 @@ pub fn write_all(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failur
     }
 }
 
-impl PageStore for Cached {
+impl PageStore for CachedFile {
     const CAN_PIN: bool = true;
 
     #[inline]
@@ -105,16 +105,16 @@ impl PageStore for Cached {
 
 /// Arguments of a run with many small files in one cache.
 #[derive(Clone, Debug, clap::Args)]
-pub struct SmallFiles {
+pub struct SmallFilesArguments {
     #[arg(long)]
     pub files: usize,
     #[arg(long)]
     pub bytes: usize,
 }
 
-/// Measures the memory of the files, divided by their bytes rounded up to pages. Reports two values: the memory that
-/// the kernel counts, and the memory that the cache counts.
-pub fn measure_files(arguments: &SmallFiles) -> WorkloadResult {
+/// Measures the memory that the files use, divided by their bytes rounded up to pages. The resulting JSON has this
+/// ratio for the memory that the kernel counts, and for the memory that the cache counts.
+pub fn measure_files(arguments: &SmallFilesArguments) -> WorkloadResult {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);
     let byte = |file: usize| file as u8;

@@ -1,17 +1,17 @@
 //! The hidden subcommand that runs [`super::torture`]: random operations on slab caches.
 
-use super::torture::{self, Plan, TortureResult};
+use super::torture::{self, TorturePlan, TortureResult};
 use crate::workload::{Failure, WorkloadResult};
 use serde_json::json;
 use std::time::Instant;
 
-/// Random operations on slab caches of all kinds and sizes, while their objects are moved.
+/// Make random operations on slab caches of all kinds and several object sizes, while their objects are moved.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Torture {
+pub struct TortureArguments {
     /// Number of operations for each kind of cache.
     #[arg(long, default_value_t = 100_000_000)]
     pub operations: u64,
-    /// Number of threads for each of five object sizes.
+    /// Number of threads that operate on the cache of each of the five object sizes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub threads: u64,
     /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: the current time.
@@ -19,12 +19,12 @@ pub struct Torture {
     pub seed: Option<u64>,
 }
 
-/// Runs all kinds of caches. Returns a wrong answer if any check failed.
-pub fn run(arguments: &Torture) -> WorkloadResult {
+/// Runs the random operations on each kind of slab cache. Returns [`Failure::WrongAnswer`] if a check failed.
+pub fn run(arguments: &TortureArguments) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");
-    let plan = Plan { operations: arguments.operations, threads: arguments.threads, seed };
-    type Run = fn(Plan) -> pagemill_core::Result<TortureResult>;
+    let plan = TorturePlan { operations: arguments.operations, threads: arguments.threads, seed };
+    type Run = fn(TorturePlan) -> pagemill_core::Result<TortureResult>;
     let kinds: [(&str, Run); 3] =
         [("by_handle", torture::run_by_handle), ("by_owner", torture::run_by_owner), ("fixed", torture::run_fixed)];
     let mut line = json!({ "seed": seed });

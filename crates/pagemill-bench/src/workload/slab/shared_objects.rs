@@ -19,30 +19,30 @@ use crate::workload::hit::failed;
 /// Number of words in an object of 192 bytes.
 const WORDS: usize = 24;
 
-/// Index of the word that counts changes. All other words identify the object.
-const CHANGES: usize = 1;
+/// Index of the word that counts the changes of an object. All other words identify the object.
+const CHANGES_WORD: usize = 1;
 
-/// Returns the contents of the words that identify an object.
+/// Returns the value of the words that identify the object with this number.
 fn word_of(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A set of objects. One thread makes, changes and frees them while another thread reads them.
-pub trait Objects: Sync {
-    /// Makes an object that does not exist.
+/// A set of numbered objects. One thread makes, changes and frees objects while another thread reads them.
+pub trait SharedObjects: Sync {
+    /// Makes the object with this number, which must not exist yet.
     fn put(&self, number: usize) -> Result<(), Failure>;
 
-    /// Frees an object that exists.
+    /// Frees the object with this number, which must exist.
     fn remove(&self, number: usize) -> Result<(), Failure>;
 
-    /// Increments the count of changes of an object that exists.
+    /// Increments the number of changes in the object with this number, which must exist.
     fn change(&self, number: usize) -> Result<(), Failure>;
 
-    /// Returns the number of changes of an object. Returns none if the object does not exist, [`WrongObject`] if the
-    /// words belong to another object.
+    /// Returns the number of changes that the object with this number has counted. Returns none if the object does not
+    /// exist, and [`WrongObject`] if the words that were read belong to another object.
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject>;
 
-    /// Sets the percentage of used memory below which slabs are defragmented.
+    /// Sets the percentage of used memory below which a slab is defragmented.
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
 
     fn info(&self) -> Result<SlabInfo, Failure>;
@@ -54,10 +54,10 @@ pub struct WrongObject;
 
 type Value = [u64; WORDS];
 
-/// Objects in a cache by handle.
+/// Objects in a slab cache whose values are accessed by handle.
 pub struct HandleObjects {
     cache: HandleMap<Value>,
-    /// The bits of each object's handle; 0, which is no handle, if the object does not exist.
+    /// The bits of each object's handle, by object number; 0, which is no handle, if the object does not exist.
     table: Vec<AtomicU64>,
 }
 
@@ -72,14 +72,14 @@ impl HandleObjects {
     }
 }
 
-fn require(was_there: bool) -> Result<(), Failure> {
+fn check_existed(was_there: bool) -> Result<(), Failure> {
     if was_there { Ok(()) } else { Err(Failure::WrongAnswer("an object is not there".to_owned())) }
 }
 
-impl Objects for HandleObjects {
+impl SharedObjects for HandleObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let mut value = [word_of(number); WORDS];
-        value[CHANGES] = 0;
+        value[CHANGES_WORD] = 0;
         let handle = self.cache.insert(value).map_err(failed)?;
         self.table[number].store(handle.to_bits(), Release);
         Ok(())
@@ -89,16 +89,16 @@ impl Objects for HandleObjects {
         let handle = self.handle(number);
         // The table entry is cleared first, so that a reader that finds a handle in the table finds its value.
         self.table[number].store(0, Release);
-        require(self.cache.remove(handle).map_err(failed)?.is_some())
+        check_existed(self.cache.remove(handle).map_err(failed)?.is_some())
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
         let change = |value: &Value| {
             let mut new = *value;
-            new[CHANGES] += 1;
+            new[CHANGES_WORD] += 1;
             new
         };
-        require(self.cache.update(self.handle(number), change).map_err(failed)?)
+        check_existed(self.cache.update(self.handle(number), change).map_err(failed)?)
     }
 
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject> {
@@ -109,7 +109,7 @@ impl Objects for HandleObjects {
             }
             match self.cache.get(Handle::from_bits(bits), guard) {
                 Some(value) if value[0] == word_of(number) && value[WORDS - 1] == word_of(number) => {
-                    return Ok(Some(value[CHANGES]));
+                    return Ok(Some(value[CHANGES_WORD]));
                 }
                 None if self.table[number].load(Acquire) != bits => {}
                 _ => return Err(WrongObject),
@@ -126,7 +126,7 @@ impl Objects for HandleObjects {
     }
 }
 
-/// An object in a cache by owner.
+/// An object in a slab cache whose objects are moved by their owner.
 ///
 /// The state of a free object is 0. The state of any other object is twice its number plus 2, and one more while a
 /// thread *holds* the object. Only the thread that holds an object may change, move or free it.
@@ -135,31 +135,31 @@ pub struct Object {
     words: [AtomicU64; WORDS - 1],
 }
 
-/// Index of the last word in `words`.
-const LAST: usize = WORDS - 2;
+/// Index of the last word in the field `words` of an object.
+const LAST_WORD: usize = WORDS - 2;
 
-/// The state of an object with this number that no thread holds.
+/// Returns the state of the object with this number while no thread holds the object.
 fn state_of(number: usize) -> u64 {
     (number as u64 + 1) << 1
 }
 
-/// Bit of the state that is set while a thread holds the object.
-const HELD: u64 = 1;
+/// Bit of an object's state that is set while a thread holds the object.
+const HELD_BIT: u64 = 1;
 
-/// The table of references to objects, by number. No other references exist.
+/// The owner of the objects: the table of their addresses, by number. No other references to the objects exist.
 ///
 /// # Invariants
 ///
 /// The address in an entry is that of an object whose state is, or is about to become, that of the entry's number. An
 /// entry is changed only by the thread that holds the object, or by the one thread that fills empty entries.
-pub struct Owner {
+pub struct ObjectOwner {
     table: Vec<AtomicPtr<Object>>,
 }
 
 // SAFETY: `isolate` keeps only live objects that it could hold, so no other thread frees or moves them. Before a move
 // is reported as done, the table refers to the new object, and the old one is free. A reader with the old address reads
 // words that do not change until all current guards are dropped.
-unsafe impl Migrate for Owner {
+unsafe impl Migrate for ObjectOwner {
     type Object = Object;
     type Isolated = ();
 
@@ -172,8 +172,8 @@ unsafe impl Migrate for Owner {
             // SAFETY: objects of the cache are always constructed.
             let state = unsafe { &object.as_ref().state };
             let seen = state.load(Relaxed);
-            let is_live = seen != 0 && seen & HELD == 0;
-            is_live && state.compare_exchange(seen, seen | HELD, Acquire, Relaxed).is_ok()
+            let is_live = seen != 0 && seen & HELD_BIT == 0;
+            is_live && state.compare_exchange(seen, seen | HELD_BIT, Acquire, Relaxed).is_ok()
         });
     }
 
@@ -185,7 +185,7 @@ unsafe impl Migrate for Owner {
     ) -> Done<'object> {
         // SAFETY: this is an object of the cache, which this thread holds.
         let old = unsafe { object.object().as_ref() };
-        let live = old.state.load(Relaxed) & !HELD;
+        let live = old.state.load(Relaxed) & !HELD_BIT;
         let Some(new) = to.take() else {
             old.state.store(live, Release);
             return object.failed();
@@ -201,16 +201,16 @@ unsafe impl Migrate for Owner {
     }
 }
 
-pub struct OwnerObjects(OwnerSlab<Owner>);
+pub struct OwnerObjects(OwnerSlab<ObjectOwner>);
 
 /// Number of attempts to read an object after the words of another object were found at its address.
 const READ_ATTEMPTS: usize = 100;
-/// Number of attempts to hold an object before the thread yields.
-const SPINS: usize = 1000;
+/// Number of attempts to hold an object after which the thread yields the CPU.
+const SPINS_BEFORE_YIELD: usize = 1000;
 
 impl OwnerObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
-        let owner = Owner { table: (0..count).map(|_| AtomicPtr::default()).collect() };
+        let owner = ObjectOwner { table: (0..count).map(|_| AtomicPtr::default()).collect() };
         Ok(Self(slabs.by_owner(Settings::new("by owner"), owner).map_err(failed)?))
     }
 
@@ -218,8 +218,8 @@ impl OwnerObjects {
         &self.0.owner().table[number]
     }
 
-    /// Holds an object at its current address, so that no other thread moves or frees it. The guard prevents the reuse
-    /// of its memory.
+    /// Holds an object at its current address, so that no other thread moves or frees the object. The guard prevents
+    /// the reuse of the object's memory.
     fn hold(&self, number: usize, _guard: &Guard) -> Result<NonNull<Object>, Failure> {
         for spin in 1.. {
             let Some(at) = NonNull::new(self.entry(number).load(Acquire)) else { break };
@@ -227,22 +227,22 @@ impl OwnerObjects {
             let state = unsafe { &at.as_ref().state };
             let live = state_of(number);
             // If the exchange succeeds, the address is current: a moved object stays held until it is free.
-            if state.compare_exchange_weak(live, live | HELD, Acquire, Relaxed).is_ok() {
+            if state.compare_exchange_weak(live, live | HELD_BIT, Acquire, Relaxed).is_ok() {
                 return Ok(at);
             }
-            if spin % SPINS == 0 { thread::yield_now() } else { hint::spin_loop() }
+            if spin % SPINS_BEFORE_YIELD == 0 { thread::yield_now() } else { hint::spin_loop() }
         }
-        require(false).map(|()| NonNull::dangling())
+        check_existed(false).map(|()| NonNull::dangling())
     }
 }
 
-impl Objects for OwnerObjects {
+impl SharedObjects for OwnerObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let at = self.0.allocate().map_err(failed)?;
         // SAFETY: the object was just allocated, and `construct` has initialized it.
         let object = unsafe { at.as_ref() };
         object.words.iter().for_each(|word| word.store(word_of(number), Relaxed));
-        object.words[CHANGES].store(0, Relaxed);
+        object.words[CHANGES_WORD].store(0, Relaxed);
         self.entry(number).store(at.as_ptr(), Release);
         // After this store, the object can be moved.
         object.state.store(state_of(number), Release);
@@ -265,7 +265,7 @@ impl Objects for OwnerObjects {
         let at = self.hold(number, &slab::enter())?;
         // SAFETY: this thread holds the object.
         let object = unsafe { at.as_ref() };
-        let changes = &object.words[CHANGES];
+        let changes = &object.words[CHANGES_WORD];
         changes.store(changes.load(Relaxed) + 1, Relaxed);
         object.state.store(state_of(number), Release);
         Ok(())
@@ -278,7 +278,7 @@ impl Objects for OwnerObjects {
             // SAFETY: this is an object of the cache, whose memory is not reused while the guard lives.
             let words = unsafe { &at.as_ref().words };
             let (first, changes, last) =
-                (words[0].load(Relaxed), words[CHANGES].load(Relaxed), words[LAST].load(Relaxed));
+                (words[0].load(Relaxed), words[CHANGES_WORD].load(Relaxed), words[LAST_WORD].load(Relaxed));
             // If the words differ, the object was moved, or was freed and reused, after its address was read.
             if first == word_of(number) && last == first {
                 return Ok(Some(changes));
