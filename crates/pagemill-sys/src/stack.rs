@@ -71,7 +71,8 @@ unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argume
 mod tests {
     use super::*;
 
-    /// A function must run on another stack of the requested size, and its result must arrive.
+    /// `call_on_new` must run the function on a separate stack that has room for a large array. The caller must receive
+    /// the result.
     #[test]
     fn functions_run_on_a_stack_of_their_own() {
         extern "C" fn work(argument: *mut c_void) {
