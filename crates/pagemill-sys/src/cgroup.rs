@@ -20,19 +20,19 @@ pub enum Version {
     V2,
 }
 
-/// A mount of a control group hierarchy: the group at its root, and the mount point.
+/// A mount of a control group hierarchy: the group that is the root of the mount, and the mount point.
 struct Mount<'line> {
     pub version: Version,
     /// Path, within the hierarchy, of the group at the root of the mount.
     pub root: &'line str,
-    /// The mount point.
+    /// Path of the mount point.
     pub at: &'line str,
 }
 
 impl<'line> Mount<'line> {
     /// Parses a line of `mountinfo`. Returns `None` unless the line describes a mount of the memory controller of
     /// version 1, or of the hierarchy of version 2.
-    fn parse(line: &'line str) -> Option<Self> {
+    fn parse_mount(line: &'line str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
         let (root, at) = (place.next()?, place.next()?);
@@ -77,7 +77,7 @@ fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option
         let Some(path) = read_group_path(root, pid, version)? else { continue };
         let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
-            act(&Mount::parse(line).filter(|mount| mount.version == version)?, path.as_str())
+            act(&Mount::parse_mount(line).filter(|mount| mount.version == version)?, path.as_str())
         })?;
         if let Some(found) = found {
             return Ok(found);
@@ -116,7 +116,8 @@ pub struct Limit {
     /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 equal
     /// to `hard_bytes`.
     pub soft_bytes: u64,
-    /// `memory.max`, or the limit of version 1. Above this limit the kernel kills processes of the group.
+    /// `memory.max`, or the limit of version 1. If the group cannot stay below this limit, the kernel kills processes
+    /// of the group.
     pub hard_bytes: u64,
 }
 
@@ -161,11 +162,11 @@ impl Hierarchy {
     ///
     /// # Errors
     ///
-    /// `NotFound` if the folder is not that of a memory group; errors of reading `/proc`.
+    /// `NotFound` if `folder` is not the folder of a group with memory statistics; errors of reading `/proc`.
     pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
         let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
-            let mount = Mount::parse(line)?;
+            let mount = Mount::parse_mount(line)?;
             let at = format_path(format_args!("{root}{}", mount.at)).ok()?;
             let inner = folder.trim_end_matches('/').strip_prefix(at.as_str())?;
             let path = format_path(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
@@ -328,7 +329,7 @@ impl Hierarchy {
 
 /// Returns the mount point of the hierarchy of version 2, from the text of `mountinfo`.
 pub(crate) fn v2_mount_point(mountinfo: &str) -> Option<&str> {
-    let mut mounts = mountinfo.lines().filter_map(Mount::parse);
+    let mut mounts = mountinfo.lines().filter_map(Mount::parse_mount);
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
@@ -353,7 +354,7 @@ pub struct Machine {
     pub swap_free_bytes: u64,
 }
 
-/// Reads `/proc/meminfo`. Takes some 20 us.
+/// Returns the machine's memory, as reported by `/proc/meminfo` below the folder `root`. Takes some 20 us.
 ///
 /// # Errors
 ///
@@ -393,9 +394,9 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// In a hierarchy of version 2, the process's groups must be listed from the innermost outwards. Each group must
-    /// have its inactive file pages, and the smaller of `memory.max` and `memory.high` as its limit. A move of the
-    /// process to another group must be detected.
+    /// In a control group hierarchy of version 2, the process's groups must be listed from the innermost outwards. Each
+    /// group must have its inactive file pages, and the smaller of `memory.max` and `memory.high` as its limit. A move
+    /// of the process to another group must be detected.
     #[test]
     fn v2_groups_are_listed_from_the_innermost() {
         let (_folder, root) = fake_files(&[

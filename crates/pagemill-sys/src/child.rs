@@ -105,7 +105,7 @@ impl Program {
 /// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts. Dropping the
 /// value restores the signal mask.
 pub struct BlockedSignals {
-    /// This thread's previous signal mask, which the child gets.
+    /// The previous signal mask of the calling thread, which the child's program gets.
     before: libc::sigset_t,
 }
 
@@ -157,7 +157,7 @@ impl ChildSetup<'_> {
     ///
     /// The parent is suspended meanwhile and shares all memory with the child. So this function must not allocate, lock
     /// or panic.
-    fn execute(&self) -> io::Error {
+    fn execute_program(&self) -> io::Error {
         // SAFETY: these are system calls with valid arguments, and the arrays of texts end with null pointers.
         unsafe {
             // The setting survives `exec`, unless the executed program changes the user (set-user-ID).
@@ -195,7 +195,7 @@ impl ChildSetup<'_> {
 extern "C" fn child_main(start: *mut c_void) -> c_int {
     // SAFETY: `start_child` passes a `ChildSetup`, and is suspended while the child runs.
     let start = unsafe { &mut *start.cast::<ChildSetup>() };
-    start.error = start.execute().raw_os_error().unwrap_or(libc::EINVAL);
+    start.error = start.execute_program().raw_os_error().unwrap_or(libc::EINVAL);
     127
 }
 

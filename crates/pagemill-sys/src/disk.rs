@@ -99,7 +99,7 @@ impl Disk {
 
     /// Returns the number of the file descriptor.
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 
     /// Returns the file's type, identity and preferred transfer size.
@@ -129,7 +129,8 @@ impl Disk {
         Ok(fs::seek(self, SeekFrom::End(0))?)
     }
 
-    /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Needs Linux 6.1.
+    /// Returns the alignment of direct transfers to this file; `Ok(None)` if the file supports no direct transfers.
+    /// Needs Linux 6.1.
     ///
     /// # Errors
     ///
@@ -268,8 +269,8 @@ pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Excludes the range from fork children (`MADV_DONTFORK`), or includes it again if `is_kept` is false. Used for pages
-/// that a device writes to, which must not be copied.
+/// Excludes the range from fork children if `is_kept` is true (`MADV_DONTFORK`); else includes the range again. Used
+/// for pages that a device writes to, because a fork must not copy these pages.
 ///
 /// # Errors
 ///
@@ -324,7 +325,8 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// A pipe and a folder are opened. Opening the pipe must not wait for a writer, and both kinds must be reported.
+    /// Opening a pipe must not wait for a writer. A pipe must be reported as `FileKind::Other`, and a folder as
+    /// `FileKind::Folder`.
     #[test]
     fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();

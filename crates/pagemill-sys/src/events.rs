@@ -34,7 +34,7 @@ pub struct Source {
 
 /// The stall trigger of a source, with stall times that its pressure file showed as the total.
 struct StallTrigger {
-    /// Total stall time at the last notification; before the first notification, that when the trigger was set.
+    /// Total stall time at the last notification, or, before the first notification, when the trigger was set.
     seen_us: u64,
     /// Growth of the total stall time at which the trigger fires.
     trigger_us: u64,
@@ -91,7 +91,7 @@ impl Events {
 
     /// Returns the number of the epoll descriptor, for [`wait`].
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 
     /// Returns the epoll descriptor, so that a caller can wait for it together with other descriptors.
@@ -109,7 +109,11 @@ impl Events {
         let fired = Fd::from(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let usage = open(path_in(folder, "memory.usage_in_bytes")?.as_c_str(), OFlags::RDONLY)?;
         let control = open(path_in(folder, "cgroup.event_control")?.as_c_str(), OFlags::WRONLY)?;
-        let command = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
+        let command = file::Text::<64>::format(format_args!(
+            "{} {} {bytes}",
+            fired.descriptor_number(),
+            usage.descriptor_number()
+        ));
         rustix::io::write(&control, command.unwrap_or_default().as_bytes())?;
         self.add_descriptor(fired, Sign::Limit, EventFlags::IN, None)
     }

@@ -35,12 +35,12 @@ impl Handle<'_> {
     /// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `ESTALE` for a removed folder.
     pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         #[repr(C)]
-        struct Raw {
+        struct RawHandle {
             len: libc::c_uint,
             kind: libc::c_int,
             bytes: [u8; 128],
         }
-        let mut raw = Raw { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
+        let mut raw = RawHandle { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
         let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
         place.copy_from_slice(self.bytes);
         let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;

@@ -47,7 +47,7 @@ pub struct Fault {
     pub addr: usize,
     /// The mapping exists but forbids the access. If false, there is no mapping, or a guard page.
     pub is_protected: bool,
-    /// The access that failed; `None` where the processor does not report it.
+    /// The kind of access that faulted; `None` where the processor does not report the kind.
     pub access: Option<Access>,
 }
 
@@ -67,7 +67,7 @@ pub enum Verdict {
     Program,
     /// The fault is on a purged page. The thread gets a `SIGBUS`.
     Purged,
-    /// The access is retried: the page is accessible by now, or its state will be known soon.
+    /// The access is retried: the page is accessible by now, or the state of the page will be known soon.
     Again,
 }
 
@@ -133,8 +133,8 @@ pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     })
 }
 
-/// Releases the lock in a fork child, in which the thread that held the lock does not exist. Records the child's
-/// process id.
+/// Releases [`ACTION_LOCK`] in a fork child, because the thread that held the lock may not exist in the child. Records
+/// the child's process id.
 pub fn begin_child() {
     ACTION_LOCK.store(0, Relaxed);
     if INSTALLED_PID.load(Relaxed) != 0 {
@@ -377,7 +377,7 @@ extern "C" fn choose_handler(_signal: c_int, info: *const libc::siginfo_t, conte
 ///
 /// # Safety
 ///
-/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must call this function.
 /// `SIGBUS` must be blocked until the handler returns.
 unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
     // SAFETY: the caller passes the kernel's pointers, and `si_addr` is valid for a fault.
@@ -481,7 +481,7 @@ unsafe fn saved_mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
 ///
 /// # Safety
 ///
-/// `context` must be what the kernel passed to a signal handler. That handler must make the call.
+/// `context` must be what the kernel passed to a signal handler. That handler must call this function.
 unsafe fn queue_sigbus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     /// The kernel's `siginfo_t` of a fault.
     #[repr(C)]
@@ -524,7 +524,7 @@ fn queue_signal(signal: c_int, info: *const c_void) -> bool {
 ///
 /// # Safety
 ///
-/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must call this function.
 unsafe fn prepare_program_handler(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: guaranteed by the caller.
     let (is_sent, mask) = unsafe { ((*info).si_code <= 0, saved_mask_of(context)) };

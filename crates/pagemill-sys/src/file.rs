@@ -31,7 +31,7 @@ impl<const N: usize> Text<N> {
         (!text.is_cut).then_some(text)
     }
 
-    /// Appends a byte if it fits.
+    /// Appends a byte if the buffer has room for it. Otherwise marks the text as truncated.
     pub fn push_byte(&mut self, byte: u8) {
         if self.len + 1 < N {
             self.bytes[self.len] = byte;
@@ -81,7 +81,7 @@ pub struct Fd(ManuallyDrop<OwnedFd>);
 
 impl Fd {
     /// Returns the number of the descriptor.
-    pub(crate) fn number(&self) -> i32 {
+    pub(crate) fn descriptor_number(&self) -> i32 {
         self.0.as_raw_fd()
     }
 }
@@ -189,7 +189,7 @@ pub fn read_number(path: &CStr) -> io::Result<u64> {
 /// How to open a file that processes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The file must not exist. It is created with mode 0600 and the given length.
+    /// The file must not exist. The call creates it with mode 0600 and the given length.
     Create,
     /// The file must exist, have at least the given length and belong to this user.
     Update,
@@ -228,7 +228,7 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
         // SIGBUS.
         let result = loop {
             // SAFETY: the descriptor is open.
-            match unsafe { libc::posix_fallocate(fd.number(), 0, len_bytes as libc::off_t) } {
+            match unsafe { libc::posix_fallocate(fd.descriptor_number(), 0, len_bytes as libc::off_t) } {
                 libc::EINTR => {}
                 result => break result,
             }
@@ -243,7 +243,7 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
     let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
     // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
-    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.number(), 0) };
+    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.descriptor_number(), 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 

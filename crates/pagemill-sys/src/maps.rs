@@ -108,7 +108,7 @@ impl Maps {
         };
         // SAFETY: the call reads and writes `query`, which contains its own size, and `name`, whose address and size
         // `query` contains.
-        let result = unsafe { libc::ioctl(self.file.number(), PROCMAP_QUERY as _, &raw mut query) };
+        let result = unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) };
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             _ if result == 0 => {}
@@ -125,7 +125,7 @@ impl Maps {
     fn query_without_name(&self, mut query: MappingQuery) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
         // SAFETY: the call reads and writes `query`, which contains its own size.
-        match unsafe { libc::ioctl(self.file.number(), PROCMAP_QUERY as _, &raw mut query) } {
+        match unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) } {
             0 => Ok(Some(query.to_mapping(false))),
             _ => Err(io::Error::last_os_error()),
         }

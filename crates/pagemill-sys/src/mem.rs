@@ -102,7 +102,7 @@ unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Re
     check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
 }
 
-/// Calls `mprotect` by a direct system call.
+/// Changes the access rights of the range by a direct `mprotect` system call.
 ///
 /// # Safety
 ///
@@ -157,7 +157,7 @@ pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
 ///
 /// # Errors
 ///
-/// `ENOMEM` if `mmap` of that length would be refused, too.
+/// `ENOMEM` if the kernel would also refuse an `mmap` of that length.
 ///
 /// # Safety
 ///
@@ -201,7 +201,7 @@ pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     unsafe { advise(addr, len_bytes, Advice::LinuxHugepage) }.is_ok()
 }
 
-/// Excludes the range from huge pages, so that OS pages without an access stay unallocated.
+/// Forbids huge pages for the range, so that only OS pages that are accessed are allocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: the advice concerns paging only; contents do not change.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxNoHugepage) };
@@ -267,10 +267,10 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
 ///
 /// As [`resident`].
 pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
-    const PAGES: usize = 1024;
-    let (page, mut pages, mut count) = (os_page_bytes(), [0u8; PAGES], 0);
-    for at in (0..len_bytes).step_by(PAGES * page) {
-        let len = (len_bytes - at).min(PAGES * page);
+    const PAGES_PER_CALL: usize = 1024;
+    let (page, mut pages, mut count) = (os_page_bytes(), [0u8; PAGES_PER_CALL], 0);
+    for at in (0..len_bytes).step_by(PAGES_PER_CALL * page) {
+        let len = (len_bytes - at).min(PAGES_PER_CALL * page);
         resident(addr + at, len, &mut pages)?;
         count += pages[..len / page].iter().filter(|page| **page & 1 == 1).count();
     }
@@ -325,8 +325,8 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { advise(addr, len_bytes, Advice::LinuxFree) }?)
 }
 
-/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only offered
-/// pages. For tests.
+/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only pages
+/// that [`offer`] offered. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     // SAFETY: contents do not change, except those that were offered.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxPageOut) };
@@ -334,7 +334,7 @@ pub fn reclaim(addr: usize, len_bytes: usize) {
 
 /// Splits the huge page of a block into OS pages, if the kernel splits pages for `MADV_COLD`.
 ///
-/// Until the page is split, `MADV_DONTNEED` of a range inside it frees nothing. Takes some 280 us.
+/// Until the huge page is split, `MADV_DONTNEED` of a range inside the huge page frees nothing. Takes some 280 us.
 pub fn split_huge(block: usize, block_bytes: usize) {
     // For a range inside a huge page, `MADV_COLD` makes the kernel split the page. For a whole huge page it would only
     // deactivate the page.

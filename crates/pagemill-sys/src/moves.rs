@@ -54,7 +54,7 @@ struct UffdioMove {
     moved: i64,
 }
 
-/// A userfaultfd that can move pages; closed on drop.
+/// A userfaultfd that can move pages. Dropping the value closes it.
 struct Mover(Fd);
 
 impl Mover {
@@ -64,13 +64,13 @@ impl Mover {
         let mover = Self(unsafe { userfaultfd(flags) }?.into());
         let mut api = UffdioApi { api: UFFD_API, features: UFFD_FEATURE_MOVE, ioctls: 0 };
         // A kernel before 6.8 has userfaultfd, but not this feature.
-        mover.call(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
+        mover.ioctl(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
         Ok(mover)
     }
 
-    fn call<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
+    fn ioctl<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
         // SAFETY: `argument` points to the structure that `request` reads and writes.
-        let result = unsafe { libc::ioctl(self.0.number(), request as _, argument) };
+        let result = unsafe { libc::ioctl(self.0.descriptor_number(), request as _, argument) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
@@ -94,13 +94,13 @@ pub fn can_move() -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread accesses `src`
-/// during the call.
+/// Both ranges must be private anonymous memory of the caller. `dst` must have no pages, and no other code may use it.
+/// No thread may access `src` during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
     let mover = Mover::open()?;
     let range = UffdioRange { start: dst as u64, len: len_bytes as u64 };
     let mut register = UffdioRegister { range, mode: UFFDIO_REGISTER_MODE_MISSING, ioctls: 0 };
-    mover.call(UFFDIO_REGISTER, &raw mut register)?;
+    mover.ioctl(UFFDIO_REGISTER, &raw mut register)?;
     let mut moved = 0;
     let mut failure = None;
     while moved < len_bytes {
@@ -111,7 +111,7 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
             mode: UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES,
             moved: 0,
         };
-        let result = mover.call(UFFDIO_MOVE, &raw mut request);
+        let result = mover.ioctl(UFFDIO_MOVE, &raw mut request);
         if request.moved > 0 {
             moved += request.moved as usize;
         }
@@ -126,7 +126,7 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
     }
     // Unregistering needs to wake no thread, because none can have faulted in `dst`. Closing would also unregister. An
     // error here does not change what was moved.
-    let _ = mover.call(UFFDIO_UNREGISTER, &raw mut register.range);
+    let _ = mover.ioctl(UFFDIO_UNREGISTER, &raw mut register.range);
     match failure {
         Some(error) if moved == 0 => Err(error),
         _ => Ok(moved),

@@ -31,7 +31,8 @@ pub fn current() -> (usize, usize) {
     (cpu as usize, node as usize)
 }
 
-/// Returns the CPU that this thread runs on now. Cheap where the kernel provides the number in user memory.
+/// Returns the CPU that this thread runs on now. Makes no system call where the kernel writes the CPU number into user
+/// memory (rseq).
 #[inline]
 pub fn cpu() -> usize {
     // SAFETY: the call takes no arguments.

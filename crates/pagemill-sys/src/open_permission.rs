@@ -16,7 +16,8 @@ pub struct OpenPermissions(OwnedFd);
 /// An open that waits in the kernel for permission. Dropping the value allows the open.
 pub struct DelayedOpen {
     listener: Arc<OpenPermissions>,
-    /// The file, opened by the kernel for the listener. Its descriptor number identifies the event in the answer.
+    /// The file, opened by the kernel for the listener. The number of its descriptor identifies the event in the answer
+    /// to the kernel.
     file: Option<OwnedFd>,
 }
 

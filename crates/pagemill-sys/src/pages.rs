@@ -154,7 +154,7 @@ pub fn may_ask_for_group() -> bool {
 pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -> io::Result<Vec<u64>> {
     const MAX_SAMPLES: u64 = 64;
     /// Odd, so that its multiples modulo 64 reach every sample. The first samples then come from all parts of the file.
-    const STRIDE: u64 = 27;
+    const SAMPLE_STRIDE: u64 = 27;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
     let samples = MAX_SAMPLES.min(pages);
@@ -164,7 +164,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -
         if groups.len() == max_groups {
             break;
         }
-        let sample = if samples == MAX_SAMPLES { sample * STRIDE % MAX_SAMPLES } else { sample };
+        let sample = if samples == MAX_SAMPLES { sample * SAMPLE_STRIDE % MAX_SAMPLES } else { sample };
         // The sampling starts at the end, because the pages written last are resident.
         let offset = (pages - 1 - sample * pages / samples) * page;
         let mapping = FileMapping::new(file, offset, page as usize)?;
@@ -258,12 +258,12 @@ impl ChargedGroupReader {
 pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     /// `struct file_handle` with room for every handle.
     #[repr(C)]
-    struct Handle {
+    struct FileHandle {
         len_bytes: libc::c_uint,
         kind: libc::c_int,
         bytes: [u8; 128],
     }
-    let mut handle = Handle { len_bytes: 128, kind: 0, bytes: [0; 128] };
+    let mut handle = FileHandle { len_bytes: 128, kind: 0, bytes: [0; 128] };
     let (mut mount_id, file) = (0 as libc::c_int, file.as_raw_fd());
     let (to, path, flag) = (&raw mut handle, c"".as_ptr(), libc::AT_EMPTY_PATH);
     // SAFETY: the call writes at most `len_bytes` bytes of the handle, and the mount's id.

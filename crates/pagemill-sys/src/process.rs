@@ -189,7 +189,7 @@ pub fn random_u64() -> u64 {
     }
 }
 
-/// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.
+/// Returns the major and minor number of the kernel's release; zeros if the release cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
     // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -229,7 +229,7 @@ pub fn allow_huge_where_advised() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child. The
+/// Registers functions that run at each `fork`: before the fork, after it in the parent, and after it in the child. The
 /// functions cannot be unregistered.
 ///
 /// # Errors
@@ -283,8 +283,8 @@ mod tests {
         assert!(text.starts_with(&format!("{major}.{minor}")), "{major}.{minor} of {text}");
     }
 
-    /// This process must count as alive and have a name. After the start time of its identity is changed, it must not
-    /// count as alive.
+    /// This process must count as alive and have a name. An identity with its process id but another start time must
+    /// not count as alive.
     #[test]
     fn this_process_is_alive_and_named() {
         let own = own_identity();

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A task must run once, on another thread, and be dropped after that.
+    /// A task must run once, on another thread, and must be dropped after it has run.
     #[test]
     fn a_task_runs_on_another_thread() {
         let (sender, receiver) = mpsc::channel();

@@ -35,7 +35,7 @@ impl Waker {
     }
 
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 }
 

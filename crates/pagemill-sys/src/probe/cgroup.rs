@@ -10,7 +10,7 @@ use crate::file;
 use std::io::ErrorKind;
 use std::path::Path;
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "cgroup",
         group: Group::Limits,
@@ -206,8 +206,8 @@ mod tests {
         (root, system)
     }
 
-    /// In a hierarchy of version 2, the smaller limit of an ancestor must apply, `memory.high` must count as a limit,
-    /// and the working set must exclude inactive file pages.
+    /// In a control group hierarchy of version 2, the smaller limit of an ancestor must apply, `memory.high` must count
+    /// as a limit, and the working set must exclude inactive file pages.
     #[test]
     fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
         let (_root, system) = fake_files(&[

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// The command that removes the limit of locked memory.
 const MEMLOCK_FIX: &str = "sudo prlimit --pid $$ --memlock=unlimited";
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "io_uring",
         group: Group::Files,
@@ -177,9 +177,9 @@ fn ring_finding(made: std::io::Result<()>) -> Finding {
 
 /// Probes whether `/dev/fuse` can be opened and the mount helper is installed.
 fn probe_fuse(system: &SystemFiles) -> Finding {
-    const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
+    const MOUNT_HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
     match File::options().read(true).write(true).open(system.path("/dev/fuse")) {
-        Ok(_) if HELPERS.iter().any(|path| system.has(path)) => {
+        Ok(_) if MOUNT_HELPERS.iter().any(|path| system.has_file(path)) => {
             Finding::available("/dev/fuse opens, fusermount3 is there")
         }
         Ok(_) => Finding::available("/dev/fuse opens; no fusermount3: mounting needs root or a user namespace"),
@@ -285,11 +285,11 @@ fn probe_system_call_filter(system: &SystemFiles) -> Finding {
 
 /// Probes whether a file system can be mounted in a new user namespace.
 fn probe_user_namespace(system: &SystemFiles) -> Finding {
-    const SWITCHES: [(&str, &str); 2] = [
+    const NAMESPACE_SETTINGS: [(&str, &str); 2] = [
         ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
         ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
     ];
-    let blocked = SWITCHES.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
+    let blocked = NAMESPACE_SETTINGS.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
     let (state, error) = match trial::try_mount_in_namespace() {
         Ok(()) => return Finding::available("a tmpfs was mounted in one that ended"),
         Err(NamespaceError::Refused(error)) => (super::Availability::Missing, error),

@@ -8,7 +8,7 @@ const MINIMUM_RELEASE: (u32, u32) = (5, 15);
 /// The first release with all features that Pagemill uses.
 const FULL_RELEASE: (u32, u32) = (6, 13);
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "kernel",
         group: Group::Kernel,

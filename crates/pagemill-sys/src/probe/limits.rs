@@ -12,7 +12,7 @@ const REGISTERED_BYTES: usize = 64 << 20;
 /// The kernel's default of `vm.max_map_count`.
 const DEFAULT_MAX_MAP_COUNT: u64 = 65_530;
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "reserve",
         group: Group::Limits,
@@ -131,8 +131,8 @@ fn probe_address_space(_: &SystemFiles) -> Finding {
     }
 }
 
-/// Probes a resource that should have no limit. `prlimit` is the option for the resource of the command `prlimit`. Only
-/// root can raise a limit above the hard limit.
+/// Probes a resource that should have no limit. The argument `prlimit` is the option of the command `prlimit` for this
+/// resource. Only root can raise a limit above the hard limit.
 fn probe_resource_limit(resource: Resource, prlimit: &str) -> Finding {
     match trial::resource_limit(resource) {
         Ok((None, _)) => Finding::available("unlimited"),
@@ -200,13 +200,14 @@ fn read_meminfo<const N: usize>(system: &SystemFiles, names: &[&str; N]) -> Resu
 
 /// Tries to set a stall trigger (PSI), which the kernel removes when its descriptor is closed.
 fn probe_pressure_events(system: &SystemFiles) -> Finding {
-    const PATH: &str = "/proc/pressure/memory";
-    match system.read(PATH) {
+    const PRESSURE_PATH: &str = "/proc/pressure/memory";
+    match system.read(PRESSURE_PATH) {
         Ok(_) => {}
         Err(unread) if unread.is_absent => return Finding::missing("this kernel was started without it"),
         Err(unread) => return unread.into(),
     }
-    let trigger = |text: &[u8]| File::options().read(true).write(true).open(system.path(PATH))?.write_all(text);
+    let trigger =
+        |text: &[u8]| File::options().read(true).write(true).open(system.path(PRESSURE_PATH))?.write_all(text);
     if trigger(b"some 50000 1000000\0").is_ok() {
         return Finding::available("triggers with windows from 500 ms");
     }

@@ -24,7 +24,7 @@ const UFFD_POISON: u64 = 1 << 14;
 const UFFD_FEATURE_NAMES: [(u64, &str); 4] =
     [(UFFD_WRITE_PROTECT, "write-protect"), (UFFD_POISON, "poison"), (1 << 15, "async"), (1 << 16, "move")];
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "thp_enabled",
         group: Group::HugePages,
@@ -202,7 +202,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "seeing the first write to a page of a mapped view",
         lost: "writable views are protected by mprotect, one more mapping each",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: |_| try_on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.protect(page)),
+        check: |_| try_on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.write_protect_first_page(page)),
     },
     Feature {
         key: "uffd_poison",
@@ -221,8 +221,8 @@ fn bracketed_word(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// Probes a setting by its word in brackets: available if the word is in `good`, limited if it is in `bearable`, else
-/// missing.
+/// Probes the setting in the file `path` by its word in brackets. The feature is available if the word is in `good`,
+/// limited if the word is in `bearable`, else missing.
 fn setting_finding(system: &SystemFiles, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
@@ -325,15 +325,15 @@ fn probe_collapse(_: &SystemFiles) -> Finding {
 
 /// Probes `MADV_POPULATE_WRITE`, and measures the time for each page.
 fn probe_populate(_: &SystemFiles) -> Finding {
-    const PAGES: usize = 64;
+    const POPULATED_PAGES: usize = 64;
     let page = mem::os_page_bytes();
-    let len_bytes = (PAGES * page).min(BLOCK_BYTES);
+    let len_bytes = (POPULATED_PAGES * page).min(BLOCK_BYTES);
     let populated = Scratch::new(1).and_then(|scratch| {
         scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
         let start_ns = clock::fine_ns();
         mem::populate(scratch.addr(), len_bytes)?;
         let taken_ns = clock::fine_ns() - start_ns;
-        let mut resident = [0u8; PAGES];
+        let mut resident = [0u8; POPULATED_PAGES];
         mem::resident(scratch.addr(), len_bytes, &mut resident)?;
         Ok((taken_ns, resident[..len_bytes / page].iter().all(|page| page & 1 == 1)))
     });
@@ -423,7 +423,7 @@ fn probe_guard_page(_: &SystemFiles) -> Finding {
 fn probe_poisoned_page(_: &SystemFiles) -> Finding {
     let fenced = Scratch::new(1).and_then(|scratch| {
         let userfault = Userfault::open(UFFD_POISON)?;
-        userfault.poison(&scratch)?;
+        userfault.poison_first_page(&scratch)?;
         let is_inaccessible = !scratch.is_readable(0);
         scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
         Ok(is_inaccessible && scratch.is_readable(0))
@@ -441,7 +441,7 @@ fn inaccessible_page_finding(fenced: io::Result<bool>) -> Finding {
     }
 }
 
-/// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent its own byte.
+/// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent must still read the byte that it wrote.
 fn probe_wipe_on_fork(_: &SystemFiles) -> Finding {
     let seen = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);

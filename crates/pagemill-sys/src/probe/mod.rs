@@ -99,7 +99,7 @@ pub struct Feature {
     pub lost: &'static str,
     /// The command that enables the feature; empty if only another kernel helps.
     fix: &'static str,
-    /// Tries the feature.
+    /// Function that tries the feature and returns its state.
     check: fn(&SystemFiles) -> Finding,
 }
 
@@ -110,7 +110,7 @@ pub struct Row {
     pub state: Availability,
     /// The result of the trial: a number, a setting, or an error.
     pub found: String,
-    /// How to enable the feature; `None` if it is [`Availability::Available`].
+    /// How to enable the feature; `None` if the state is [`Availability::Available`], or if no fix is known.
     pub fix: Option<String>,
 }
 
@@ -123,7 +123,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns the row of the feature with that key.
+    /// Returns the row of the feature that has this key.
     pub fn row(&self, key: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.feature.key == key)
     }
@@ -154,18 +154,18 @@ pub fn probe_in(root: &Path) -> Report {
     let system = SystemFiles { root: root.to_path_buf() };
     let (kernel, _) = trial::kernel_names();
     let running = parse_release(&kernel);
-    let rows = table().map(|feature| feature.examine(&system, running)).collect();
+    let rows = table().map(|feature| feature.probe_row(&system, running)).collect();
     Report { kernel, rows }
 }
 
 /// Returns every feature, in the order of the groups.
 pub fn table() -> impl Iterator<Item = &'static Feature> {
-    [kernel::ROWS, memory::ROWS, limits::ROWS, cgroup::ROWS, io::ROWS].into_iter().flatten()
+    [kernel::FEATURES, memory::FEATURES, limits::FEATURES, cgroup::FEATURES, io::FEATURES].into_iter().flatten()
 }
 
 impl Feature {
     /// Tries the feature and returns its row. `running` is the release of the running kernel.
-    fn examine(&'static self, system: &SystemFiles, running: Option<(u32, u32)>) -> Row {
+    fn probe_row(&'static self, system: &SystemFiles, running: Option<(u32, u32)>) -> Row {
         let Finding { state, found, fix, errno } = (self.check)(system);
         let fix = match state {
             Availability::Available => None,
@@ -280,7 +280,7 @@ impl SystemFiles {
             Err(error) => error,
         };
         let mount = if path.starts_with("/proc") { "proc" } else { "sys" };
-        let is_mounted = if mount == "proc" { self.has("/proc/self") } else { self.has("/sys/kernel") };
+        let is_mounted = if mount == "proc" { self.has_file("/proc/self") } else { self.has_file("/sys/kernel") };
         let fix = (!is_mounted).then(|| format!("sudo mount -t {} none /{mount}", mount.replace("sys", "sysfs")));
         let is_absent = is_mounted && error.kind() == std::io::ErrorKind::NotFound;
         Err(KernelFileError { reason: format!("cannot read {path}: {}", describe_error(&error)), fix, is_absent })
@@ -297,7 +297,7 @@ impl SystemFiles {
     }
 
     /// Returns whether a kernel file exists.
-    fn has(&self, path: &str) -> bool {
+    fn has_file(&self, path: &str) -> bool {
         self.path(path).exists()
     }
 }

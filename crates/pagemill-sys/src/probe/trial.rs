@@ -191,7 +191,7 @@ pub(super) fn first_byte_in_child(scratch: &Scratch) -> io::Result<u8> {
     run_in_child(|| scratch.read(0))
 }
 
-/// Requests real-time priority in a child process, which ends after that.
+/// Tries to get real-time priority, in a child process that ends after the trial.
 pub(super) fn try_realtime_priority() -> io::Result<()> {
     result_of_errno(run_in_child(|| {
         let lowest = libc::sched_param { sched_priority: 1 };
@@ -211,7 +211,7 @@ pub(super) enum NamespaceError {
 /// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
 pub(super) fn try_mount_in_namespace() -> Result<(), NamespaceError> {
     /// Bit that the child sets in its result if a call of `mount` failed.
-    const IN_MOUNT: u8 = 0x80;
+    const IS_MOUNT_ERROR: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
         // SAFETY: all texts are C strings or null, and the mount namespace belongs to the child.
@@ -220,17 +220,19 @@ pub(super) fn try_mount_in_namespace() -> Result<(), NamespaceError> {
     let answer = run_in_child(|| {
         // SAFETY: the call concerns only the child, which has one thread.
         if unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) } != 0 {
-            return last_errno() & !IN_MOUNT;
+            return last_errno() & !IS_MOUNT_ERROR;
         }
         if mount(None, libc::MS_REC | libc::MS_PRIVATE) != 0 || mount(Some(c"tmpfs"), 0) != 0 {
-            return last_errno() | IN_MOUNT;
+            return last_errno() | IS_MOUNT_ERROR;
         }
         0
     });
     match answer {
         Ok(0) => Ok(()),
-        Ok(errno) if errno & IN_MOUNT == 0 => Err(NamespaceError::Refused(io::Error::from_raw_os_error(errno.into()))),
-        Ok(errno) => Err(NamespaceError::CannotMount(io::Error::from_raw_os_error((errno & !IN_MOUNT).into()))),
+        Ok(errno) if errno & IS_MOUNT_ERROR == 0 => {
+            Err(NamespaceError::Refused(io::Error::from_raw_os_error(errno.into())))
+        }
+        Ok(errno) => Err(NamespaceError::CannotMount(io::Error::from_raw_os_error((errno & !IS_MOUNT_ERROR).into()))),
         Err(error) => Err(NamespaceError::Refused(error)),
     }
 }
@@ -262,13 +264,13 @@ impl Userfault {
         let fd = unsafe { userfaultfd(flags) }?;
         let mut handshake = [0xAA, wanted, 0];
         let mut opened = Self { fd, features: 0 };
-        opened.call(Self::UFFDIO_API, &mut handshake)?;
+        opened.ioctl(Self::UFFDIO_API, &mut handshake)?;
         opened.features = handshake[1];
         Ok(opened)
     }
 
     /// Makes an ioctl request with `words` as its argument.
-    fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
+    fn ioctl<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
         // SAFETY: the call reads and writes `words`. The ranges in it lie in a `Scratch`, which tolerates missing
@@ -277,17 +279,17 @@ impl Userfault {
     }
 
     /// Write-protects the first OS page of `scratch`, until this value is dropped.
-    pub fn protect(&self, scratch: &Scratch) -> io::Result<()> {
+    pub fn write_protect_first_page(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.call(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
-        self.call(Self::UFFDIO_WRITEPROTECT, &mut [start, len, 1])
+        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
+        self.ioctl(Self::UFFDIO_WRITEPROTECT, &mut [start, len, 1])
     }
 
     /// Makes each access to the first OS page of `scratch` raise SIGBUS. The page must not be resident.
-    pub fn poison(&self, scratch: &Scratch) -> io::Result<()> {
+    pub fn poison_first_page(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.call(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
-        self.call(Self::UFFDIO_POISON, &mut [start, len, 0, 0])
+        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
+        self.ioctl(Self::UFFDIO_POISON, &mut [start, len, 0, 0])
     }
 }
 
@@ -355,7 +357,7 @@ pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option
     Ok((known(limit.rlim_cur), known(limit.rlim_max)))
 }
 
-/// Reserves address space and releases it again.
+/// Tries to reserve address space, and releases it again.
 pub(super) fn try_reserve(len_bytes: usize) -> io::Result<()> {
     let addr = mem::reserve(len_bytes, BLOCK_BYTES, 0)?;
     // SAFETY: the range was reserved above, and no other code knows it.
@@ -363,14 +365,14 @@ pub(super) fn try_reserve(len_bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Locks memory without pages, which counts against the limit as if it had pages.
+/// Tries to lock memory that has no pages. The memory counts against `RLIMIT_MEMLOCK` as if it had pages.
 pub(super) fn try_lock_memory(len_bytes: usize) -> io::Result<()> {
     let scratch = Scratch::new(len_bytes.div_ceil(BLOCK_BYTES))?;
     // SAFETY: the call locks memory of `scratch`. Dropping `scratch` unlocks it.
     check_result(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
 }
 
-/// Creates an io_uring with one entry and closes it.
+/// Tries to create an io_uring with one entry, and closes it.
 pub(super) fn try_io_uring() -> io::Result<()> {
     new_ring().map(drop)
 }
@@ -382,7 +384,7 @@ fn new_ring() -> io::Result<OwnedFd> {
     take_descriptor(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
 }
 
-/// Registers a block of memory with a ring and unregisters it.
+/// Tries to register a block of memory with an io_uring, and unregisters it.
 pub(super) fn try_register_memory() -> io::Result<()> {
     let scratch = Scratch::new(1)?;
     let ring = new_ring()?;
@@ -430,7 +432,7 @@ fn trial_file_path(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
 
-/// Creates a fanotify group without privileges. Returns whether it may also watch a whole file system.
+/// Creates an unprivileged fanotify listener. Returns whether this listener may also watch a whole file system.
 pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
     // SAFETY: the call only creates a descriptor.
