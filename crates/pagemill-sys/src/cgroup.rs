@@ -126,9 +126,9 @@ pub struct Limit {
 pub struct GroupMemory {
     /// Bytes of inactive file pages.
     pub idle_bytes: u64,
-    /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
+    /// Bytes of other file pages that the kernel can read from storage again, and of reclaimable kernel caches.
     pub other_bytes: u64,
-    /// Files in memory-only file systems, and shared memory.
+    /// Bytes of files in memory-only file systems, and of shared memory.
     pub shared_bytes: u64,
 }
 

@@ -239,7 +239,7 @@ pub fn sync_folder(path: &CStr) -> io::Result<()> {
     Disk(file::open(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?).sync_all()
 }
 
-/// As [`Disk::read_at`], for the file with this descriptor number and the buffer at this address.
+/// As [`Disk::read_at`], for the file with the descriptor number `descriptor` and the buffer at the address `addr`.
 ///
 /// # Errors
 ///
@@ -254,7 +254,7 @@ pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u6
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
 
-/// As [`Disk::write_at`], for the file with this descriptor number and the bytes at this address.
+/// As [`Disk::write_at`], for the file with the descriptor number `descriptor` and the bytes at the address `addr`.
 ///
 /// # Errors
 ///

@@ -234,7 +234,8 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
     Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
 }
 
-/// Reports for every OS page of the range whether it is resident, in the lowest bit of the byte in `pages`.
+/// Reports for every OS page of the range whether the page is resident: sets or clears the lowest bit of the page's
+/// byte in `pages`.
 ///
 /// # Errors
 ///

@@ -22,7 +22,7 @@ pub enum Collapse {
     Busy,
     /// No huge page is available, or the group's limit leaves no room for one.
     NoMemory,
-    /// The file or the kernel (before Linux 6.1) does not support huge pages on request.
+    /// The file or the kernel (before Linux 6.1) does not support `MADV_COLLAPSE`.
     Refused,
 }
 

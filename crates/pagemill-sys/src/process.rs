@@ -97,7 +97,8 @@ pub fn forget_own_identity() {
     OWN_IDENTITY.store(0, Relaxed);
 }
 
-/// Returns whether the process with this identity still runs. Without `/proc`, returns whether its id is in use.
+/// Returns whether the process with this identity still runs. Without `/proc`, returns whether the process id is in
+/// use.
 pub fn is_alive(known: Identity) -> bool {
     match identity(known.pid) {
         Some(now) => known.start_ticks == 0 || now.start_ticks == known.start_ticks,

@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
-/// A value with the main function of a background thread.
+/// A value whose method [`Work::work`] is the main function of a background thread.
 pub trait Work: Sync + 'static {
     /// Runs on the background thread, which ends when this function returns.
     fn work(&'static self);

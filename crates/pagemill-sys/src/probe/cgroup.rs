@@ -224,8 +224,8 @@ mod tests {
         assert!(probe_working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 in a container, next to a version 2 hierarchy without controllers. The group of version 1 must be
-    /// found, with its limit.
+    /// In a container with version 1, a version 2 hierarchy without controllers is mounted, too. The group of version 1
+    /// must be found, with its limit.
     #[test]
     fn groups_of_a_v1_container_are_found() {
         let (_root, system) = fake_files(&[

@@ -444,7 +444,7 @@ pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
     Ok(marked == 0)
 }
 
-/// Which uses a folder allows for the files in it.
+/// The uses that a folder allows for the files in it.
 pub(super) enum FolderUse {
     /// The file can be created, written, and mapped as code.
     Usable,
