@@ -3,16 +3,16 @@
 
 use rustix::thread::{MembarrierCommand, membarrier};
 
-/// Registers this process for [`all_threads`]. Returns whether the kernel supports the barrier (since Linux 4.14,
-/// unless a system call filter forbids the call).
+/// Registers this process for the barrier of [`all_threads`]. Returns whether the kernel supports that barrier (since
+/// Linux 4.14, unless a system call filter forbids the call).
 pub fn register() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
         && membarrier(MembarrierCommand::PrivateExpedited).is_ok()
 }
 
-/// Executes a full memory barrier on every thread of the process before it returns. Running threads are interrupted;
-/// the others executed a barrier when they were switched out. Takes some microseconds. Returns whether the barrier was
-/// executed.
+/// Executes a full memory barrier on every thread of the process before it returns. The kernel interrupts running
+/// threads; all other threads executed a barrier when the scheduler switched them out. Takes some microseconds. Returns
+/// whether the barrier was executed.
 pub fn all_threads() -> bool {
     // A fork child may have to register again.
     membarrier(MembarrierCommand::PrivateExpedited).is_ok() || register()
@@ -23,8 +23,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, compiler_fence};
 
-    /// Two threads each set a flag and read the flag of the other thread, one with this barrier, one without. At least
-    /// one thread must see the flag of the other.
+    /// Each of two threads sets its flag and then reads the other thread's flag. In between, one thread calls
+    /// `all_threads`, and the other executes no barrier. At least one thread must see that the other's flag is set.
     #[test]
     fn one_of_two_threads_sees_the_others_flag() {
         if !register() {

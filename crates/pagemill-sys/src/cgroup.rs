@@ -7,10 +7,10 @@
 use crate::file::{self, Path};
 use std::io;
 
-/// Maximum number of levels of groups that are examined, innermost first.
+/// Maximum number of nested control groups that are examined, from the innermost outwards.
 pub const MAX_LEVELS: usize = 12;
 
-/// If a group has no limit, version 1 reports a number above this value.
+/// Version 1 reports that a group has no limit by a number above this value.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
 
 /// Version of the control group interface, which determines the file names.
@@ -20,19 +20,19 @@ pub enum Version {
     V2,
 }
 
-/// A mount of a control group hierarchy: the group at its root, and the mount point.
+/// A mount of a control group hierarchy: the group that is the root of the mount, and the mount point.
 struct Mount<'line> {
     pub version: Version,
     /// Path, within the hierarchy, of the group at the root of the mount.
     pub root: &'line str,
-    /// The mount point.
+    /// Path of the mount point.
     pub at: &'line str,
 }
 
 impl<'line> Mount<'line> {
-    /// Parses a line of `mountinfo`. Returns `None` unless it mounts the memory controller of version 1, or the
-    /// hierarchy of version 2.
-    fn parse(line: &'line str) -> Option<Self> {
+    /// Parses a line of `mountinfo`. Returns `None` unless the line describes a mount of the memory controller of
+    /// version 1, or of the hierarchy of version 2.
+    fn parse_mount(line: &'line str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
         let (root, at) = (place.next()?, place.next()?);
@@ -49,7 +49,7 @@ impl<'line> Mount<'line> {
 }
 
 impl Mount<'_> {
-    /// Returns the folder of the group with this path in the hierarchy.
+    /// Returns the folder, below `root`, of the group that has the path `path` in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
         // A container's mount may show only its own groups. A path outside of the shown groups is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
@@ -58,8 +58,8 @@ impl Mount<'_> {
     }
 }
 
-/// Returns the version and folder of the group of this process, in the hierarchy that has the memory controller
-/// (version 1) or may have it (version 2).
+/// Returns the folder of this process's control group, and the version of its hierarchy. That is the hierarchy of the
+/// memory controller in version 1, or else the hierarchy of version 2, which may lack the memory controller.
 ///
 /// Unlike [`Hierarchy::find`], also returns a group that has no memory statistics.
 ///
@@ -70,13 +70,14 @@ pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
     find_mount(root, "self", |mount, path| Some((mount.version, mount.folder(root, path)?)))
 }
 
-/// Calls `act` for the mounts of the hierarchies that the process is in, and returns the first result.
+/// Calls `act` with each mount of a hierarchy that process `pid` is in, and with the process's path in that hierarchy.
+/// Returns the first value that `act` returns.
 fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
     for version in [Version::V1, Version::V2] {
-        let Some(path) = path_of(root, pid, version)? else { continue };
+        let Some(path) = read_group_path(root, pid, version)? else { continue };
         let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
-            act(&Mount::parse(line).filter(|mount| mount.version == version)?, path.as_str())
+            act(&Mount::parse_mount(line).filter(|mount| mount.version == version)?, path.as_str())
         })?;
         if let Some(found) = found {
             return Ok(found);
@@ -85,9 +86,9 @@ fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option
     Err(io::ErrorKind::NotFound.into())
 }
 
-/// Parses a line of `/proc/PID/cgroup`. Returns the process's path in the hierarchy of that version, if the line
-/// contains it.
-fn group_path(line: &str, version: Version) -> Option<&str> {
+/// Parses a line of `/proc/PID/cgroup`. Returns the path of the process's group if the line is that of the memory
+/// controller (version 1) or of the hierarchy of version 2.
+fn parse_group_path(line: &str, version: Version) -> Option<&str> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?);
     let is_ours = match version {
@@ -104,7 +105,8 @@ pub struct Hierarchy {
     own: Path,
     /// Length in bytes of the mount point's path, which is a prefix of `own`.
     mount_len: usize,
-    /// The path in `/proc/self/cgroup` at the time of the search, to detect a move.
+    /// Path of the process in `/proc/self/cgroup` when its groups were searched for. A different path later shows that
+    /// the process has moved to another group.
     path: Path,
 }
 
@@ -114,7 +116,8 @@ pub struct Limit {
     /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 equal
     /// to `hard_bytes`.
     pub soft_bytes: u64,
-    /// `memory.max`, or the limit of version 1. Above this limit the kernel kills processes of the group.
+    /// `memory.max`, or the limit of version 1. If the group cannot stay below this limit, the kernel kills processes
+    /// of the group.
     pub hard_bytes: u64,
 }
 
@@ -123,9 +126,9 @@ pub struct Limit {
 pub struct GroupMemory {
     /// Bytes of inactive file pages.
     pub idle_bytes: u64,
-    /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
+    /// Bytes of other file pages that the kernel can read from storage again, and of reclaimable kernel caches.
     pub other_bytes: u64,
-    /// Files in memory-only file systems, and shared memory.
+    /// Bytes of files in memory-only file systems, and of shared memory.
     pub shared_bytes: u64,
 }
 
@@ -134,7 +137,7 @@ impl Limit {
 }
 
 impl Hierarchy {
-    /// Searches for this process's groups. `root` is prepended to every path: empty, or in tests the folder of fake
+    /// Searches for this process's groups. `root` is prepended to every path. It is empty, except in tests with fake
     /// files.
     ///
     /// Takes some 100 us. Prefers version 1 if both versions have the memory controller, as the kernel does.
@@ -152,29 +155,30 @@ impl Hierarchy {
     ///
     /// As [`Self::find`]; also `NotFound` if the process has ended.
     pub fn find_of(root: &str, pid: &str) -> io::Result<Self> {
-        find_mount(root, pid, |mount, path| Self::in_mount(root, mount, path))
+        find_mount(root, pid, |mount, path| Self::find_in_mount(root, mount, path))
     }
 
-    /// Returns the group with this folder and its ancestors, up to the mount of the controller.
+    /// Returns the group whose folder is `folder`, and its ancestors up to the mount point of the hierarchy.
     ///
     /// # Errors
     ///
-    /// `NotFound` if the folder is not that of a memory group; errors of reading `/proc`.
+    /// `NotFound` if `folder` is not the folder of a group with memory statistics; errors of reading `/proc`.
     pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
         let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
-            let mount = Mount::parse(line)?;
+            let mount = Mount::parse_mount(line)?;
             let at = format_path(format_args!("{root}{}", mount.at)).ok()?;
             let inner = folder.trim_end_matches('/').strip_prefix(at.as_str())?;
             let path = format_path(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
-            let found = Self::in_mount(root, &mount, path.as_str())?;
+            let found = Self::find_in_mount(root, &mount, path.as_str())?;
             (found.own.as_str().len() == at.as_str().len() + inner.len()).then_some(found)
         })?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Returns the process's groups in one mount; `None` if no group there has the memory controller.
-    fn in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
+    /// Returns the group that has the path `path`, and its ancestors, as visible in one mount. Skips inner groups
+    /// without memory statistics; returns `None` if no group has memory statistics.
+    fn find_in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
         let mut hierarchy = Self {
             version: mount.version,
             own: mount.folder(root, path)?,
@@ -184,15 +188,15 @@ impl Hierarchy {
         // The controller may be enabled only for an ancestor of the group.
         let first = (0..MAX_LEVELS).find_map(|level| {
             let folder = hierarchy.folder(level)?;
-            hierarchy.read(&folder, hierarchy.usage_file()).ok().map(|_| folder)
+            hierarchy.read_number(&folder, hierarchy.usage_file_name()).ok().map(|_| folder)
         })?;
         hierarchy.own = format_path(format_args!("{}", first.as_str())).ok()?;
         Some(hierarchy)
     }
 
-    /// Returns whether the process still is in the group that was found.
+    /// Returns whether this process is still in the group in which [`Self::find`] found it.
     pub fn is_current(&self, root: &str) -> bool {
-        let now = path_of(root, "self", self.version);
+        let now = read_group_path(root, "self", self.version);
         now.is_ok_and(|path| path.is_some_and(|path| path.as_bytes() == self.path.as_bytes()))
     }
 
@@ -216,20 +220,20 @@ impl Hierarchy {
         }
     }
 
-    /// Name of the file with the memory usage of a group.
-    fn usage_file(&self) -> &'static str {
+    /// Returns the name of the file that contains the memory usage of a group.
+    fn usage_file_name(&self) -> &'static str {
         match self.version {
             Version::V1 => "memory.usage_in_bytes",
             Version::V2 => "memory.current",
         }
     }
 
-    /// Reads the number in a file of a group.
-    fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
+    /// Reads the number in the file `name` of the group with this folder.
+    fn read_number(&self, folder: &Path, name: &str) -> io::Result<u64> {
         file::read_number(format_path(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
 
-    /// Returns the limits of a group. If they cannot be read, returns no limit.
+    /// Returns the limits of the group with this folder; [`Limit::NONE`] if they cannot be read.
     pub fn limit(&self, folder: &Path) -> Limit {
         self.try_limit(folder).unwrap_or(Limit::NONE)
     }
@@ -240,7 +244,7 @@ impl Hierarchy {
     ///
     /// Errors of reading. A missing file (as in the root group of version 2) means no limit.
     pub fn try_limit(&self, folder: &Path) -> io::Result<Limit> {
-        let read = |name| match self.read(folder, name) {
+        let read = |name| match self.read_number(folder, name) {
             Ok(limit) if limit < NO_LIMIT => Ok(limit),
             Ok(_) => Ok(u64::MAX),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(u64::MAX),
@@ -270,12 +274,12 @@ impl Hierarchy {
     ///
     /// Errors of reading (the root group of version 2 has no such file); `InvalidData` for malformed contents.
     pub fn usage_bytes(&self, folder: &Path) -> io::Result<u64> {
-        self.read(folder, self.usage_file())
+        self.read_number(folder, self.usage_file_name())
     }
 
-    /// Returns the bytes that the kernel can reclaim from a group before it kills processes. The first number is that
-    /// of inactive file pages. The second is that of other file pages and kernel caches, which are slower to reclaim.
-    /// Takes some 20 to 50 us.
+    /// Returns the bytes that the kernel can reclaim from a group before it kills processes. The first number counts
+    /// inactive file pages. The second counts other file pages and reclaimable kernel caches, which are slower to
+    /// reclaim. Takes some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let memory = self.memory(folder).unwrap_or_default();
         (memory.idle_bytes, memory.other_bytes)
@@ -301,14 +305,14 @@ impl Hierarchy {
             ],
             Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable ", "file ", "shmem "],
         };
-        let found = self.stat(folder, names)?;
+        let found = self.read_memory_stat(folder, names)?;
         let [idle, active, slab, files, shared_bytes] = found.map(Option::unwrap_or_default);
         let idle_files = files.saturating_sub(shared_bytes).saturating_sub(active);
         Ok(GroupMemory { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
-    /// Reads the rows with these names from the group's `memory.stat`.
-    fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
+    /// Reads the rows with these names from the group's `memory.stat`. A missing row is `None`.
+    fn read_memory_stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
         let mut found = [None; N];
         let path = format_path(format_args!("{}/memory.stat", folder.as_str()))?;
         let _: Option<()> = file::find_line(path.as_c_str(), |line| {
@@ -324,18 +328,19 @@ impl Hierarchy {
 }
 
 /// Returns the mount point of the hierarchy of version 2, from the text of `mountinfo`.
-pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
-    let mut mounts = mountinfo.lines().filter_map(Mount::parse);
+pub(crate) fn v2_mount_point(mountinfo: &str) -> Option<&str> {
+    let mut mounts = mountinfo.lines().filter_map(Mount::parse_mount);
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
-/// The path of a process in the hierarchy of a version; `None` if the process is in no such hierarchy.
-fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
+/// Returns the path of the group of process `pid` in the hierarchy of `version`; `None` if the process is in no such
+/// hierarchy.
+fn read_group_path(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
     let file = format_path(format_args!("{root}/proc/{pid}/cgroup"))?;
-    file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", group_path(line, version)?)).ok())
+    file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", parse_group_path(line, version)?)).ok())
 }
 
-/// Formats a path; `InvalidInput` if it is too long.
+/// Formats a path. Returns the error `InvalidInput` if the path is too long for a [`Path`].
 fn format_path(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
@@ -349,7 +354,7 @@ pub struct Machine {
     pub swap_free_bytes: u64,
 }
 
-/// Reads `/proc/meminfo`. Takes some 20 us.
+/// Returns the machine's memory, as reported by `/proc/meminfo` below the folder `root`. Takes some 20 us.
 ///
 /// # Errors
 ///
@@ -389,10 +394,11 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: the levels must be listed from the innermost outwards, each with the smaller of `memory.max` and
-    /// `memory.high` and with its inactive file pages. A move to another group must be detected.
+    /// In a control group hierarchy of version 2, the process's groups must be listed from the innermost outwards. Each
+    /// group must have its inactive file pages, and the smaller of `memory.max` and `memory.high` as its limit. A move
+    /// of the process to another group must be detected.
     #[test]
-    fn levels_of_v2_are_listed() {
+    fn v2_groups_are_listed_from_the_innermost() {
         let (_folder, root) = fake_files(&[
             V2_MOUNT,
             ("/proc/self/cgroup", "0::/app/worker\n"),
@@ -437,10 +443,10 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container, whose mount shows only the container's groups. These groups must be found, and the
+    /// In a container with version 1, the mount shows only the container's groups. These groups must be found, and the
     /// huge number that means no limit must be recognised.
     #[test]
-    fn a_container_on_v1_is_found() {
+    fn groups_of_a_v1_container_are_found() {
         let (_folder, root) = fake_files(&[
             ("/proc/self/cgroup", "4:cpu,memory:/docker/abc/task\n1:cpuset:/\n0::/\n"),
             (
@@ -465,8 +471,8 @@ mod tests {
         assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
-    /// A missing mount, malformed files, a path outside the mount, and removed files must lead to an error or to no
-    /// limit.
+    /// A missing mount, malformed files, a path outside the mount, and removed files must lead to an error, or count as
+    /// no limit.
     #[test]
     fn malformed_groups_lead_to_errors() {
         let (_folder, root) =
@@ -496,7 +502,8 @@ mod tests {
         assert!(groups.usage_bytes(&own).is_err());
     }
 
-    /// Total and available memory must be read. A file without these rows must lead to an error.
+    /// `machine` must return the total and the available memory of a `meminfo` file. A file without these rows must
+    /// lead to an error.
     #[test]
     fn the_machines_memory_is_read() {
         let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// Signals that are forwarded to the child. Stop and continue signals are not forwarded, because the terminal sends
 /// them to this process and to the child.
-const FORWARDED: &[libc::c_int] = &[
+const FORWARDED_SIGNALS: &[libc::c_int] = &[
     libc::SIGHUP,
     libc::SIGINT,
     libc::SIGQUIT,
@@ -28,47 +28,48 @@ const FORWARDED: &[libc::c_int] = &[
 /// How a child ended, and the CPU time and memory of the child and of the descendants that it waited for.
 #[derive(Clone, Copy, Debug)]
 pub struct End {
-    /// Exit status; after a signal 128 plus its number.
+    /// Exit status of the child. If a signal ended the child, 128 plus the number of the signal.
     pub code: i32,
     pub signal: Option<i32>,
     pub user: Duration,
     pub system: Duration,
-    /// Largest resident set of one process: the child or one of those descendants.
+    /// Size of the largest resident set, among the child and the descendants that it waited for.
     pub max_resident_bytes: u64,
 }
 
 /// Standard streams that were closed when this process started, one bit each. Rust's runtime opens /dev/null in their
 /// place.
-static WERE_CLOSED: AtomicU32 = AtomicU32::new(0);
+static STREAMS_CLOSED_AT_START: AtomicU32 = AtomicU32::new(0);
 
-/// Runs [`note_closed_streams`] before Rust's runtime opens /dev/null.
+/// Entry of `.init_array`: [`record_closed_streams`] is called before Rust's runtime opens /dev/null for closed
+/// streams.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static NOTE_CLOSED_STREAMS: extern "C" fn() = note_closed_streams;
+static RECORD_CLOSED_STREAMS: extern "C" fn() = record_closed_streams;
 
-extern "C" fn note_closed_streams() {
+extern "C" fn record_closed_streams() {
     for stream in 0..3 {
         // SAFETY: the call accesses no memory.
         if unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0 {
-            WERE_CLOSED.fetch_or(1 << stream, Relaxed);
+            STREAMS_CLOSED_AT_START.fetch_or(1 << stream, Relaxed);
         }
     }
 }
 
-/// The forwarded signals and `SIGCHLD`.
+/// Returns the set of the forwarded signals and `SIGCHLD`.
 fn handled_signals() -> libc::sigset_t {
     // SAFETY: the set is plain data, which the first call initialises.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
-        for signal in FORWARDED.iter().chain(&[libc::SIGCHLD]) {
+        for signal in FORWARDED_SIGNALS.iter().chain(&[libc::SIGCHLD]) {
             libc::sigaddset(&raw mut set, *signal);
         }
         set
     }
 }
 
-/// A program to execute. The arguments start with its name; the environment has entries `NAME=VALUE`.
+/// A program to execute. The first argument is the name of the program. Each entry of the environment is `NAME=VALUE`.
 pub struct Program {
     path: CString,
     arguments: Vec<CString>,
@@ -76,7 +77,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// A `path` without a slash is searched in `PATH`, as by `execvp`.
+    /// Creates a program from its path, arguments and environment. `PATH` is searched for a `path` without a slash, as
+    /// `execvp` does.
     ///
     /// # Errors
     ///
@@ -103,13 +105,13 @@ impl Program {
 /// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts. Dropping the
 /// value restores the signal mask.
 pub struct BlockedSignals {
-    /// This thread's previous signal mask, which the child gets.
+    /// The previous signal mask of the calling thread, which the child's program gets.
     before: libc::sigset_t,
 }
 
 impl BlockedSignals {
-    /// Blocks the signals. Must be called before any thread is started: a signal that a thread does not block would end
-    /// this process.
+    /// Blocks the forwarded signals and `SIGCHLD`. Must be called before any thread is started: a signal that a thread
+    /// does not block would end this process.
     #[must_use]
     pub fn begin() -> Self {
         let held = handled_signals();
@@ -134,8 +136,9 @@ pub struct RunningChild {
     _blocked: BlockedSignals,
 }
 
-/// Memory that a new child shares with its parent: the child reads its arguments there, and stores an error.
-struct Start<'a> {
+/// Setup of a new child, in memory that the child shares with its parent. The child reads its arguments there, and
+/// stores the error of a failed call.
+struct ChildSetup<'a> {
     parent: libc::pid_t,
     path: &'a CStr,
     /// The arguments. Ends with a null pointer, as `environment` does.
@@ -149,12 +152,12 @@ struct Start<'a> {
     error: c_int,
 }
 
-impl Start<'_> {
-    /// Runs in the child. Returns only the error of a call that failed.
+impl ChildSetup<'_> {
+    /// Executes the program; runs in the child. Returns only if a call fails, with the error of that call.
     ///
     /// The parent is suspended meanwhile and shares all memory with the child. So this function must not allocate, lock
     /// or panic.
-    fn execute(&self) -> io::Error {
+    fn execute_program(&self) -> io::Error {
         // SAFETY: these are system calls with valid arguments, and the arrays of texts end with null pointers.
         unsafe {
             // The setting survives `exec`, unless the executed program changes the user (set-user-ID).
@@ -179,7 +182,7 @@ impl Start<'_> {
                 libc::signal(signal, before);
             }
             libc::sigprocmask(libc::SIG_SETMASK, &raw const self.mask, ptr::null_mut());
-            for stream in (0..3).filter(|stream| WERE_CLOSED.load(Relaxed) >> stream & 1 == 1) {
+            for stream in (0..3).filter(|stream| STREAMS_CLOSED_AT_START.load(Relaxed) >> stream & 1 == 1) {
                 libc::close(stream);
             }
             libc::execvpe(self.path.as_ptr(), self.arguments.as_ptr(), self.environment.as_ptr());
@@ -188,23 +191,23 @@ impl Start<'_> {
     }
 }
 
-/// The first function of the child. `start` points to a [`Start`].
+/// The first function of the child. `start` points to a [`ChildSetup`].
 extern "C" fn child_main(start: *mut c_void) -> c_int {
-    // SAFETY: `start_child` passes a `Start`, and is suspended while the child runs.
-    let start = unsafe { &mut *start.cast::<Start>() };
-    start.error = start.execute().raw_os_error().unwrap_or(libc::EINVAL);
+    // SAFETY: `start_child` passes a `ChildSetup`, and is suspended while the child runs.
+    let start = unsafe { &mut *start.cast::<ChildSetup>() };
+    start.error = start.execute_program().raw_os_error().unwrap_or(libc::EINVAL);
     127
 }
 
 /// Size of the child's stack until it executes the program. For a script without an interpreter line `execvpe` copies
 /// the arguments to the stack.
-const STACK_BYTES: usize = 64 << 10;
+const CHILD_STACK_BYTES: usize = 64 << 10;
 
 /// Starts a child that shares this process's memory until it executes the program (`vfork`). That saves the copy of the
 /// page tables that `fork` makes.
-fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
+fn start_child(start: &mut ChildSetup) -> io::Result<libc::pid_t> {
     // Whole pages align the stack's end as a stack pointer must be.
-    let stack_bytes = (STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
+    let stack_bytes = (CHILD_STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
     // SAFETY: the call creates a new mapping and replaces none.
     let stack = unsafe {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -235,8 +238,8 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
 
 /// Starts a program in a child process.
 ///
-/// The kernel kills the child when this thread ends, so the first thread should call this. `group` is the opened
-/// `cgroup.procs` of a control group that the child enters before it executes the program.
+/// The kernel kills the child when the calling thread ends, so the process's first thread should call this function.
+/// `group` is the opened `cgroup.procs` of a control group that the child enters before it executes the program.
 ///
 /// # Errors
 ///
@@ -245,7 +248,7 @@ pub fn spawn(program: &Program, group: Option<&File>, held: BlockedSignals) -> i
     let pointers = |texts: &[CString]| -> Vec<*const c_char> {
         texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
     };
-    let mut start = Start {
+    let mut start = ChildSetup {
         // SAFETY: the call takes no arguments.
         parent: unsafe { libc::getpid() },
         path: &program.path,
@@ -298,7 +301,7 @@ impl RunningChild {
             // SAFETY: the call waits for blocked signals and writes only `info`.
             let signal = unsafe { libc::sigtimedwait(&raw const held, &raw mut info, &raw const time) };
             let is_from_terminal = info.si_code == libc::SI_KERNEL;
-            if FORWARDED.contains(&signal) && !is_from_terminal {
+            if FORWARDED_SIGNALS.contains(&signal) && !is_from_terminal {
                 // SAFETY: the child was not waited for yet, so no other process has its id.
                 unsafe { libc::kill(pid, signal) };
             }
@@ -339,20 +342,20 @@ fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Program {
+    fn shell_program(script: &str) -> Program {
         let arguments = ["sh", "-c", script].map(OsString::from);
         Program::new("sh".into(), arguments, std::env::vars_os()).unwrap()
     }
 
-    fn end_of(script: &str) -> End {
-        spawn(&shell(script), None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
+    fn run_script(script: &str) -> End {
+        spawn(&shell_program(script), None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
     /// Exit statuses and the numbers of fatal signals must be reported as a shell reports them.
     #[test]
-    fn statuses_are_those_of_a_shell() {
-        assert_eq!(end_of("exit 7").code, 7);
-        let killed = end_of("kill -TERM $$");
+    fn statuses_are_reported_as_by_a_shell() {
+        assert_eq!(run_script("exit 7").code, 7);
+        let killed = run_script("kill -TERM $$");
         assert_eq!((killed.code, killed.signal), (143, Some(15)));
     }
 
@@ -361,7 +364,7 @@ mod tests {
     fn meanwhile_is_called_until_the_child_ends() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
         let script = format!("while [ ! -e {} ]; do sleep 0.01; done; exit 3", file.display());
-        let child = spawn(&shell(&script), None, BlockedSignals::begin()).unwrap();
+        let child = spawn(&shell_program(&script), None, BlockedSignals::begin()).unwrap();
         let mut calls = 0;
         let end = child.wait(|| {
             calls += 1;
@@ -387,7 +390,7 @@ mod tests {
                 0
             );
         }
-        let mut program = shell("test \"$GIVEN\" = 1 -a -z \"$PAGEMILL_ABSENT\" || exit 4");
+        let mut program = shell_program("test \"$GIVEN\" = 1 -a -z \"$PAGEMILL_ABSENT\" || exit 4");
         program.environment = vec![c"GIVEN=1".to_owned()];
         assert_eq!(
             spawn(&program, None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
@@ -406,17 +409,17 @@ mod tests {
         assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
-    /// `spawn` must return an error that the child gets before `exec`, here of a failed write to `cgroup.procs`.
+    /// The child's write to `cgroup.procs` fails before `exec`. `spawn` must return the error of that write.
     #[test]
     fn a_failure_to_enter_the_group_is_returned() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let error = spawn(&shell("true"), Some(&full), BlockedSignals::begin()).err().unwrap();
+        let error = spawn(&shell_program("true"), Some(&full), BlockedSignals::begin()).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 
     /// The child must receive signals: it must not inherit the mask that blocks them in this process.
     #[test]
     fn the_child_receives_signals() {
-        assert_eq!(end_of("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);
+        assert_eq!(run_script("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);
     }
 }

@@ -1,8 +1,8 @@
 //! Clocks: a coarse one for ordering, and fine ones for measuring.
 #![allow(unsafe_code)] // clock_gettime
 
-/// Reads a clock of the kernel, in nanoseconds.
-fn read(clock: libc::clockid_t) -> u64 {
+/// Returns the time of one of the kernel's clocks, in nanoseconds.
+fn read_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes only `time`.
     unsafe { libc::clock_gettime(clock, &raw mut time) };
@@ -11,20 +11,20 @@ fn read(clock: libc::clockid_t) -> u64 {
 
 /// Monotonic time in nanoseconds, as of the last timer tick (1 to 10 ms old). Makes no system call.
 pub fn coarse_ns() -> u64 {
-    read(libc::CLOCK_MONOTONIC_COARSE)
+    read_ns(libc::CLOCK_MONOTONIC_COARSE)
 }
 
 /// Monotonic time in nanoseconds. Makes no system call where the clock source allows reading it in user space.
 pub fn fine_ns() -> u64 {
-    read(libc::CLOCK_MONOTONIC)
+    read_ns(libc::CLOCK_MONOTONIC)
 }
 
-/// Nanoseconds of CPU time that this thread has used.
+/// Nanoseconds of CPU time that the calling thread has used.
 pub fn own_cpu_ns() -> u64 {
-    read(libc::CLOCK_THREAD_CPUTIME_ID)
+    read_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// Nanoseconds of CPU time that all threads of this process but this one have used.
+/// Nanoseconds of CPU time that all other threads of this process have used.
 pub fn others_cpu_ns() -> u64 {
-    read(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(own_cpu_ns())
+    read_ns(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(own_cpu_ns())
 }

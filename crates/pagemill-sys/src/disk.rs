@@ -48,7 +48,7 @@ pub struct Alignment {
 pub struct Options {
     /// The file is also opened for writing.
     pub is_writable: bool,
-    /// The file is created and must not exist.
+    /// The file is created. Opening an existing file fails.
     pub is_new: bool,
     /// Transfers bypass the kernel's page cache (`O_DIRECT`).
     pub is_direct: bool,
@@ -56,10 +56,10 @@ pub struct Options {
     pub is_exclusive: bool,
 }
 
-/// An open file.
+/// An open file or block device.
 pub struct Disk(Fd);
 
-/// Repeats a system call while a signal interrupts it. Returns its result, or its error.
+/// Repeats a system call while a signal interrupts it. Returns the call's result, or its error.
 fn retry_interrupted(mut call: impl FnMut() -> i64) -> io::Result<usize> {
     loop {
         let result = call();
@@ -92,14 +92,14 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Takes ownership of a descriptor. Its flags stay unchanged.
+    /// Takes ownership of an open descriptor, whose flags stay unchanged.
     pub fn from_descriptor(descriptor: OwnedFd) -> Self {
         Self(descriptor.into())
     }
 
-    /// The descriptor's number.
+    /// Returns the number of the file descriptor.
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 
     /// Returns the file's type, identity and preferred transfer size.
@@ -129,7 +129,8 @@ impl Disk {
         Ok(fs::seek(self, SeekFrom::End(0))?)
     }
 
-    /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Needs Linux 6.1.
+    /// Returns the alignment of direct transfers to this file; `Ok(None)` if the file supports no direct transfers.
+    /// Needs Linux 6.1.
     ///
     /// # Errors
     ///
@@ -193,7 +194,7 @@ impl Disk {
         Ok(retry_on_intr(|| fs::fdatasync(self))?)
     }
 
-    /// As [`Disk::sync_data`], but for all metadata of the file.
+    /// As [`Disk::sync_data`], but also waits until the rest of the file's metadata is on the device.
     ///
     /// # Errors
     ///
@@ -238,7 +239,7 @@ pub fn sync_folder(path: &CStr) -> io::Result<()> {
     Disk(file::open(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?).sync_all()
 }
 
-/// As [`Disk::read_at`], by descriptor number and address.
+/// As [`Disk::read_at`], for the file with the descriptor number `descriptor` and the buffer at the address `addr`.
 ///
 /// # Errors
 ///
@@ -253,7 +254,7 @@ pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u6
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
 
-/// As [`Disk::write_at`], by descriptor number and address.
+/// As [`Disk::write_at`], for the file with the descriptor number `descriptor` and the bytes at the address `addr`.
 ///
 /// # Errors
 ///
@@ -268,8 +269,8 @@ pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Excludes the range from fork children (`MADV_DONTFORK`), or includes it again if `is_kept` is false. Used for pages
-/// that a device writes to, which must not be copied.
+/// Excludes the range from fork children if `is_kept` is true (`MADV_DONTFORK`); else includes the range again. Used
+/// for pages that a device writes to, because a fork must not copy these pages.
 ///
 /// # Errors
 ///
@@ -285,16 +286,16 @@ mod tests {
     use super::*;
     use std::ffi::CString;
 
-    fn path(folder: &tempfile::TempDir, name: &str) -> CString {
+    fn path_in(folder: &tempfile::TempDir, name: &str) -> CString {
         CString::new(folder.path().join(name).to_str().unwrap()).unwrap()
     }
 
-    /// Bytes written at an offset must be read at that offset. Reads past the end must return 0 bytes, and sizes must
-    /// be correct.
+    /// Bytes that were written at an offset must be read back from that offset. A read at the end of the file must
+    /// return 0 bytes, and the reported sizes must be correct.
     #[test]
-    fn files_are_read_and_written_by_position() {
+    fn files_are_read_and_written_at_offsets() {
         let folder = tempfile::tempdir().unwrap();
-        let at = path(&folder, "file");
+        let at = path_in(&folder, "file");
         let new = Options { is_writable: true, is_new: true, ..Options::default() };
         let disk = Disk::open(&at, new).unwrap();
         assert_eq!(Disk::open(&at, new).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
@@ -308,14 +309,14 @@ mod tests {
         disk.sync_all().unwrap();
         assert_eq!(disk.size_bytes().unwrap(), 4);
         assert_eq!(disk.facts().unwrap().kind, FileKind::Regular);
-        sync_folder(&path(&folder, "")).unwrap();
+        sync_folder(&path_in(&folder, "")).unwrap();
     }
 
     /// A second open file description must get the lock only after the first has released it.
     #[test]
-    fn one_file_description_has_the_lock() {
+    fn only_one_file_description_has_the_lock() {
         let folder = tempfile::tempdir().unwrap();
-        let at = path(&folder, "file");
+        let at = path_in(&folder, "file");
         std::fs::write(at.to_str().unwrap(), b"").unwrap();
         let open = || Disk::open(&at, Options::default()).unwrap();
         let (first, second) = (open(), open());
@@ -324,11 +325,12 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// A pipe and a folder are opened. Opening the pipe must not wait for a writer, and both kinds must be reported.
+    /// Opening a pipe must not wait for a writer. A pipe must be reported as `FileKind::Other`, and a folder as
+    /// `FileKind::Folder`.
     #[test]
     fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();
-        let at = path(&folder, "pipe");
+        let at = path_in(&folder, "pipe");
         // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::mkfifo(at.as_ptr(), 0o600) }, 0);
         assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, FileKind::Other);

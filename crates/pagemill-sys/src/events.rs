@@ -1,7 +1,8 @@
 //! Kernel notifications about memory: thresholds and limits of control groups, and stalls (PSI).
 //!
 //! An [`Events`] waits for any number of [`Source`]s. Sources are descriptors, which a program must neither see nor
-//! close. So they should be used in a thread with a private descriptor table ([`crate::thread::unshare_files`]).
+//! close. So an [`Events`] should be used in a thread with a private descriptor table
+//! ([`crate::thread::unshare_files`]).
 #![allow(unsafe_code)] // waiting on a descriptor by its number
 
 use crate::file::{self, Fd, Path};
@@ -24,18 +25,18 @@ pub enum Sign {
     MachineStall = 4,
 }
 
-/// One source of notifications. Dropping it ends the notifications.
+/// One source of kernel notifications. Dropping the source ends its notifications.
 pub struct Source {
     fd: Fd,
     sign: Sign,
-    stalls: Option<Stalls>,
+    stalls: Option<StallTrigger>,
 }
 
-/// Stall times of a trigger, from the total in its pressure file.
-struct Stalls {
-    /// Total at the last notification, or when the trigger was set.
+/// The stall trigger of a source, with stall times that its pressure file showed as the total.
+struct StallTrigger {
+    /// Total stall time at the last notification, or, before the first notification, when the trigger was set.
     seen_us: u64,
-    /// Growth of the total at which the trigger fires.
+    /// Growth of the total stall time at which the trigger fires.
     trigger_us: u64,
 }
 
@@ -51,7 +52,7 @@ impl Source {
     /// counter of the other kind of trigger. So the first notification may be about stalls since boot.
     pub fn is_genuine(&mut self) -> bool {
         let Some(stalls) = &mut self.stalls else { return true };
-        let Some(now_us) = stalled_us(&self.fd) else { return true };
+        let Some(now_us) = read_stalled_us(&self.fd) else { return true };
         let new_us = now_us.saturating_sub(stalls.seen_us);
         stalls.seen_us = now_us;
         // The kernel adds an estimate for the previous window, so up to half of the requested stall time may be older.
@@ -59,8 +60,8 @@ impl Source {
     }
 }
 
-/// Parses the total stall time in the first line of a pressure file: `some avg10=… total=N`.
-fn stalled_us(fd: &Fd) -> Option<u64> {
+/// Reads the total stall time in the first line of a pressure file: `some avg10=… total=N`.
+fn read_stalled_us(fd: &Fd) -> Option<u64> {
     let mut buffer = [0u8; 256];
     let count = rustix::io::pread(fd, &mut buffer, 0).ok()?;
     let text = std::str::from_utf8(&buffer[..count]).ok()?;
@@ -71,7 +72,7 @@ fn open(path: &CStr, flags: OFlags) -> io::Result<Fd> {
     file::open(path, flags, Mode::empty())
 }
 
-fn path(folder: &str, name: &str) -> io::Result<Path> {
+fn path_in(folder: &str, name: &str) -> io::Result<Path> {
     Path::format(format_args!("{folder}/{name}")).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
@@ -88,45 +89,50 @@ impl Events {
         Ok(Self(epoll::create(epoll::CreateFlags::CLOEXEC)?.into()))
     }
 
-    /// Returns the number of the descriptor, for [`wait`].
+    /// Returns the number of the epoll descriptor, for [`wait`].
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 
-    /// Returns the descriptor, for waiting for it together with other descriptors.
+    /// Returns the epoll descriptor, so that a caller can wait for it together with other descriptors.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 
-    /// Adds a source that notifies whenever the usage of a version 1 group crosses `bytes`, upwards or downwards.
+    /// Adds a source that notifies whenever the memory usage of a version 1 control group crosses `bytes`, upwards or
+    /// downwards.
     ///
     /// # Errors
     ///
     /// Errors of opening or writing `cgroup.event_control`, which requires write permission.
     pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
         let fired = Fd::from(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let usage = open(path(folder, "memory.usage_in_bytes")?.as_c_str(), OFlags::RDONLY)?;
-        let control = open(path(folder, "cgroup.event_control")?.as_c_str(), OFlags::WRONLY)?;
-        let command = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
+        let usage = open(path_in(folder, "memory.usage_in_bytes")?.as_c_str(), OFlags::RDONLY)?;
+        let control = open(path_in(folder, "cgroup.event_control")?.as_c_str(), OFlags::WRONLY)?;
+        let command = file::Text::<64>::format(format_args!(
+            "{} {} {bytes}",
+            fired.descriptor_number(),
+            usage.descriptor_number()
+        ));
         rustix::io::write(&control, command.unwrap_or_default().as_bytes())?;
-        self.add(fired, Sign::Limit, EventFlags::IN, None)
+        self.add_descriptor(fired, Sign::Limit, EventFlags::IN, None)
     }
 
-    /// Adds a source that notifies when a version 2 group meets its own limit: a counter in `memory.events` has
-    /// changed.
+    /// Adds a source that notifies when a version 2 control group reaches its own limit, which changes a counter in the
+    /// group's `memory.events`.
     ///
     /// # Errors
     ///
     /// Errors of opening the file.
     pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
-        let events = open(path(folder, "memory.events")?.as_c_str(), OFlags::RDONLY)?;
-        self.add(events, Sign::Limit, EventFlags::PRI, None)
+        let events = open(path_in(folder, "memory.events")?.as_c_str(), OFlags::RDONLY)?;
+        self.add_descriptor(events, Sign::Limit, EventFlags::PRI, None)
     }
 
-    /// Adds a source that notifies when tasks stalled on memory for `stall_us` within two seconds, at most once per two
-    /// seconds.
+    /// Adds a source that notifies when tasks stalled on memory for `stall_us` within two seconds, at most once in two
+    /// seconds. `file` is the pressure file of the machine or of a control group; `sign` is the matching sign.
     ///
-    /// The window is two seconds because without privileges the kernel accepts only multiples of that.
+    /// Without privileges, the kernel accepts only windows of two seconds, or of a multiple.
     ///
     /// # Errors
     ///
@@ -136,21 +142,21 @@ impl Events {
         let pressure = open(file, OFlags::RDWR)?;
         let command = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
         rustix::io::write(&pressure, command.as_c_str().to_bytes_with_nul())?;
-        let stalls = Stalls { seen_us: stalled_us(&pressure).unwrap_or(0), trigger_us: u64::from(stall_us) };
-        self.add(pressure, sign, EventFlags::PRI, Some(stalls))
+        let stalls = StallTrigger { seen_us: read_stalled_us(&pressure).unwrap_or(0), trigger_us: u64::from(stall_us) };
+        self.add_descriptor(pressure, sign, EventFlags::PRI, Some(stalls))
     }
 
     /// Adds a descriptor, edge-triggered, so that a source notifies again although nothing was read from it. `when` is
-    /// the poll event that means a notification: not `EPOLLIN` for the kernel's own files, because those are always
-    /// readable.
-    fn add(&self, fd: Fd, sign: Sign, when: EventFlags, stalls: Option<Stalls>) -> io::Result<Source> {
+    /// the poll event that signals a notification. For the kernel's own files that is not `EPOLLIN`, because these
+    /// files are always readable.
+    fn add_descriptor(&self, fd: Fd, sign: Sign, when: EventFlags, stalls: Option<StallTrigger>) -> io::Result<Source> {
         epoll::add(&self.0, &fd, EventData::new_u64(sign as u64), when | EventFlags::ET)?;
         Ok(Source { fd, sign, stalls })
     }
 }
 
-/// Blocks until a source of the set with this descriptor notifies. Returns the [`Sign`]s of all such sources, combined
-/// by OR.
+/// Blocks until a source notifies in the set whose epoll descriptor has the number `events`. Returns the [`Sign`]s of
+/// all sources that notified, combined by OR.
 ///
 /// # Errors
 ///
@@ -185,9 +191,9 @@ pub fn wait(events: i32) -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    /// A source that cannot be watched must lead to an error, and no descriptor may leak.
+    /// Adding a source must lead to an error if its file is missing, or if epoll refuses the file.
     #[test]
-    fn refused_sources_return_errors() {
+    fn adding_an_unusable_source_fails() {
         let events = Events::new().unwrap();
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().to_str().unwrap();
@@ -202,9 +208,9 @@ mod tests {
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A stall notification must be genuine if the stall time grew enough, or if it cannot be read.
+    /// A stall notification must count as genuine only if the total stall time grew enough, or cannot be read.
     #[test]
-    fn old_stalls_are_not_genuine() {
+    fn notifications_of_old_stalls_are_not_genuine() {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().join("memory.pressure");
         let total = |total: &str| {
@@ -214,7 +220,7 @@ mod tests {
         total("15000000");
         let path = Path::format(format_args!("{}", at.to_str().unwrap())).unwrap();
         let fd = open(path.as_c_str(), OFlags::RDONLY).unwrap();
-        let stalls = Stalls { seen_us: stalled_us(&fd).unwrap(), trigger_us: 150_000 };
+        let stalls = StallTrigger { seen_us: read_stalled_us(&fd).unwrap(), trigger_us: 150_000 };
         assert_eq!(stalls.seen_us, 15_000_000);
         let mut source = Source { fd, sign: Sign::MachineStall, stalls: Some(stalls) };
         assert!(!source.is_genuine(), "of all stalls since the machine was started");
@@ -229,27 +235,27 @@ mod tests {
         assert!(source.is_genuine());
     }
 
-    /// A new trigger must not notify before a task stalls.
+    /// Directly after a trigger was set, a notification must not count as genuine, unless tasks have stalled for long
+    /// enough meanwhile.
     #[test]
-    fn a_new_trigger_does_not_notify() {
+    fn a_new_trigger_has_no_genuine_notification() {
         let events = Events::new().unwrap();
         let Ok(mut source) = events.add_stalls(c"/proc/pressure/memory", 1_900_000, Sign::MachineStall) else {
             println!("skipped: no triggers here");
             return;
         };
-        let seen_us = stalled_us(&source.fd).unwrap();
+        let seen_us = read_stalled_us(&source.fd).unwrap();
         let is_genuine = source.is_genuine();
-        let grown_us = stalled_us(&source.fd).unwrap() - seen_us;
+        let grown_us = read_stalled_us(&source.fd).unwrap() - seen_us;
         assert!(!is_genuine || grown_us >= 900_000, "true after {grown_us} us");
     }
 
-    /// A source that notifies must wake the waiting thread with its sign. Waiting for a closed set must lead to an
-    /// error.
+    /// `wait` must return the sign of the source that notified. Waiting on an invalid descriptor must lead to an error.
     #[test]
-    fn a_source_wakes_the_waiter() {
+    fn wait_returns_the_sign_of_the_source() {
         let events = Events::new().unwrap();
         let fd = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
-        let source = events.add(fd, Sign::GroupStall, EventFlags::IN, None).unwrap();
+        let source = events.add_descriptor(fd, Sign::GroupStall, EventFlags::IN, None).unwrap();
         for _ in 0..2 {
             rustix::io::write(&source.fd, &1u64.to_ne_bytes()).unwrap();
             assert_eq!(wait(events.number()).unwrap(), Sign::GroupStall as u64);

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 /// Type of a tmpfs file handle, which contains generation and inode number (`shmem_encode_fh` in mm/shmem.c).
 const SHMEM_HANDLE_TYPE: libc::c_int = 1;
 
-/// A folder, as the kernel identifies it in an event.
+/// The file handle by which an event identifies a folder.
 #[derive(Clone, Copy)]
 pub struct Handle<'event> {
     kind: libc::c_int,
@@ -35,12 +35,12 @@ impl Handle<'_> {
     /// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `ESTALE` for a removed folder.
     pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         #[repr(C)]
-        struct Raw {
+        struct RawHandle {
             len: libc::c_uint,
             kind: libc::c_int,
             bytes: [u8; 128],
         }
-        let mut raw = Raw { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
+        let mut raw = RawHandle { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
         let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
         place.copy_from_slice(self.bytes);
         let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
@@ -56,10 +56,10 @@ impl Handle<'_> {
 
 /// An event of the file system.
 pub enum Event<'event> {
-    /// A process closed a file that it had open for writing, or renamed a file to this name. `pid` is 0 if the kernel
-    /// does not report the process.
+    /// A process closed a file that it had open for writing, or renamed a file to `name` in `folder`. `pid` is 0 if the
+    /// kernel does not report the process.
     Written { folder: Handle<'event>, name: &'event OsStr, pid: u32 },
-    /// A folder was renamed to this name.
+    /// A folder was renamed to `name` in `folder`.
     FolderMoved { folder: Handle<'event>, name: &'event OsStr },
     /// Events were lost. The listener must scan the whole file system to learn what has changed.
     Lost,
@@ -85,7 +85,7 @@ impl Listener {
         // SAFETY: no other value owns the new descriptor.
         let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
         let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
-        listener.mark(root, libc::FAN_MARK_ADD, events)?;
+        listener.change_mark(root, libc::FAN_MARK_ADD, events)?;
         Ok(listener)
     }
 
@@ -96,18 +96,18 @@ impl Listener {
     /// Errors of `fanotify_mark`.
     pub fn listen_to_closes(&self, root: BorrowedFd<'_>, is_wanted: bool) -> io::Result<()> {
         let how = if is_wanted { libc::FAN_MARK_ADD } else { libc::FAN_MARK_REMOVE };
-        self.mark(root, how, libc::FAN_CLOSE_WRITE)
+        self.change_mark(root, how, libc::FAN_CLOSE_WRITE)
     }
 
-    /// Adds or removes `events` of the file system that contains `root`, as `how` says.
-    fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
+    /// Adds or removes events of the file system that contains `root`. `how` is `FAN_MARK_ADD` or `FAN_MARK_REMOVE`.
+    fn change_mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
         let how = how | libc::FAN_MARK_FILESYSTEM;
         // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), how, events, root.as_raw_fd(), c".".as_ptr()) };
         if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Returns the descriptor to wait for, which is readable when there are events.
+    /// Returns the listener's descriptor, which is readable while events are queued.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&self.0)
     }
@@ -129,7 +129,7 @@ impl Listener {
         }
         let mut rest = &buffer[..count as usize];
         while let Some((event, after)) = split_event(rest) {
-            if let Some(event) = parse(event) {
+            if let Some(event) = parse_event(event) {
                 report(event);
             }
             rest = after;
@@ -142,35 +142,35 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Splits off the first event.
+/// Splits the first event off `bytes`. Returns the event and the rest; `None` if the first event is incomplete.
 fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = u32_at(bytes, 0)? as usize;
     (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
 }
 
-/// Length of the header of an event's record, in bytes.
-const INFO_HEAD: usize = 4;
-/// Length of the file system's id in a record, in bytes.
-const FILE_SYSTEM_ID: usize = 8;
-/// Length of the header of the file handle in a record, in bytes.
-const HANDLE_HEAD: usize = 8;
+/// Length of the header of an information record in an event.
+const INFO_HEADER_BYTES: usize = 4;
+/// Length of the file system's id in an information record.
+const FILE_SYSTEM_ID_BYTES: usize = 8;
+/// Length of the header of the file handle in an information record.
+const HANDLE_HEADER_BYTES: usize = 8;
 
 /// Parses an event. Returns `None` for an event without folder and name.
-fn parse(event: &[u8]) -> Option<Event<'_>> {
+fn parse_event(event: &[u8]) -> Option<Event<'_>> {
     let mask = u64::from_ne_bytes(event.get(8..16)?.try_into().ok()?);
     if mask & libc::FAN_Q_OVERFLOW != 0 {
         return Some(Event::Lost);
     }
     let pid = u32_at(event, 20)?;
     let mut records = event.get(usize::from(u16::from_ne_bytes(event.get(6..8)?.try_into().ok()?))..)?;
-    while records.len() > INFO_HEAD {
+    while records.len() > INFO_HEADER_BYTES {
         let len = usize::from(u16::from_ne_bytes(records.get(2..4)?.try_into().ok()?));
-        let (record, after) = records.split_at_checked(len.max(INFO_HEAD))?;
+        let (record, after) = records.split_at_checked(len.max(INFO_HEADER_BYTES))?;
         if record[0] == libc::FAN_EVENT_INFO_TYPE_DFID_NAME {
-            let handle = record.get(INFO_HEAD + FILE_SYSTEM_ID..)?;
+            let handle = record.get(INFO_HEADER_BYTES + FILE_SYSTEM_ID_BYTES..)?;
             let (len, kind) = (u32_at(handle, 0)? as usize, u32_at(handle, 4)? as libc::c_int);
-            let bytes = handle.get(HANDLE_HEAD..HANDLE_HEAD + len)?;
-            let name = CStr::from_bytes_until_nul(handle.get(HANDLE_HEAD + len..)?).ok()?;
+            let bytes = handle.get(HANDLE_HEADER_BYTES..HANDLE_HEADER_BYTES + len)?;
+            let name = CStr::from_bytes_until_nul(handle.get(HANDLE_HEADER_BYTES + len..)?).ok()?;
             let name = OsStr::from_bytes(name.to_bytes());
             let folder = Handle { kind, bytes };
             return Some(match mask & libc::FAN_ONDIR {
@@ -189,7 +189,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     /// Returns an event in the kernel's format: metadata, and one record with folder and name.
-    fn event(mask: u64, kind: i32, words: [u32; 3], name: &[u8]) -> Vec<u8> {
+    fn event_bytes(mask: u64, kind: i32, words: [u32; 3], name: &[u8]) -> Vec<u8> {
         let mut record = vec![libc::FAN_EVENT_INFO_TYPE_DFID_NAME, 0, 0, 0];
         record.extend([0; 8]);
         record.extend(12u32.to_ne_bytes());
@@ -209,32 +209,34 @@ mod tests {
         event
     }
 
-    /// Folder, name and process must be parsed. A truncated event, or an event of another type, must be rejected.
+    /// Events must be parsed to folder, name and process. A truncated event must be rejected. A folder handle that is
+    /// not of the type of tmpfs must have no inode number.
     #[test]
     fn events_are_parsed() {
-        let whole = event(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
-        let both = [whole.clone(), event(libc::FAN_Q_OVERFLOW, 1, [0; 3], b"\0")].concat();
+        let whole = event_bytes(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
+        let both = [whole.clone(), event_bytes(libc::FAN_Q_OVERFLOW, 1, [0; 3], b"\0")].concat();
         let (first, rest) = split_event(&both).unwrap();
-        let Some(Event::Written { folder, name, pid }) = parse(first) else { panic!() };
+        let Some(Event::Written { folder, name, pid }) = parse_event(first) else { panic!() };
         assert_eq!((folder.inode(), name.as_bytes(), pid), (Some(1 << 32 | 5), &b"name"[..], 77));
-        assert!(matches!(parse(split_event(rest).unwrap().0), Some(Event::Lost)));
-        let moved = event(libc::FAN_MOVED_TO | libc::FAN_ONDIR, 1, [9, 5, 1], b"name\0");
-        assert!(matches!(parse(&moved), Some(Event::FolderMoved { name, .. }) if name == "name"));
-        let other = event(libc::FAN_CLOSE_WRITE, 2, [9, 5, 1], b"name\0");
-        let Some(Event::Written { folder, .. }) = parse(&other) else { panic!() };
+        assert!(matches!(parse_event(split_event(rest).unwrap().0), Some(Event::Lost)));
+        let moved = event_bytes(libc::FAN_MOVED_TO | libc::FAN_ONDIR, 1, [9, 5, 1], b"name\0");
+        assert!(matches!(parse_event(&moved), Some(Event::FolderMoved { name, .. }) if name == "name"));
+        let other = event_bytes(libc::FAN_CLOSE_WRITE, 2, [9, 5, 1], b"name\0");
+        let Some(Event::Written { folder, .. }) = parse_event(&other) else { panic!() };
         assert_eq!(folder.inode(), None);
         for len in 0..whole.len() {
             assert!(split_event(&whole[..len]).is_none());
-            let _ = parse(&whole[..len]);
+            let _ = parse_event(&whole[..len]);
         }
         let mut endless = whole;
         endless[0..4].copy_from_slice(&0u32.to_ne_bytes());
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// Closing and renaming a file must be reported once each, with folder and name.
+    /// Closing a file after a write, and renaming it, must be reported once each, with folder and name. While close
+    /// events are off, only the rename must be reported.
     #[test]
-    fn a_closed_file_is_reported() {
+    fn closes_and_renames_are_reported() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
         let root = std::fs::File::open(folder.path()).unwrap();
         let listener = match Listener::new(root.as_fd()) {

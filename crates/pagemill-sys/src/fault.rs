@@ -21,9 +21,10 @@ use std::sync::atomic::{
 const SEGV_MAPERR: c_int = 1;
 const SEGV_ACCERR: c_int = 2;
 const BUS_ADRERR: c_int = 2;
-/// `SA_RESTORER`: the action names the function that returns from the handler.
-const RESTORER: u64 = 0x0400_0000;
-/// Flags that this handler copies from the program's action: the stack to use, and whether system calls restart.
+/// Flag of an action that contains the address of the function that returns from the signal handler.
+const SA_RESTORER: u64 = 0x0400_0000;
+/// Flags that the action of this module's handler copies from the program's action: the stack to use, and whether
+/// system calls restart.
 const COPIED_FLAGS: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
 
 /// A signal's action: the kernel's `struct sigaction`.
@@ -37,8 +38,8 @@ pub struct Action {
     pub mask: u64,
 }
 
-/// The default action.
-const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
+/// The default action of a signal (`SIG_DFL`).
+const DEFAULT_ACTION: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
 /// A fault, as the kernel reports it. A [`Judge`] decides from these values.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +47,7 @@ pub struct Fault {
     pub addr: usize,
     /// The mapping exists but forbids the access. If false, there is no mapping, or a guard page.
     pub is_protected: bool,
-    /// The access that failed; `None` where the processor does not report it.
+    /// The kind of access that faulted; `None` where the processor does not report the kind.
     pub access: Option<Access>,
 }
 
@@ -59,31 +60,32 @@ pub enum Access {
     Fetch,
 }
 
-/// The decision of a [`Judge`].
+/// The decision of a [`Judge`] about a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The fault is the program's own.
+    /// The fault is the program's own. The program's handler is called.
     Program,
-    /// The fault is on a purged page.
+    /// The fault is on a purged page. The thread gets a `SIGBUS`.
     Purged,
-    /// The access is retried: the page is accessible by now, or its state will be known soon.
+    /// The access is retried: the page is accessible by now, or the state of the page will be known soon.
     Again,
 }
 
-/// Decides about a fault. Called in a signal handler, so it must neither allocate nor lock.
+/// A function that decides how a fault is handled. The function runs in a signal handler, so it must neither allocate
+/// nor lock.
 pub type Judge = fn(&Fault) -> Verdict;
 
-/// Address of the [`Judge`]; 0 before [`install`].
-static JUDGE: AtomicUsize = AtomicUsize::new(0);
-/// Id of the process that has this handler; 0 before [`install`].
-static PROCESS: AtomicU32 = AtomicU32::new(0);
-/// The program's `SIGSEGV` action is in `SLOTS[SEQUENCE % 2]`. A writer fills the other slot and then increments
-/// `SEQUENCE`.
-static SEQUENCE: AtomicU64 = AtomicU64::new(0);
-/// Two buffers for the words of an [`Action`].
-static SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
-/// 1 while a thread reads and replaces signal actions, else 0.
-static LOCK: AtomicU32 = AtomicU32::new(0);
+/// Address of the [`Judge`] function that was passed to [`install`]; 0 before that.
+static JUDGE_ADDRESS: AtomicUsize = AtomicUsize::new(0);
+/// Id of the process that has installed the handler; 0 before [`install`].
+static INSTALLED_PID: AtomicU32 = AtomicU32::new(0);
+/// The program's `SIGSEGV` action is in `ACTION_SLOTS[ACTION_SEQUENCE % 2]`. A writer fills the other slot, then
+/// increments `ACTION_SEQUENCE`.
+static ACTION_SEQUENCE: AtomicU64 = AtomicU64::new(0);
+/// Two buffers, each for the words of one [`Action`] of the program.
+static ACTION_SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
+/// Lock word: 1 while a thread reads or replaces the `SIGSEGV` action, else 0.
+static ACTION_LOCK: AtomicU32 = AtomicU32::new(0);
 
 /// Installs the handler, with `judge` to decide about every fault. Works once per process; later calls do nothing.
 ///
@@ -91,26 +93,27 @@ static LOCK: AtomicU32 = AtomicU32::new(0);
 ///
 /// Errors of `rt_sigaction`.
 pub fn install(judge: Judge) -> io::Result<()> {
-    if PROCESS.load(Acquire) != 0 {
+    if INSTALLED_PID.load(Acquire) != 0 {
         return Ok(());
     }
     under_lock(|| {
-        if PROCESS.load(Relaxed) != 0 {
+        if INSTALLED_PID.load(Relaxed) != 0 {
             return Ok(());
         }
-        JUDGE.store(judge as usize, Relaxed);
-        let before = raw_action(libc::SIGSEGV, None)?;
+        JUDGE_ADDRESS.store(judge as usize, Relaxed);
+        let before = rt_sigaction(libc::SIGSEGV, None)?;
         // In a fork child the handler may be installed already, if the fork happened during `install`.
         if before.handler != on_fault as *const () as usize {
             write_program_action(before);
-            raw_action(libc::SIGSEGV, Some(our_action(before)))?;
+            rt_sigaction(libc::SIGSEGV, Some(handler_action(before)))?;
         }
-        PROCESS.store(process::id(), Release);
+        INSTALLED_PID.store(process::id(), Release);
         Ok(())
     })
 }
 
-/// Performs `sigaction(SIGSEGV)` for a program whose calls are intercepted. The handler of [`install`] stays installed.
+/// Performs `sigaction(SIGSEGV)` for a program whose calls are intercepted. Returns the program's previous action. The
+/// handler of [`install`] stays installed.
 ///
 /// # Errors
 ///
@@ -118,24 +121,24 @@ pub fn install(judge: Judge) -> io::Result<()> {
 pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     under_lock(|| {
         // A child of `vfork` shares the parent's memory but has signal actions of its own.
-        if PROCESS.load(Relaxed) != process::id() {
-            return raw_action(libc::SIGSEGV, new);
+        if INSTALLED_PID.load(Relaxed) != process::id() {
+            return rt_sigaction(libc::SIGSEGV, new);
         }
         let before = read_program_action();
         if let Some(new) = new {
             write_program_action(new);
-            raw_action(libc::SIGSEGV, Some(our_action(new)))?;
+            rt_sigaction(libc::SIGSEGV, Some(handler_action(new)))?;
         }
         Ok(before)
     })
 }
 
-/// Releases the lock in a fork child, in which the thread that held the lock does not exist. Records the child's
-/// process id.
+/// Releases [`ACTION_LOCK`] in a fork child, because the thread that held the lock may not exist in the child. Records
+/// the child's process id.
 pub fn begin_child() {
-    LOCK.store(0, Relaxed);
-    if PROCESS.load(Relaxed) != 0 {
-        PROCESS.store(process::id(), Relaxed);
+    ACTION_LOCK.store(0, Relaxed);
+    if INSTALLED_PID.load(Relaxed) != 0 {
+        INSTALLED_PID.store(process::id(), Relaxed);
     }
 }
 
@@ -146,27 +149,28 @@ pub fn begin_child() {
 ///
 /// # Safety
 ///
-/// The arguments must be those of a handler with `SA_SIGINFO`, which must make the call itself.
+/// The arguments must be those that the kernel passed to a handler with `SA_SIGINFO`. That handler must call this
+/// function directly.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
-    let is_known = JUDGE.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
+    let is_known = JUDGE_ADDRESS.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
         return false;
     }
     // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
     // `SIGBUS` must not arrive inside this handler.
-    let mask = set_mask(libc::SIG_BLOCK, signal_bit(libc::SIGBUS));
+    let mask = change_signal_mask(libc::SIG_BLOCK, signal_bit(libc::SIGBUS));
     // SAFETY: guaranteed by the caller.
     let is_done = unsafe { handle_fault(info.cast(), context.cast()) };
     if !is_done {
-        set_mask(libc::SIG_SETMASK, mask);
+        change_signal_mask(libc::SIG_SETMASK, mask);
     }
     process::set_errno(errno);
     is_done
 }
 
-/// The action of this module's handler, with flags of the program's action.
-fn our_action(program: Action) -> Action {
+/// Returns the action that installs this module's handler, with flags copied from the program's action.
+fn handler_action(program: Action) -> Action {
     let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
     let copied_flags = match has_handler {
         true => program.flags & COPIED_FLAGS,
@@ -178,11 +182,12 @@ fn our_action(program: Action) -> Action {
     Action { handler: on_fault as *const () as usize, flags, restorer: 0, mask: !0 }
 }
 
-/// Calls `rt_sigaction` directly. Adds the restorer function where the architecture needs one.
-fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
+/// Makes the system call `rt_sigaction` without the C library. Adds the restorer function where the architecture needs
+/// one. Returns the previous action.
+fn rt_sigaction(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     let new = new.map(with_restorer);
     let pointer = new.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    let mut old = DEFAULT;
+    let mut old = DEFAULT_ACTION;
     // SAFETY: the call reads `new` and writes `old`, both with the kernel's layout. This module's handler is never
     // unloaded.
     let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
@@ -192,23 +197,23 @@ fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
 /// Adds the function that returns from the handler, which the kernel requires on this architecture.
 #[cfg(target_arch = "x86_64")]
 fn with_restorer(mut action: Action) -> Action {
-    if action.flags & RESTORER == 0 {
-        action.flags |= RESTORER;
-        action.restorer = restore as *const () as usize;
+    if action.flags & SA_RESTORER == 0 {
+        action.flags |= SA_RESTORER;
+        action.restorer = return_from_signal as *const () as usize;
     }
     action
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 fn with_restorer(action: Action) -> Action {
-    debug_assert!(action.flags & RESTORER == 0 || action.restorer != 0);
+    debug_assert!(action.flags & SA_RESTORER == 0 || action.restorer != 0);
     action
 }
 
 #[cfg(target_arch = "x86_64")]
 unsafe extern "C" {
     #[link_name = "pagemill_restore"]
-    fn restore();
+    fn return_from_signal();
 }
 
 // Debuggers and unwinders recognise the return from a signal handler by exactly these instructions.
@@ -225,36 +230,38 @@ std::arch::global_asm!(
     ".popsection",
 );
 
-/// Stores the program's action. The caller must hold the lock.
+/// Stores the program's `SIGSEGV` action. The caller must hold the lock.
 fn write_program_action(action: Action) {
-    let next = SEQUENCE.load(Relaxed) + 1;
+    let next = ACTION_SEQUENCE.load(Relaxed) + 1;
     let words = [action.handler as u64, action.flags, action.restorer as u64, action.mask];
-    for (slot, word) in SLOTS[next as usize & 1].iter().zip(words) {
+    for (slot, word) in ACTION_SLOTS[next as usize & 1].iter().zip(words) {
         slot.store(word, Relaxed);
     }
-    SEQUENCE.store(next, Release);
+    ACTION_SEQUENCE.store(next, Release);
 }
 
-/// Returns the program's action. Does not block: a slot is overwritten only after the other slot has become current.
+/// Returns the program's `SIGSEGV` action. Does not block: a slot is overwritten only after the other slot has become
+/// current.
 fn read_program_action() -> Action {
     loop {
-        let sequence = SEQUENCE.load(Acquire);
-        let [handler, flags, restorer, mask] = SLOTS[sequence as usize & 1].each_ref().map(|word| word.load(Relaxed));
+        let sequence = ACTION_SEQUENCE.load(Acquire);
+        let [handler, flags, restorer, mask] =
+            ACTION_SLOTS[sequence as usize & 1].each_ref().map(|word| word.load(Relaxed));
         fence(Acquire);
-        if SEQUENCE.load(Relaxed) == sequence {
+        if ACTION_SEQUENCE.load(Relaxed) == sequence {
             return Action { handler: handler as usize, flags, restorer: restorer as usize, mask };
         }
     }
 }
 
-/// Runs `act` under the lock, with all signals of this thread blocked, so that no handler interrupts it.
+/// Runs `act` under [`ACTION_LOCK`], with all signals of this thread blocked, so that no handler interrupts `act`.
 fn under_lock<T>(act: impl FnOnce() -> T) -> T {
     let _blocked = AllSignalsBlocked::begin();
-    while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
+    while ACTION_LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
         thread::pause();
     }
     let result = act();
-    LOCK.store(0, Release);
+    ACTION_LOCK.store(0, Release);
     result
 }
 
@@ -265,27 +272,27 @@ pub struct AllSignalsBlocked {
 }
 
 impl AllSignalsBlocked {
-    /// Blocks all signals.
+    /// Blocks all signals of the calling thread.
     pub fn begin() -> Self {
-        Self { before: set_mask(libc::SIG_SETMASK, !0) }
+        Self { before: change_signal_mask(libc::SIG_SETMASK, !0) }
     }
 }
 
 impl Drop for AllSignalsBlocked {
     fn drop(&mut self) {
-        set_mask(libc::SIG_SETMASK, self.before);
+        change_signal_mask(libc::SIG_SETMASK, self.before);
     }
 }
 
 /// Changes this thread's signal mask by a direct system call. Returns the previous mask.
-fn set_mask(how: c_int, mask: u64) -> u64 {
+fn change_signal_mask(how: c_int, mask: u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: the call reads one word and writes one word.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &raw const mask, &raw mut before, size_of::<u64>()) };
     before
 }
 
-/// The bit of a signal in a mask.
+/// Returns the bit of a signal in a signal mask.
 const fn signal_bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
@@ -304,14 +311,15 @@ pub fn is_readable(addr: usize) -> bool {
 /// Returns whether the four bytes at `addr` can be written. Their value stays: the kernel combines them with zero by
 /// OR.
 pub fn is_writable(addr: usize) -> bool {
-    const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
+    const FUTEX_OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
     let (unused, operation) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
     // SAFETY: the kernel checks the address itself (`EFAULT`). No thread waits on `unused`.
-    unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), operation, 0, 0, word, OR_ZERO) >= 0 }
+    unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), operation, 0, 0, word, FUTEX_OR_ZERO) >= 0 }
 }
 
-/// The signal handler. Jumps to the address that [`decide`] returns, with the arguments that the kernel passed.
+/// The signal handler. Jumps to the address that [`choose_handler`] returns, with the kernel's arguments, or returns if
+/// the address is 0.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -319,7 +327,7 @@ unsafe extern "C" fn on_fault() {
         "push rdi",
         "push rsi",
         "push rdx",
-        "call {decide}",
+        "call {choose_handler}",
         "pop rdx",
         "pop rsi",
         "pop rdi",
@@ -327,11 +335,12 @@ unsafe extern "C" fn on_fault() {
         "jz 2f",
         "jmp rax",
         "2: ret",
-        decide = sym decide,
+        choose_handler = sym choose_handler,
     )
 }
 
-/// The signal handler. Jumps to the address that [`decide`] returns, with the arguments that the kernel passed.
+/// The signal handler. Jumps to the address that [`choose_handler`] returns, with the kernel's arguments, or returns if
+/// the address is 0.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -340,7 +349,7 @@ unsafe extern "C" fn on_fault() {
         "stp x0, x1, [sp, #16]",
         "str x2, [sp, #32]",
         "mov x29, sp",
-        "bl {decide}",
+        "bl {choose_handler}",
         "mov x16, x0",
         "ldp x0, x1, [sp, #16]",
         "ldr x2, [sp, #32]",
@@ -348,25 +357,27 @@ unsafe extern "C" fn on_fault() {
         "cbz x16, 2f",
         "br x16",
         "2: ret",
-        decide = sym decide,
+        choose_handler = sym choose_handler,
     )
 }
 
-/// Handles a fault, or returns the program's handler to call; 0 returns to the faulting instruction.
-extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
+/// Handles a fault, or returns the address of the program's handler, which [`on_fault`] then jumps to. After 0, the
+/// signal handler returns, and the faulting instruction is retried.
+extern "C" fn choose_handler(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: the arguments are those that the kernel passed to the handler.
-    let next = unsafe { if handle_fault(info, context) { 0 } else { program_handler(info, context) } };
+    let next = unsafe { if handle_fault(info, context) { 0 } else { prepare_program_handler(info, context) } };
     process::set_errno(errno);
     next
 }
 
-/// Asks the judge about a fault and handles it, unless it is the program's own. Returns whether the fault was handled.
+/// Asks the [`Judge`] about a fault, and handles the fault unless it is the program's own. Returns whether the fault
+/// was handled.
 ///
 /// # Safety
 ///
-/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must call this function.
 /// `SIGBUS` must be blocked until the handler returns.
 unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
     // SAFETY: the caller passes the kernel's pointers, and `si_addr` is valid for a fault.
@@ -378,11 +389,11 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
     let access = unsafe { access_of(context) };
     let fault = Fault { addr, is_protected: code == SEGV_ACCERR, access };
     // SAFETY: `install` stored a function of this type before it installed the handler.
-    let judge: Judge = unsafe { std::mem::transmute(JUDGE.load(Relaxed)) };
+    let judge: Judge = unsafe { std::mem::transmute(JUDGE_ADDRESS.load(Relaxed)) };
     match judge(&fault) {
         Verdict::Program => false,
         // SAFETY: guaranteed by the caller.
-        Verdict::Purged => unsafe { raise_bus(addr, context) },
+        Verdict::Purged => unsafe { queue_sigbus(addr, context) },
         Verdict::Again => {
             thread::pause();
             true
@@ -390,55 +401,56 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
     }
 }
 
-/// Returns the access that faulted, from the processor's error code.
+/// Returns the kind of access that faulted, from the processor's error code.
 ///
 /// # Safety
 ///
 /// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "x86_64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
-    const WRITE: i64 = 1 << 1;
-    const FETCH: i64 = 1 << 4;
+    const IS_WRITE: i64 = 1 << 1;
+    const IS_FETCH: i64 = 1 << 4;
     // SAFETY: guaranteed by the caller.
     let code = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
     Some(match code {
-        code if code & FETCH != 0 => Access::Fetch,
-        code if code & WRITE != 0 => Access::Write,
+        code if code & IS_FETCH != 0 => Access::Fetch,
+        code if code & IS_WRITE != 0 => Access::Write,
         _ => Access::Read,
     })
 }
 
-/// Returns the access that faulted, from the syndrome in the context records.
+/// Returns the kind of access that faulted, from the exception syndrome that the kernel stored among the context
+/// records.
 ///
 /// # Safety
 ///
 /// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "aarch64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
-    /// Kind of the context record that contains the exception syndrome (`ESR_MAGIC`).
-    const SYNDROME: u32 = 0x4553_5201;
-    const WRITE: u64 = 1 << 6;
+    /// Kind of the context record that contains the exception syndrome.
+    const ESR_MAGIC: u32 = 0x4553_5201;
+    const IS_WRITE: u64 = 1 << 6;
     /// Exception class of an instruction fetch from user mode.
-    const FETCH: u64 = 0x20;
+    const FETCH_CLASS: u64 = 0x20;
     /// Exception class of a data access from user mode.
-    const DATA: u64 = 0x24;
+    const DATA_CLASS: u64 = 0x24;
     /// Offset of the context records in `uc_mcontext`, in bytes: the size of the registers and of the fields before the
     /// records, aligned to 16 bytes.
-    const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
+    const RECORDS_OFFSET_BYTES: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
     /// Size of the area of the context records, in bytes.
-    const ROOM: usize = 4 << 10;
+    const RECORDS_BYTES: usize = 4 << 10;
     // SAFETY: `context` is valid (caller). The records lie in `uc_mcontext`, and each begins with its kind and size.
     unsafe {
-        let records = (&raw const (*context).uc_mcontext).cast::<u8>().add(RECORDS_AT);
+        let records = (&raw const (*context).uc_mcontext).cast::<u8>().add(RECORDS_OFFSET_BYTES);
         let mut at = 0;
-        while at + 16 <= ROOM {
+        while at + 16 <= RECORDS_BYTES {
             let [kind, size] = records.add(at).cast::<[u32; 2]>().read();
-            if kind == SYNDROME {
+            if kind == ESR_MAGIC {
                 let syndrome = records.add(at + 8).cast::<u64>().read();
                 return match syndrome >> 26 & 0x3F {
-                    FETCH => Some(Access::Fetch),
-                    DATA if syndrome & WRITE != 0 => Some(Access::Write),
-                    DATA => Some(Access::Read),
+                    FETCH_CLASS => Some(Access::Fetch),
+                    DATA_CLASS if syndrome & IS_WRITE != 0 => Some(Access::Write),
+                    DATA_CLASS => Some(Access::Read),
                     _ => None,
                 };
             }
@@ -451,28 +463,29 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     None
 }
 
-/// Returns the address of the mask that the thread gets back after the handler: the first word of the C library's set.
+/// Returns the address of the signal mask that the kernel restores when the handler returns. It is the first word of
+/// the C library's signal set.
 ///
 /// # Safety
 ///
 /// `context` must be what the kernel passed to a signal handler.
-unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
+unsafe fn saved_mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
     // SAFETY: guaranteed by the caller.
     unsafe { (&raw mut (*context).uc_sigmask).cast() }
 }
 
-/// Queues a `SIGBUS` with the address to this thread, to be delivered when the handler returns. Returns whether it was
-/// queued.
+/// Queues a `SIGBUS` for the address `addr` to this thread. The signal is delivered when the handler returns. Returns
+/// whether the signal was queued.
 ///
 /// If the program ignores or blocks `SIGBUS`, the signal ends the process, as a `SIGBUS` from the kernel would.
 ///
 /// # Safety
 ///
-/// `context` must be what the kernel passed to a signal handler, which makes the call.
-unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
+/// `context` must be what the kernel passed to a signal handler. That handler must call this function.
+unsafe fn queue_sigbus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     /// The kernel's `siginfo_t` of a fault.
     #[repr(C)]
-    struct Info {
+    struct FaultInfo {
         signal: c_int,
         errno: c_int,
         code: c_int,
@@ -480,27 +493,27 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
         addr: usize,
         rest: [u64; 13],
     }
-    const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
+    const _: () = assert!(size_of::<FaultInfo>() == size_of::<libc::siginfo_t>());
     // SAFETY: guaranteed by the caller.
-    let mask = unsafe { mask_of(context) };
+    let mask = unsafe { saved_mask_of(context) };
     // SAFETY: `mask` points into the context, which the kernel passed.
     let is_blocked = unsafe { *mask } & signal_bit(libc::SIGBUS) != 0;
-    let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
+    let handler = rt_sigaction(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
         // With the default action `SIGBUS` ends the process. The init process of a PID namespace would ignore this
         // signal, so the fault remains a `SIGSEGV` there.
         if process::id() == 1 {
             return false;
         }
-        let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
+        let _ = rt_sigaction(libc::SIGBUS, Some(DEFAULT_ACTION));
         // SAFETY: `mask` points into the context, which the kernel passed.
         unsafe { *mask &= !signal_bit(libc::SIGBUS) };
     }
-    let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
+    let info = FaultInfo { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
     queue_signal(libc::SIGBUS, (&raw const info).cast())
 }
 
-/// Queues a signal with the given `siginfo_t` to the calling thread.
+/// Queues a signal with the given `siginfo_t` to the calling thread. Returns whether the signal was queued.
 fn queue_signal(signal: c_int, info: *const c_void) -> bool {
     // SAFETY: `info` points to a whole `siginfo_t`, and the other arguments are numbers.
     unsafe { libc::syscall(libc::SYS_rt_tgsigqueueinfo, process::id(), process::thread_id(), signal, info) == 0 }
@@ -511,10 +524,10 @@ fn queue_signal(signal: c_int, info: *const c_void) -> bool {
 ///
 /// # Safety
 ///
-/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
-unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must call this function.
+unsafe fn prepare_program_handler(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: guaranteed by the caller.
-    let (is_sent, mask) = unsafe { ((*info).si_code <= 0, mask_of(context)) };
+    let (is_sent, mask) = unsafe { ((*info).si_code <= 0, saved_mask_of(context)) };
     let action = read_program_action();
     match action.handler {
         libc::SIG_IGN if is_sent => 0,
@@ -523,7 +536,7 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
         libc::SIG_DFL | libc::SIG_IGN => {
             // The access is retried and ends the process with a complete core file. A signal that a process sent raises
             // no fault, so it is sent again.
-            let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
+            let _ = rt_sigaction(libc::SIGSEGV, Some(DEFAULT_ACTION));
             // SAFETY: guaranteed by the caller.
             unsafe { *mask &= !signal_bit(libc::SIGSEGV) };
             if is_sent {
@@ -534,11 +547,11 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
         handler => {
             let has = |flag: c_int| action.flags & flag as u32 as u64 != 0;
             if has(libc::SA_RESETHAND) {
-                under_lock(|| write_program_action(DEFAULT));
+                under_lock(|| write_program_action(DEFAULT_ACTION));
             }
             let itself = if has(libc::SA_NODEFER) { 0 } else { signal_bit(libc::SIGSEGV) };
             // SAFETY: guaranteed by the caller.
-            set_mask(libc::SIG_SETMASK, unsafe { *mask } | action.mask | itself);
+            change_signal_mask(libc::SIG_SETMASK, unsafe { *mask } | action.mask | itself);
             handler
         }
     }
@@ -548,8 +561,8 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
 mod tests {
     use super::*;
 
-    /// Accessible memory must be reported as readable and writable, reserved or closed memory as neither. The check
-    /// must change no byte.
+    /// Opened memory must be reported as readable and writable. Reserved or closed memory must be reported as neither.
+    /// The check must change no byte.
     #[test]
     fn accessible_pages_are_reported() {
         let page = crate::mem::os_page_bytes();
@@ -570,13 +583,15 @@ mod tests {
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 
-    /// The handler must use the alternate stack, and restart system calls, if the program's action says so.
+    /// This module's handler must use the alternate stack, and restart system calls, if the program's action has these
+    /// flags.
     #[test]
     fn flags_are_copied_from_the_programs_action() {
-        let handler =
-            |flags: c_int| our_action(Action { handler: 7, flags: flags as u64, ..DEFAULT }).flags & COPIED_FLAGS;
+        let handler = |flags: c_int| {
+            handler_action(Action { handler: 7, flags: flags as u64, ..DEFAULT_ACTION }).flags & COPIED_FLAGS
+        };
         assert_eq!(handler(libc::SA_ONSTACK), libc::SA_ONSTACK as u64);
         assert_eq!(handler(libc::SA_RESTART | libc::SA_NODEFER), libc::SA_RESTART as u64);
-        assert_eq!(our_action(DEFAULT).flags & COPIED_FLAGS, libc::SA_ONSTACK as u64);
+        assert_eq!(handler_action(DEFAULT_ACTION).flags & COPIED_FLAGS, libc::SA_ONSTACK as u64);
     }
 }

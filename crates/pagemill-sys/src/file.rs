@@ -31,7 +31,7 @@ impl<const N: usize> Text<N> {
         (!text.is_cut).then_some(text)
     }
 
-    /// Appends a byte if it fits.
+    /// Appends a byte if the buffer has room for it. Otherwise marks the text as truncated.
     pub fn push_byte(&mut self, byte: u8) {
         if self.len + 1 < N {
             self.bytes[self.len] = byte;
@@ -49,7 +49,7 @@ impl<const N: usize> Text<N> {
         self.len == 0
     }
 
-    /// The text; empty if it is not UTF-8.
+    /// Returns the text; an empty one if the bytes are not UTF-8.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(self.as_bytes()).unwrap_or("")
     }
@@ -80,8 +80,8 @@ pub type Path = Text<512>;
 pub struct Fd(ManuallyDrop<OwnedFd>);
 
 impl Fd {
-    /// The descriptor's number.
-    pub(crate) fn number(&self) -> i32 {
+    /// Returns the number of the descriptor.
+    pub(crate) fn descriptor_number(&self) -> i32 {
         self.0.as_raw_fd()
     }
 }
@@ -130,7 +130,8 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     Ok(&buffer[..len])
 }
 
-/// Reads at least one byte, unless the file ends. Repeats the call if a signal interrupts it.
+/// Reads at least one byte, unless the file has ended. Returns the number of bytes. Repeats the call if a signal
+/// interrupts it.
 fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(retry_on_intr(|| rustix::io::read(fd, &mut *buffer))?)
 }
@@ -188,7 +189,7 @@ pub fn read_number(path: &CStr) -> io::Result<u64> {
 /// How to open a file that processes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The file must not exist. It is created with mode 0600 and the given length.
+    /// The file must not exist. The call creates it with mode 0600 and the given length.
     Create,
     /// The file must exist, have at least the given length and belong to this user.
     Update,
@@ -196,11 +197,12 @@ pub enum Access {
     Inspect,
 }
 
-/// Flags that refuse a symbolic link, and with which opening a pipe or a terminal has no effect.
-const NO_SPECIAL_FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+/// Flags for a path at which another user may have placed another kind of file. Opening then refuses a symbolic link,
+/// does not wait for the other end of a pipe, and does not make a terminal the controlling terminal.
+const UNTRUSTED_PATH_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
-/// Maps a file that processes share. If `fixed` is not 0, maps the file at that address and replaces the existing
-/// mapping.
+/// Maps a file that processes share. Returns the address. If `fixed` is not 0, maps the file at that address and
+/// replaces the existing mapping.
 ///
 /// # Errors
 ///
@@ -220,13 +222,13 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
         return Err(Errno::FBIG.into());
     }
     // `O_NONBLOCK` is set because another user may have placed a pipe at this path, and opening it must not block.
-    let fd = open(path, flags | NO_SPECIAL_FILE, Mode::RUSR | Mode::WUSR)?;
+    let fd = open(path, flags | UNTRUSTED_PATH_FLAGS, Mode::RUSR | Mode::WUSR)?;
     if access == Access::Create {
         // The file's memory is allocated now: on a full file system, access to a sparse file would end the process with
         // SIGBUS.
         let result = loop {
             // SAFETY: the descriptor is open.
-            match unsafe { libc::posix_fallocate(fd.number(), 0, len_bytes as libc::off_t) } {
+            match unsafe { libc::posix_fallocate(fd.descriptor_number(), 0, len_bytes as libc::off_t) } {
                 libc::EINTR => {}
                 result => break result,
             }
@@ -236,12 +238,12 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
             return Err(io::Error::from_raw_os_error(result));
         }
     } else {
-        check_file(&fd, len_bytes)?;
+        check_owner_and_length(&fd, len_bytes)?;
     }
     let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
     let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
     // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
-    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.number(), 0) };
+    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.descriptor_number(), 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 
@@ -255,8 +257,8 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
 /// Errors of `open` or `read`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's
 /// file. `EINVAL` for a file that is too short.
 pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io::Result<()> {
-    let fd = open(path, OFlags::RDONLY | NO_SPECIAL_FILE, Mode::empty())?;
-    check_file(&fd, buffer.len())?;
+    let fd = open(path, OFlags::RDONLY | UNTRUSTED_PATH_FLAGS, Mode::empty())?;
+    check_owner_and_length(&fd, buffer.len())?;
     if owner.is_some_and(|owner| fs::fstat(&fd).map(|stat| stat.st_uid) != Ok(owner)) {
         return Err(Errno::ACCESS.into());
     }
@@ -274,22 +276,22 @@ pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io:
 /// others.
 pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
     fs::lstat(path)
-        .is_ok_and(|stat| is_of(&stat, FileType::Directory) && stat.st_uid == owner && stat.st_mode & 0o077 == 0)
+        .is_ok_and(|stat| is_of_type(&stat, FileType::Directory) && stat.st_uid == owner && stat.st_mode & 0o077 == 0)
 }
 
-/// Returns the user that owns the folder or file at `path`.
+/// Returns the id of the user that owns the folder or file at `path`; `None` if it cannot be read.
 pub fn owner(path: &CStr) -> Option<u32> {
     fs::stat(path).ok().map(|stat| stat.st_uid)
 }
 
-fn is_of(stat: &Stat, kind: FileType) -> bool {
+fn is_of_type(stat: &Stat, kind: FileType) -> bool {
     FileType::from_raw_mode(stat.st_mode) == kind
 }
 
-/// Rejects a file that another user could have placed at the path, and a file shorter than `len_bytes`.
-fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
+/// Rejects a file that is not a regular file of this user (for root: of any user), and a file shorter than `len_bytes`.
+fn check_owner_and_length(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     let (stat, user) = (fs::fstat(fd)?, crate::process::user_id());
-    if !is_of(&stat, FileType::RegularFile) || (stat.st_uid != user && user != 0) {
+    if !is_of_type(&stat, FileType::RegularFile) || (stat.st_uid != user && user != 0) {
         return Err(Errno::ACCESS.into());
     }
     if (stat.st_size as u64) < len_bytes as u64 {
@@ -337,8 +339,8 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// A file that another process created and into which this process writes an answer. The file was empty or contained a
-/// command.
+/// A file that another process created, and into which this process writes an answer. Before the answer, the file is
+/// empty or contains a command.
 pub struct AnswerFile(Fd);
 
 impl AnswerFile {
@@ -347,9 +349,10 @@ impl AnswerFile {
     /// # Errors
     ///
     /// Errors of `open`. `EACCES` for anything but an empty regular file with one link that belongs to this effective
-    /// user. So another user cannot make a privileged process write to a file that this user could not write.
+    /// user. So an unprivileged user cannot make a privileged process write to a file that the unprivileged user may
+    /// not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
-        Self::open_of_len(path, OFlags::WRONLY, 0).map(|(file, _)| file)
+        Self::open_with_len(path, OFlags::WRONLY, 0).map(|(file, _)| file)
     }
 
     /// Opens a file that contains exactly `command.len()` bytes, and reads them into `command`.
@@ -358,7 +361,7 @@ impl AnswerFile {
     ///
     /// As [`AnswerFile::open`]; also `EACCES` if the group or others may write the file.
     pub fn open_with(path: &CStr, command: &mut [u8]) -> io::Result<Self> {
-        let (file, stat) = Self::open_of_len(path, OFlags::RDWR, command.len())?;
+        let (file, stat) = Self::open_with_len(path, OFlags::RDWR, command.len())?;
         if Mode::from_raw_mode(stat.st_mode).intersects(Mode::WGRP | Mode::WOTH) {
             return Err(Errno::ACCESS.into());
         }
@@ -369,11 +372,11 @@ impl AnswerFile {
     }
 
     /// Opens a regular file of this user with one link and exactly `len` bytes.
-    fn open_of_len(path: &CStr, access: OFlags, len: usize) -> io::Result<(Self, Stat)> {
-        let fd = open(path, access | NO_SPECIAL_FILE, Mode::empty())?;
+    fn open_with_len(path: &CStr, access: OFlags, len: usize) -> io::Result<(Self, Stat)> {
+        let fd = open(path, access | UNTRUSTED_PATH_FLAGS, Mode::empty())?;
         let stat = fs::fstat(&fd)?;
         let is_own = stat.st_uid == crate::process::user_id();
-        let is_plain = is_of(&stat, FileType::RegularFile) && stat.st_nlink == 1;
+        let is_plain = is_of_type(&stat, FileType::RegularFile) && stat.st_nlink == 1;
         if is_own && is_plain && usize::try_from(stat.st_size) == Ok(len) {
             Ok((Self(fd), stat))
         } else {
@@ -408,7 +411,7 @@ pub fn exists(path: &CStr) -> bool {
     fs::access(path, fs::Access::EXISTS).is_ok()
 }
 
-/// Removes a file. Errors are ignored, also that of a missing file.
+/// Removes a file. Errors are ignored, including that of a missing file.
 pub fn remove(path: &CStr) {
     let _ = fs::unlink(path);
 }
@@ -444,8 +447,8 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `AnswerFile::open` must accept only an empty regular file of this user with one link, `open_with` only one that
-    /// contains just the command.
+    /// `AnswerFile::open` must accept only an empty regular file of this user with one link. `open_with` must accept
+    /// only such a file that contains exactly the command.
     #[test]
     fn answer_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
@@ -475,7 +478,8 @@ mod tests {
         assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 
-    /// Creating an existing file must fail, and mapping a file that is too short must fail.
+    /// `map_shared` must fail to create a file that exists, and to map a file that is too short. Two mappings of a file
+    /// must show the same bytes.
     #[test]
     fn shared_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    fn flags(self) -> Flags {
+    fn futex_flags(self) -> Flags {
         match self {
             Self::Private => Flags::PRIVATE,
             Self::Shared => Flags::empty(),
@@ -29,11 +29,11 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: S
     let time =
         timeout.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
     // An error means that the value differs, that the time has passed, or that a signal arrived.
-    let _ = futex::wait(word, scope.flags(), expected, time.as_ref());
+    let _ = futex::wait(word, scope.futex_flags(), expected, time.as_ref());
 }
 
 /// Wakes up to `count` threads that wait on `word`.
 pub fn wake(word: &AtomicU32, count: i32, scope: Scope) {
     // The call cannot fail: the word is mapped and aligned.
-    let _ = futex::wake(word, scope.flags(), count as u32);
+    let _ = futex::wake(word, scope.futex_flags(), count as u32);
 }

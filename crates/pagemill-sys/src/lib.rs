@@ -14,8 +14,8 @@
 //! | [`moves`] | moving pages between addresses (userfaultfd) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
-//! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | waiting, threads, a thread for a closure, a stack for one call, time |
-//! | [`file`](mod@file) | small kernel and shared files without allocating |
+//! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | futex waits, threads, a thread for a closure, a stack for one call, time |
+//! | [`file`](mod@file) | reading kernel files and mapping shared files without allocating |
 //! | [`disk`], [`waker`] | files and block devices; an eventfd waker |
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
@@ -51,8 +51,8 @@ pub mod waker;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.
 ///
-/// Used for errors after which the process must not continue, such as a double free. Neither allocates nor locks, so
-/// any code of the allocator may call it.
+/// Used for errors after which the process must not continue, such as a double free. The function neither allocates nor
+/// locks, so any code of the allocator may call it.
 pub fn fatal(message: core::fmt::Arguments<'_>) -> ! {
     let mut line = file::Text::<512>::new();
     let _ = core::fmt::Write::write_fmt(&mut line, message);

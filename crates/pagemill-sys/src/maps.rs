@@ -11,7 +11,7 @@ use std::io;
 use std::mem::size_of;
 use std::ops::Range;
 
-const PATH: &CStr = c"/proc/self/maps";
+const MAPS_PATH: &CStr = c"/proc/self/maps";
 
 /// A mapping of this process: its addresses, access rights and kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub struct Mapping {
 
 /// The kernel's `struct procmap_query`.
 #[repr(C)]
-struct Query {
+struct MappingQuery {
     size: u64,
     flags: u64,
     addr: u64,
@@ -47,16 +47,17 @@ struct Query {
 }
 
 /// The ioctl `PROCMAP_QUERY`: `_IOWR('f', 17, struct procmap_query)`.
-const QUERY: libc::c_ulong = 3 << 30 | (size_of::<Query>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 17;
-const READABLE: u64 = 1;
-const WRITABLE: u64 = 1 << 1;
-const EXECUTABLE: u64 = 1 << 2;
-const SHARED: u64 = 1 << 3;
+const PROCMAP_QUERY: libc::c_ulong =
+    3 << 30 | (size_of::<MappingQuery>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 17;
+const VMA_READABLE: u64 = 1;
+const VMA_WRITABLE: u64 = 1 << 1;
+const VMA_EXECUTABLE: u64 = 1 << 2;
+const VMA_SHARED: u64 = 1 << 3;
 /// Flag of the query: if no mapping contains the address, the kernel returns the next mapping above it.
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
-/// Buffer for the name of a mapping. Longer names are paths of files.
-const NAME_BYTES: usize = 32;
+/// Size of the buffer for the name of a mapping. Longer names are paths of files, which are not needed.
+const NAME_BUFFER_BYTES: usize = 32;
 
 /// The mappings of the process that opened this value. A fork child must not use its parent's value.
 pub struct Maps {
@@ -70,7 +71,7 @@ impl Maps {
     ///
     /// Errors of opening `/proc/self/maps`.
     pub fn open() -> io::Result<Self> {
-        Ok(Self { file: file::open(PATH, OFlags::RDONLY, Mode::empty())? })
+        Ok(Self { file: file::open(MAPS_PATH, OFlags::RDONLY, Mode::empty())? })
     }
 
     /// Returns the mapping that contains `addr`, or the next mapping above it; `None` above the last one.
@@ -79,18 +80,18 @@ impl Maps {
     ///
     /// Errors of reading `/proc/self/maps`, which happens only before Linux 6.11.
     pub fn find(&self, addr: usize) -> io::Result<Option<Mapping>> {
-        match self.query(addr) {
+        match self.query_by_ioctl(addr) {
             Ok(answer) => Ok(answer),
             // The kernel lacks the ioctl.
-            Err(_) => file::find_line(PATH, |line| parse(line).filter(|found| found.addresses.end > addr)),
+            Err(_) => file::find_line(MAPS_PATH, |line| parse_line(line).filter(|found| found.addresses.end > addr)),
         }
     }
 
-    /// As [`Maps::find`], by the ioctl.
-    fn query(&self, addr: usize) -> io::Result<Option<Mapping>> {
-        let mut name = [0u8; NAME_BYTES];
-        let mut query = Query {
-            size: size_of::<Query>() as u64,
+    /// As [`Maps::find`], but only by the ioctl. Fails on a kernel without the ioctl.
+    fn query_by_ioctl(&self, addr: usize) -> io::Result<Option<Mapping>> {
+        let mut name = [0u8; NAME_BUFFER_BYTES];
+        let mut query = MappingQuery {
+            size: size_of::<MappingQuery>() as u64,
             flags: COVERING_OR_NEXT,
             addr: addr as u64,
             start: 0,
@@ -100,14 +101,14 @@ impl Maps {
             offset: 0,
             inode: 0,
             device: [0; 2],
-            name_size: NAME_BYTES as u32,
+            name_size: NAME_BUFFER_BYTES as u32,
             build_id_size: 0,
             name_addr: name.as_mut_ptr() as u64,
             build_id_addr: 0,
         };
         // SAFETY: the call reads and writes `query`, which contains its own size, and `name`, whose address and size
         // `query` contains.
-        let result = unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) };
+        let result = unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) };
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             _ if result == 0 => {}
@@ -117,29 +118,29 @@ impl Maps {
             _ => return Err(error),
         }
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
-        Ok(Some(query.mapping(name == c"[stack]")))
+        Ok(Some(query.to_mapping(name == c"[stack]")))
     }
 
-    /// Repeats a query without its request for the name.
-    fn query_without_name(&self, mut query: Query) -> io::Result<Option<Mapping>> {
+    /// Repeats a query, but does not request the mapping's name.
+    fn query_without_name(&self, mut query: MappingQuery) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
         // SAFETY: the call reads and writes `query`, which contains its own size.
-        match unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) } {
-            0 => Ok(Some(query.mapping(false))),
+        match unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) } {
+            0 => Ok(Some(query.to_mapping(false))),
             _ => Err(io::Error::last_os_error()),
         }
     }
 }
 
-impl Query {
-    /// The mapping that the kernel has described in this query.
-    fn mapping(&self, is_stack: bool) -> Mapping {
+impl MappingQuery {
+    /// Returns the mapping that the kernel has described in this query.
+    fn to_mapping(&self, is_stack: bool) -> Mapping {
         Mapping {
             addresses: self.start as usize..self.end as usize,
-            is_readable: self.vma_flags & READABLE != 0,
-            is_writable: self.vma_flags & WRITABLE != 0,
-            is_executable: self.vma_flags & EXECUTABLE != 0,
-            is_shared: self.vma_flags & SHARED != 0,
+            is_readable: self.vma_flags & VMA_READABLE != 0,
+            is_writable: self.vma_flags & VMA_WRITABLE != 0,
+            is_executable: self.vma_flags & VMA_EXECUTABLE != 0,
+            is_shared: self.vma_flags & VMA_SHARED != 0,
             has_file: self.inode != 0,
             is_stack,
         }
@@ -147,7 +148,7 @@ impl Query {
 }
 
 /// Parses a line of `/proc/self/maps`: `start-end rwxp offset device inode name`.
-fn parse(line: &str) -> Option<Mapping> {
+fn parse_line(line: &str) -> Option<Mapping> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let rights = words.next()?.as_bytes();
@@ -167,14 +168,15 @@ fn parse(line: &str) -> Option<Mapping> {
 /// Returns whether this process has mapped the file at `path`. Returns false if the mappings cannot be read.
 pub fn has_mapped(path: &str) -> bool {
     let is_of_file = |line: &str| line.strip_suffix(path).is_some_and(|rest| rest.ends_with(' '));
-    matches!(file::find_line(PATH, |line| is_of_file(line).then_some(())), Ok(Some(())))
+    matches!(file::find_line(MAPS_PATH, |line| is_of_file(line).then_some(())), Ok(Some(())))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// For every mapping of this process, and above the last one, the ioctl and the file must give the same result.
+    /// For every mapping of this process, the ioctl must return what `/proc/self/maps` lists. Above the last mapping it
+    /// must return `None`.
     #[test]
     fn the_ioctl_and_the_file_agree() {
         let maps = Maps::open().unwrap();
@@ -182,12 +184,12 @@ mod tests {
         let (mut count, mut stacks) = (0, 0);
         // The vsyscall page belongs to the kernel and is only listed in the file.
         for line in text.lines().filter(|line| !line.ends_with("[vsyscall]")) {
-            let parsed = parse(line).unwrap();
+            let parsed = parse_line(line).unwrap();
             // Other tests map and unmap memory at the same time.
             let is_still_listed = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|now| now == line);
             let mut others = Vec::new();
             let agrees = loop {
-                match maps.query(parsed.addresses.start) {
+                match maps.query_by_ioctl(parsed.addresses.start) {
                     Ok(Some(asked)) if asked == parsed => break true,
                     Ok(asked) if is_still_listed() => others.push(asked),
                     Ok(_) => break false,
@@ -202,10 +204,10 @@ mod tests {
         }
         assert!(count > 10, "only {count} mappings compared");
         assert_eq!(stacks, 1);
-        assert_eq!(maps.query(usize::MAX - 1).unwrap(), None);
+        assert_eq!(maps.query_by_ioctl(usize::MAX - 1).unwrap(), None);
     }
 
-    /// A mapped file must be found by its whole path.
+    /// `has_mapped` must find a mapped file by its whole path, but not by a part of the path.
     #[test]
     fn mapped_files_are_found() {
         let program = std::env::current_exe().unwrap();
@@ -215,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_parsed() {
+    fn lines_of_maps_are_parsed() {
         let line = "7f5c-7f6d rw-s 00000000 00:01 42   /dev/zero (deleted)";
         let expected = Mapping {
             addresses: 0x7f5c..0x7f6d,
@@ -226,8 +228,8 @@ mod tests {
             has_file: true,
             is_stack: false,
         };
-        assert_eq!(parse(line), Some(expected));
-        assert!(parse("7fff-8000 rw-p 00000000 00:00 0  [stack]").unwrap().is_stack);
-        assert_eq!((parse(""), parse("zz-1 rw-p 0 0 0")), (None, None));
+        assert_eq!(parse_line(line), Some(expected));
+        assert!(parse_line("7fff-8000 rw-p 00000000 00:00 0  [stack]").unwrap().is_stack);
+        assert_eq!((parse_line(""), parse_line("zz-1 rw-p 0 0 0")), (None, None));
     }
 }

@@ -1,4 +1,4 @@
-//! Address space and the pages behind it.
+//! Reserves address space, and allocates and frees its pages.
 //!
 //! A reservation has addresses, but no access and no pages. [`open`] makes a range of it readable and writable, still
 //! without pages. An access or [`populate`] allocates pages, and [`discard`] frees them. docs/kernel.md has measured
@@ -19,15 +19,15 @@ pub enum Backing {
     Small,
 }
 
-/// The error of a system call that returned a value other than 0.
-fn check(result: i32) -> io::Result<()> {
+/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
+fn check_result(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Cached result of [`os_page_bytes`]; 0 before the first call.
 static OS_PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes of an OS page: 4, 16 or 64 KiB.
+/// Returns the size of an OS page: 4, 16 or 64 KiB.
 pub fn os_page_bytes() -> usize {
     let known = OS_PAGE_BYTES.load(Relaxed);
     if known != 0 {
@@ -38,7 +38,7 @@ pub fn os_page_bytes() -> usize {
     bytes
 }
 
-/// The actual OS page size, also if [`pretend_os_page`] was called.
+/// Returns the size of the kernel's pages, even after a call of [`pretend_os_page`].
 fn kernel_page_bytes() -> usize {
     // SAFETY: the call returns a constant of the system.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
@@ -58,10 +58,10 @@ pub fn pretend_os_page(bytes: usize) {
 /// The largest OS page size that Pagemill supports.
 const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 
-/// Maps anonymous memory by a direct system call. In the preload library, the C library's `mmap` is replaced by one for
-/// jemalloc, which calls the arena again.
+/// Maps anonymous memory by a direct system call. Returns the address. The preload library replaces the C library's
+/// `mmap` by a function for jemalloc, which would call the arena again.
 ///
-/// This call and those of `unmap`, `advise` and `protect` are rustix's, which also leave `errno` alone.
+/// `map`, `unmap`, `advise` and `protect` call rustix, which does not change `errno`.
 ///
 /// # Safety
 ///
@@ -97,12 +97,12 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::R
 /// # Safety
 ///
 /// As [`advise`].
-unsafe fn advise_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
+unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
     // SAFETY: guaranteed by the caller.
-    check(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
+    check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
 }
 
-/// Calls `mprotect` by a direct system call.
+/// Changes the access rights of the range by a direct `mprotect` system call.
 ///
 /// # Safety
 ///
@@ -157,7 +157,7 @@ pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
 ///
 /// # Errors
 ///
-/// `ENOMEM` if `mmap` of that length would be refused, too.
+/// `ENOMEM` if the kernel would also refuse an `mmap` of that length.
 ///
 /// # Safety
 ///
@@ -195,13 +195,13 @@ pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
     unsafe { protect(addr, len_bytes, MprotectFlags::empty()) }
 }
 
-/// Allows huge pages for the aligned blocks of the range. Returns whether the kernel accepted the advice.
+/// Allows huge pages for the aligned 2 MiB blocks of the range. Returns whether the kernel accepted the advice.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     // SAFETY: the advice concerns paging only; contents do not change.
     unsafe { advise(addr, len_bytes, Advice::LinuxHugepage) }.is_ok()
 }
 
-/// Excludes the range from huge pages, so that OS pages without an access stay unallocated.
+/// Forbids huge pages for the range, so that only OS pages that are accessed are allocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: the advice concerns paging only; contents do not change.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxNoHugepage) };
@@ -234,7 +234,8 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
     Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
 }
 
-/// Reports for every OS page of the range whether it is resident, in the lowest bit of the byte in `pages`.
+/// Reports for every OS page of the range whether the page is resident: sets or clears the lowest bit of the page's
+/// byte in `pages`.
 ///
 /// # Errors
 ///
@@ -242,20 +243,20 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
 ///
 /// # Panics
 ///
-/// If `pages` is shorter than the number of pages.
+/// If `pages` has fewer bytes than the range has OS pages.
 pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
     let (page, of_kernel) = (os_page_bytes(), kernel_page_bytes());
     assert!(pages.len() >= len_bytes.div_ceil(page));
     if page == of_kernel {
         // SAFETY: the call writes one byte per page into `pages`, which is long enough as asserted.
-        return check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
+        return check_result(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
     }
     for (at, into) in (0..len_bytes).step_by(page).zip(pages) {
         // The kernel's pages have at least 4 KiB.
         let mut parts = [0u8; MAX_OS_PAGE_BYTES >> 12];
         let len = page.min(len_bytes - at);
         // SAFETY: the call writes one byte per kernel page into `parts`, which has a byte for each of them.
-        check(unsafe { libc::mincore((addr + at) as *mut _, len, parts.as_mut_ptr()) })?;
+        check_result(unsafe { libc::mincore((addr + at) as *mut _, len, parts.as_mut_ptr()) })?;
         *into = parts[..len.div_ceil(of_kernel)].iter().fold(0, |any, part| any | part & 1);
     }
     Ok(())
@@ -267,10 +268,10 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
 ///
 /// As [`resident`].
 pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
-    const PAGES: usize = 1024;
-    let (page, mut pages, mut count) = (os_page_bytes(), [0u8; PAGES], 0);
-    for at in (0..len_bytes).step_by(PAGES * page) {
-        let len = (len_bytes - at).min(PAGES * page);
+    const PAGES_PER_CALL: usize = 1024;
+    let (page, mut pages, mut count) = (os_page_bytes(), [0u8; PAGES_PER_CALL], 0);
+    for at in (0..len_bytes).step_by(PAGES_PER_CALL * page) {
+        let len = (len_bytes - at).min(PAGES_PER_CALL * page);
         resident(addr + at, len, &mut pages)?;
         count += pages[..len / page].iter().filter(|page| **page & 1 == 1).count();
     }
@@ -325,8 +326,8 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { advise(addr, len_bytes, Advice::LinuxFree) }?)
 }
 
-/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only offered
-/// pages. For tests.
+/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only pages
+/// that [`offer`] offered. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     // SAFETY: contents do not change, except those that were offered.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxPageOut) };
@@ -334,7 +335,7 @@ pub fn reclaim(addr: usize, len_bytes: usize) {
 
 /// Splits the huge page of a block into OS pages, if the kernel splits pages for `MADV_COLD`.
 ///
-/// Until the page is split, `MADV_DONTNEED` of a range inside it frees nothing. Takes some 280 us.
+/// Until the huge page is split, `MADV_DONTNEED` of a range inside the huge page frees nothing. Takes some 280 us.
 pub fn split_huge(block: usize, block_bytes: usize) {
     // For a range inside a huge page, `MADV_COLD` makes the kernel split the page. For a whole huge page it would only
     // deactivate the page.
@@ -353,8 +354,9 @@ pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { advise(addr, len_bytes, Advice::LinuxCold) }?)
 }
 
-/// Frees the pages of the range and installs a guard for each. Until [`remove_guards`], an access faults (`SIGSEGV`;
-/// `EFAULT` in system calls). A page may read zero before its guard is installed, so callers first [`close`] the range.
+/// Frees the pages of the range and makes each of them a guard page. Until [`remove_guards`], an access faults
+/// (`SIGSEGV`; `EFAULT` in system calls). A page may read zero before its guard is installed, so callers first
+/// [`close`] the range.
 ///
 /// # Errors
 ///
@@ -364,9 +366,9 @@ pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`discard`].
 pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
-    const GUARD_INSTALL: i32 = 102;
+    const MADV_GUARD_INSTALL: i32 = 102;
     // SAFETY: the caller gives up the contents.
-    unsafe { advise_number(addr, len_bytes, GUARD_INSTALL) }
+    unsafe { advise_by_number(addr, len_bytes, MADV_GUARD_INSTALL) }
 }
 
 /// Removes guards, after which their pages read zero. Pages without a guard do not change.
@@ -375,9 +377,9 @@ pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`install_guards`].
 pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
-    const GUARD_REMOVE: i32 = 103;
+    const MADV_GUARD_REMOVE: i32 = 103;
     // SAFETY: a page with a guard has no contents.
-    unsafe { advise_number(addr, len_bytes, GUARD_REMOVE) }
+    unsafe { advise_by_number(addr, len_bytes, MADV_GUARD_REMOVE) }
 }
 
 /// Maps `len_bytes` of private memory for metadata: zeroed, readable and writable, without pages.
@@ -410,7 +412,7 @@ pub fn wipe_on_fork(addr: usize) -> bool {
     unsafe { advise(addr, os_page_bytes(), Advice::LinuxWipeOnFork) }.is_ok()
 }
 
-/// Prefetches the cache line of an address. An invalid address has no effect.
+/// Prefetches the cache line at `addr` into the processor's caches. An invalid address has no effect.
 #[inline(always)]
 pub fn prefetch(addr: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -447,44 +449,45 @@ pub fn thread_token() -> usize {
 mod tests {
     use super::*;
 
-    const BLOCK: usize = 2 << 20;
+    const BLOCK_BYTES: usize = 2 << 20;
 
-    /// A reservation must be aligned. A range of it can be opened, and must read zero after a discard.
+    /// A reservation must be aligned as requested. A range of the reservation must be writable after `open`, and read
+    /// zero after `discard`.
     #[test]
     fn reserved_memory_can_be_opened_and_discarded() {
-        let addr = reserve(4 * BLOCK, 4 * BLOCK, 0).unwrap();
-        assert_eq!(addr % (4 * BLOCK), 0);
+        let addr = reserve(4 * BLOCK_BYTES, 4 * BLOCK_BYTES, 0).unwrap();
+        assert_eq!(addr % (4 * BLOCK_BYTES), 0);
         // SAFETY: the range is a reservation of this function.
-        unsafe { open(addr, BLOCK).unwrap() };
+        unsafe { open(addr, BLOCK_BYTES).unwrap() };
         let byte = addr as *mut u8;
         // SAFETY: the page was opened above, and no other code knows it.
         unsafe {
             byte.write(7);
             discard(addr, os_page_bytes()).unwrap();
             assert_eq!(byte.read(), 0);
-            unreserve(addr, 4 * BLOCK);
+            unreserve(addr, 4 * BLOCK_BYTES);
         }
     }
 
     /// `populate_huge` must report a huge page if and only if all OS pages of the block are resident.
     #[test]
     fn populate_huge_reports_the_kind_of_page() {
-        let addr = map_sparse(BLOCK, BLOCK).unwrap();
-        let backing = populate_huge(addr, BLOCK).unwrap();
-        let mut pages = [0u8; BLOCK / 4096];
-        resident(addr, BLOCK, &mut pages).unwrap();
-        let count = pages[..BLOCK / os_page_bytes()].iter().filter(|page| **page & 1 == 1).count();
+        let addr = map_sparse(BLOCK_BYTES, BLOCK_BYTES).unwrap();
+        let backing = populate_huge(addr, BLOCK_BYTES).unwrap();
+        let mut pages = [0u8; BLOCK_BYTES / 4096];
+        resident(addr, BLOCK_BYTES, &mut pages).unwrap();
+        let count = pages[..BLOCK_BYTES / os_page_bytes()].iter().filter(|page| **page & 1 == 1).count();
         match backing {
-            Backing::Huge => assert_eq!(count, BLOCK / os_page_bytes()),
-            Backing::Small => assert!(count < BLOCK / os_page_bytes()),
+            Backing::Huge => assert_eq!(count, BLOCK_BYTES / os_page_bytes()),
+            Backing::Small => assert!(count < BLOCK_BYTES / os_page_bytes()),
         }
         // SAFETY: no other code knows the memory.
-        unsafe { unreserve(addr, BLOCK) };
+        unsafe { unreserve(addr, BLOCK_BYTES) };
     }
 
     /// Two threads must have different thread pointers.
     #[test]
-    fn tokens_differ() {
+    fn thread_tokens_differ() {
         let here = thread_token();
         let there = std::thread::spawn(thread_token).join().unwrap();
         assert_ne!(here, there);

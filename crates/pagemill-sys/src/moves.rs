@@ -14,15 +14,16 @@ const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
 const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
 const UFFDIO_MOVE: libc::c_ulong = 0xC028_AA05;
-const FEATURE_MOVE: u64 = 1 << 16;
-/// Serves faults of user code only, which needs no privilege. rustix has no name for the flag.
+const UFFD_FEATURE_MOVE: u64 = 1 << 16;
+/// Flag of a userfaultfd that handles only faults of user code, which needs no privilege. rustix has no name for the
+/// flag.
 pub(crate) const USER_MODE_ONLY: UserfaultfdFlags = UserfaultfdFlags::from_bits_retain(1);
-const REGISTER_MODE_MISSING: u64 = 1;
-const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
+const UFFDIO_REGISTER_MODE_MISSING: u64 = 1;
+const UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
 /// The kernel's `struct uffdio_api`.
 #[repr(C)]
-struct Api {
+struct UffdioApi {
     api: u64,
     features: u64,
     ioctls: u64,
@@ -30,22 +31,22 @@ struct Api {
 
 /// The kernel's `struct uffdio_range`.
 #[repr(C)]
-struct Range {
+struct UffdioRange {
     start: u64,
     len: u64,
 }
 
 /// The kernel's `struct uffdio_register`.
 #[repr(C)]
-struct Register {
-    range: Range,
+struct UffdioRegister {
+    range: UffdioRange,
     mode: u64,
     ioctls: u64,
 }
 
 /// The kernel's `struct uffdio_move`.
 #[repr(C)]
-struct Move {
+struct UffdioMove {
     dst: u64,
     src: u64,
     len: u64,
@@ -53,7 +54,7 @@ struct Move {
     moved: i64,
 }
 
-/// A userfaultfd that can move pages; closed on drop.
+/// A userfaultfd that can move pages. Dropping the value closes it.
 struct Mover(Fd);
 
 impl Mover {
@@ -61,15 +62,15 @@ impl Mover {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
         // SAFETY: the call only creates a descriptor.
         let mover = Self(unsafe { userfaultfd(flags) }?.into());
-        let mut api = Api { api: UFFD_API, features: FEATURE_MOVE, ioctls: 0 };
+        let mut api = UffdioApi { api: UFFD_API, features: UFFD_FEATURE_MOVE, ioctls: 0 };
         // A kernel before 6.8 has userfaultfd, but not this feature.
-        mover.call(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
+        mover.ioctl(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
         Ok(mover)
     }
 
-    fn call<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
+    fn ioctl<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
         // SAFETY: `argument` points to the structure that `request` reads and writes.
-        let result = unsafe { libc::ioctl(self.0.number(), request as _, argument) };
+        let result = unsafe { libc::ioctl(self.0.descriptor_number(), request as _, argument) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
@@ -83,7 +84,7 @@ pub fn can_move() -> io::Result<()> {
     Mover::open().map(drop)
 }
 
-/// Moves the pages of `src` to `dst`. Returns the bytes moved, counted from the start of the ranges.
+/// Moves the pages of `src` to `dst`. Returns how many bytes were moved, counted from the start of the ranges.
 ///
 /// Where `src` has no page, `dst` gets no page either. The moved range of `src` reads zero afterwards.
 ///
@@ -93,24 +94,24 @@ pub fn can_move() -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread accesses `src`
-/// during the call.
+/// Both ranges must be private anonymous memory of the caller. `dst` must have no pages, and no other code may use it.
+/// No thread may access `src` during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
     let mover = Mover::open()?;
-    let range = Range { start: dst as u64, len: len_bytes as u64 };
-    let mut register = Register { range, mode: REGISTER_MODE_MISSING, ioctls: 0 };
-    mover.call(UFFDIO_REGISTER, &raw mut register)?;
+    let range = UffdioRange { start: dst as u64, len: len_bytes as u64 };
+    let mut register = UffdioRegister { range, mode: UFFDIO_REGISTER_MODE_MISSING, ioctls: 0 };
+    mover.ioctl(UFFDIO_REGISTER, &raw mut register)?;
     let mut moved = 0;
     let mut failure = None;
     while moved < len_bytes {
-        let mut request = Move {
+        let mut request = UffdioMove {
             dst: (dst + moved) as u64,
             src: (src + moved) as u64,
             len: (len_bytes - moved) as u64,
-            mode: MOVE_ALLOW_SRC_HOLES,
+            mode: UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES,
             moved: 0,
         };
-        let result = mover.call(UFFDIO_MOVE, &raw mut request);
+        let result = mover.ioctl(UFFDIO_MOVE, &raw mut request);
         if request.moved > 0 {
             moved += request.moved as usize;
         }
@@ -125,7 +126,7 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
     }
     // Unregistering needs to wake no thread, because none can have faulted in `dst`. Closing would also unregister. An
     // error here does not change what was moved.
-    let _ = mover.call(UFFDIO_UNREGISTER, &raw mut register.range);
+    let _ = mover.ioctl(UFFDIO_UNREGISTER, &raw mut register.range);
     match failure {
         Some(error) if moved == 0 => Err(error),
         _ => Ok(moved),
@@ -137,28 +138,28 @@ mod tests {
     use super::*;
     use crate::mem;
 
-    const BLOCK: usize = 2 << 20;
+    const BLOCK_BYTES: usize = 2 << 20;
 
     /// Pages that are moved from one range to another must keep their bytes, and the source must read zero afterwards.
     #[test]
     fn pages_are_moved_with_their_bytes() {
-        let base = mem::map_sparse(8 * BLOCK, BLOCK).unwrap();
-        let (src, dst) = (base, base + 4 * BLOCK);
+        let base = mem::map_sparse(8 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+        let (src, dst) = (base, base + 4 * BLOCK_BYTES);
         let pages = [0, 1, 511, 1024, 2047];
         // SAFETY: all addresses lie in the mapping made above, which no other code knows.
         unsafe {
             for page in pages {
                 ((src + page * 4096) as *mut u64).write(page as u64 + 1);
             }
-            match move_pages(dst, src, 4 * BLOCK) {
-                Ok(moved) => assert_eq!(moved, 4 * BLOCK),
+            match move_pages(dst, src, 4 * BLOCK_BYTES) {
+                Ok(moved) => assert_eq!(moved, 4 * BLOCK_BYTES),
                 Err(error) => return eprintln!("skipped: UFFDIO_MOVE is unavailable here: {error}"),
             }
             for page in pages {
                 assert_eq!(((dst + page * 4096) as *const u64).read(), page as u64 + 1, "{page}");
                 assert_eq!(((src + page * 4096) as *const u64).read(), 0, "{page}");
             }
-            mem::unreserve(base, 8 * BLOCK);
+            mem::unreserve(base, 8 * BLOCK_BYTES);
         }
     }
 }

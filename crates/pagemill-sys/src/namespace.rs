@@ -4,8 +4,8 @@
 use std::fs;
 use std::io;
 
-/// The error of a system call that returned a value other than 0.
-fn check(result: i32) -> io::Result<()> {
+/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
+fn check_result(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -21,10 +21,10 @@ pub fn enter_mounts() -> io::Result<()> {
     // SAFETY: the call takes no arguments.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
     // SAFETY: the call accesses no memory.
-    let is_allowed = check(unsafe { libc::unshare(libc::CLONE_NEWNS) });
+    let is_allowed = check_result(unsafe { libc::unshare(libc::CLONE_NEWNS) });
     if is_allowed.is_err() {
         // SAFETY: as for the previous call.
-        check(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) })?;
+        check_result(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) })?;
         // The kernel accepts the group mapping only after this write, because a process must not be able to drop a
         // group that denies access to a file.
         fs::write("/proc/self/setgroups", "deny")?;
@@ -34,5 +34,5 @@ pub fn enter_mounts() -> io::Result<()> {
     // Mounts are propagated in neither direction. A mount made elsewhere could hide one made here.
     let flags = libc::MS_REC | libc::MS_PRIVATE;
     // SAFETY: the arguments are C strings, and null where the call needs none.
-    check(unsafe { libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()) })
+    check_result(unsafe { libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()) })
 }

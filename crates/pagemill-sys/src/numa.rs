@@ -9,7 +9,8 @@ pub const MAX_NODES: usize = 64;
 
 const MPOL_PREFERRED: libc::c_int = 1;
 
-/// Number of memory nodes: one more than the highest number that the kernel lists, or 1 if it lists none.
+/// Returns the number of memory nodes: one more than the highest node number that the kernel lists, at most
+/// [`MAX_NODES`]. Returns 1 if the kernel lists no node.
 pub fn node_count() -> usize {
     let mut buffer = [0u8; 256];
     let text = file::read(c"/sys/devices/system/node/has_memory", &mut buffer).unwrap_or(b"0");
@@ -30,14 +31,15 @@ pub fn current() -> (usize, usize) {
     (cpu as usize, node as usize)
 }
 
-/// Returns the CPU that this thread runs on now. Cheap where the kernel provides the number in user memory.
+/// Returns the CPU that this thread runs on now. Makes no system call where the kernel writes the CPU number into user
+/// memory (rseq).
 #[inline]
 pub fn cpu() -> usize {
     // SAFETY: the call takes no arguments.
     (unsafe { libc::sched_getcpu() }).max(0) as usize
 }
 
-/// Requests that pages of the range be allocated on `node` while the node has free pages.
+/// Requests that the kernel allocate the pages of the range on `node` while the node has free pages.
 ///
 /// # Errors
 ///
@@ -55,9 +57,9 @@ pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The highest number of a list must be found; an empty list has none.
+    /// `highest_in_list` must return the highest number of a list, and `None` for an empty list.
     #[test]
-    fn lists_are_parsed() {
+    fn node_lists_are_parsed() {
         assert_eq!(highest_in_list(b"0\n"), Some(0));
         assert_eq!(highest_in_list(b"0-1,4\n"), Some(4));
         assert_eq!(highest_in_list(b"\n"), None);

@@ -10,13 +10,14 @@ use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// A listener for the opens of one file system.
+/// A listener that lets the kernel delay the opens of files in one file system until the listener allows them.
 pub struct OpenPermissions(OwnedFd);
 
 /// An open that waits in the kernel for permission. Dropping the value allows the open.
 pub struct DelayedOpen {
     listener: Arc<OpenPermissions>,
-    /// The file, opened by the kernel for the listener. Its descriptor number identifies the event in the answer.
+    /// The file, opened by the kernel for the listener. The number of its descriptor identifies the event in the answer
+    /// to the kernel.
     file: Option<OwnedFd>,
 }
 
@@ -35,7 +36,7 @@ impl Drop for DelayedOpen {
 }
 
 impl OpenPermissions {
-    /// Creates a listener that delays nothing yet.
+    /// Creates a listener that delays no opens before [`Self::start`].
     ///
     /// # Errors
     ///
@@ -57,22 +58,22 @@ impl OpenPermissions {
     ///
     /// # Errors
     ///
-    /// `EINVAL` if the kernel has no permission events; errors of `fanotify_mark`. Then nothing is delayed.
+    /// `EINVAL` if the kernel has no permission events; errors of `fanotify_mark`. After an error, no open is delayed.
     pub fn start(&self, root: BorrowedFd<'_>) -> io::Result<()> {
         let ignore = libc::FAN_MARK_MOUNT | libc::FAN_MARK_IGNORED_MASK | libc::FAN_MARK_IGNORED_SURV_MODIFY;
-        self.mark(root, libc::FAN_MARK_ADD | ignore)?;
-        self.mark(root, libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM)
+        self.change_mark(root, libc::FAN_MARK_ADD | ignore)?;
+        self.change_mark(root, libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM)
     }
 
     /// Stops delaying opens. Opens that are already delayed still wait for their answer.
     pub fn stop(&self, root: BorrowedFd<'_>) {
         // The calls fail only if there is no mark. The second mark alone would slow down opens.
-        let _ = self.mark(root, libc::FAN_MARK_REMOVE | libc::FAN_MARK_FILESYSTEM);
+        let _ = self.change_mark(root, libc::FAN_MARK_REMOVE | libc::FAN_MARK_FILESYSTEM);
         let ignore = libc::FAN_MARK_MOUNT | libc::FAN_MARK_IGNORED_MASK;
-        let _ = self.mark(root, libc::FAN_MARK_REMOVE | ignore);
+        let _ = self.change_mark(root, libc::FAN_MARK_REMOVE | ignore);
     }
 
-    fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
+    fn change_mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
         let (listener, root) = (self.0.as_raw_fd(), root.as_raw_fd());
         // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(listener, how, libc::FAN_OPEN_PERM, root, c".".as_ptr()) };
@@ -106,7 +107,7 @@ impl OpenPermissions {
     }
 }
 
-/// The descriptor is readable when an open waits.
+/// The listener's descriptor, which is readable while an open waits.
 impl AsFd for OpenPermissions {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
@@ -122,18 +123,18 @@ mod tests {
     use std::fs::File;
     use std::thread;
 
-    fn is_readable(listener: &OpenPermissions) -> bool {
+    fn becomes_readable(listener: &OpenPermissions) -> bool {
         let at_most = Timespec { tv_sec: 20, tv_nsec: 0 };
         poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&at_most)).is_ok_and(|ready| ready > 0)
     }
 
-    /// An open must wait until its event is dropped. Opens through the listener's own mount, and opens after the stop,
-    /// must not wait.
+    /// An open must wait until its `DelayedOpen` is dropped. Opens through the listener's own mount, and opens after
+    /// `stop`, must not wait.
     #[test]
     fn an_open_waits_for_permission() {
         // The test uses a file system of its own, because opens by other processes would be delayed, too.
         let Ok(listener) = OpenPermissions::new() else { return println!("skipped: no permission events") };
-        let Some(mount) = own_tmpfs() else { return println!("skipped: no right to mount") };
+        let Some(mount) = new_unattached_tmpfs() else { return println!("skipped: no right to mount") };
         let path = format!("/proc/self/fd/{}/file", mount.as_raw_fd());
         std::fs::write(&path, b"x").unwrap();
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
@@ -150,7 +151,7 @@ mod tests {
             let path = path.clone();
             move || File::open(path).map(drop)
         });
-        assert!(is_readable(&listener));
+        assert!(becomes_readable(&listener));
         let delayed = listener.read().unwrap();
         assert!(delayed.is_some() && !opener.is_finished(), "it waits");
         drop(delayed);
@@ -160,13 +161,13 @@ mod tests {
         // When the listener is dropped, the kernel allows all opens.
         listener.start(root.as_fd()).unwrap();
         let opener = thread::spawn(move || File::open(path).map(drop));
-        assert!(is_readable(&listener));
+        assert!(becomes_readable(&listener));
         drop(listener);
         opener.join().unwrap().unwrap();
     }
 
-    /// A tmpfs that is attached nowhere; `None` without the right to mount.
-    fn own_tmpfs() -> Option<OwnedFd> {
+    /// Returns a new tmpfs that is mounted at no path; `None` without the right to mount.
+    fn new_unattached_tmpfs() -> Option<OwnedFd> {
         use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
         let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).ok()?;
         fsconfig_create(context.as_fd()).ok()?;

@@ -13,7 +13,7 @@ use std::sync::Once;
 const MADV_COLD: libc::c_int = 20;
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// Result of making a huge page of a block.
+/// Result of an attempt to make a block of a file one huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collapse {
     /// The block is one huge page, now or already before the call.
@@ -22,19 +22,20 @@ pub enum Collapse {
     Busy,
     /// No huge page is available, or the group's limit leaves no room for one.
     NoMemory,
-    /// The file or the kernel (before Linux 6.1) does not support huge pages on request.
+    /// The file or the kernel (before Linux 6.1) does not support `MADV_COLLAPSE`.
     Refused,
 }
 
-/// A read-only mapping of a range of a file, for system calls that need an address. Pagemill reads none of its bytes.
-struct Window {
+/// A read-only mapping of a range of a file, for system calls that need an address. Pagemill does not read the mapped
+/// bytes.
+struct FileMapping {
     addr: *mut libc::c_void,
     len: usize,
 }
 
-impl Window {
-    /// Maps the range at an address that is a multiple of `len`, as a huge page requires. `offset` must be a multiple
-    /// of an OS page.
+impl FileMapping {
+    /// Maps `len` bytes of `file` from `offset` on, at an address that is a multiple of `len`, as a huge page requires.
+    /// `offset` must be a multiple of the OS page size.
     fn new(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
         // SAFETY: reserves twice the length, maps the file over an aligned range and unmaps the rest. No other code
         // knows these addresses.
@@ -61,14 +62,14 @@ impl Window {
         }
     }
 
-    /// Calls `madvise` for the first `len` bytes.
+    /// Calls `madvise` for the first `len` bytes of the mapping.
     fn advise(&self, len: usize, advice: libc::c_int) -> io::Result<()> {
         // SAFETY: this value owns the mapping, and the advice changes no byte.
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps the OS pages with the indices `pages` by `madvise`, which returns an error past the end of the file. An
-    /// access would raise a signal.
+    /// Enters the OS pages with the indices `pages` into the page table. Past the end of the file, this call of
+    /// `madvise` returns an error, where an access would raise a signal.
     fn populate(&self, pages: Range<usize>) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
         let page_bytes = os_page_bytes();
@@ -82,8 +83,8 @@ impl Window {
     }
 }
 
-impl Window {
-    /// Returns the ranges of OS pages that are in memory already, as indexes in the mapping.
+impl FileMapping {
+    /// Returns the ranges of OS pages that are resident, as page indices in the mapping.
     fn resident_ranges(&self) -> io::Result<Vec<Range<usize>>> {
         let mut states = vec![0u8; self.len / os_page_bytes()];
         // SAFETY: this value owns the mapping, and the kernel writes one byte for each of its pages.
@@ -101,7 +102,7 @@ impl Window {
     }
 }
 
-impl Drop for Window {
+impl Drop for FileMapping {
     fn drop(&mut self) {
         // SAFETY: this value owns the mapping, which is not used again.
         unsafe { libc::munmap(self.addr, self.len) };
@@ -113,8 +114,8 @@ impl Drop for Window {
 /// The bytes and other mappings of the file do not change. The huge page is charged to this process's memory group.
 /// Takes some 0.25 ms. Needs Linux 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
-    let Ok(window) = Window::new(file, offset, block_bytes) else { return Collapse::NoMemory };
-    match window.advise(block_bytes, MADV_COLLAPSE) {
+    let Ok(mapping) = FileMapping::new(file, offset, block_bytes) else { return Collapse::NoMemory };
+    match mapping.advise(block_bytes, MADV_COLLAPSE) {
         Ok(()) => Collapse::Huge,
         Err(error) => match error.raw_os_error() {
             Some(libc::EAGAIN | libc::EBUSY) => Collapse::Busy,
@@ -132,12 +133,12 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
 ///
 /// Errors of mapping; `EFAULT` past the end of the file.
 pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Result<()> {
-    let window = Window::new(file, offset, block_bytes)?;
-    window.populate(0..1)?;
-    window.advise(os_page_bytes(), MADV_COLD)
+    let mapping = FileMapping::new(file, offset, block_bytes)?;
+    mapping.populate(0..1)?;
+    mapping.advise(os_page_bytes(), MADV_COLD)
 }
 
-/// Returns whether this process may read which group is charged for a page.
+/// Returns whether this process may read which control group is charged for a page.
 pub fn may_ask_for_group() -> bool {
     ChargedGroupReader::new().is_ok()
 }
@@ -153,7 +154,7 @@ pub fn may_ask_for_group() -> bool {
 pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -> io::Result<Vec<u64>> {
     const MAX_SAMPLES: u64 = 64;
     /// Odd, so that its multiples modulo 64 reach every sample. The first samples then come from all parts of the file.
-    const STRIDE: u64 = 27;
+    const SAMPLE_STRIDE: u64 = 27;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
     let samples = MAX_SAMPLES.min(pages);
@@ -163,12 +164,12 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -
         if groups.len() == max_groups {
             break;
         }
-        let sample = if samples == MAX_SAMPLES { sample * STRIDE % MAX_SAMPLES } else { sample };
+        let sample = if samples == MAX_SAMPLES { sample * SAMPLE_STRIDE % MAX_SAMPLES } else { sample };
         // The sampling starts at the end, because the pages written last are resident.
         let offset = (pages - 1 - sample * pages / samples) * page;
-        let window = Window::new(file, offset, page as usize)?;
-        if !window.resident_ranges()?.is_empty() && window.populate(0..1).is_ok() {
-            groups.extend(reader.groups_of(&window, 0..1).ok().and_then(|groups| groups.first().copied()));
+        let mapping = FileMapping::new(file, offset, page as usize)?;
+        if !mapping.resident_ranges()?.is_empty() && mapping.populate(0..1).is_ok() {
+            groups.extend(reader.groups_of(&mapping, 0..1).ok().and_then(|groups| groups.first().copied()));
         }
     }
     Ok(groups)
@@ -181,11 +182,11 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -
 ///
 /// Errors of mapping and of reading kernel files; `NotFound` if the kernel reports no group for a page.
 pub fn is_charged_to(file: BorrowedFd<'_>, offset: u64, block_bytes: usize, group: u64) -> io::Result<bool> {
-    let window = Window::new(file, offset, block_bytes)?;
+    let mapping = FileMapping::new(file, offset, block_bytes)?;
     let reader = ChargedGroupReader::new()?;
-    for pages in window.resident_ranges()? {
-        window.populate(pages.clone())?;
-        if reader.groups_of(&window, pages)?.iter().any(|found| *found != group) {
+    for pages in mapping.resident_ranges()? {
+        mapping.populate(pages.clone())?;
+        if reader.groups_of(&mapping, pages)?.iter().any(|found| *found != group) {
             return Ok(false);
         }
     }
@@ -211,16 +212,16 @@ impl ChargedGroupReader {
     }
 
     /// Returns the charged group of each OS page in `pages`; these pages of the mapping must be populated.
-    fn groups_of(&self, window: &Window, pages: Range<usize>) -> io::Result<Vec<u64>> {
+    fn groups_of(&self, mapping: &FileMapping, pages: Range<usize>) -> io::Result<Vec<u64>> {
         const IS_PRESENT: u64 = 1 << 63;
-        const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
-        let first = window.addr as u64 / os_page_bytes() as u64 + pages.start as u64;
+        const FRAME_MASK: u64 = IS_PRESENT.wrapping_shr(8) - 1;
+        let first = mapping.addr as u64 / os_page_bytes() as u64 + pages.start as u64;
         let mut frames = Vec::with_capacity(pages.len());
         for entry in read_words(&self.pagemap, first, pages.len())? {
-            if entry & IS_PRESENT == 0 || entry & FRAME == 0 {
+            if entry & IS_PRESENT == 0 || entry & FRAME_MASK == 0 {
                 return Err(io::ErrorKind::NotFound.into());
             }
-            frames.push(entry & FRAME);
+            frames.push(entry & FRAME_MASK);
         }
         let mut groups: Vec<u64> = Vec::with_capacity(frames.len());
         for run in frames.chunk_by(|one, next| *next == one + 1) {
@@ -237,8 +238,8 @@ impl ChargedGroupReader {
     /// Returns the charged group of the folio that contains a frame. Only the first page of a large folio has the
     /// group, and folios are aligned to their size.
     fn group_of_folio(&self, frame: u64) -> io::Result<u64> {
-        const LARGEST_ORDER: u32 = 9;
-        for order in 0..=LARGEST_ORDER {
+        const MAX_FOLIO_ORDER: u32 = 9;
+        for order in 0..=MAX_FOLIO_ORDER {
             match read_words(&self.groups, frame >> order << order, 1)?[0] {
                 0 => {}
                 group => return Ok(group),
@@ -257,12 +258,12 @@ impl ChargedGroupReader {
 pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     /// `struct file_handle` with room for every handle.
     #[repr(C)]
-    struct Handle {
+    struct FileHandle {
         len_bytes: libc::c_uint,
         kind: libc::c_int,
         bytes: [u8; 128],
     }
-    let mut handle = Handle { len_bytes: 128, kind: 0, bytes: [0; 128] };
+    let mut handle = FileHandle { len_bytes: 128, kind: 0, bytes: [0; 128] };
     let (mut mount_id, file) = (0 as libc::c_int, file.as_raw_fd());
     let (to, path, flag) = (&raw mut handle, c"".as_ptr(), libc::AT_EMPTY_PATH);
     // SAFETY: the call writes at most `len_bytes` bytes of the handle, and the mount's id.
@@ -288,9 +289,9 @@ pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<Ow
 ///
 /// `EAGAIN` if the file is open elsewhere; `EACCES` for another user's file.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
-    static IS_HANDLED: Once = Once::new();
+    static INSTALL_HANDLER: Once = Once::new();
     // When a process opens the file, the kernel sends SIGIO to this process, which would end the process by default.
-    IS_HANDLED.call_once(|| ignore_signal(libc::SIGIO));
+    INSTALL_HANDLER.call_once(|| install_empty_handler(libc::SIGIO));
     // SAFETY: the call takes numbers only.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -322,7 +323,7 @@ extern "C" fn do_nothing(_: libc::c_int) {}
 
 /// Installs an empty handler for a signal that would end this process. In programs that this process executes, the
 /// signal has its default action.
-fn ignore_signal(signal: libc::c_int) {
+fn install_empty_handler(signal: libc::c_int) {
     // SAFETY: the structures are plain data, the handler accesses nothing, and an existing handler stays.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
@@ -341,33 +342,33 @@ fn ignore_signal(signal: libc::c_int) {
 mod tests {
     use super::*;
 
-    const BLOCK: usize = 512 * 4096;
+    const BLOCK_BYTES: usize = 512 * 4096;
     use std::os::fd::AsFd;
 
-    fn file(blocks: usize) -> Option<(tempfile::TempDir, File)> {
+    fn new_file(blocks: usize) -> Option<(tempfile::TempDir, File)> {
         let folder = tempfile::tempdir_in("/dev/shm").ok()?;
         let path = folder.path().join("file");
-        std::fs::write(&path, vec![7u8; blocks * BLOCK]).unwrap();
+        std::fs::write(&path, vec![7u8; blocks * BLOCK_BYTES]).unwrap();
         Some((folder, File::open(path).unwrap()))
     }
 
-    /// Collapsing and splitting a block must keep every byte.
+    /// After a block of a file was made a huge page and split again, every byte must be unchanged.
     #[test]
     fn collapsing_and_splitting_keep_the_bytes() {
-        let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
-        let done = collapse(file.as_fd(), BLOCK as u64, BLOCK);
+        let Some((_folder, file)) = new_file(2) else { return println!("skipped: no /dev/shm") };
+        let done = collapse(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES);
         println!("collapse: {done:?}");
         if done == Collapse::Huge {
-            split(file.as_fd(), BLOCK as u64, BLOCK).unwrap();
+            split(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES).unwrap();
         }
-        assert!(split(file.as_fd(), 8 * BLOCK as u64, BLOCK).is_err(), "past the end");
-        let mut bytes = vec![0; 2 * BLOCK];
+        assert!(split(file.as_fd(), 8 * BLOCK_BYTES as u64, BLOCK_BYTES).is_err(), "past the end");
+        let mut bytes = vec![0; 2 * BLOCK_BYTES];
         file.read_exact_at(&mut bytes, 0).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
 
-    /// Repeats a check until it succeeds. It may fail at first, because children of parallel tests inherit open files
-    /// for a moment.
+    /// Repeats a check until it succeeds. The check may fail at first, because children of parallel tests inherit open
+    /// files for a moment.
     fn retry_until(is_so: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !is_so() {
@@ -376,24 +377,24 @@ mod tests {
         }
     }
 
-    /// A lease must be refused while another descriptor or another mapping of the file exists.
+    /// The kernel must refuse a lease while another descriptor or a mapping of the file exists.
     #[test]
     fn a_lease_is_refused_while_the_file_is_open_elsewhere() {
-        let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        let Some((folder, file)) = new_file(1) else { return println!("skipped: no /dev/shm") };
         let other = File::open(folder.path().join("file")).unwrap();
         let refused = take_lease(file.as_fd()).unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EAGAIN));
-        let window = Window::new(other.as_fd(), 0, BLOCK).unwrap();
+        let mapping = FileMapping::new(other.as_fd(), 0, BLOCK_BYTES).unwrap();
         drop(other);
         assert_eq!(take_lease(file.as_fd()).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
-        drop(window);
+        drop(mapping);
         retry_until(|| take_lease(file.as_fd()).is_ok());
     }
 
     /// A thread that opens the file must block until the lease ends, and no signal may end this process.
     #[test]
     fn an_opener_waits_for_the_end_of_a_lease() {
-        let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        let Some((folder, file)) = new_file(1) else { return println!("skipped: no /dev/shm") };
         retry_until(|| is_alone(file.as_fd()));
         assert!(!has_lease(file.as_fd()));
         retry_until(|| take_lease(file.as_fd()).is_ok());
@@ -408,42 +409,44 @@ mod tests {
         opener.join().unwrap().unwrap();
     }
 
-    /// Returns the group that is charged for a new file of this process; `None` if it cannot be read here.
-    fn own_group(file: &File) -> Option<u64> {
-        let groups = charged_groups(file.as_fd(), BLOCK as u64, 1);
+    /// Returns the control group that is charged for `file`, a new file of this process; `None` if this process cannot
+    /// read it.
+    fn charged_group(file: &File) -> Option<u64> {
+        let groups = charged_groups(file.as_fd(), BLOCK_BYTES as u64, 1);
         if groups.is_err() {
             println!("skipped: the group cannot be read here");
         }
         groups.ok().map(|groups| groups[0])
     }
 
-    /// All pages of a block have the charged group, also as one huge page.
+    /// All pages of a block must be charged to the same group, first as OS pages, then as one huge page.
     #[test]
     fn all_pages_of_a_block_have_one_group() {
-        let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
-        let Some(group) = own_group(&file) else { return };
+        let Some((_folder, file)) = new_file(2) else { return println!("skipped: no /dev/shm") };
+        let Some(group) = charged_group(&file) else { return };
         assert_ne!(group, 0);
         for _ in 0..2 {
-            assert!(is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group).unwrap());
-            assert!(!is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group + 1).unwrap());
-            if collapse(file.as_fd(), BLOCK as u64, BLOCK) != Collapse::Huge {
+            assert!(is_charged_to(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES, group).unwrap());
+            assert!(!is_charged_to(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES, group + 1).unwrap());
+            if collapse(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES) != Collapse::Huge {
                 return println!("skipped: no huge page available");
             }
         }
     }
 
-    /// Sampling must skip the pages of holes and allocate no page.
+    /// `charged_groups` must return groups of resident pages only. For a file with holes, it must skip the holes and
+    /// allocate no page.
     #[test]
     fn sampled_pages_report_their_groups() {
-        let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        let Some(group) = own_group(&file) else { return };
-        assert_eq!(charged_groups(file.as_fd(), BLOCK as u64, 8).unwrap(), [group; 8]);
-        File::options().write(true).open(folder.path().join("file")).unwrap().set_len(64 * BLOCK as u64).unwrap();
+        let Some((folder, file)) = new_file(1) else { return println!("skipped: no /dev/shm") };
+        let Some(group) = charged_group(&file) else { return };
+        assert_eq!(charged_groups(file.as_fd(), BLOCK_BYTES as u64, 8).unwrap(), [group; 8]);
+        File::options().write(true).open(folder.path().join("file")).unwrap().set_len(64 * BLOCK_BYTES as u64).unwrap();
         let held = || std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
         let before = held();
-        let found = charged_groups(file.as_fd(), 64 * BLOCK as u64, 8).unwrap();
+        let found = charged_groups(file.as_fd(), 64 * BLOCK_BYTES as u64, 8).unwrap();
         assert_eq!(found, [group], "one sample of 64 hits the first block");
-        assert!(is_charged_to(file.as_fd(), BLOCK as u64, BLOCK, group).unwrap(), "a hole");
+        assert!(is_charged_to(file.as_fd(), BLOCK_BYTES as u64, BLOCK_BYTES, group).unwrap(), "a hole");
         assert_eq!(held(), before);
         assert!(charged_groups(file.as_fd(), 0, 8).unwrap().is_empty());
     }

@@ -71,23 +71,23 @@ pub fn identity(pid: u32) -> Option<Identity> {
     Some(Identity { pid, start_ticks: fields.nth(18)?.parse().ok()? })
 }
 
-/// Cached result of [`own_identity`]: the process id above [`TICK_BITS`] bits of the start time; 0 before the first
-/// call.
+/// Cached result of [`own_identity`]: the lower [`START_TICK_BITS`] bits hold the start time, the upper bits the
+/// process id. 0 before the first call.
 static OWN_IDENTITY: AtomicU64 = AtomicU64::new(0);
 
-/// Process ids have at most 22 bits. The other 42 bits hold the start time, which suffices for a thousand years of
-/// ticks.
-const TICK_BITS: u32 = 42;
+/// Bits of [`OWN_IDENTITY`] that hold the start time, enough for a thousand years of ticks. The other 22 bits are
+/// enough for every process id.
+const START_TICK_BITS: u32 = 42;
 
 /// Returns the identity of this process. Reads `/proc` only once, and again after [`forget_own_identity`].
 pub fn own_identity() -> Identity {
     let (pid, known) = (id(), OWN_IDENTITY.load(Relaxed));
-    if known >> TICK_BITS == u64::from(pid) {
-        return Identity { pid, start_ticks: known & ((1 << TICK_BITS) - 1) };
+    if known >> START_TICK_BITS == u64::from(pid) {
+        return Identity { pid, start_ticks: known & ((1 << START_TICK_BITS) - 1) };
     }
     let Some(known) = identity(pid) else { return Identity { pid, start_ticks: 0 } };
-    if known.start_ticks >> TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - TICK_BITS) == 0 {
-        OWN_IDENTITY.store(u64::from(pid) << TICK_BITS | known.start_ticks, Relaxed);
+    if known.start_ticks >> START_TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - START_TICK_BITS) == 0 {
+        OWN_IDENTITY.store(u64::from(pid) << START_TICK_BITS | known.start_ticks, Relaxed);
     }
     known
 }
@@ -97,7 +97,8 @@ pub fn forget_own_identity() {
     OWN_IDENTITY.store(0, Relaxed);
 }
 
-/// Returns whether the process with this identity still runs. Without `/proc`, returns whether its id is in use.
+/// Returns whether the process with this identity still runs. Without `/proc`, returns whether the process id is in
+/// use.
 pub fn is_alive(known: Identity) -> bool {
     match identity(known.pid) {
         Some(now) => known.start_ticks == 0 || now.start_ticks == known.start_ticks,
@@ -111,7 +112,8 @@ pub fn has_proc() -> bool {
     identity(id()).is_some()
 }
 
-/// Returns the kernel's name of a process, at most 15 bytes.
+/// Returns the kernel's name of a process, at most 15 bytes, followed by zeros. All bytes are 0 if there is no such
+/// process.
 pub fn name(pid: u32) -> [u8; 16] {
     let mut buffer = [0; 1024];
     let mut name = [0; 16];
@@ -145,12 +147,12 @@ pub fn cpu_count() -> usize {
 /// Returns the smaller of the limits on address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) in bytes; `None` without a
 /// limit.
 pub fn address_space_limit() -> Option<usize> {
-    let limit = soft_limit(libc::RLIMIT_AS).min(soft_limit(libc::RLIMIT_DATA));
+    let limit = soft_resource_limit(libc::RLIMIT_AS).min(soft_resource_limit(libc::RLIMIT_DATA));
     (limit != libc::RLIM_INFINITY).then_some(limit as usize)
 }
 
-/// The soft resource limit; `RLIM_INFINITY` for none.
-fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
+/// Returns this process's soft limit of the resource `of`; `RLIM_INFINITY` if there is no limit.
+fn soft_resource_limit(of: libc::__rlimit_resource_t) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call writes only `limit`.
     let is_known = unsafe { libc::getrlimit(of, &raw mut limit) } == 0;
@@ -160,7 +162,7 @@ fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
 /// Returns the largest size of a file that this process may write (`RLIMIT_FSIZE`). The kernel sends a fatal signal
 /// beyond that size.
 pub fn file_size_limit() -> u64 {
-    soft_limit(libc::RLIMIT_FSIZE)
+    soft_resource_limit(libc::RLIMIT_FSIZE)
 }
 
 /// Raises the soft limit of open descriptors to the hard limit, if that is allowed.
@@ -188,7 +190,7 @@ pub fn random_u64() -> u64 {
     }
 }
 
-/// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.
+/// Returns the major and minor number of the kernel's release; zeros if the release cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
     // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -206,7 +208,7 @@ pub fn kernel_release() -> (u32, u32) {
     (numbers[0], numbers[1])
 }
 
-/// Sets the C library's error number of this thread.
+/// Sets `errno`, the C library's error number, of the calling thread.
 #[inline]
 pub fn set_errno(errno: i32) {
     // SAFETY: `errno` belongs to this thread.
@@ -228,7 +230,7 @@ pub fn allow_huge_where_advised() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child. The
+/// Registers functions that run at each `fork`: before the fork, after it in the parent, and after it in the child. The
 /// functions cannot be unregistered.
 ///
 /// # Errors
@@ -249,7 +251,7 @@ pub fn at_fork(before: extern "C" fn(), in_parent: extern "C" fn(), in_child: ex
     }
 }
 
-/// Registers a function that runs when the process ends by `exit` or by returning from `main`. It cannot be
+/// Registers a function that runs when the process ends by `exit` or by returning from `main`. The function cannot be
 /// unregistered.
 ///
 /// # Errors
@@ -274,16 +276,16 @@ pub fn machine_bytes() -> u64 {
 mod tests {
     use super::*;
 
-    /// The kernel release must be that of `/proc/sys/kernel/osrelease`.
+    /// `kernel_release` must return the numbers that `/proc/sys/kernel/osrelease` contains.
     #[test]
-    fn the_release_is_read() {
+    fn the_kernel_release_is_read() {
         let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let (major, minor) = kernel_release();
         assert!(text.starts_with(&format!("{major}.{minor}")), "{major}.{minor} of {text}");
     }
 
-    /// This process must count as alive and have a name. After the start time of its identity is changed, it must not
-    /// count as alive.
+    /// This process must count as alive and have a name. An identity with its process id but another start time must
+    /// not count as alive.
     #[test]
     fn this_process_is_alive_and_named() {
         let own = own_identity();

@@ -30,8 +30,8 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
 ///
 /// # Safety
 ///
-/// `top` must be the upper end of enough memory, aligned to 16. The function and its argument must be as for
-/// [`call_on_new`].
+/// `top` must be the upper end of a writable range that is large enough for `function`, and be aligned to 16 bytes. The
+/// function and its argument must be as for [`call_on_new`].
 unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the callee preserves r12, which holds the old stack pointer. All registers that the callee may change are
@@ -71,7 +71,8 @@ unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argume
 mod tests {
     use super::*;
 
-    /// A function must run on another stack of the requested size, and its result must arrive.
+    /// `call_on_new` must run the function on a separate stack that has room for a large array. The caller must receive
+    /// the result.
     #[test]
     fn functions_run_on_a_stack_of_their_own() {
         extern "C" fn work(argument: *mut c_void) {

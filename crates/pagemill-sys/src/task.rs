@@ -10,8 +10,8 @@ use std::ptr;
 /// The closure that a thread runs.
 type Task = Box<dyn FnOnce() + Send>;
 
-/// Stack size of these threads.
-const STACK_BYTES: usize = 1 << 20;
+/// Stack size of the threads that [`spawn`] starts.
+const TASK_STACK_BYTES: usize = 1 << 20;
 
 /// Runs `task` on a new detached thread, with all signals blocked.
 ///
@@ -22,7 +22,7 @@ pub fn spawn(name: &CStr, task: impl FnOnce() + Send + 'static) -> io::Result<()
     let task: Box<Task> = Box::new(Box::new(task));
     let task = Box::into_raw(task);
     // SAFETY: only the new thread gets the pointer.
-    let result = unsafe { thread::create(name, STACK_BYTES, run, task.cast()) };
+    let result = unsafe { thread::spawn_with_argument(name, TASK_STACK_BYTES, run_task, task.cast()) };
     if result.is_err() {
         // SAFETY: no thread was started, so no other thread has the pointer.
         drop(unsafe { Box::from_raw(task) });
@@ -31,7 +31,7 @@ pub fn spawn(name: &CStr, task: impl FnOnce() + Send + 'static) -> io::Result<()
 }
 
 /// The first function of a thread: runs the task to which `task` points.
-extern "C" fn run(task: *mut c_void) -> *mut c_void {
+extern "C" fn run_task(task: *mut c_void) -> *mut c_void {
     // SAFETY: `spawn` passed the pointer to this thread alone.
     let task = unsafe { Box::from_raw(task.cast::<Task>()) };
     task();
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A task must run once, on another thread, and be dropped after that.
+    /// A task must run once, on another thread, and must be dropped after it has run.
     #[test]
     fn a_task_runs_on_another_thread() {
         let (sender, receiver) = mpsc::channel();

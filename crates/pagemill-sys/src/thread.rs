@@ -7,14 +7,14 @@ use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
-/// A value with the main function of a background thread.
+/// A value whose method [`Work::work`] is the main function of a background thread.
 pub trait Work: Sync + 'static {
     /// Runs on the background thread, which ends when this function returns.
     fn work(&'static self);
 }
 
-/// The first function of a thread of [`spawn`]. `work` points to a `T`.
-extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
+/// The first function of a thread that [`spawn`] starts. `work` points to a `T`.
+extern "C" fn run_work<T: Work>(work: *mut c_void) -> *mut c_void {
     // SAFETY: `spawn` passed this pointer, which comes from a `'static` reference.
     unsafe { &*work.cast::<T>() }.work();
     ptr::null_mut()
@@ -37,8 +37,8 @@ pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
 ///
 /// As [`spawn`].
 pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static T) -> io::Result<()> {
-    // SAFETY: `start` reads a `'static` reference to a `T`, which is passed here.
-    unsafe { create(name, stack_bytes, start::<T>, ptr::from_ref(work).cast_mut().cast()) }
+    // SAFETY: `run_work` reads a `'static` reference to a `T`, which is passed here.
+    unsafe { spawn_with_argument(name, stack_bytes, run_work::<T>, ptr::from_ref(work).cast_mut().cast()) }
 }
 
 /// Starts a detached thread that calls `start` with `argument`.
@@ -50,7 +50,7 @@ pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static
 /// # Safety
 ///
 /// `start` must accept `argument` on another thread.
-pub(crate) unsafe fn create(
+pub(crate) unsafe fn spawn_with_argument(
     name: &CStr,
     stack_bytes: usize,
     start: extern "C" fn(*mut c_void) -> *mut c_void,
@@ -163,7 +163,7 @@ impl Drop for Preferred {
 pub fn prefer_by_deadline() -> bool {
     /// The kernel's `struct sched_attr`, in its first version.
     #[repr(C)]
-    struct Attributes {
+    struct SchedAttributes {
         size: u32,
         policy: u32,
         flags: u64,
@@ -174,12 +174,12 @@ pub fn prefer_by_deadline() -> bool {
         period_ns: u64,
     }
     const SCHED_DEADLINE: u32 = 6;
-    const RESET_ON_FORK: u64 = 1;
+    const SCHED_FLAG_RESET_ON_FORK: u64 = 1;
     const PERIOD_NS: u64 = 10_000_000;
-    let attributes = Attributes {
-        size: size_of::<Attributes>() as u32,
+    let attributes = SchedAttributes {
+        size: size_of::<SchedAttributes>() as u32,
         policy: SCHED_DEADLINE,
-        flags: RESET_ON_FORK,
+        flags: SCHED_FLAG_RESET_ON_FORK,
         nice: 0,
         priority: 0,
         runtime_ns: PERIOD_NS / 10 * 8,
@@ -191,7 +191,7 @@ pub fn prefer_by_deadline() -> bool {
     is_done || prefer()
 }
 
-/// Gives this thread the lowest normal priority (nice 19). It still gets some CPU time.
+/// Gives this thread the lowest normal priority (nice 19). The thread still gets some CPU time.
 pub fn defer() {
     // SAFETY: the call concerns only the calling thread, whose id is 0 here.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };

@@ -35,7 +35,7 @@ impl Waker {
     }
 
     pub fn number(&self) -> i32 {
-        self.0.number()
+        self.0.descriptor_number()
     }
 }
 
@@ -59,9 +59,10 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
 mod tests {
     use super::*;
 
-    /// Two wake-ups before a wait must count as one, so that a second wait finds none.
+    /// Two wake-ups before a wait must count as one, so that a second wait times out. A wake-up by another thread must
+    /// end a wait.
     #[test]
-    fn wakes_are_merged() {
+    fn wake_ups_before_a_wait_count_as_one() {
         let waker = Waker::new().unwrap();
         assert!(!waker.wait(Duration::ZERO));
         waker.wake();

@@ -3,14 +3,14 @@
 //! The effective limit is the smallest limit of the group and its visible ancestors. The working set is the usage
 //! without inactive file pages.
 
-use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
+use super::{Feature, Finding, Group, KernelFileError, SystemFiles, describe_error, format_size, trial};
 use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
 use crate::events::Events;
 use crate::file;
 use std::io::ErrorKind;
 use std::path::Path;
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "cgroup",
         group: Group::Limits,
@@ -19,7 +19,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "keeping below the limit of a container or service",
         lost: "a container's limit is not known: only --limit and the machine's memory count",
         fix: "boot with cgroup_enable=memory on the kernel's command line",
-        check: |system| match find(system) {
+        check: |system| match find_own_groups(system) {
             Ok(group) => Finding::available(format!("{}, {}", group.version(), group.name())),
             Err(finding) => finding,
         },
@@ -32,7 +32,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "purging before the kernel kills",
         lost: "less than 64 MiB: blocks of 2 MiB are too large to pay off",
         fix: "raise memory.max of the group, or MemoryMax= of the service",
-        check: limit,
+        check: probe_limit,
     },
     Feature {
         key: "cgroup_working_set",
@@ -42,7 +42,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "knowing how much of the limit is really in use",
         lost: "only Pagemill's own memory is counted against the limit",
         fix: "boot with cgroup_enable=memory on the kernel's command line",
-        check: working_set,
+        check: probe_working_set,
     },
     Feature {
         key: "cgroup_writable",
@@ -52,10 +52,10 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "bench: runs inside a limit",
         lost: "bench skips the runs inside a limit, with a message; nothing else",
         fix: "systemd-run --user --scope -p Delegate=yes bash",
-        check: |system| match find(system) {
-            Ok(group) => match trial::may_write(Path::new(group.own.as_str())) {
+        check: |system| match find_own_groups(system) {
+            Ok(group) => match trial::try_write_permission(Path::new(group.own.as_str())) {
                 Ok(()) => Finding::available(format!("{} may be written", group.name())),
-                Err(error) => Finding::missing(describe(&error)),
+                Err(error) => Finding::missing(describe_error(&error)),
             },
             Err(finding) => finding,
         },
@@ -68,19 +68,19 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "sleeping while a container's limit is far, and a wake-up near it",
         lost: "the limit is polled every 5 to 64 ms while there is memory to return",
         fix: "let the process write cgroup.event_control of its group (v1)",
-        check: warnings,
+        check: probe_limit_events,
     },
 ];
 
-/// The groups of this process.
-struct Own {
+/// The control groups of this process.
+struct OwnGroups {
     /// `None` for the root group of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
     /// Folder of the innermost group; empty for the root group of version 2.
     own: file::Path,
 }
 
-impl Own {
+impl OwnGroups {
     fn version(&self) -> &'static str {
         match self.groups.as_ref().map(|groups| groups.version) {
             Some(Version::V1) => "v1",
@@ -92,7 +92,7 @@ impl Own {
         self.groups.as_ref().map_or("/".to_string(), |groups| groups.name(&self.own).to_string())
     }
 
-    /// Returns the folders and limits of all levels, innermost first.
+    /// Returns the folder and limits of this process's group and of each visible ancestor, innermost first.
     fn levels(&self) -> Vec<(file::Path, Limit)> {
         let Some(groups) = &self.groups else { return Vec::new() };
         let folders = (0..MAX_LEVELS).map_while(|level| groups.folder(level));
@@ -104,9 +104,9 @@ impl Own {
     }
 }
 
-/// Finds the groups of this process, or returns the finding that explains why there are none.
-fn find(system: &System) -> Result<Own, Finding> {
-    let absent = |unread: Unread| {
+/// Finds the control groups of this process, or returns the finding that explains why none can be found.
+fn find_own_groups(system: &SystemFiles) -> Result<OwnGroups, Finding> {
+    let absent = |unread: KernelFileError| {
         if unread.is_absent { Finding::missing("this kernel has no control groups") } else { unread.into() }
     };
     system.read("/proc/self/cgroup").map_err(absent)?;
@@ -115,25 +115,25 @@ fn find(system: &System) -> Result<Own, Finding> {
     match Hierarchy::find(&root) {
         Ok(groups) => {
             let own = groups.folder(0).ok_or_else(|| Finding::unknown("the group's path is too long"))?;
-            Ok(Own { groups: Some(groups), own })
+            Ok(OwnGroups { groups: Some(groups), own })
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            let at = crate::cgroup::unified_mount(&mounts).map(|at| system.path(at));
+            let at = crate::cgroup::v2_mount_point(&mounts).map(|at| system.path(at));
             let controllers = at.and_then(|at| std::fs::read_to_string(at.join("cgroup.controllers")).ok());
             match controllers {
                 Some(names) if names.split_whitespace().any(|name| name == "memory") => {
-                    Ok(Own { groups: None, own: file::Path::new() })
+                    Ok(OwnGroups { groups: None, own: file::Path::new() })
                 }
                 _ => Err(Finding::missing("no memory controller is mounted here")),
             }
         }
-        Err(error) => Err(Finding::unknown(describe(&error))),
+        Err(error) => Err(Finding::unknown(describe_error(&error))),
     }
 }
 
-/// Probes the effective limit.
-fn limit(system: &System) -> Finding {
-    let own = match find(system) {
+/// Reports the effective limit: the smallest limit of this process's group and its visible ancestors.
+fn probe_limit(system: &SystemFiles) -> Finding {
+    let own = match find_own_groups(system) {
         Ok(own) => own,
         Err(finding) => return finding,
     };
@@ -143,15 +143,15 @@ fn limit(system: &System) -> Finding {
         Some((folder, limit)) => {
             let name = own.groups.as_ref().map_or("", |groups| groups.name(folder));
             let slows = if limit.soft_bytes < limit.hard_bytes { " (memory.high)" } else { "" };
-            let found = format!("{} by {name}{slows}", size(limit.soft_bytes));
+            let found = format!("{} by {name}{slows}", format_size(limit.soft_bytes));
             if limit.soft_bytes >= 64 << 20 { Finding::available(found) } else { Finding::limited(found) }
         }
     }
 }
 
-/// Probes the working set of the innermost group.
-fn working_set(system: &System) -> Finding {
-    let own = match find(system) {
+/// Reports the working set of the innermost group: its memory usage less inactive file pages.
+fn probe_working_set(system: &SystemFiles) -> Finding {
+    let own = match find_own_groups(system) {
         Ok(own) => own,
         Err(finding) => return finding,
     };
@@ -159,16 +159,21 @@ fn working_set(system: &System) -> Finding {
     match groups.usage_bytes(&own.own) {
         Ok(usage) => {
             let (idle, _) = groups.reclaimable_bytes(&own.own);
-            let set = size(usage.saturating_sub(idle));
-            Finding::available(format!("{set} ({} used, {} of it idle file pages)", size(usage), size(idle)))
+            let set = format_size(usage.saturating_sub(idle));
+            Finding::available(format!(
+                "{set} ({} used, {} of it idle file pages)",
+                format_size(usage),
+                format_size(idle)
+            ))
         }
-        Err(error) => Finding::unknown(format!("cannot read what the group uses: {}", describe(&error))),
+        Err(error) => Finding::unknown(format!("cannot read what the group uses: {}", describe_error(&error))),
     }
 }
 
-/// Sets a threshold or watches a limit, as the governor does, and removes it again.
-fn warnings(system: &System) -> Finding {
-    let own = match find(system) {
+/// Tries to receive events near the limit of the innermost group, as the governor does: sets a usage threshold (version
+/// 1) or watches `memory.events` (version 2).
+fn probe_limit_events(system: &SystemFiles) -> Finding {
+    let own = match find_own_groups(system) {
         Ok(own) => own,
         Err(finding) => return finding,
     };
@@ -181,7 +186,7 @@ fn warnings(system: &System) -> Finding {
     match (alarm, groups.version) {
         (Ok(()), Version::V1) => Finding::available("thresholds can be set"),
         (Ok(()), Version::V2) => Finding::available("memory.events says when a limit is met"),
-        (Err(error), _) => Finding::limited(describe(&error)),
+        (Err(error), _) => Finding::limited(describe_error(&error)),
     }
 }
 
@@ -190,9 +195,9 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, SystemFiles) {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
+        let system = SystemFiles { root: root.path().to_path_buf() };
         for (path, text) in files {
             let path = system.path(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -201,8 +206,8 @@ mod tests {
         (root, system)
     }
 
-    /// Version 2: the limit of an ancestor must apply, `memory.high` must count, and the working set must exclude
-    /// inactive file pages.
+    /// In a control group hierarchy of version 2, the smaller limit of an ancestor must apply, `memory.high` must count
+    /// as a limit, and the working set must exclude inactive file pages.
     #[test]
     fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
         let (_root, system) = fake_files(&[
@@ -215,14 +220,14 @@ mod tests {
             ("/sys/fs/cgroup/app/worker/memory.current", "104857600\n"),
             ("/sys/fs/cgroup/app/worker/memory.stat", "anon 1\nfile 10485760\ninactive_file 10485760\n"),
         ]);
-        assert_eq!(limit(&system).found, "512 MiB by /app (memory.high)");
-        assert!(working_set(&system).found.starts_with("90 MiB "));
+        assert_eq!(probe_limit(&system).found, "512 MiB by /app (memory.high)");
+        assert!(probe_working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 in a container, next to a version 2 hierarchy without controllers. The group of version 1 must be
-    /// found, with its limit.
+    /// In a container with version 1, a version 2 hierarchy without controllers is mounted, too. The group of version 1
+    /// must be found, with its limit.
     #[test]
-    fn a_container_on_v1_is_found() {
+    fn groups_of_a_v1_container_are_found() {
         let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "4:memory:/docker/abc/task\n1:cpu:/\n0::/\n"),
             (
@@ -240,31 +245,32 @@ mod tests {
                 "total_cache 524288\ninactive_file 1\ntotal_inactive_file 524288\n",
             ),
         ]);
-        let group = find(&system).ok().unwrap();
+        let group = find_own_groups(&system).ok().unwrap();
         assert_eq!((group.version(), group.name().as_str()), ("v1", "/task"));
-        assert_eq!(limit(&system).found, "256 MiB by /");
-        assert!(working_set(&system).found.starts_with("512 KiB "));
+        assert_eq!(probe_limit(&system).found, "256 MiB by /");
+        assert!(probe_working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// An unmounted hierarchy must be reported as missing. A path outside of the mount must not be followed.
+    /// If no hierarchy is mounted, or if the group cannot be read, the limit must be reported as missing. A path
+    /// outside of the mount must not be followed.
     #[test]
-    fn malformed_groups_lead_to_missing() {
+    fn unreadable_groups_are_reported_as_missing() {
         let (_root, system) =
             fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
-        assert_eq!(limit(&system).state, Availability::Missing);
+        assert_eq!(probe_limit(&system).state, Availability::Missing);
 
         let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
-        assert_eq!(limit(&system).state, Availability::Missing, "no level has a number");
+        assert_eq!(probe_limit(&system).state, Availability::Missing, "no level has a number");
         std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
-        assert_eq!(limit(&system).state, Availability::Available);
-        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file sends no events");
+        assert_eq!(probe_limit(&system).state, Availability::Available);
+        assert_eq!(probe_limit_events(&system).state, Availability::Limited, "a plain file sends no events");
 
         std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
         std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();
-        assert_eq!(working_set(&system).found, "the whole machine's (root of v2)");
+        assert_eq!(probe_working_set(&system).found, "the whole machine's (root of v2)");
     }
 }

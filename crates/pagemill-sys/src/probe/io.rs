@@ -1,14 +1,14 @@
 //! Probes of io_uring, file events and folders, and of the privileges of this process.
 
-use super::trial::{self, Folder, NoNamespace, Resource};
-use super::{Feature, Finding, Group, System, describe};
+use super::trial::{self, FolderUse, NamespaceError, Resource};
+use super::{Feature, Finding, Group, SystemFiles, describe_error};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// The command that lifts the limit of locked memory.
+/// The command that removes the limit of locked memory.
 const MEMLOCK_FIX: &str = "sudo prlimit --pid $$ --memlock=unlimited";
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "io_uring",
         group: Group::Files,
@@ -17,7 +17,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "asynchronous direct reads and writes into huge pages",
         lost: "threads that read and write: more CPU per I/O",
         fix: "sudo sysctl kernel.io_uring_disabled=0",
-        check: |_| ring_finding(trial::make_ring()),
+        check: |_| ring_finding(trial::try_io_uring()),
     },
     Feature {
         key: "io_uring_memory",
@@ -27,7 +27,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "large direct reads and writes that find their pages at once",
         lost: "each transfer looks up its pages: more CPU per large read",
         fix: MEMLOCK_FIX,
-        check: |_| match trial::register_memory() {
+        check: |_| match trial::try_register_memory() {
             Ok(()) => Finding::available("2 MiB were registered"),
             Err(error) => Finding::refused(&error),
         },
@@ -40,7 +40,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "files behind Pagemill's page cache that bypass the kernel's",
         lost: "the kernel's page cache is used too: one more copy, and pages in memory twice",
         fix: "keep the files on ext4, XFS, Btrfs or a block device",
-        check: direct_io,
+        check: probe_direct_io,
     },
     Feature {
         key: "fanotify",
@@ -50,7 +50,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "mount: events for new files, so that each gets the right page size",
         lost: "the file system is scanned periodically instead",
         fix: "",
-        check: |_| match trial::watch_files(c"/") {
+        check: |_| match trial::try_fanotify(c"/") {
             Ok(true) => Finding::available("works, for whole file systems too"),
             Ok(false) => Finding::available("works; whole file systems only inside a user namespace"),
             Err(error) => Finding::refused(&error),
@@ -64,7 +64,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "a mount served by Pagemill itself",
         lost: "mount manages a tmpfs instead",
         fix: "sudo modprobe fuse",
-        check: fuse,
+        check: probe_fuse,
     },
     Feature {
         key: "figures_folder",
@@ -74,7 +74,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "figures that meminfo, vmstat and --report read",
         lost: "`pagemill run` refuses --limit and reports; without them, programs run but publish no figures",
         fix: "export XDG_RUNTIME_DIR=$(mktemp -d)",
-        check: figures_folder,
+        check: probe_figures_folder,
     },
     Feature {
         key: "cache_folder",
@@ -84,7 +84,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "run: the library is stored there once, unless it is beside the command",
         lost: "run stores it below /tmp or /dev/shm, again after each boot",
         fix: "export XDG_CACHE_HOME=$(mktemp -d)",
-        check: cache_folder,
+        check: probe_cache_folder,
     },
     Feature {
         key: "user",
@@ -94,7 +94,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "nothing: commands run unprivileged as far as possible",
         lost: "the capabilities are not known",
         fix: "",
-        check: user,
+        check: probe_user_and_capabilities,
     },
     Feature {
         key: "sandbox",
@@ -104,7 +104,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "distinguishing a sandbox's refusal from the kernel's",
         lost: "whether a filter refuses calls is not known",
         fix: "",
-        check: sandbox,
+        check: probe_system_call_filter,
     },
     Feature {
         key: "user_namespace",
@@ -114,7 +114,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "mount without root",
         lost: "mount needs root",
         fix: "sudo sysctl user.max_user_namespaces=15000",
-        check: user_namespace,
+        check: probe_user_namespace,
     },
     Feature {
         key: "realtime",
@@ -124,10 +124,10 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "mount: the purging thread outruns writers (32 MiB of room are enough)",
         lost: "mount keeps some 200 MiB of room below a control group's limit",
         fix: "sudo prlimit --pid $$ --rtprio=10",
-        check: |_| match trial::take_realtime() {
+        check: |_| match trial::try_realtime_priority() {
             Ok(()) => Finding::available("SCHED_RR taken by a process that ended"),
             Err(error) => match trial::resource_limit(Resource::RealTime) {
-                Ok((Some(limit), _)) => Finding::missing(format!("{}, RLIMIT_RTPRIO {limit}", describe(&error))),
+                Ok((Some(limit), _)) => Finding::missing(format!("{}, RLIMIT_RTPRIO {limit}", describe_error(&error))),
                 _ => Finding::refused(&error).with_fix("give the CPU control group real-time: cpu.rt_runtime_us"),
             },
         },
@@ -135,20 +135,24 @@ pub(super) const ROWS: &[Feature] = &[
 ];
 
 /// Tries direct I/O in the current folder, then in the folder for temporary files.
-fn direct_io(_: &System) -> Finding {
+fn probe_direct_io(_: &SystemFiles) -> Finding {
     let folders = [std::env::current_dir().unwrap_or_default(), std::env::temp_dir()];
     let mut refused = None;
     for folder in &folders {
-        match trial::read_directly(folder) {
+        match trial::try_direct_read(folder) {
             Ok(Some(alignment)) => {
                 let units = format!("multiples of {} bytes", alignment.offset);
                 return Finding::available(format!("files in {}: {units}", folder.display()));
             }
             Ok(None) => return Finding::available(format!("files in {}", folder.display())),
-            Err(error) if is_about_the_folder(&error) => {
-                refused.get_or_insert_with(|| Finding::unknown(format!("{}: {}", folder.display(), describe(&error))));
+            Err(error) if is_folder_error(&error) => {
+                refused.get_or_insert_with(|| {
+                    Finding::unknown(format!("{}: {}", folder.display(), describe_error(&error)))
+                });
             }
-            Err(error) => return Finding::missing(format!("files in {}: {}", folder.display(), describe(&error))),
+            Err(error) => {
+                return Finding::missing(format!("files in {}: {}", folder.display(), describe_error(&error)));
+            }
         }
     }
     refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
@@ -156,13 +160,13 @@ fn direct_io(_: &System) -> Finding {
 
 /// Returns whether the error means that no file could be created in the folder, so that nothing is known about direct
 /// I/O.
-fn is_about_the_folder(error: &std::io::Error) -> bool {
+fn is_folder_error(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
-/// The finding for the result of creating a ring. Some kernels charge a ring as locked memory and return `ENOMEM`,
-/// which has a fix of its own.
+/// Returns the finding for the result of creating an io_uring. Some kernels charge the ring as locked memory, and
+/// return `ENOMEM` above the limit of locked memory. This error gets a different fix.
 fn ring_finding(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
@@ -172,15 +176,15 @@ fn ring_finding(made: std::io::Result<()>) -> Finding {
 }
 
 /// Probes whether `/dev/fuse` can be opened and the mount helper is installed.
-fn fuse(system: &System) -> Finding {
-    const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
+fn probe_fuse(system: &SystemFiles) -> Finding {
+    const MOUNT_HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
     match File::options().read(true).write(true).open(system.path("/dev/fuse")) {
-        Ok(_) if HELPERS.iter().any(|path| system.has(path)) => {
+        Ok(_) if MOUNT_HELPERS.iter().any(|path| system.has_file(path)) => {
             Finding::available("/dev/fuse opens, fusermount3 is there")
         }
         Ok(_) => Finding::available("/dev/fuse opens; no fusermount3: mounting needs root or a user namespace"),
         Err(error) => {
-            let finding = Finding::missing(format!("/dev/fuse: {}", describe(&error)));
+            let finding = Finding::missing(format!("/dev/fuse: {}", describe_error(&error)));
             let is_forbidden = error.kind() == std::io::ErrorKind::PermissionDenied;
             if is_forbidden { finding.with_fix("sudo chmod a+rw /dev/fuse") } else { finding }
         }
@@ -188,15 +192,15 @@ fn fuse(system: &System) -> Finding {
 }
 
 /// Returns the folder itself, or its nearest ancestor that exists.
-fn nearest_existing(folder: &Path) -> &Path {
+fn nearest_existing_folder(folder: &Path) -> &Path {
     folder.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
 }
 
-/// Probes the folders in which figures files can be created.
-fn figures_folder(system: &System) -> Finding {
-    let try_file = |folder: &Path| match trial::try_folder(nearest_existing(folder)) {
+/// Probes the folders for figures files, in which processes publish their counters.
+fn probe_figures_folder(system: &SystemFiles) -> Finding {
+    let try_file = |folder: &Path| match trial::try_folder(nearest_existing_folder(folder)) {
         Ok(_) => Ok(()),
-        Err(error) => Err(format!("{}: {}", folder.display(), describe(&error))),
+        Err(error) => Err(format!("{}: {}", folder.display(), describe_error(&error))),
     };
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_absolute());
     let note = if own.is_some() { "" } else { " (XDG_RUNTIME_DIR is not set)" };
@@ -211,46 +215,49 @@ fn figures_folder(system: &System) -> Finding {
     Finding::missing(reasons.join("; "))
 }
 
-/// Returns the user's cache folder, by the XDG rules.
-fn user_cache() -> Option<PathBuf> {
+/// Returns the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`).
+fn user_cache_folder() -> Option<PathBuf> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder| folder.is_absolute());
     folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))
 }
 
 /// Probes the folder in which `pagemill run` stores the preload library.
-fn cache_folder(_: &System) -> Finding {
-    let Some(folder) = user_cache() else {
+fn probe_cache_folder(_: &SystemFiles) -> Finding {
+    let Some(folder) = user_cache_folder() else {
         return Finding::missing("neither XDG_CACHE_HOME nor HOME is set");
     };
-    cache_finding(&folder)
+    cache_folder_finding(&folder)
 }
 
-/// The finding for `folder` as the place of the preload library, which must be mapped as code.
-fn cache_finding(folder: &Path) -> Finding {
+/// Returns the finding for `folder` as the folder of the preload library. The file of the library must be mapped as
+/// code, which a noexec mount forbids.
+fn cache_folder_finding(folder: &Path) -> Finding {
     let name = folder.display();
-    match trial::try_folder(nearest_existing(folder)) {
-        Ok(Folder::Usable) => Finding::available(name.to_string()),
-        Ok(Folder::NotExecutable(error)) => Finding::missing(format!("{name} is mounted noexec: {}", describe(&error))),
-        Err(error) => Finding::missing(format!("{name}: {}", describe(&error))),
+    match trial::try_folder(nearest_existing_folder(folder)) {
+        Ok(FolderUse::Usable) => Finding::available(name.to_string()),
+        Ok(FolderUse::NotExecutable(error)) => {
+            Finding::missing(format!("{name} is mounted noexec: {}", describe_error(&error)))
+        }
+        Err(error) => Finding::missing(format!("{name}: {}", describe_error(&error))),
     }
 }
 
-/// Returns the value of a line of `/proc/self/status`.
-fn status_line(system: &System, name: &str) -> Result<String, Finding> {
+/// Returns the value of the line of `/proc/self/status` that begins with `name`.
+fn read_status_line(system: &SystemFiles, name: &str) -> Result<String, Finding> {
     let text = system.read("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.map(|line| line.trim().to_string()).ok_or_else(|| Finding::unknown(format!("/proc/self/status has no {name}")))
 }
 
-/// The capabilities that Pagemill can make use of: number and name.
+/// Number and name of each capability that Pagemill can make use of.
 const CAPABILITIES: [(u32, &str); 4] =
     [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
 
-/// Reports the user and its useful capabilities.
-fn user(system: &System) -> Finding {
+/// Reports the effective user, and which of the [`CAPABILITIES`] this process has.
+fn probe_user_and_capabilities(system: &SystemFiles) -> Finding {
     let id = crate::process::user_id();
     let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
-    let mask = match status_line(system, "CapEff") {
+    let mask = match read_status_line(system, "CapEff") {
         Ok(text) => u64::from_str_radix(&text, 16).unwrap_or(0),
         Err(finding) => return finding,
     };
@@ -266,31 +273,31 @@ fn user(system: &System) -> Finding {
 }
 
 /// Reports whether a system call filter (seccomp) is active.
-fn sandbox(system: &System) -> Finding {
-    match status_line(system, "Seccomp").as_deref() {
+fn probe_system_call_filter(system: &SystemFiles) -> Finding {
+    match read_status_line(system, "Seccomp").as_deref() {
         Ok("0") => Finding::available("none"),
         Ok(mode) => {
             Finding::available(format!("active (seccomp mode {mode}): what it refuses shows in the other rows"))
         }
-        Err(_) => status_line(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
+        Err(_) => read_status_line(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
     }
 }
 
 /// Probes whether a file system can be mounted in a new user namespace.
-fn user_namespace(system: &System) -> Finding {
-    const SWITCHES: [(&str, &str); 2] = [
+fn probe_user_namespace(system: &SystemFiles) -> Finding {
+    const NAMESPACE_SETTINGS: [(&str, &str); 2] = [
         ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
         ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
     ];
-    let blocked = SWITCHES.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
-    let (state, error) = match trial::mount_in_namespace() {
+    let blocked = NAMESPACE_SETTINGS.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
+    let (state, error) = match trial::try_mount_in_namespace() {
         Ok(()) => return Finding::available("a tmpfs was mounted in one that ended"),
-        Err(NoNamespace::Refused(error)) => (super::Availability::Missing, error),
-        Err(NoNamespace::CannotMount(error)) => (super::Availability::Limited, error),
+        Err(NamespaceError::Refused(error)) => (super::Availability::Missing, error),
+        Err(NamespaceError::CannotMount(error)) => (super::Availability::Limited, error),
     };
     let found = match state {
-        super::Availability::Limited => format!("can be made, but nothing mounted in it: {}", describe(&error)),
-        _ => describe(&error),
+        super::Availability::Limited => format!("can be made, but nothing mounted in it: {}", describe_error(&error)),
+        _ => describe_error(&error),
     };
     let finding = Finding::new(state, found);
     match blocked {
@@ -298,7 +305,7 @@ fn user_namespace(system: &System) -> Finding {
             let name = path.trim_start_matches("/proc/sys/").replace('/', ".");
             finding.with_fix(format!("sudo sysctl {name}={}", 1 - off.parse::<u8>().unwrap_or(0)))
         }
-        None if system.number("/proc/sys/user/max_user_namespaces").is_ok_and(|most| most > 0) => {
+        None if system.read_number("/proc/sys/user/max_user_namespaces").is_ok_and(|most| most > 0) => {
             finding.with_fix("allow unshare(CLONE_NEWUSER) in the sandbox, or run as root")
         }
         None => finding,
@@ -309,30 +316,31 @@ fn user_namespace(system: &System) -> Finding {
 mod tests {
     use super::*;
 
-    /// A ring refused for lack of lockable memory must get the fix for that limit.
+    /// If the kernel refuses a ring because of the limit of locked memory, the finding must have the fix for that
+    /// limit.
     #[test]
-    fn a_ring_without_lockable_memory_gets_another_fix() {
+    fn a_ring_above_the_memlock_limit_gets_another_fix() {
         let fix = |errno| ring_finding(Err(std::io::Error::from_raw_os_error(errno))).fix;
         assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
         assert_eq!(fix(libc::EPERM), None, "the row's own");
     }
     use crate::probe::Availability;
 
-    /// If the cache folder does not exist, its nearest existing ancestor must be tried. A folder that cannot be created
-    /// must be reported as missing.
+    /// If the cache folder does not exist, its nearest existing ancestor must be tried, and no file may be left there.
+    /// If no file can be created in that ancestor, the cache folder must be reported as missing.
     #[test]
     fn a_missing_cache_folder_is_tried_in_its_ancestor() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(cache_finding(&folder.path().join("a/b")).state, Availability::Available);
-        assert_eq!(cache_finding(Path::new("/proc/none")).state, Availability::Missing);
+        assert_eq!(cache_folder_finding(&folder.path().join("a/b")).state, Availability::Available);
+        assert_eq!(cache_folder_finding(Path::new("/proc/none")).state, Availability::Missing);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
-    /// The row must list the useful capabilities that the process has, and those that it lacks.
+    /// The finding must list the [`CAPABILITIES`] that the process has, and those that it lacks.
     #[test]
-    fn capabilities_are_named() {
+    fn capabilities_are_listed() {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
+        let system = SystemFiles { root: root.path().to_path_buf() };
         std::fs::create_dir_all(root.path().join("proc/self")).unwrap();
         for (mask, text) in [
             ("0000000000000000", "no capability that matters here"),
@@ -340,8 +348,8 @@ mod tests {
             ("000001fffeffffff", "without CAP_SYS_RESOURCE"),
         ] {
             std::fs::write(root.path().join("proc/self/status"), format!("CapEff:\t{mask}\nSeccomp:\t2\n")).unwrap();
-            assert!(user(&system).found.ends_with(text), "{mask}");
+            assert!(probe_user_and_capabilities(&system).found.ends_with(text), "{mask}");
         }
-        assert!(sandbox(&system).found.starts_with("active (seccomp mode 2)"));
+        assert!(probe_system_call_filter(&system).found.starts_with("active (seccomp mode 2)"));
     }
 }

@@ -1,14 +1,14 @@
 //! Probes of the kernel itself: release, processor, OS page, memory nodes.
 
-use super::{Feature, Finding, Group, System, describe, release, trial};
+use super::{Feature, Finding, Group, SystemFiles, describe_error, parse_release, trial};
 use crate::{mem, numa};
 
 /// The oldest release that Pagemill supports.
-const MINIMUM: (u32, u32) = (5, 15);
+const MINIMUM_RELEASE: (u32, u32) = (5, 15);
 /// The first release with all features that Pagemill uses.
-const BEST: (u32, u32) = (6, 13);
+const FULL_RELEASE: (u32, u32) = (6, 13);
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "kernel",
         group: Group::Kernel,
@@ -17,7 +17,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "everything; 6.13 has all that Pagemill uses",
         lost: "before 6.13: some fast paths, see the rows below; before 5.15: Pagemill does not run",
         fix: "needs Linux 6.13",
-        check: |_| judge_release(&trial::kernel_names().0),
+        check: |_| release_finding(&trial::kernel_names().0),
     },
     Feature {
         key: "processor",
@@ -42,7 +42,7 @@ pub(super) const ROWS: &[Feature] = &[
         fix: "needs a kernel with pages of 4, 16 or 64 KiB",
         check: |_| {
             let bytes = mem::os_page_bytes();
-            let found = super::size(bytes as u64);
+            let found = super::format_size(bytes as u64);
             if [4, 16, 64].contains(&(bytes >> 10)) { Finding::available(found) } else { Finding::limited(found) }
         },
     },
@@ -54,7 +54,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "one helper thread that waits for purge requests of the process and of its tree",
         lost: "the helper wakes periodically to check the second word",
         fix: "",
-        check: |_| match trial::wait_on_words() {
+        check: |_| match trial::try_futex_waitv() {
             Ok(()) => Finding::available("futex_waitv works"),
             Err(error) => Finding::refused(&error),
         },
@@ -67,22 +67,23 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "taking blocks from the node that uses them (mbind)",
         lost: "blocks come from the node that the kernel chooses",
         fix: "docker run --cap-add SYS_NICE …",
-        check: nodes,
+        check: probe_memory_nodes,
     },
 ];
 
-/// The finding for a release: available from [`BEST`] on, limited from [`MINIMUM`] on, else missing.
-fn judge_release(text: &str) -> Finding {
-    match release(text) {
+/// Returns the finding for a kernel release: available from [`FULL_RELEASE`] on, limited from [`MINIMUM_RELEASE`] on,
+/// else missing.
+fn release_finding(text: &str) -> Finding {
+    match parse_release(text) {
         None => Finding::unknown(format!("not a release: {text:?}")),
-        Some(found) if found >= BEST => Finding::available(text),
-        Some(found) if found >= MINIMUM => Finding::limited(text),
+        Some(found) if found >= FULL_RELEASE => Finding::available(text),
+        Some(found) if found >= MINIMUM_RELEASE => Finding::limited(text),
         Some(_) => Finding::missing(text).with_fix("needs Linux 5.15, better 6.13"),
     }
 }
 
-/// Probes whether the memory node of a range can be chosen.
-fn nodes(system: &System) -> Finding {
+/// Probes whether this process can choose the memory node of an address range (`mbind`).
+fn probe_memory_nodes(system: &SystemFiles) -> Finding {
     let list = match system.read("/sys/devices/system/node/has_memory") {
         Ok(list) => list,
         // A kernel without NUMA support has no such folder.
@@ -100,9 +101,11 @@ fn nodes(system: &System) -> Finding {
     };
     match numa::prefer(scratch.addr(), mem::os_page_bytes(), first) {
         Ok(()) => Finding::available(format!("{nodes}, mbind works")),
-        Err(error) if list == "0" => Finding::available(format!("{nodes}; mbind not needed: {}", describe(&error))),
+        Err(error) if list == "0" => {
+            Finding::available(format!("{nodes}; mbind not needed: {}", describe_error(&error)))
+        }
         Err(error) => {
-            let found = format!("{nodes}, mbind: {}", describe(&error));
+            let found = format!("{nodes}, mbind: {}", describe_error(&error));
             Finding { found, ..Finding::refused(&error) }
         }
     }
@@ -113,9 +116,9 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    /// Releases must be judged by their major and minor numbers.
+    /// The state of each kernel release must depend on its major and minor number only.
     #[test]
-    fn old_kernels_are_refused() {
+    fn old_kernels_are_limited_or_missing() {
         for (text, state) in [
             ("5.14.21", Availability::Missing),
             ("5.15.0-91-generic", Availability::Limited),
@@ -124,7 +127,7 @@ mod tests {
             ("7.0.0-rc1", Availability::Available),
             ("?", Availability::Unknown),
         ] {
-            assert_eq!(judge_release(text).state, state, "{text}");
+            assert_eq!(release_finding(text).state, state, "{text}");
         }
     }
 }

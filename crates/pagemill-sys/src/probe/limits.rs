@@ -1,18 +1,18 @@
 //! Probes of limits of this process and of the machine: overcommit, resource limits, pressure events, swap, memory.
 
 use super::trial::{self, Resource};
-use super::{Feature, Finding, Group, System, describe, size};
+use super::{Feature, Finding, Group, SystemFiles, describe_error, format_size};
 use std::fs::File;
 use std::io::Write;
 
 /// Address space that an arena reserves.
 const ARENA_BYTES: usize = 16 << 40;
-/// Memory that is registered for I/O at a time.
+/// Memory that is registered for direct I/O in one call.
 const REGISTERED_BYTES: usize = 64 << 20;
 /// The kernel's default of `vm.max_map_count`.
-const MAP_COUNT: u64 = 65_530;
+const DEFAULT_MAX_MAP_COUNT: u64 = 65_530;
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "reserve",
         group: Group::Limits,
@@ -21,7 +21,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "an arena with more addresses than any memory limit",
         lost: "the arena is smaller, and so is the maximum memory of the program",
         fix: "ulimit -v unlimited",
-        check: reserve,
+        check: probe_address_space,
     },
     Feature {
         key: "rlimit_as",
@@ -31,7 +31,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "reserving address space without pages",
         lost: "the arena gets a part of the limit",
         fix: "ulimit -v unlimited",
-        check: |_| judge_limit(Resource::AddressSpace, "as"),
+        check: |_| probe_resource_limit(Resource::AddressSpace, "as"),
     },
     Feature {
         key: "rlimit_data",
@@ -41,7 +41,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "opening reserved memory (private writable memory counts as data)",
         lost: "opened memory counts, used or not: malloc returns NULL earlier",
         fix: "ulimit -d unlimited",
-        check: |_| judge_limit(Resource::Data, "data"),
+        check: |_| probe_resource_limit(Resource::Data, "data"),
     },
     Feature {
         key: "memlock",
@@ -51,7 +51,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "registering blocks for direct I/O, 64 MiB at a time",
         lost: "direct I/O takes a reference per I/O: up to twice the CPU per large read",
         fix: "sudo prlimit --pid $$ --memlock=unlimited",
-        check: memlock,
+        check: probe_locked_memory,
     },
     Feature {
         key: "overcommit",
@@ -61,7 +61,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "granting memory that is charged only as it becomes resident",
         lost: "all opened memory counts at once: large sparse allocations fail at the commit limit",
         fix: "sudo sysctl vm.overcommit_memory=0",
-        check: overcommit,
+        check: probe_overcommit_mode,
     },
     Feature {
         key: "max_map_count",
@@ -71,8 +71,8 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "protecting parts of the arena: each boundary is one more mapping",
         lost: "splitting and protecting fail early in programs with many mappings of their own",
         fix: "sudo sysctl vm.max_map_count=65530",
-        check: |system| match system.number("/proc/sys/vm/max_map_count") {
-            Ok(count) if count >= MAP_COUNT => Finding::available(count.to_string()),
+        check: |system| match system.read_number("/proc/sys/vm/max_map_count") {
+            Ok(count) if count >= DEFAULT_MAX_MAP_COUNT => Finding::available(count.to_string()),
             Ok(count) => Finding::limited(count.to_string()),
             Err(unread) => unread.into(),
         },
@@ -85,7 +85,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "knowing how much room the machine has (MemAvailable)",
         lost: "memory is short now: purging starts at once",
         fix: "end what needs the memory: ps --sort=-rss -eo pid,rss,comm",
-        check: memory,
+        check: probe_available_memory,
     },
     Feature {
         key: "swap",
@@ -95,9 +95,9 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "nothing: volatile memory is purged without it",
         lost: "anonymous memory hardly stalls before the kernel kills: pressure events come late",
         fix: "sudo swapon FILE (made by mkswap), or zram",
-        check: |system| match meminfo(system, &["SwapTotal", "SwapFree"]) {
+        check: |system| match read_meminfo(system, &["SwapTotal", "SwapFree"]) {
             Ok(values) if values[0] == 0 => Finding::limited("none"),
-            Ok(values) => Finding::available(format!("{} of {} free", size(values[1]), size(values[0]))),
+            Ok(values) => Finding::available(format!("{} of {} free", format_size(values[1]), format_size(values[0]))),
             Err(finding) => finding,
         },
     },
@@ -109,20 +109,20 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "returning memory when other programs on the machine run short",
         lost: "the machine's memory is polled every few milliseconds instead",
         fix: "boot with psi=1 on the kernel's command line",
-        check: pressure,
+        check: probe_pressure_events,
     },
 ];
 
-/// Probes how much address space can be reserved, by halving until it succeeds.
-fn reserve(_: &System) -> Finding {
+/// Probes how much address space can be reserved: halves the size until a reservation succeeds.
+fn probe_address_space(_: &SystemFiles) -> Finding {
     let mut len_bytes = ARENA_BYTES;
     loop {
-        match trial::reserve(len_bytes) {
+        match trial::try_reserve(len_bytes) {
             Ok(()) if len_bytes == ARENA_BYTES => {
-                return Finding::available(format!("{} reserved", size(ARENA_BYTES as u64)));
+                return Finding::available(format!("{} reserved", format_size(ARENA_BYTES as u64)));
             }
             Ok(()) => {
-                let found = format!("{} of {}", size(len_bytes as u64), size(ARENA_BYTES as u64));
+                let found = format!("{} of {}", format_size(len_bytes as u64), format_size(ARENA_BYTES as u64));
                 return Finding::limited(found);
             }
             Err(_) if len_bytes > REGISTERED_BYTES => len_bytes /= 2,
@@ -131,49 +131,54 @@ fn reserve(_: &System) -> Finding {
     }
 }
 
-/// Probes a resource limit that should be unlimited. Only root can raise it above the hard limit.
-fn judge_limit(resource: Resource, prlimit: &str) -> Finding {
+/// Probes a resource that should have no limit. The argument `prlimit` is the option of the command `prlimit` for this
+/// resource. Only root can raise a limit above the hard limit.
+fn probe_resource_limit(resource: Resource, prlimit: &str) -> Finding {
     match trial::resource_limit(resource) {
         Ok((None, _)) => Finding::available("unlimited"),
-        Ok((Some(soft), None)) => Finding::limited(size(soft)),
-        Ok((Some(soft), Some(hard))) => Finding::limited(format!("{} (hard limit {})", size(soft), size(hard)))
-            .with_fix(format!("sudo prlimit --pid $$ --{prlimit}=unlimited")),
-        Err(error) => Finding::unknown(describe(&error)),
+        Ok((Some(soft), None)) => Finding::limited(format_size(soft)),
+        Ok((Some(soft), Some(hard))) => {
+            Finding::limited(format!("{} (hard limit {})", format_size(soft), format_size(hard)))
+                .with_fix(format!("sudo prlimit --pid $$ --{prlimit}=unlimited"))
+        }
+        Err(error) => Finding::unknown(describe_error(&error)),
     }
 }
 
 /// Probes whether 64 MiB can be locked.
-fn memlock(_: &System) -> Finding {
+fn probe_locked_memory(_: &SystemFiles) -> Finding {
     let limit = match trial::resource_limit(Resource::Locked) {
-        Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), size),
-        Err(error) => describe(&error),
+        Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), format_size),
+        Err(error) => describe_error(&error),
     };
-    match trial::lock_memory(REGISTERED_BYTES) {
+    match trial::try_lock_memory(REGISTERED_BYTES) {
         Ok(()) => Finding::available(format!("64 MiB locked (limit {limit})")),
-        Err(error) => Finding::limited(format!("limit {limit}; 64 MiB: {}", describe(&error))),
+        Err(error) => Finding::limited(format!("limit {limit}; 64 MiB: {}", describe_error(&error))),
     }
 }
 
-/// Probes the overcommit mode.
-fn overcommit(system: &System) -> Finding {
-    let mode = match system.number("/proc/sys/vm/overcommit_memory") {
+/// Reports the overcommit mode of the machine.
+fn probe_overcommit_mode(system: &SystemFiles) -> Finding {
+    let mode = match system.read_number("/proc/sys/vm/overcommit_memory") {
         Ok(mode) => mode,
         Err(unread) => return unread.into(),
     };
-    match (mode, meminfo(system, &["CommitLimit", "Committed_AS"])) {
+    match (mode, read_meminfo(system, &["CommitLimit", "Committed_AS"])) {
         (0, _) => Finding::available("0, by estimate"),
         (1, _) => Finding::available("1, always"),
-        (2, Ok(values)) => Finding::limited(format!("2, strict: {} of {} committed", size(values[1]), size(values[0]))),
+        (2, Ok(values)) => {
+            Finding::limited(format!("2, strict: {} of {} committed", format_size(values[1]), format_size(values[0])))
+        }
         (2, Err(_)) => Finding::limited("2, strict"),
         (other, _) => Finding::unknown(format!("{other}, an unknown mode")),
     }
 }
 
-/// Probes the available memory of the machine.
-fn memory(system: &System) -> Finding {
-    match meminfo(system, &["MemTotal", "MemAvailable"]) {
+/// Reports how much memory of the machine is available.
+fn probe_available_memory(system: &SystemFiles) -> Finding {
+    match read_meminfo(system, &["MemTotal", "MemAvailable"]) {
         Ok(values) => {
-            let found = format!("{} of {} available", size(values[1]), size(values[0]));
+            let found = format!("{} of {} available", format_size(values[1]), format_size(values[0]));
             // With less than a sixteenth available, the kernel is about to reclaim.
             if values[1] >= values[0] / 16 { Finding::available(found) } else { Finding::limited(found) }
         }
@@ -181,8 +186,8 @@ fn memory(system: &System) -> Finding {
     }
 }
 
-/// Returns rows of `/proc/meminfo` in bytes.
-fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N], Finding> {
+/// Returns the values of the rows of `/proc/meminfo` with these names, in bytes.
+fn read_meminfo<const N: usize>(system: &SystemFiles, names: &[&str; N]) -> Result<[u64; N], Finding> {
     let text = system.read("/proc/meminfo")?;
     let mut values = [0; N];
     for (value, name) in values.iter_mut().zip(names) {
@@ -193,22 +198,23 @@ fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N
     Ok(values)
 }
 
-/// Sets a stall trigger, which ends when its descriptor is closed.
-fn pressure(system: &System) -> Finding {
-    const PATH: &str = "/proc/pressure/memory";
-    match system.read(PATH) {
+/// Tries to set a stall trigger (PSI), which the kernel removes when its descriptor is closed.
+fn probe_pressure_events(system: &SystemFiles) -> Finding {
+    const PRESSURE_PATH: &str = "/proc/pressure/memory";
+    match system.read(PRESSURE_PATH) {
         Ok(_) => {}
         Err(unread) if unread.is_absent => return Finding::missing("this kernel was started without it"),
         Err(unread) => return unread.into(),
     }
-    let trigger = |text: &[u8]| File::options().read(true).write(true).open(system.path(PATH))?.write_all(text);
+    let trigger =
+        |text: &[u8]| File::options().read(true).write(true).open(system.path(PRESSURE_PATH))?.write_all(text);
     if trigger(b"some 50000 1000000\0").is_ok() {
         return Finding::available("triggers with windows from 500 ms");
     }
     match trigger(b"some 150000 2000000\0") {
         Ok(()) => Finding::available("triggers with windows of 2 s (shorter ones need CAP_SYS_RESOURCE)"),
         Err(error) => {
-            let found = format!("averages only; a trigger: {}", describe(&error));
+            let found = format!("averages only; a trigger: {}", describe_error(&error));
             Finding::limited(found).with_fix("run with CAP_SYS_RESOURCE, or on Linux 6.4 or later")
         }
     }
@@ -219,9 +225,9 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, SystemFiles) {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
+        let system = SystemFiles { root: root.path().to_path_buf() };
         for (path, text) in files {
             let path = system.path(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -236,14 +242,14 @@ mod tests {
         let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
         let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
         let (_root, system) = fake_files(&files);
-        let finding = overcommit(&system);
+        let finding = probe_overcommit_mode(&system);
         assert_eq!(
             (finding.state, finding.found.as_str()),
             (Availability::Limited, "2, strict: 1 MiB of 2 MiB committed")
         );
     }
 
-    /// Less than a sixteenth of available memory must be reported as limited.
+    /// If less than a sixteenth of the machine's memory is available, the row must be limited.
     #[test]
     fn little_available_memory_is_limited() {
         for (available, state) in
@@ -251,16 +257,16 @@ mod tests {
         {
             let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
             let (_root, system) = fake_files(&[("/proc/meminfo", &text)]);
-            assert_eq!(memory(&system).state, state, "{available}");
+            assert_eq!(probe_available_memory(&system).state, state, "{available}");
         }
     }
 
-    /// Missing pressure files must be reported as a kernel without PSI, unless /proc is also missing.
+    /// If the pressure file is missing, the row must be missing. If all of `/proc` is missing, the row must be unknown.
     #[test]
     fn missing_psi_differs_from_missing_proc() {
         let (_root, system) = fake_files(&[("/proc/self/status", "")]);
-        assert_eq!(pressure(&system).state, Availability::Missing);
+        assert_eq!(probe_pressure_events(&system).state, Availability::Missing);
         let (_root, system) = fake_files(&[]);
-        assert_eq!(pressure(&system).state, Availability::Unknown);
+        assert_eq!(probe_pressure_events(&system).state, Availability::Unknown);
     }
 }

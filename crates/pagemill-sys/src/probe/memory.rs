@@ -1,18 +1,18 @@
 //! Probes of huge pages, and of calls that return or move memory.
 
-use super::trial::{self, BLOCK_BYTES, HugeAllowed, Scratch, Userfault};
-use super::{Feature, Finding, Group, System, describe};
+use super::trial::{self, AllowedHugePages, BLOCK_BYTES, Scratch, Userfault};
+use super::{Feature, Finding, Group, SystemFiles, describe_error};
 use crate::clock;
 use crate::mem::{self, Backing};
 use std::io;
 
-const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-const DEFRAG: &str = "/sys/kernel/mm/transparent_hugepage/defrag";
-const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-const PMD_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
-const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-/// The command that allows huge pages.
-const ENABLE: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
+const THP_ENABLED_PATH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+const THP_DEFRAG_PATH: &str = "/sys/kernel/mm/transparent_hugepage/defrag";
+const SHMEM_ENABLED_PATH: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+const HUGE_PAGE_SIZE_PATH: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
+const HUGETLB_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+/// The command that allows transparent huge pages.
+const ENABLE_THP_COMMAND: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
 
 const MADV_COLD: i32 = 20;
 const MADV_COLLAPSE: i32 = 25;
@@ -21,10 +21,10 @@ const MADV_GUARD_REMOVE: i32 = 103;
 
 const UFFD_WRITE_PROTECT: u64 = 1 << 0;
 const UFFD_POISON: u64 = 1 << 14;
-const UFFD_NAMES: [(u64, &str); 4] =
+const UFFD_FEATURE_NAMES: [(u64, &str); 4] =
     [(UFFD_WRITE_PROTECT, "write-protect"), (UFFD_POISON, "poison"), (1 << 15, "async"), (1 << 16, "move")];
 
-pub(super) const ROWS: &[Feature] = &[
+pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "thp_enabled",
         group: Group::HugePages,
@@ -32,8 +32,8 @@ pub(super) const ROWS: &[Feature] = &[
         since: "2.6.38",
         needed_for: "taking each block of 2 MiB as one huge page",
         lost: "every block gets small pages: populating costs some 8 times more, more TLB misses",
-        fix: ENABLE,
-        check: |system| judge_setting(system, ENABLED, &["always", "madvise"], &[]),
+        fix: ENABLE_THP_COMMAND,
+        check: |system| setting_finding(system, THP_ENABLED_PATH, &["always", "madvise"], &[]),
     },
     Feature {
         key: "thp_defrag",
@@ -43,7 +43,9 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "a huge page at the first touch even if free memory is fragmented",
         lost: "if free memory is fragmented, blocks start with small pages",
         fix: "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
-        check: |system| judge_setting(system, DEFRAG, &["always", "defer+madvise", "madvise"], &["defer", "never"]),
+        check: |system| {
+            setting_finding(system, THP_DEFRAG_PATH, &["always", "defer+madvise", "madvise"], &["defer", "never"])
+        },
     },
     Feature {
         key: "thp_process",
@@ -53,11 +55,13 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "huge pages: a parent may have forbidden them to all its children (prctl)",
         lost: "no huge pages for this process and its children, whatever the settings",
         fix: "start it from a parent without PR_SET_THP_DISABLE",
-        check: |_| match trial::huge_allowed() {
-            Ok(HugeAllowed::All) => Finding::available("no PR_SET_THP_DISABLE"),
-            Ok(HugeAllowed::WhereAdvised) => Finding::available("where advised only (PR_THP_DISABLE_EXCEPT_ADVISED)"),
-            Ok(HugeAllowed::None) => Finding::missing("PR_SET_THP_DISABLE is set"),
-            Err(error) => Finding::unknown(describe(&error)),
+        check: |_| match trial::allowed_huge_pages() {
+            Ok(AllowedHugePages::All) => Finding::available("no PR_SET_THP_DISABLE"),
+            Ok(AllowedHugePages::WhereAdvised) => {
+                Finding::available("where advised only (PR_THP_DISABLE_EXCEPT_ADVISED)")
+            }
+            Ok(AllowedHugePages::None) => Finding::missing("PR_SET_THP_DISABLE is set"),
+            Err(error) => Finding::unknown(describe_error(&error)),
         },
     },
     Feature {
@@ -68,7 +72,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "one huge page per block",
         lost: "a block is 2 MiB; if the kernel's huge page is larger, blocks use smaller pages",
         fix: "needs a kernel with pages of 4 KiB",
-        check: huge_size,
+        check: probe_huge_page_size,
     },
     Feature {
         key: "huge_page",
@@ -78,7 +82,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "fast faults, fast access, fast return of whole blocks",
         lost: "blocks get small pages: slower to populate, to use and to return",
         fix: "echo 1 | sudo tee /proc/sys/vm/compact_memory",
-        check: huge_page,
+        check: probe_huge_page,
     },
     Feature {
         key: "shmem_huge",
@@ -88,7 +92,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "blocks that two mappings or processes share (memfd)",
         lost: "shared blocks start small; collapsing them costs some 4.7 ms per 2 MiB",
         fix: "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        check: shmem_huge,
+        check: probe_shared_huge_page,
     },
     Feature {
         key: "hugetlb",
@@ -98,7 +102,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "caches that request them (Source::Hugetlb), and nothing else",
         lost: "such caches are refused, or get ordinary memory (hugetlb_refused)",
         fix: "echo 512 | sudo tee /proc/sys/vm/nr_hugepages",
-        check: reserved,
+        check: probe_reserved_pages,
     },
     Feature {
         key: "madv_collapse",
@@ -108,7 +112,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "making one huge page of small ones in a block that filled up gradually",
         lost: "small blocks stay small until they are returned, or are copied",
         fix: "",
-        check: collapse,
+        check: probe_collapse,
     },
     Feature {
         key: "madv_populate",
@@ -118,7 +122,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "populating a whole range at once, and knowing that it succeeded",
         lost: "Pagemill does not run: memory cannot be charged before it becomes resident",
         fix: "",
-        check: populate,
+        check: probe_populate,
     },
     Feature {
         key: "madv_dontneed",
@@ -128,7 +132,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "returning free blocks, at once or when the kernel needs them",
         lost: "free memory cannot be returned",
         fix: "",
-        check: dontneed,
+        check: probe_dontneed,
     },
     Feature {
         key: "process_madvise",
@@ -138,7 +142,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "returning many scattered pages in one call",
         lost: "one call per page: up to 16 us instead of some 1.2 us while other threads run",
         fix: "",
-        check: process_madvise,
+        check: probe_process_madvise,
     },
     Feature {
         key: "madv_cold",
@@ -148,7 +152,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "splitting a huge page so that a part of it can be returned",
         lost: "a partially used block is returned only when all of it is free",
         fix: "",
-        check: |_| on_touched_page(|page| page.advise(mem::os_page_bytes(), MADV_COLD)),
+        check: |_| try_on_touched_page(|page| page.advise(mem::os_page_bytes(), MADV_COLD)),
     },
     Feature {
         key: "madv_guard",
@@ -158,7 +162,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "strict volatile ranges: a signal on purged pages",
         lost: "strict volatile ranges are refused; others work",
         fix: "",
-        check: guard,
+        check: probe_guard_page,
     },
     Feature {
         key: "madv_wipeonfork",
@@ -168,7 +172,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "noticing a child made by a raw clone",
         lost: "a child made by a raw clone uses its parent's accounting (fork is noticed)",
         fix: "",
-        check: wipe,
+        check: probe_wipe_on_fork,
     },
     Feature {
         key: "userfaultfd",
@@ -178,7 +182,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "moving and write-protecting pages, SIGBUS on purged ones (three rows below)",
         lost: "realloc copies; purged pages are marked by guard pages only",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: userfault,
+        check: probe_userfaultfd,
     },
     Feature {
         key: "uffd_move",
@@ -188,7 +192,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "realloc and compaction that move pages: 1.8 us per 2 MiB instead of a copy",
         lost: "realloc copies, and free slots keep their pages until a purge",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: |_| move_block(),
+        check: |_| probe_move_of_a_block(),
     },
     Feature {
         key: "uffd_wp",
@@ -198,7 +202,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "seeing the first write to a page of a mapped view",
         lost: "writable views are protected by mprotect, one more mapping each",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: |_| on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.protect(page)),
+        check: |_| try_on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.write_protect_first_page(page)),
     },
     Feature {
         key: "uffd_poison",
@@ -208,7 +212,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "nothing yet: strict ranges use guard pages",
         lost: "nothing: guard pages are used, and a handler turns their SIGSEGV into SIGBUS",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: poison,
+        check: probe_poisoned_page,
     },
 ];
 
@@ -217,9 +221,9 @@ fn bracketed_word(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// Probes a setting by its word in brackets: available if the word is in `good`, limited if it is in `bearable`, else
-/// missing.
-fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
+/// Probes the setting in the file `path` by its word in brackets. The feature is available if the word is in `good`,
+/// limited if the word is in `bearable`, else missing.
+fn setting_finding(system: &SystemFiles, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
         Err(unread) if unread.is_absent => {
@@ -236,18 +240,18 @@ fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) 
 }
 
 /// Probes the size of a transparent huge page.
-fn huge_size(system: &System) -> Finding {
-    match system.number(PMD_SIZE) {
-        Ok(bytes) if bytes == BLOCK_BYTES as u64 => Finding::available(super::size(bytes)),
-        Ok(bytes) => Finding::limited(super::size(bytes)),
+fn probe_huge_page_size(system: &SystemFiles) -> Finding {
+    match system.read_number(HUGE_PAGE_SIZE_PATH) {
+        Ok(bytes) if bytes == BLOCK_BYTES as u64 => Finding::available(super::format_size(bytes)),
+        Ok(bytes) => Finding::limited(super::format_size(bytes)),
         Err(unread) if unread.is_absent => Finding::missing("none").with_fix("needs another kernel"),
         Err(unread) => unread.into(),
     }
 }
 
-/// Probes the reserve of huge pages: how many are free and not promised to a mapping.
-fn reserved(system: &System) -> Finding {
-    let number = |name: &str| system.number(&format!("{RESERVED}/{name}"));
+/// Probes the reserved huge pages (hugetlb): how many are free and not promised to a mapping.
+fn probe_reserved_pages(system: &SystemFiles) -> Finding {
+    let number = |name: &str| system.read_number(&format!("{HUGETLB_FOLDER}/{name}"));
     let (total, free, promised) = match (number("nr_hugepages"), number("free_hugepages"), number("resv_hugepages")) {
         (Ok(total), Ok(free), Ok(promised)) => (total, free, promised),
         (Err(unread), ..) if unread.is_absent => {
@@ -263,9 +267,9 @@ fn reserved(system: &System) -> Finding {
     }
 }
 
-/// Populates a block as the arena does, twice. In a virtual machine, the first access to memory that the host has not
-/// allocated yet is many times slower.
-fn huge_page(system: &System) -> Finding {
+/// Probes whether a block gets a huge page: populates a block twice, as the arena does, and reports the shorter time.
+/// In a virtual machine, the first access to memory that the host has not allocated yet is many times slower.
+fn probe_huge_page(system: &SystemFiles) -> Finding {
     let mut fastest_ns = u64::MAX;
     for _ in 0..2 {
         let scratch = match Scratch::new(1) {
@@ -277,8 +281,8 @@ fn huge_page(system: &System) -> Finding {
             Ok(Backing::Huge) => fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns),
             Ok(Backing::Small) => {
                 let found = Finding::missing("small pages came instead");
-                let is_off = system.read(ENABLED).is_ok_and(|text| bracketed_word(&text) == Some("never"));
-                return if is_off { found.with_fix(ENABLE) } else { found };
+                let is_off = system.read(THP_ENABLED_PATH).is_ok_and(|text| bracketed_word(&text) == Some("never"));
+                return if is_off { found.with_fix(ENABLE_THP_COMMAND) } else { found };
             }
             Err(error) => return Finding::refused(&error),
         }
@@ -286,9 +290,9 @@ fn huge_page(system: &System) -> Finding {
     Finding::available(format!("2 MiB in {} us", fastest_ns / 1000))
 }
 
-/// Probes whether shared memory gets huge pages.
-fn shmem_huge(system: &System) -> Finding {
-    let setting = match system.read(SHMEM) {
+/// Probes whether shared memory (memfd) gets huge pages.
+fn probe_shared_huge_page(system: &SystemFiles) -> Finding {
+    let setting = match system.read(SHMEM_ENABLED_PATH) {
         Ok(text) => bracketed_word(&text).unwrap_or("unreadable").to_string(),
         Err(unread) => unread.reason,
     };
@@ -301,7 +305,7 @@ fn shmem_huge(system: &System) -> Finding {
 }
 
 /// Probes `MADV_COLLAPSE`: makes small pages huge, and checks that their contents survive.
-fn collapse(_: &System) -> Finding {
+fn probe_collapse(_: &SystemFiles) -> Finding {
     let collapsed = Scratch::new(1).and_then(|scratch| {
         scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
         for offset in (0..BLOCK_BYTES).step_by(mem::os_page_bytes()) {
@@ -320,16 +324,16 @@ fn collapse(_: &System) -> Finding {
 }
 
 /// Probes `MADV_POPULATE_WRITE`, and measures the time for each page.
-fn populate(_: &System) -> Finding {
-    const PAGES: usize = 64;
+fn probe_populate(_: &SystemFiles) -> Finding {
+    const POPULATED_PAGES: usize = 64;
     let page = mem::os_page_bytes();
-    let len_bytes = (PAGES * page).min(BLOCK_BYTES);
+    let len_bytes = (POPULATED_PAGES * page).min(BLOCK_BYTES);
     let populated = Scratch::new(1).and_then(|scratch| {
         scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
         let start_ns = clock::fine_ns();
         mem::populate(scratch.addr(), len_bytes)?;
         let taken_ns = clock::fine_ns() - start_ns;
-        let mut resident = [0u8; PAGES];
+        let mut resident = [0u8; POPULATED_PAGES];
         mem::resident(scratch.addr(), len_bytes, &mut resident)?;
         Ok((taken_ns, resident[..len_bytes / page].iter().all(|page| page & 1 == 1)))
     });
@@ -344,7 +348,7 @@ fn populate(_: &System) -> Finding {
 }
 
 /// Probes `MADV_FREE` and `MADV_DONTNEED`, and checks that discarded memory reads zero.
-fn dontneed(_: &System) -> Finding {
+fn probe_dontneed(_: &SystemFiles) -> Finding {
     let dropped = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
         scratch.advise(mem::os_page_bytes(), libc::MADV_FREE)?;
@@ -360,7 +364,7 @@ fn dontneed(_: &System) -> Finding {
 }
 
 /// Probes whether one `process_madvise` call can discard many scattered pages of the calling process.
-fn process_madvise(_: &System) -> Finding {
+fn probe_process_madvise(_: &SystemFiles) -> Finding {
     let page = mem::os_page_bytes();
     let count = (BLOCK_BYTES / page / 2).min(64);
     let scratch = match Scratch::new(1) {
@@ -382,7 +386,7 @@ fn process_madvise(_: &System) -> Finding {
             }
         }
         Err(error) if scratch.advise_every_second_page(count, MADV_COLD).is_ok() => {
-            let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe(&error));
+            let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe_error(&error));
             Finding { errno: error.raw_os_error(), ..Finding::limited(found) }
         }
         Err(error) => Finding::refused(&error),
@@ -390,7 +394,7 @@ fn process_madvise(_: &System) -> Finding {
 }
 
 /// Runs a trial on a page with contents, and checks that the contents survive.
-fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
+fn try_on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
     let kept = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
         trial(&scratch)?;
@@ -404,7 +408,7 @@ fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
 }
 
 /// Probes guard pages: makes a page inaccessible and accessible again.
-fn guard(_: &System) -> Finding {
+fn probe_guard_page(_: &SystemFiles) -> Finding {
     let page = mem::os_page_bytes();
     let fenced = Scratch::new(1).and_then(|scratch| {
         scratch.advise(page, MADV_GUARD_INSTALL)?;
@@ -412,24 +416,24 @@ fn guard(_: &System) -> Finding {
         scratch.advise(page, MADV_GUARD_REMOVE)?;
         Ok(is_inaccessible && scratch.is_readable(0))
     });
-    fence_finding(fenced)
+    inaccessible_page_finding(fenced)
 }
 
 /// Probes poisoned pages: makes a page inaccessible and accessible again.
-fn poison(_: &System) -> Finding {
+fn probe_poisoned_page(_: &SystemFiles) -> Finding {
     let fenced = Scratch::new(1).and_then(|scratch| {
         let userfault = Userfault::open(UFFD_POISON)?;
-        userfault.poison(&scratch)?;
+        userfault.poison_first_page(&scratch)?;
         let is_inaccessible = !scratch.is_readable(0);
         scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
         Ok(is_inaccessible && scratch.is_readable(0))
     });
-    fence_finding(fenced)
+    inaccessible_page_finding(fenced)
 }
 
-/// The finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if the page was readable
-/// in between, or not readable at the end.
-fn fence_finding(fenced: io::Result<bool>) -> Finding {
+/// Returns the finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if the page was
+/// readable in between, or not readable at the end.
+fn inaccessible_page_finding(fenced: io::Result<bool>) -> Finding {
     match fenced {
         Ok(true) => Finding::available("a page was fenced off and opened again"),
         Ok(false) => Finding::missing("accepted, but the page stayed as it was"),
@@ -437,12 +441,12 @@ fn fence_finding(fenced: io::Result<bool>) -> Finding {
     }
 }
 
-/// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent its own byte.
-fn wipe(_: &System) -> Finding {
+/// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent must still read the byte that it wrote.
+fn probe_wipe_on_fork(_: &SystemFiles) -> Finding {
     let seen = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
         scratch.advise(mem::os_page_bytes(), libc::MADV_WIPEONFORK)?;
-        Ok((trial::read_in_child(&scratch)?, scratch.read(0)))
+        Ok((trial::first_byte_in_child(&scratch)?, scratch.read(0)))
     });
     match seen {
         Ok((0, 7)) => Finding::available("a child read zero"),
@@ -451,22 +455,26 @@ fn wipe(_: &System) -> Finding {
     }
 }
 
-/// Probes userfaultfd, and lists the features that the kernel offers.
-fn userfault(system: &System) -> Finding {
+/// Probes userfaultfd, and reports which of [`UFFD_FEATURE_NAMES`] the kernel offers.
+fn probe_userfaultfd(system: &SystemFiles) -> Finding {
     let setting = system.read("/proc/sys/vm/unprivileged_userfaultfd");
     let setting = setting.map_or_else(|unread| unread.reason, |text| format!("unprivileged_userfaultfd={text}"));
     match Userfault::open(0) {
         Ok(userfault) => {
-            let names: Vec<_> =
-                UFFD_NAMES.iter().filter(|(bit, _)| userfault.features & bit != 0).map(|(_, name)| *name).collect();
+            let names: Vec<_> = UFFD_FEATURE_NAMES
+                .iter()
+                .filter(|(bit, _)| userfault.features & bit != 0)
+                .map(|(_, name)| *name)
+                .collect();
             Finding::available(format!("{}; {setting}", names.join(", ")))
         }
         Err(error) => Finding::refused(&error),
     }
 }
 
-/// Moves a block and checks that it arrived, three times, because the first move is slow.
-fn move_block() -> Finding {
+/// Probes `UFFDIO_MOVE`: moves a block and checks that its bytes arrived. Does so three times, because the first move
+/// is slow.
+fn probe_move_of_a_block() -> Finding {
     let (to, from) = (0, BLOCK_BYTES);
     let mut fastest_ns = u64::MAX;
     for _ in 0..3 {
@@ -492,16 +500,16 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    /// Each word of a setting must lead to its state. A kernel without huge pages must be distinguished from a missing
-    /// /sys.
+    /// Each word of a setting must lead to its state. If the file of the setting is missing, the state must be missing;
+    /// if all of `/sys` is missing, the state must be unknown.
     #[test]
     fn settings_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
-        let judge = || judge_setting(&system, DEFRAG, &["madvise"], &["defer"]).state;
+        let system = SystemFiles { root: root.path().to_path_buf() };
+        let judge = || setting_finding(&system, THP_DEFRAG_PATH, &["madvise"], &["defer"]).state;
         assert_eq!(judge(), Availability::Unknown);
 
-        let path = system.path(DEFRAG);
+        let path = system.path(THP_DEFRAG_PATH);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         assert_eq!(judge(), Availability::Missing);
 
@@ -520,11 +528,11 @@ mod tests {
     #[test]
     fn reserved_pages_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
-        assert_eq!(reserved(&system).state, Availability::Unknown);
-        let folder = system.path(RESERVED);
+        let system = SystemFiles { root: root.path().to_path_buf() };
+        assert_eq!(probe_reserved_pages(&system).state, Availability::Unknown);
+        let folder = system.path(HUGETLB_FOLDER);
         std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
-        assert_eq!(reserved(&system).state, Availability::Missing);
+        assert_eq!(probe_reserved_pages(&system).state, Availability::Missing);
         std::fs::create_dir_all(&folder).unwrap();
         for (total, free, promised, state) in [
             (0, 0, 0, Availability::Missing),
@@ -535,15 +543,15 @@ mod tests {
             for (name, number) in [("nr_hugepages", total), ("free_hugepages", free), ("resv_hugepages", promised)] {
                 std::fs::write(folder.join(name), format!("{number}\n")).unwrap();
             }
-            assert_eq!(reserved(&system).state, state, "{total} {free} {promised}");
+            assert_eq!(probe_reserved_pages(&system).state, state, "{total} {free} {promised}");
         }
     }
 
     #[test]
     fn other_huge_page_sizes_are_limited() {
         let root = tempfile::tempdir().unwrap();
-        let system = System { root: root.path().to_path_buf() };
-        let path = system.path(PMD_SIZE);
+        let system = SystemFiles { root: root.path().to_path_buf() };
+        let path = system.path(HUGE_PAGE_SIZE_PATH);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         for (text, state) in [
             ("2097152\n", Availability::Available),
@@ -551,7 +559,7 @@ mod tests {
             ("many\n", Availability::Unknown),
         ] {
             std::fs::write(&path, text).unwrap();
-            assert_eq!(huge_size(&system).state, state, "{text}");
+            assert_eq!(probe_huge_page_size(&system).state, state, "{text}");
         }
     }
 }

@@ -36,7 +36,7 @@ pub enum Availability {
 }
 
 impl Availability {
-    /// Returns the stable keyword for JSON.
+    /// Returns the keyword of the state in JSON output. Keywords stay the same in all versions.
     pub fn word(self) -> &'static str {
         match self {
             Self::Available => "available",
@@ -59,7 +59,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Returns the stable keyword for JSON.
+    /// Returns the keyword of the group in JSON output. Keywords stay the same in all versions.
     pub fn word(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -71,7 +71,7 @@ impl Group {
         }
     }
 
-    /// Returns the heading of the printed table.
+    /// Returns the heading of the group in the printed table.
     pub fn title(self) -> &'static str {
         match self {
             Self::Kernel => "Kernel",
@@ -87,7 +87,7 @@ impl Group {
 /// A row of the table: a feature and why it matters.
 #[derive(Debug)]
 pub struct Feature {
-    /// The stable keyword for JSON.
+    /// The keyword of the feature in JSON output. Keywords stay the same in all versions.
     pub key: &'static str,
     pub group: Group,
     pub name: &'static str,
@@ -99,8 +99,8 @@ pub struct Feature {
     pub lost: &'static str,
     /// The command that enables the feature; empty if only another kernel helps.
     fix: &'static str,
-    /// Tries the feature.
-    check: fn(&System) -> Finding,
+    /// Function that tries the feature and returns its state.
+    check: fn(&SystemFiles) -> Finding,
 }
 
 /// A feature and its state on this machine.
@@ -110,11 +110,11 @@ pub struct Row {
     pub state: Availability,
     /// The result of the trial: a number, a setting, or an error.
     pub found: String,
-    /// How to enable the feature; `None` if it is [`Availability::Available`].
+    /// How to enable the feature; `None` if the state is [`Availability::Available`], or if no fix is known.
     pub fix: Option<String>,
 }
 
-/// The rows of all features.
+/// The result of [`probe`]: the state of every feature.
 #[derive(Debug)]
 pub struct Report {
     /// The kernel's release string.
@@ -123,7 +123,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns the row of the feature with that key.
+    /// Returns the row of the feature that has this key.
     pub fn row(&self, key: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.feature.key == key)
     }
@@ -139,33 +139,33 @@ impl Report {
     }
 }
 
-/// Returns whether Pagemill cannot run without that feature.
+/// Returns whether Pagemill cannot run without the feature that has this key.
 pub fn is_required(key: &str) -> bool {
     ["kernel", "processor", "reserve", "madv_populate", "madv_dontneed"].contains(&key)
 }
 
-/// Tries every feature. Takes 20 to 50 ms and some child processes, and uses at most 4 MiB at a time.
+/// Tries every feature. Takes 20 to 50 ms and some child processes, and at most 4 MiB of memory at a time.
 pub fn probe() -> Report {
     probe_in(Path::new("/"))
 }
 
 /// As [`probe`], but reads `/proc`, `/sys` and `/dev` below `root`. System calls are tried on the running kernel.
 pub fn probe_in(root: &Path) -> Report {
-    let system = System { root: root.to_path_buf() };
+    let system = SystemFiles { root: root.to_path_buf() };
     let (kernel, _) = trial::kernel_names();
-    let running = release(&kernel);
-    let rows = table().map(|feature| feature.examine(&system, running)).collect();
+    let running = parse_release(&kernel);
+    let rows = table().map(|feature| feature.probe_row(&system, running)).collect();
     Report { kernel, rows }
 }
 
 /// Returns every feature, in the order of the groups.
 pub fn table() -> impl Iterator<Item = &'static Feature> {
-    [kernel::ROWS, memory::ROWS, limits::ROWS, cgroup::ROWS, io::ROWS].into_iter().flatten()
+    [kernel::FEATURES, memory::FEATURES, limits::FEATURES, cgroup::FEATURES, io::FEATURES].into_iter().flatten()
 }
 
 impl Feature {
-    /// Tries the feature. `running` is the release of the running kernel.
-    fn examine(&'static self, system: &System, running: Option<(u32, u32)>) -> Row {
+    /// Tries the feature and returns its row. `running` is the release of the running kernel.
+    fn probe_row(&'static self, system: &SystemFiles, running: Option<(u32, u32)>) -> Row {
         let Finding { state, found, fix, errno } = (self.check)(system);
         let fix = match state {
             Availability::Available => None,
@@ -175,11 +175,12 @@ impl Feature {
         Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
     }
 
-    /// Returns the fix for an error. A kernel that is too old, or built without the feature, returns ENOSYS or EINVAL.
+    /// Returns how to enable the feature after its trial failed with `errno`. A kernel that is too old, or built
+    /// without the feature, returns ENOSYS or EINVAL.
     fn default_fix(&self, errno: Option<i32>, running: Option<(u32, u32)>) -> String {
         match errno {
             Some(libc::ENOSYS | libc::EINVAL | libc::ENOTTY) => {
-                if running < release(self.since) {
+                if running < parse_release(self.since) {
                     format!("needs Linux {}", self.since)
                 } else {
                     "needs a kernel built with it, or a sandbox that lets it through".to_string()
@@ -193,7 +194,7 @@ impl Feature {
 }
 
 /// Returns the major and minor number of a release such as `6.18.44-generic`.
-fn release(text: &str) -> Option<(u32, u32)> {
+fn parse_release(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
@@ -202,9 +203,9 @@ fn release(text: &str) -> Option<(u32, u32)> {
 struct Finding {
     state: Availability,
     found: String,
-    /// A fix that replaces the one of the feature.
+    /// A fix that replaces [`Feature::fix`].
     fix: Option<String>,
-    /// The error of the call that failed, from which the fix follows.
+    /// The error number of the system call that failed. It decides which fix is shown.
     errno: Option<i32>,
 }
 
@@ -229,26 +230,26 @@ impl Finding {
         Self::new(Availability::Unknown, found)
     }
 
-    /// The result if the kernel refused the call that uses the feature.
+    /// Returns the finding for a feature whose system call the kernel refused with this error.
     fn refused(error: &std::io::Error) -> Self {
-        Self { errno: error.raw_os_error(), ..Self::missing(describe(error)) }
+        Self { errno: error.raw_os_error(), ..Self::missing(describe_error(error)) }
     }
 
-    /// Replaces the fix of the feature.
+    /// Returns the finding with `fix`, which replaces the fix of the feature.
     fn with_fix(self, fix: impl Into<String>) -> Self {
         Self { fix: Some(fix.into()), ..self }
     }
 }
 
-/// The result if the trial itself could not start.
+/// The finding if no memory could be allocated for the trial.
 impl From<std::io::Error> for Finding {
     fn from(error: std::io::Error) -> Self {
-        Self::unknown(format!("no memory for the trial: {}", describe(&error)))
+        Self::unknown(format!("no memory for the trial: {}", describe_error(&error)))
     }
 }
 
 /// The error of a kernel file that could not be read.
-struct Unread {
+struct KernelFileError {
     /// Text for the row: the path and the error.
     reason: String,
     fix: Option<String>,
@@ -256,53 +257,53 @@ struct Unread {
     is_absent: bool,
 }
 
-impl From<Unread> for Finding {
-    fn from(unread: Unread) -> Self {
+impl From<KernelFileError> for Finding {
+    fn from(unread: KernelFileError) -> Self {
         Self { fix: unread.fix, ..Self::unknown(unread.reason) }
     }
 }
 
-/// The kernel's files, below a root folder.
-struct System {
+/// The kernel's files (`/proc`, `/sys`, `/dev`), below a root folder that tests can replace.
+struct SystemFiles {
     root: PathBuf,
 }
 
-impl System {
+impl SystemFiles {
     fn path(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// Returns the whole text of a kernel file, without spaces at either end.
-    fn read(&self, path: &str) -> Result<String, Unread> {
+    /// Returns the text of a kernel file, without white space at its start and end.
+    fn read(&self, path: &str) -> Result<String, KernelFileError> {
         let error = match std::fs::read(self.path(path)) {
             Ok(bytes) => return Ok(String::from_utf8_lossy(&bytes).trim().to_string()),
             Err(error) => error,
         };
         let mount = if path.starts_with("/proc") { "proc" } else { "sys" };
-        let is_mounted = if mount == "proc" { self.has("/proc/self") } else { self.has("/sys/kernel") };
+        let is_mounted = if mount == "proc" { self.has_file("/proc/self") } else { self.has_file("/sys/kernel") };
         let fix = (!is_mounted).then(|| format!("sudo mount -t {} none /{mount}", mount.replace("sys", "sysfs")));
         let is_absent = is_mounted && error.kind() == std::io::ErrorKind::NotFound;
-        Err(Unread { reason: format!("cannot read {path}: {}", describe(&error)), fix, is_absent })
+        Err(KernelFileError { reason: format!("cannot read {path}: {}", describe_error(&error)), fix, is_absent })
     }
 
     /// As [`System::read`], for a file that contains one number.
-    fn number(&self, path: &str) -> Result<u64, Unread> {
+    fn read_number(&self, path: &str) -> Result<u64, KernelFileError> {
         let text = self.read(path)?;
-        text.parse().map_err(|_| Unread {
+        text.parse().map_err(|_| KernelFileError {
             reason: format!("{path} holds no number but {text:?}"),
             fix: None,
             is_absent: false,
         })
     }
 
-    /// Whether a kernel file exists.
-    fn has(&self, path: &str) -> bool {
+    /// Returns whether a kernel file exists.
+    fn has_file(&self, path: &str) -> bool {
         self.path(path).exists()
     }
 }
 
 /// Formats an error with its symbolic name: `EPERM (Operation not permitted)`.
-fn describe(error: &std::io::Error) -> String {
+fn describe_error(error: &std::io::Error) -> String {
     let text = error.to_string();
     let Some(errno) = error.raw_os_error() else { return text };
     let text = text.split(" (os error").next().unwrap_or_default();
@@ -336,7 +337,7 @@ fn describe(error: &std::io::Error) -> String {
 }
 
 /// Formats a number of bytes with a unit: `512 MiB`, `23.5 GiB`.
-fn size(bytes: u64) -> String {
+fn format_size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let exponent = (bytes.max(1).ilog2() / 10) as usize;
     let value = bytes as f64 / (1u64 << (10 * exponent)) as f64;
@@ -349,7 +350,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Keys must be unique words, groups must be contiguous, and no text may be missing or too long.
+    /// The features of the table must have unique keys, be sorted by group, and have no missing or too long text.
     #[test]
     fn rows_are_well_formed() {
         let mut keys = BTreeSet::new();
@@ -363,7 +364,7 @@ mod tests {
             assert!(feature.name.len() <= 28, "{key}: the name is too long for its column");
             assert!(feature.fix.len() <= 72, "{key}: the fix is too long for a line of 80");
             assert!(!feature.needed_for.is_empty() && !feature.lost.is_empty(), "{key}");
-            assert!(feature.since.is_empty() || release(feature.since).is_some(), "{key}");
+            assert!(feature.since.is_empty() || parse_release(feature.since).is_some(), "{key}");
         }
         assert!(table().map(|feature| feature.group as u8).is_sorted());
     }
@@ -399,28 +400,28 @@ mod tests {
         assert!(report.is_supported());
     }
 
-    /// Major and minor number must be read from releases of the usual forms.
+    /// `parse_release` must return the major and minor number of kernel releases of the usual forms.
     #[test]
-    fn releases_are_read() {
-        assert_eq!(release("6.18.44-generic"), Some((6, 18)));
-        assert_eq!(release("5.15"), Some((5, 15)));
-        assert_eq!(release("unknown"), None);
+    fn releases_are_parsed() {
+        assert_eq!(parse_release("6.18.44-generic"), Some((6, 18)));
+        assert_eq!(parse_release("5.15"), Some((5, 15)));
+        assert_eq!(parse_release("unknown"), None);
     }
 
-    /// A size must have the largest unit that it fills, and at most one decimal.
+    /// A size must be printed in the largest unit that is not larger than the size, with at most one decimal.
     #[test]
-    fn sizes_are_short() {
-        assert_eq!(size(0), "0 B");
-        assert_eq!(size(512 << 20), "512 MiB");
-        assert_eq!(size(47 << 29), "23.5 GiB");
-        assert_eq!(size((100 << 20) - 1), "100 MiB");
-        assert_eq!(size(u64::MAX), "16 EiB");
+    fn sizes_are_printed_in_the_largest_unit() {
+        assert_eq!(format_size(0), "0 B");
+        assert_eq!(format_size(512 << 20), "512 MiB");
+        assert_eq!(format_size(47 << 29), "23.5 GiB");
+        assert_eq!(format_size((100 << 20) - 1), "100 MiB");
+        assert_eq!(format_size(u64::MAX), "16 EiB");
     }
 
     /// A known error must be printed with its symbolic name, any other with its number.
     #[test]
-    fn errors_are_named() {
-        assert!(describe(&std::io::Error::from_raw_os_error(libc::EPERM)).starts_with("EPERM ("));
-        assert!(describe(&std::io::Error::from_raw_os_error(libc::EXDEV)).starts_with("error 18 ("));
+    fn known_errors_are_printed_by_name() {
+        assert!(describe_error(&std::io::Error::from_raw_os_error(libc::EPERM)).starts_with("EPERM ("));
+        assert!(describe_error(&std::io::Error::from_raw_os_error(libc::EXDEV)).starts_with("error 18 ("));
     }
 }

@@ -17,13 +17,13 @@ use std::sync::atomic::AtomicU32;
 
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 
-/// The error of a system call that returned a value other than 0.
-fn check(result: c_int) -> io::Result<()> {
+/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
+fn check_result(result: c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Takes ownership of the descriptor that a system call returned, or returns the error of the call.
-fn own_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
+fn take_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -43,7 +43,7 @@ pub(super) fn kernel_names() -> (String, String) {
     (text(&names.release), text(&names.machine))
 }
 
-/// Memory for trials, in blocks.
+/// Memory for trials: a whole number of 2 MiB blocks.
 ///
 /// # Invariants
 /// `addr..addr + len_bytes` is aligned to a block, readable and writable, and used by this value only. All accesses are
@@ -54,7 +54,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Maps private memory that has no pages yet.
+    /// Maps `blocks` blocks of private memory that have no pages yet.
     pub fn new(blocks: usize) -> io::Result<Self> {
         let len_bytes = blocks * BLOCK_BYTES;
         Ok(Self { addr: mem::map_sparse(len_bytes, BLOCK_BYTES)?, len_bytes })
@@ -64,9 +64,9 @@ impl Scratch {
     pub fn shared() -> io::Result<Self> {
         let scratch = Self::new(1)?;
         // SAFETY: the name is a C string.
-        let fd = own_descriptor(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
+        let fd = take_descriptor(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
         // SAFETY: the descriptor is open.
-        check(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
+        check_result(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = scratch.addr as *mut c_void;
         // SAFETY: the mapping replaces memory of `scratch` that no code has accessed yet.
@@ -90,11 +90,11 @@ impl Scratch {
         unsafe { ((self.addr + offset) as *const u8).read_volatile() }
     }
 
-    /// Calls `madvise` for the first `len_bytes`.
+    /// Calls `madvise` for the first `len_bytes` of the memory.
     pub fn advise(&self, len_bytes: usize, advice: c_int) -> io::Result<()> {
         assert!(len_bytes <= self.len_bytes);
         // SAFETY: the advice affects only pages of memory that no other code accesses (type invariant).
-        check(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
+        check_result(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
     }
 
     /// Gives advice for every second of the first `2 * count` OS pages, by one `process_madvise` call on this process.
@@ -116,7 +116,7 @@ impl Scratch {
         }
     }
 
-    /// Returns whether the kernel can read the byte. Raises no signal.
+    /// Returns whether the kernel can read the byte at `offset`. Raises no signal.
     pub fn is_readable(&self, offset: usize) -> bool {
         assert!(offset < self.len_bytes);
         const INVALID_OPERATION: c_int = -1;
@@ -135,7 +135,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Moves the pages of the second block of `scratch` to the first block, which has none yet.
+/// Moves the pages of the second block of `scratch` to the first block, which must have no pages yet.
 pub(super) fn move_second_block(scratch: &Scratch) -> io::Result<()> {
     let (to, from) = (scratch.addr, scratch.addr + BLOCK_BYTES);
     assert!(scratch.len_bytes >= 2 * BLOCK_BYTES);
@@ -147,7 +147,7 @@ pub(super) fn move_second_block(scratch: &Scratch) -> io::Result<()> {
 }
 
 /// Runs `trial` in a child process and returns its result. A child that takes five seconds is killed.
-fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
+fn run_in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     // SAFETY: the child makes only system calls (the callers ensure that), and ends without running destructors.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -175,24 +175,25 @@ fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     }
 }
 
-/// The error number of the last system call as a byte. Child processes call this function, so it does not allocate.
+/// Returns the error number of the last system call as a byte. Child processes call this function, so it does not
+/// allocate.
 fn last_errno() -> u8 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
 }
 
-/// The error with this number; `Ok` for 0.
-fn errno_result(errno: u8) -> io::Result<()> {
+/// Returns the error with this number; `Ok` for 0.
+fn result_of_errno(errno: u8) -> io::Result<()> {
     if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
 }
 
 /// Returns the first byte of `scratch` as a `fork` child reads it.
-pub(super) fn read_in_child(scratch: &Scratch) -> io::Result<u8> {
-    in_child(|| scratch.read(0))
+pub(super) fn first_byte_in_child(scratch: &Scratch) -> io::Result<u8> {
+    run_in_child(|| scratch.read(0))
 }
 
-/// Requests real-time priority in a child process, which ends after that.
-pub(super) fn take_realtime() -> io::Result<()> {
-    errno_result(in_child(|| {
+/// Tries to get real-time priority, in a child process that ends after the trial.
+pub(super) fn try_realtime_priority() -> io::Result<()> {
+    result_of_errno(run_in_child(|| {
         let lowest = libc::sched_param { sched_priority: 1 };
         // SAFETY: the call only reads `lowest`.
         if unsafe { libc::sched_setscheduler(0, libc::SCHED_RR, &raw const lowest) } == 0 { 0 } else { last_errno() }
@@ -200,7 +201,7 @@ pub(super) fn take_realtime() -> io::Result<()> {
 }
 
 /// Why a user namespace cannot be used here.
-pub(super) enum NoNamespace {
+pub(super) enum NamespaceError {
     /// The namespace cannot be created.
     Refused(io::Error),
     /// The namespace can be created, but mounting in it is refused.
@@ -208,47 +209,49 @@ pub(super) enum NoNamespace {
 }
 
 /// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
-pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
-    /// Bit that a child sets in its result if the error comes from a mount.
-    const IN_MOUNT: u8 = 0x80;
+pub(super) fn try_mount_in_namespace() -> Result<(), NamespaceError> {
+    /// Bit that the child sets in its result if a call of `mount` failed.
+    const IS_MOUNT_ERROR: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
         // SAFETY: all texts are C strings or null, and the mount namespace belongs to the child.
         unsafe { libc::mount(kind, c"/".as_ptr(), kind, flags, std::ptr::null()) }
     };
-    let answer = in_child(|| {
+    let answer = run_in_child(|| {
         // SAFETY: the call concerns only the child, which has one thread.
         if unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) } != 0 {
-            return last_errno() & !IN_MOUNT;
+            return last_errno() & !IS_MOUNT_ERROR;
         }
         if mount(None, libc::MS_REC | libc::MS_PRIVATE) != 0 || mount(Some(c"tmpfs"), 0) != 0 {
-            return last_errno() | IN_MOUNT;
+            return last_errno() | IS_MOUNT_ERROR;
         }
         0
     });
     match answer {
         Ok(0) => Ok(()),
-        Ok(errno) if errno & IN_MOUNT == 0 => Err(NoNamespace::Refused(io::Error::from_raw_os_error(errno.into()))),
-        Ok(errno) => Err(NoNamespace::CannotMount(io::Error::from_raw_os_error((errno & !IN_MOUNT).into()))),
-        Err(error) => Err(NoNamespace::Refused(error)),
+        Ok(errno) if errno & IS_MOUNT_ERROR == 0 => {
+            Err(NamespaceError::Refused(io::Error::from_raw_os_error(errno.into())))
+        }
+        Ok(errno) => Err(NamespaceError::CannotMount(io::Error::from_raw_os_error((errno & !IS_MOUNT_ERROR).into()))),
+        Err(error) => Err(NamespaceError::Refused(error)),
     }
 }
 
 /// A userfaultfd for faults of user code only, which needs no privilege.
 pub(super) struct Userfault {
     fd: OwnedFd,
-    /// Features that the kernel offers.
+    /// Features that the kernel offers, one bit each.
     pub features: u64,
 }
 
 impl Userfault {
     // Request numbers of the ioctls.
-    const API: libc::c_ulong = 0xC018_AA3F;
-    const REGISTER: libc::c_ulong = 0xC020_AA00;
-    const WRITE_PROTECT: libc::c_ulong = 0xC018_AA06;
-    const POISON: libc::c_ulong = 0xC020_AA08;
-    /// Mode of `REGISTER`: the range may be write-protected.
-    const MODE_WRITE_PROTECT: u64 = 2;
+    const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
+    const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
+    const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xC018_AA06;
+    const UFFDIO_POISON: libc::c_ulong = 0xC020_AA08;
+    /// Mode of `UFFDIO_REGISTER`: the range may be write-protected.
+    const REGISTER_MODE_WRITE_PROTECT: u64 = 2;
 
     /// Opens a userfaultfd that offers the features in `wanted`.
     ///
@@ -261,37 +264,37 @@ impl Userfault {
         let fd = unsafe { userfaultfd(flags) }?;
         let mut handshake = [0xAA, wanted, 0];
         let mut opened = Self { fd, features: 0 };
-        opened.call(Self::API, &mut handshake)?;
+        opened.ioctl(Self::UFFDIO_API, &mut handshake)?;
         opened.features = handshake[1];
         Ok(opened)
     }
 
     /// Makes an ioctl request with `words` as its argument.
-    fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
+    fn ioctl<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
         // SAFETY: the call reads and writes `words`. The ranges in it lie in a `Scratch`, which tolerates missing
         // pages.
-        check(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
+        check_result(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
     }
 
     /// Write-protects the first OS page of `scratch`, until this value is dropped.
-    pub fn protect(&self, scratch: &Scratch) -> io::Result<()> {
+    pub fn write_protect_first_page(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
-        self.call(Self::WRITE_PROTECT, &mut [start, len, 1])
+        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
+        self.ioctl(Self::UFFDIO_WRITEPROTECT, &mut [start, len, 1])
     }
 
-    /// Makes an access to the first OS page of `scratch`, which has no page yet, raise SIGBUS.
-    pub fn poison(&self, scratch: &Scratch) -> io::Result<()> {
+    /// Makes each access to the first OS page of `scratch` raise SIGBUS. The page must not be resident.
+    pub fn poison_first_page(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
-        self.call(Self::POISON, &mut [start, len, 0, 0])
+        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
+        self.ioctl(Self::UFFDIO_POISON, &mut [start, len, 0, 0])
     }
 }
 
-/// Waits, with `futex_waitv`, on a word whose value already differs from the expected one.
-pub(super) fn wait_on_words() -> io::Result<()> {
+/// Tries `futex_waitv`, on a word whose value already differs from the expected one, so that the call does not block.
+pub(super) fn try_futex_waitv() -> io::Result<()> {
     let word = AtomicU32::new(0);
     let mut waiter = Wait::new();
     waiter.val = 1;
@@ -303,18 +306,18 @@ pub(super) fn wait_on_words() -> io::Result<()> {
     }
 }
 
-/// Which huge pages this process may get (`PR_SET_THP_DISABLE`, inherited from its parent).
+/// Which huge pages this process may get. The setting (`PR_SET_THP_DISABLE`) is inherited from the parent process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HugeAllowed {
-    /// All that the machine's settings allow.
+pub(super) enum AllowedHugePages {
+    /// All huge pages that the machine's settings allow.
     All,
-    /// Only where a program advises them (`PR_THP_DISABLE_EXCEPT_ADVISED`, Linux 6.18), as this crate does.
+    /// Huge pages only where a program advises them (`PR_THP_DISABLE_EXCEPT_ADVISED`, Linux 6.18), as this crate does.
     WhereAdvised,
     None,
 }
 
-impl HugeAllowed {
-    fn of(flags: i32) -> Self {
+impl AllowedHugePages {
+    fn from_flags(flags: i32) -> Self {
         match (flags & 1, flags & crate::process::THP_DISABLE_EXCEPT_ADVISED) {
             (0, _) => Self::All,
             (_, 0) => Self::None,
@@ -324,10 +327,10 @@ impl HugeAllowed {
 }
 
 /// Reads which huge pages this process may get.
-pub(super) fn huge_allowed() -> io::Result<HugeAllowed> {
+pub(super) fn allowed_huge_pages() -> io::Result<AllowedHugePages> {
     // SAFETY: the call accesses no memory.
     let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
-    if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(HugeAllowed::of(answer)) }
+    if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(AllowedHugePages::from_flags(answer)) }
 }
 
 /// A kind of resource limit.
@@ -339,7 +342,7 @@ pub(super) enum Resource {
     RealTime,
 }
 
-/// Returns the soft and the hard limit of this process; `None` for no limit.
+/// Returns this process's soft and hard limit of a resource; `None` for no limit.
 pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option<u64>)> {
     let resource = match which {
         Resource::AddressSpace => libc::RLIMIT_AS,
@@ -349,42 +352,42 @@ pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option
     };
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call writes only `limit`.
-    check(unsafe { libc::getrlimit(resource, &raw mut limit) })?;
+    check_result(unsafe { libc::getrlimit(resource, &raw mut limit) })?;
     let known = |value| (value != libc::RLIM_INFINITY).then_some(value);
     Ok((known(limit.rlim_cur), known(limit.rlim_max)))
 }
 
-/// Reserves address space and releases it again.
-pub(super) fn reserve(len_bytes: usize) -> io::Result<()> {
+/// Tries to reserve address space, and releases it again.
+pub(super) fn try_reserve(len_bytes: usize) -> io::Result<()> {
     let addr = mem::reserve(len_bytes, BLOCK_BYTES, 0)?;
     // SAFETY: the range was reserved above, and no other code knows it.
     unsafe { mem::unreserve(addr, len_bytes) };
     Ok(())
 }
 
-/// Locks memory without pages, which counts against the limit as if it had pages.
-pub(super) fn lock_memory(len_bytes: usize) -> io::Result<()> {
+/// Tries to lock memory that has no pages. The memory counts against `RLIMIT_MEMLOCK` as if it had pages.
+pub(super) fn try_lock_memory(len_bytes: usize) -> io::Result<()> {
     let scratch = Scratch::new(len_bytes.div_ceil(BLOCK_BYTES))?;
     // SAFETY: the call locks memory of `scratch`. Dropping `scratch` unlocks it.
-    check(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
+    check_result(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
 }
 
-/// Creates an io_uring with one entry and closes it.
-pub(super) fn make_ring() -> io::Result<()> {
-    ring().map(drop)
+/// Tries to create an io_uring with one entry, and closes it.
+pub(super) fn try_io_uring() -> io::Result<()> {
+    new_ring().map(drop)
 }
 
 /// Creates an io_uring with one entry.
-fn ring() -> io::Result<OwnedFd> {
+fn new_ring() -> io::Result<OwnedFd> {
     let mut parameters = [0u32; 30];
     // SAFETY: the call writes at most the 120 bytes of `parameters`.
-    own_descriptor(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
+    take_descriptor(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
 }
 
-/// Registers a block of memory with a ring and unregisters it.
-pub(super) fn register_memory() -> io::Result<()> {
+/// Tries to register a block of memory with an io_uring, and unregisters it.
+pub(super) fn try_register_memory() -> io::Result<()> {
     let scratch = Scratch::new(1)?;
-    let ring = ring()?;
+    let ring = new_ring()?;
     // An empty table (`struct io_uring_rsrc_register`), then its first entry (`struct io_uring_rsrc_update2`).
     const REGISTER_BUFFERS: libc::c_uint = 15;
     const UPDATE_BUFFERS: libc::c_uint = 16;
@@ -406,16 +409,16 @@ pub(super) fn register_memory() -> io::Result<()> {
 
 /// Creates a file in `folder`, reads it with `O_DIRECT` and removes it. Returns the required alignment, if the kernel
 /// reports it.
-pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
-    let path = trial_file(folder);
+pub(super) fn try_direct_read(folder: &Path) -> io::Result<Option<Alignment>> {
+    let path = trial_file_path(folder);
     std::fs::write(&path, [7; 1 << 16])?;
-    let result = read_file_directly(&path);
+    let result = direct_read_of_file(&path);
     std::fs::remove_file(&path)?;
     result
 }
 
 /// Reads 64 KiB of a file with `O_DIRECT`.
-fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
+fn direct_read_of_file(path: &Path) -> io::Result<Option<Alignment>> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     let disk = Disk::open(&path, Options { is_direct: true, ..Options::default() })?;
     let alignment = disk.direct_alignment().unwrap_or_default();
@@ -424,16 +427,16 @@ fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
 }
 
-/// An unused path in `folder`.
-fn trial_file(folder: &Path) -> std::path::PathBuf {
+/// Returns an unused path in `folder`.
+fn trial_file_path(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
 
-/// Creates a fanotify group without privileges. Returns whether it may also watch a whole file system.
-pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
+/// Creates an unprivileged fanotify listener. Returns whether this listener may also watch a whole file system.
+pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
     // SAFETY: the call only creates a descriptor.
-    let fd = own_descriptor(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
+    let fd = take_descriptor(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
     // SAFETY: the call only reads `folder`, which is a C string. The kernel removes the mark with the descriptor.
     let marked =
@@ -441,8 +444,8 @@ pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     Ok(marked == 0)
 }
 
-/// What is possible with a file in a folder.
-pub(super) enum Folder {
+/// The uses that a folder allows for the files in it.
+pub(super) enum FolderUse {
     /// The file can be created, written, and mapped as code.
     Usable,
     /// The file can be created and written, but not mapped as code.
@@ -450,14 +453,14 @@ pub(super) enum Folder {
 }
 
 /// Creates a file in `folder`, maps it as code and removes it.
-pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
-    let path = trial_file(folder);
+pub(super) fn try_folder(folder: &Path) -> io::Result<FolderUse> {
+    let path = trial_file_path(folder);
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
     let written = file.set_len(4096).and_then(|()| io::Write::write_all(&mut &file, b"pagemill"));
     let mapped = map_as_code(&file);
     std::fs::remove_file(&path)?;
     written?;
-    Ok(mapped.map_or_else(Folder::NotExecutable, |()| Folder::Usable))
+    Ok(mapped.map_or_else(FolderUse::NotExecutable, |()| FolderUse::Usable))
 }
 
 /// Maps the first 4 KiB of a file as code, and unmaps them.
@@ -469,24 +472,27 @@ fn map_as_code(file: &File) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the mapping was created above, and no other code knows it.
-    check(unsafe { libc::munmap(addr, 4096) })
+    check_result(unsafe { libc::munmap(addr, 4096) })
 }
 
 /// Checks the permission to write to a path, without writing.
-pub(super) fn may_write(path: &Path) -> io::Result<()> {
+pub(super) fn try_write_permission(path: &Path) -> io::Result<()> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     // SAFETY: `path` is a C string.
-    check(unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK, libc::AT_EACCESS) })
+    check_result(unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK, libc::AT_EACCESS) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The flags of `PR_GET_THP_DISABLE` must lead to the three states.
+    /// Each result of `PR_GET_THP_DISABLE` must be mapped to its value of `AllowedHugePages`.
     #[test]
     fn prctl_flags_map_to_allowed_huge_pages() {
-        assert_eq!([0, 1, 3].map(HugeAllowed::of), [HugeAllowed::All, HugeAllowed::None, HugeAllowed::WhereAdvised]);
+        assert_eq!(
+            [0, 1, 3].map(AllowedHugePages::from_flags),
+            [AllowedHugePages::All, AllowedHugePages::None, AllowedHugePages::WhereAdvised]
+        );
     }
 
     /// A byte in a page without access must be reported as unreadable, and the check must raise no signal.
@@ -495,15 +501,15 @@ mod tests {
         let scratch = Scratch::new(1).unwrap();
         assert!(scratch.is_readable(0));
         // SAFETY: the range belongs to `scratch`, and no code accesses it before it is dropped.
-        check(unsafe { libc::mprotect(scratch.addr as *mut c_void, BLOCK_BYTES, libc::PROT_NONE) }).unwrap();
+        check_result(unsafe { libc::mprotect(scratch.addr as *mut c_void, BLOCK_BYTES, libc::PROT_NONE) }).unwrap();
         assert!(!scratch.is_readable(0));
     }
 
-    /// The result of a child must be returned; a child that is killed must lead to an error.
+    /// `run_in_child` must return the result of its child. A child that is killed must lead to an error.
     #[test]
     fn results_of_children_are_returned() {
-        assert_eq!(in_child(|| 7).unwrap(), 7);
-        let killed = in_child(|| {
+        assert_eq!(run_in_child(|| 7).unwrap(), 7);
+        let killed = run_in_child(|| {
             // SAFETY: the call only ends the child.
             unsafe { libc::raise(libc::SIGKILL) };
             0
@@ -511,7 +517,7 @@ mod tests {
         assert!(killed.unwrap_err().to_string().contains("signal 9"));
     }
 
-    /// After the trials that create files, the folder must be empty.
+    /// After a trial that creates a file in a folder, the folder must be empty.
     #[test]
     fn trials_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();
