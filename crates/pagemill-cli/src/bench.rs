@@ -1,12 +1,12 @@
-//! `pagemill bench`: executes `pagemill-bench`. That is a separate program with the experiments, because it links the
-//! allocators that it compares.
+//! `pagemill bench`: executes `pagemill-bench`, a separate program that contains the experiments. The program is
+//! separate because it links the allocators that the experiments compare.
 
 use crate::fail;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-/// Name and help text of each experiment. They are shown if `pagemill-bench` is not built. A test compares them with
+/// Name and help text of each experiment, which are shown if `pagemill-bench` is not built. A test compares them with
 /// the source of `pagemill-bench`.
 const EXPERIMENTS: &[(&str, &str)] = &[
     (
@@ -98,7 +98,8 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The list must have the name and the help text of each experiment in the source of `pagemill-bench`.
+    /// The list `EXPERIMENTS` must have the name and the help text of each experiment in the source of
+    /// `pagemill-bench`.
     #[test]
     fn experiments_equal_those_of_pagemill_bench() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pagemill-bench/src/main.rs");

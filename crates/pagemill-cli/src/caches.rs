@@ -12,13 +12,15 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 pub enum CachesReport {
-    /// One row for each cache. Empty if the process has no cache.
+    /// One row for each page cache of the process, and a few rows for memory that belongs to no cache. There are no
+    /// rows if the process has no page cache.
     Rows(Vec<(Holder, Usage)>),
-    /// The process has caches but sent no report, for this reason.
+    /// The process has page caches but sent no report. The text is the reason.
     None(String),
 }
 
-/// Requests reports from all Pagemill instances in the process. Returns `None` if a signal interrupts the wait.
+/// Requests a report about the page caches from each Pagemill instance in the process. Returns `None` if a signal
+/// interrupts the wait.
 pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<CachesReport> {
     let mut rows = Vec::new();
     // An instance without caches gets no request: a request would wake its helper thread for nothing.
@@ -39,11 +41,11 @@ pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Opti
     Some(CachesReport::Rows(rows))
 }
 
-/// A column: its name, and its value in a row.
-type Column = (&'static str, fn(&Usage) -> u64);
+/// A column of the table: its title, and the function that returns its value for a cache.
+type CacheColumn = (&'static str, fn(&Usage) -> u64);
 
-/// The columns that add up to a cache's memory.
-const SUMMED_COLUMNS: [Column; 6] = [
+/// The columns whose values add up to the memory of a cache.
+const SUMMED_COLUMNS: [CacheColumn; 6] = [
     ("huge", |usage| usage.huge),
     ("small", |usage| usage.small),
     ("locked", |usage| usage.locked),
@@ -52,7 +54,8 @@ const SUMMED_COLUMNS: [Column; 6] = [
     ("index", |usage| usage.index),
 ];
 
-/// The sum of each column. The values come from another process and may be impossible, so additions saturate.
+/// The sums of the [`SUMMED_COLUMNS`] over several caches. The values come from another process and may be impossible,
+/// so additions saturate.
 type ColumnSums = [u64; SUMMED_COLUMNS.len()];
 
 fn add_usage(sums: &mut ColumnSums, usage: &Usage) {
@@ -61,14 +64,15 @@ fn add_usage(sums: &mut ColumnSums, usage: &Usage) {
     }
 }
 
-fn sums_of(rows: &[(Holder, Usage)]) -> ColumnSums {
+fn column_sums(rows: &[(Holder, Usage)]) -> ColumnSums {
     let mut sums = ColumnSums::default();
     rows.iter().for_each(|(_, usage)| add_usage(&mut sums, usage));
     sums
 }
 
-/// Returns the sums for each memory node. Unused index nodes of xarrays belong to no memory node and are not counted.
-fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, ColumnSums> {
+/// Returns the column sums for each memory node. Unused index nodes of xarrays belong to no memory node and are not
+/// counted.
+fn sums_by_node(rows: &[(Holder, Usage)]) -> BTreeMap<usize, ColumnSums> {
     let mut nodes: BTreeMap<usize, ColumnSums> = BTreeMap::new();
     for (_, usage) in rows.iter().filter(|(holder, _)| *holder != Holder::SpareNodes) {
         add_usage(nodes.entry(usage.node).or_default(), usage);
@@ -85,11 +89,11 @@ fn holder_name(holder: Holder, usage: &Usage) -> String {
 }
 
 impl CachesReport {
-    /// Returns the value of a counter according to this report. It is more current than the published value, which is
-    /// that of the last measurement.
+    /// Returns the value of a counter according to this report, or `None` if the report does not have it. The report is
+    /// more current than the process's published statistics, which are from the last measurement.
     pub fn current_value(&self, counter: Counter) -> Option<u64> {
         let Self::Rows(rows) = self else { return None };
-        let [.., frames, index] = sums_of(rows);
+        let [.., frames, index] = column_sums(rows);
         match counter {
             Counter::CacheFrames if !rows.is_empty() => Some(frames),
             Counter::CacheIndex if !rows.is_empty() => Some(index),
@@ -111,14 +115,14 @@ impl CachesReport {
             return text;
         }
         let mut headings = vec![
-            Heading::left("CACHE", "all on node 0".len(), 2),
-            Heading::right("#", 3, 2),
-            Heading::right("NODE", 4, 1),
+            Heading::left_aligned("CACHE", "all on node 0".len(), 2),
+            Heading::right_aligned("#", 3, 2),
+            Heading::right_aligned("NODE", 4, 1),
         ];
         let titles: Vec<String> = SUMMED_COLUMNS.iter().map(|(name, _)| name.to_uppercase()).collect();
         let titles = titles.iter().map(String::as_str).chain(["CHARGED", "DIRTY", "LIMIT", "PAGE"]);
-        headings.extend(titles.map(|title| Heading::right(title, 9, 1)));
-        headings.push(Heading::left("", 0, 0));
+        headings.extend(titles.map(|title| Heading::right_aligned(title, 9, 1)));
+        headings.push(Heading::left_aligned("", 0, 0));
         let amount = |bytes: u64| Bytes(bytes).to_string();
         let row = |name: String, number: String, node: String, sums: &ColumnSums| -> Vec<String> {
             [name, number, node].into_iter().chain(sums.iter().map(|bytes| amount(*bytes))).collect()
@@ -139,19 +143,19 @@ impl CachesReport {
             }
             lines.push(line);
         }
-        for (node, sums) in nodes_of(rows) {
+        for (node, sums) in sums_by_node(rows) {
             lines.push(row(format!("all on node {node}"), String::new(), String::new(), &sums));
         }
-        lines.push(row("all".to_owned(), String::new(), String::new(), &sums_of(rows)));
-        text += &columns::aligned(&headings, lines);
+        lines.push(row("all".to_owned(), String::new(), String::new(), &column_sums(rows)));
+        text += &columns::aligned_table(&headings, lines);
         if rows.iter().any(|(_, usage)| usage.is_partial) {
             text.push_str("  in part: not everything was examined in time; more may be locked and in the index\n");
         }
         text
     }
 
-    /// Adds the rows to a JSON object.
-    pub fn json_into(&self, object: &mut Map<String, Value>) {
+    /// Adds the rows of the caches to a JSON object.
+    pub fn add_rows_to_json(&self, object: &mut Map<String, Value>) {
         let rows = match self {
             Self::Rows(rows) => rows,
             Self::None(why) => {
@@ -189,7 +193,8 @@ impl CachesReport {
             Value::Object(row)
         });
         object.insert("caches".into(), caches.collect());
-        let nodes = nodes_of(rows).into_iter().map(|(node, sums)| (node.to_string(), Value::Object(parts_of(&sums))));
+        let nodes =
+            sums_by_node(rows).into_iter().map(|(node, sums)| (node.to_string(), Value::Object(parts_of(&sums))));
         object.insert("cache_nodes".into(), Value::Object(nodes.collect()));
     }
 }
@@ -198,20 +203,20 @@ impl CachesReport {
 mod tests {
     use super::*;
 
-    fn usage(name: &str, node: usize, bytes: u64) -> Usage {
+    fn cache_usage(name: &str, node: usize, bytes: u64) -> Usage {
         let parts = Usage { huge: bytes, small: bytes, locked: bytes, free: bytes, ..Usage::default() };
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// There are caches on two memory nodes. The table must have a row for each cache, for each node, and for the sum.
-    /// Unused index nodes must count for no memory node.
+    /// The page caches are on two memory nodes. The table must have a row for each cache, for each node, and for the
+    /// sum. Unused index nodes must count for no memory node.
     #[test]
     fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;
         let rows = vec![
-            (Holder::Cache, usage("tiles", 0, KIB)),
-            (Holder::Cache, Usage { is_partial: true, is_hugetlb: true, ..usage("rows", 1, 2 * KIB) }),
-            (Holder::IdlePool, usage("", 1, 4 * KIB)),
+            (Holder::Cache, cache_usage("tiles", 0, KIB)),
+            (Holder::Cache, Usage { is_partial: true, is_hugetlb: true, ..cache_usage("rows", 1, 2 * KIB) }),
+            (Holder::IdlePool, cache_usage("", 1, 4 * KIB)),
             (Holder::SpareNodes, Usage { index: 8 * KIB, ..Usage::default() }),
         ];
         let answer = CachesReport::Rows(rows);
@@ -232,21 +237,21 @@ mod tests {
             (Some(7 * KIB), Some(15 * KIB))
         );
         let mut object = Map::new();
-        answer.json_into(&mut object);
+        answer.add_rows_to_json(&mut object);
         assert_eq!((&object["caches"][1]["name"], &object["caches"][3]["index"]), (&json!("rows"), &json!(8 * KIB)));
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
     }
 
-    /// Sums that exceed 64 bits must saturate. The text must be empty for a process without caches. For a process that
-    /// did not answer, the text must have the reason.
+    /// Sums that exceed 64 bits must saturate. The text must be empty for a process without page caches. For a process
+    /// that did not answer, the text must have the reason.
     #[test]
     fn impossible_values_do_not_overflow() {
-        let absurd = CachesReport::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);
+        let absurd = CachesReport::Rows(vec![(Holder::Cache, cache_usage("x", usize::MAX, u64::MAX)); 3]);
         assert!(absurd.text().contains("15.9 EiB"));
         assert_eq!(CachesReport::Rows(Vec::new()).text(), "");
         let mut object = Map::new();
         let none = CachesReport::None("it has ended".to_owned());
-        none.json_into(&mut object);
+        none.add_rows_to_json(&mut object);
         assert!(none.text().contains("it has ended") && object["caches"].is_null());
         assert_eq!(none.current_value(Counter::CacheIndex), None);
     }

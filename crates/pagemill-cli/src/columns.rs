@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 
-/// A column: its title, its smallest width, the number of spaces before it, and its alignment.
+/// A column of a table: its title, its minimum width, the number of spaces before it, and its alignment.
 pub struct Heading<'a> {
     title: &'a str,
     min_width: usize,
@@ -11,19 +11,20 @@ pub struct Heading<'a> {
 }
 
 impl<'a> Heading<'a> {
-    /// A column of names or words, which begins below the start of its title.
-    pub fn left(title: &'a str, min_width: usize, gap: u16) -> Self {
+    /// Creates a column of names or words, whose cells are aligned to the left.
+    pub fn left_aligned(title: &'a str, min_width: usize, gap: u16) -> Self {
         Self { title, min_width, gap, alignment: CellAlignment::Left }
     }
 
-    /// A column of numbers, which ends below the end of its title.
-    pub fn right(title: &'a str, min_width: usize, gap: u16) -> Self {
+    /// Creates a column of numbers, whose cells are aligned to the right.
+    pub fn right_aligned(title: &'a str, min_width: usize, gap: u16) -> Self {
         Self { title, min_width, gap, alignment: CellAlignment::Right }
     }
 }
 
-/// Returns a line with the titles and a line for each row. A row may have fewer cells than there are columns.
-pub fn aligned(headings: &[Heading<'_>], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+/// Returns a table as text: a line with the titles, and a line for each row. A row may have fewer cells than there are
+/// columns.
+pub fn aligned_table(headings: &[Heading<'_>], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     // A title has the smallest width of its column, so that the column is at least as wide.
@@ -42,17 +43,21 @@ pub fn aligned(headings: &[Heading<'_>], rows: impl IntoIterator<Item = Vec<Stri
 mod tests {
     use super::*;
 
-    /// Names must be aligned to the left and numbers to the right. A column must have its smallest width, and a line
-    /// must end with its last character.
+    /// Names must be aligned to the left and numbers to the right. A column must have at least its minimum width. A
+    /// line must not end with spaces.
     #[test]
     fn cells_are_aligned() {
-        let headings = [Heading::right("PID", 8, 0), Heading::left("NAME", 0, 1), Heading::right("RSS", 6, 1)];
-        let headings = headings.into_iter().chain([Heading::left("", 0, 2)]).collect::<Vec<_>>();
+        let headings = [
+            Heading::right_aligned("PID", 8, 0),
+            Heading::left_aligned("NAME", 0, 1),
+            Heading::right_aligned("RSS", 6, 1),
+        ];
+        let headings = headings.into_iter().chain([Heading::left_aligned("", 0, 2)]).collect::<Vec<_>>();
         let rows = [vec!["7", "redis", "1 MiB", "late"], vec!["", "all 1", "1 MiB"]];
         let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
 
         let expected = "     PID NAME     RSS\n       7 redis  1 MiB  late\n         all 1  1 MiB\n";
-        assert_eq!(aligned(&headings, rows), expected);
-        assert_eq!(aligned(&headings[..2], []), "     PID NAME\n");
+        assert_eq!(aligned_table(&headings, rows), expected);
+        assert_eq!(aligned_table(&headings[..2], []), "     PID NAME\n");
     }
 }

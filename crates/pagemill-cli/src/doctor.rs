@@ -1,5 +1,5 @@
-//! `pagemill doctor`: shows which features this kernel and these privileges offer, the effect of missing ones,
-//! and the fix.
+//! `pagemill doctor`: shows which features Pagemill can use with this kernel and these privileges. For each missing
+//! feature, shows the effect and the fix.
 //!
 //! Prints the table of [`pagemill_sys::probe`] as text or as one JSON object.
 
@@ -10,15 +10,16 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
-/// Line width if the terminal does not report its width.
-const DEFAULT_COLUMNS: usize = 100;
-const MIN_COLUMNS: usize = 60;
+/// Line width in columns if the terminal does not report its width.
+const DEFAULT_LINE_COLUMNS: usize = 100;
+/// Minimum line width in columns, even on a narrower terminal.
+const MIN_LINE_COLUMNS: usize = 60;
 /// Column in which the feature names begin, after the word for the state.
 const NAME_COLUMN: usize = 11;
-/// Indentation of a fix command that does not fit on the line of its label.
+/// Indentation, in columns, of a fix command that does not fit on the line of its label.
 const COMMAND_COLUMN: usize = 4;
 
-/// The features in the summary: a text, and the key of the row whose state is shown.
+/// The features that the summary line names: the text for a feature, and the key of the table row whose state is shown.
 const SUMMARY_FEATURES: &[(&str, &str)] = &[
     ("huge pages", "huge_page"),
     ("realloc moves pages", "uffd_move"),
@@ -34,14 +35,15 @@ pub fn doctor(json: bool) -> ExitCode {
     let report = probe::probe();
     let governor_rows = running::governor_rows();
     let text = if json {
-        render_json(&report, &governor_rows)
+        report_json(&report, &governor_rows)
     } else {
         let is_terminal = io::stdout().is_terminal();
         let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-        let columns = terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
-        let style = Style { columns: columns.max(MIN_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
-        render_table(&report, &governor_rows, style)
+        let columns = terminal_size::terminal_size().map_or(DEFAULT_LINE_COLUMNS, |(width, _)| width.0.into());
+        let style =
+            Style { columns: columns.max(MIN_LINE_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
+        report_table(&report, &governor_rows, style)
     };
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
         // The reader may close the pipe early.
@@ -54,7 +56,7 @@ pub fn doctor(json: bool) -> ExitCode {
     if report.is_supported() { ExitCode::SUCCESS } else { ExitCode::from(2) }
 }
 
-/// Formatting of the table.
+/// How the table is formatted.
 #[derive(Clone, Copy)]
 struct Style {
     columns: usize,
@@ -62,7 +64,7 @@ struct Style {
 }
 
 impl Style {
-    /// Returns `text` in this colour (an SGR parameter), if colours are enabled.
+    /// Returns `text` with the escape sequences of a colour, if colours are enabled. `colour` is an SGR parameter.
     fn paint(self, colour: &str, text: &str) -> String {
         if self.is_coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_string() }
     }
@@ -108,7 +110,7 @@ impl<'text> From<&'text GovernorRow> for ReportLine<'text> {
     }
 }
 
-fn render_table(report: &Report, governor_rows: &[GovernorRow], style: Style) -> String {
+fn report_table(report: &Report, governor_rows: &[GovernorRow], style: Style) -> String {
     let name_columns = report.rows.iter().map(|row| row.feature.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     let mut group = None;
@@ -117,19 +119,19 @@ fn render_table(report: &Report, governor_rows: &[GovernorRow], style: Style) ->
             let gap = if text.is_empty() { "" } else { "\n" };
             let _ = writeln!(text, "{gap}{}", style.paint("1", row.feature.group.title()));
         }
-        render_line(&mut text, &row.into(), name_columns, style);
+        write_line(&mut text, &row.into(), name_columns, style);
     }
     if !governor_rows.is_empty() {
         let _ = writeln!(text, "\n{}", style.paint("1", "Running now"));
     }
     for row in governor_rows {
-        render_line(&mut text, &row.into(), name_columns, style);
+        write_line(&mut text, &row.into(), name_columns, style);
     }
-    let _ = write!(text, "\n{}", wrap_hanging(&verdict(report), 0, style.columns));
+    let _ = write!(text, "\n{}", wrap_hanging(&summary_line(report), 0, style.columns));
     text
 }
 
-fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, style: Style) {
+fn write_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, style: Style) {
     let (word, colour) = word_and_colour(row.state);
     let found = wrap_hanging(row.found, NAME_COLUMN + name_columns + 2, style.columns);
     let state_word = style.paint(colour, &format!("{word:<7}"));
@@ -152,8 +154,8 @@ fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, sty
     }
 }
 
-/// Wraps `text` to `columns`. Indents all lines except the first by `indent`. The caller must already have printed
-/// `indent` columns on the first line.
+/// Breaks `text` into lines of at most `columns` columns. Indents all lines except the first by `indent` columns. The
+/// caller must already have printed `indent` columns on the first line.
 fn wrap_hanging(text: &str, indent: usize, columns: usize) -> String {
     let mut wrapped = String::new();
     let mut at = indent;
@@ -174,8 +176,9 @@ fn wrap_hanging(text: &str, indent: usize, columns: usize) -> String {
     wrapped
 }
 
-/// Returns the summary: whether Pagemill works here, the main features, and the number of rows that are not ok.
-fn verdict(report: &Report) -> String {
+/// Returns the summary line: whether Pagemill works here, the state of the main features, and the number of rows that
+/// are not ok.
+fn summary_line(report: &Report) -> String {
     if !report.is_supported() {
         let reasons: Vec<_> = report
             .rows
@@ -211,17 +214,18 @@ fn capitalised(text: &str) -> String {
 }
 
 #[derive(Serialize)]
-struct DoctorObject<'report> {
+struct JsonReport<'report> {
     kernel: &'report str,
     supported: bool,
-    rows: Vec<DoctorEntry<'report>>,
-    /// The governors of this user's running processes. Empty if no process publishes statistics.
-    running: Vec<RunningEntry<'report>>,
+    rows: Vec<JsonFeature<'report>>,
+    /// Rows about this user's running processes: the failures and fallbacks that they have counted. Empty if no process
+    /// publishes statistics.
+    running: Vec<JsonGovernorRow<'report>>,
     verdict: String,
 }
 
 #[derive(Serialize)]
-struct RunningEntry<'report> {
+struct JsonGovernorRow<'report> {
     key: &'report str,
     name: &'report str,
     state: &'report str,
@@ -230,22 +234,22 @@ struct RunningEntry<'report> {
 }
 
 #[derive(Serialize)]
-struct DoctorEntry<'report> {
+struct JsonFeature<'report> {
     key: &'report str,
     group: &'report str,
     name: &'report str,
     state: &'report str,
     found: &'report str,
-    /// Null if every kernel has the feature.
+    /// First kernel version that has the feature. Null if every kernel has it.
     since: Option<&'report str>,
     needed_for: &'report str,
     lost: &'report str,
-    /// Null if no fix is needed or none exists.
+    /// The command or advice that makes the feature available. Null if no fix is needed or none exists.
     fix: Option<&'report str>,
 }
 
-fn render_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
-    let running = governor_rows.iter().map(|row| RunningEntry {
+fn report_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
+    let running = governor_rows.iter().map(|row| JsonGovernorRow {
         key: row.key,
         name: row.name,
         state: row.state.word(),
@@ -254,7 +258,7 @@ fn render_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
     });
     let rows = report.rows.iter().map(|row| {
         let feature = row.feature;
-        DoctorEntry {
+        JsonFeature {
             key: feature.key,
             group: feature.group.word(),
             name: feature.name,
@@ -266,12 +270,12 @@ fn render_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
             fix: row.fix.as_deref(),
         }
     });
-    let object = DoctorObject {
+    let object = JsonReport {
         kernel: &report.kernel,
         supported: report.is_supported(),
         rows: rows.collect(),
         running: running.collect(),
-        verdict: verdict(report),
+        verdict: summary_line(report),
     };
     // The object has only texts and booleans, so serialization cannot fail.
     format!("{}\n", serde_json::to_string(&object).expect("plain data"))
@@ -282,9 +286,9 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const PLAIN: Style = Style { columns: 80, is_coloured: false };
+    const PLAIN_STYLE: Style = Style { columns: 80, is_coloured: false };
 
-    /// Returns a report whose rows cycle through all states.
+    /// Returns a report in which the four states occur in turn.
     fn report_with_all_states() -> Report {
         let states = [Availability::Available, Availability::Limited, Availability::Missing, Availability::Unknown];
         let rows = probe::table().zip(states.into_iter().cycle()).map(|(feature, state)| Row {
@@ -296,11 +300,11 @@ mod tests {
         Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
     }
 
-    /// The JSON of this machine must be one object on one line, with unique keys. The words for the states must be
-    /// those on which scripts rely.
+    /// The features of this machine are rendered as JSON. The output must be one object on one line, and the keys of
+    /// its rows must be unique. The words for the states must be those on which scripts rely.
     #[test]
     fn json_is_one_object() {
-        let text = render_json(&probe::probe(), &[]);
+        let text = report_json(&probe::probe(), &[]);
         assert_eq!(text.lines().count(), 1);
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert!(value["kernel"].is_string() && value["verdict"].is_string());
@@ -316,11 +320,11 @@ mod tests {
         }
     }
 
-    /// Every line must fit the width. Without colour, there must be no escape sequences.
+    /// Every line of the table must fit the given width. Without colour, the table must have no escape sequences.
     #[test]
     fn lines_fit_the_terminal() {
-        for columns in [MIN_COLUMNS, 80, 100, 120, 200] {
-            let text = render_table(&report_with_all_states(), &[], Style { columns, ..PLAIN });
+        for columns in [MIN_LINE_COLUMNS, 80, 100, 120, 200] {
+            let text = report_table(&report_with_all_states(), &[], Style { columns, ..PLAIN_STYLE });
             for line in text.lines() {
                 assert!(line.chars().count() <= columns, "{columns}: {line}");
                 assert_eq!(line, line.trim_end(), "{columns}");
@@ -333,35 +337,35 @@ mod tests {
     #[test]
     fn colour_adds_escapes_only() {
         let report = report_with_all_states();
-        let coloured = render_table(&report, &[], Style { is_coloured: true, ..PLAIN });
+        let coloured = report_table(&report, &[], Style { is_coloured: true, ..PLAIN_STYLE });
         let mut plain = String::new();
         let mut parts = coloured.split('\x1b');
         plain.push_str(parts.next().unwrap());
         parts.for_each(|piece| plain.push_str(piece.split_once('m').unwrap().1));
-        assert_eq!(plain, render_table(&report, &[], PLAIN));
+        assert_eq!(plain, report_table(&report, &[], PLAIN_STYLE));
     }
 
-    /// Rows that are not ok must have a line with the effect and a line with the fix. Rows that are ok must have
-    /// neither.
+    /// In the table, rows that are not ok must have a line with the effect and a line with the fix. Rows that are ok
+    /// must have neither.
     #[test]
     fn only_rows_that_are_not_ok_have_advice() {
         let mut report = report_with_all_states();
         report.rows.truncate(4); // one row with each state: ok, limited, missing, unknown
-        let text = render_table(&report, &[], PLAIN);
+        let text = report_table(&report, &[], PLAIN_STYLE);
         let count = |label: &str| text.lines().filter(|line| line.trim_start().starts_with(label)).count();
         assert_eq!((count("lost "), count("for "), count("fix ")), (2, 1, 3), "{text}");
     }
 
     #[test]
-    fn the_verdict_names_the_missing_feature() {
+    fn the_summary_names_the_missing_feature() {
         let mut report = report_with_all_states();
         for row in &mut report.rows {
             row.state = Availability::Available;
         }
-        assert!(verdict(&report).starts_with("Pagemill works here. Huge pages: yes; "));
-        assert!(verdict(&report).contains(" rows are ok."));
+        assert!(summary_line(&report).starts_with("Pagemill works here. Huge pages: yes; "));
+        assert!(summary_line(&report).contains(" rows are ok."));
         report.rows[0].state = Availability::Missing;
         report.rows[0].found = "5.4.0".to_string();
-        assert_eq!(verdict(&report), "Pagemill does not work here: Linux release (5.4.0).");
+        assert_eq!(summary_line(&report), "Pagemill does not work here: Linux release (5.4.0).");
     }
 }

@@ -1,4 +1,4 @@
-//! Determines from a program's file whether the preload library can replace its allocator.
+//! Determines from the file of a program whether the preload library can replace the program's allocator.
 
 use object::elf::{self, FileHeader64, ProgramHeader64};
 use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
@@ -12,12 +12,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Why a program would run without Pagemill's allocator, or could not run with it.
+/// Why a program would run without Pagemill's allocator, or could not run with it preloaded.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Obstacle {
-    /// The program has no dynamic loader, which would load the library.
+    /// The program is statically linked: it has no dynamic loader, which would load the preload library.
     Static,
-    /// The program runs as another user, so the loader ignores `LD_PRELOAD`.
+    /// The program is set-uid or set-gid, so the loader ignores `LD_PRELOAD`.
     ChangesUser,
     /// The program is made for another processor architecture.
     Foreign,
@@ -25,7 +25,7 @@ pub enum Obstacle {
     NeedsSanitizer,
     /// A sanitizer with an allocator is linked into the program. The program continues to use that allocator.
     OwnAllocator,
-    /// The file could not be read, with this error.
+    /// The program's file could not be read. The text is the error.
     Unreadable(String),
     /// The program is made for another C library (musl), whose loader cannot load a library made for glibc.
     OtherCLibrary,
@@ -48,7 +48,7 @@ impl Obstacle {
         }
     }
 
-    /// Returns the warning for a program that is started nevertheless.
+    /// Returns the warning for a program that is started although it cannot use the allocator.
     pub fn warning(&self, program: &Path) -> String {
         let addition = match self {
             Self::Unreadable(_) => ": it may run on its own allocator",
@@ -59,8 +59,8 @@ impl Obstacle {
         format!("{}{addition}", self.reason(program))
     }
 
-    /// Returns the error for a program that is not started. Either the limit would have no effect, or the program would
-    /// end at once.
+    /// Returns the error message for a program that is not started, because the limit would have no effect or the
+    /// program would end at once.
     pub fn refusal(&self, program: &Path) -> String {
         if *self == Self::NeedsSanitizer {
             return format!("{}: run it without pagemill", self.reason(program));
@@ -72,7 +72,7 @@ impl Obstacle {
     }
 }
 
-/// Sanitizer libraries that replace `malloc`, without their version: those of gcc, then those of clang.
+/// Prefixes of the names of sanitizer libraries that replace `malloc`: those of gcc, then those of clang.
 const SANITIZER_LIBRARIES: [&[u8]; 8] = [
     b"libasan.so",
     b"libtsan.so",
@@ -84,21 +84,22 @@ const SANITIZER_LIBRARIES: [&[u8]; 8] = [
     b"libclang_rt.memprof",
 ];
 
-/// Functions that a program exports if a sanitizer with an allocator is linked into it.
+/// Functions that a program exports if a sanitizer with its own allocator is linked into it.
 const SANITIZER_FUNCTIONS: [&[u8]; 6] =
     [b"__asan_init", b"__tsan_init", b"__msan_init", b"__hwasan_init", b"__memprof_init", b"__lsan_do_leak_check"];
 
-/// Maximum number of symbols that are compared in one hash bucket. A bucket usually has a few.
+/// Maximum number of symbols that are compared in one bucket of a symbol hash table. A bucket usually has a few
+/// symbols.
 const MAX_COMPARED_SYMBOLS: usize = 4096;
 
-/// Maximum size of a dynamic segment; real programs have far smaller ones.
+/// Maximum size of a dynamic segment that is read. Real programs have far smaller dynamic segments.
 const MAX_DYNAMIC_BYTES: u64 = 1 << 20;
 
-/// Maximum length of the path of a loader.
-const MAX_LOADER_BYTES: u64 = 4096;
+/// Maximum length of the path of a program's dynamic loader. A longer path is not read.
+const MAX_LOADER_PATH_BYTES: u64 = 4096;
 
-/// Number of bytes that are read of a script to find its first line.
-const LINE_BYTES: usize = 4096;
+/// Number of bytes at the start of a program's file that are searched for the first line of a script (`#!`).
+const SCRIPT_START_BYTES: usize = 4096;
 
 /// Finds a program by name or path, as `execvp` does.
 pub fn find_program(name: &OsStr) -> Option<PathBuf> {
@@ -112,7 +113,8 @@ pub fn find_program(name: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(is_program)
 }
 
-/// Returns why this program cannot use the allocator; `None` if it can. For a script, examines the interpreter.
+/// Returns why this program cannot use the preloaded allocator; `None` if it can. For a script, examines the
+/// interpreter.
 pub fn obstacle(program: &Path) -> Option<Obstacle> {
     let mut path = program.to_owned();
     for _ in 0..4 {
@@ -123,8 +125,8 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
         if changes_user {
             return Some(Obstacle::ChangesUser);
         }
-        let mut line = [0; LINE_BYTES];
-        let read = File::open(&path).and_then(|file| Ok((read_start(&file, &mut line)?, file)));
+        let mut line = [0; SCRIPT_START_BYTES];
+        let read = File::open(&path).and_then(|file| Ok((read_file_start(&file, &mut line)?, file)));
         let (count, file) = match read {
             Ok(read) => read,
             Err(error) => return Some(Obstacle::Unreadable(error.to_string())),
@@ -142,7 +144,7 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
     None
 }
 
-fn read_start(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
+fn read_file_start(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
     loop {
         match file.read_at(bytes, 0) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -151,7 +153,8 @@ fn read_start(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// A file that records its last read error. The ELF parser treats an error like the end of the file.
+/// A file that records its last read error. The caller needs the record because the ELF parser treats an error like the
+/// end of the file.
 struct ErrorRecordingFile<'a> {
     file: File,
     error: &'a Cell<Option<io::Error>>,
@@ -183,7 +186,7 @@ impl Seek for ErrorRecordingFile<'_> {
     }
 }
 
-/// Returns the interpreter that the first line of a script names.
+/// Returns the path of the interpreter that the first line of a script names; `None` if the file is not a script.
 fn interpreter(head: &[u8]) -> Option<PathBuf> {
     let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let mut words = line.split(|byte| *byte == b' ' || *byte == b'\t').filter(|word| !word.is_empty());
@@ -195,8 +198,8 @@ fn interpreter(head: &[u8]) -> Option<PathBuf> {
     Some(first.to_owned())
 }
 
-/// Returns the obstacle that the headers of an ELF file show; `None` for any other file. Reads only the needed
-/// parts.
+/// Returns the obstacle that the headers of an ELF file show; `None` if there is none, or if the file is not an ELF
+/// file. Reads only the parts of the file that are needed.
 fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
     if data.read_bytes_at(0, elf::ELFMAG.len() as u64) != Ok(&elf::ELFMAG[..]) {
@@ -213,7 +216,7 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     // A segment table that cannot be read counts as empty.
     let segments = header.program_headers(endian, data).unwrap_or_default();
     let loader = segments.iter().find(|segment| segment.p_type(endian) == elf::PT_INTERP);
-    let dynamic = Dynamic::read(segments, endian, data);
+    let dynamic = DynamicSegment::read(segments, endian, data);
     let Some(loader) = loader else {
         // The file can be a loader that was started as a program. glibc's loader also loads the preload library.
         let name = dynamic.as_ref().and_then(|dynamic| dynamic.names(elf::DT_SONAME).next());
@@ -223,7 +226,7 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
             _ => Some(Obstacle::Static),
         };
     };
-    let is_short = loader.p_filesz(endian) <= MAX_LOADER_BYTES;
+    let is_short = loader.p_filesz(endian) <= MAX_LOADER_PATH_BYTES;
     let path = if is_short { loader.data(endian, data).unwrap_or_default() } else { &[] };
     let is_musl = path.windows(b"/ld-musl".len()).any(|bytes| bytes == b"/ld-musl");
     let dynamic = match dynamic {
@@ -240,13 +243,14 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     dynamic.contains_sanitizer().then_some(Obstacle::OwnAllocator)
 }
 
-/// Returns whether this is the file name of a C library other than glibc. The name of glibc is `libc.so.6`.
+/// Returns whether this is the file name of a C library other than glibc, such as musl. The name of glibc is
+/// `libc.so.6`.
 fn is_other_c_library(name: &[u8]) -> bool {
     name == b"libc.so" || name.starts_with(b"libc.musl-") || name.starts_with(b"ld-musl-")
 }
 
-/// The dynamic segment of a program, and the tables that it refers to.
-struct Dynamic<'data, R: ReadRef<'data>> {
+/// The dynamic segment of an ELF program, and the tables to which its entries refer.
+struct DynamicSegment<'data, R: ReadRef<'data>> {
     segments: &'data [ProgramHeader64<Endianness>],
     entries: &'data [elf::Dyn64<Endianness>],
     names: StringTable<'data, R>,
@@ -254,7 +258,7 @@ struct Dynamic<'data, R: ReadRef<'data>> {
     data: R,
 }
 
-impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
+impl<'data, R: ReadRef<'data>> DynamicSegment<'data, R> {
     fn read(segments: &'data [ProgramHeader64<Endianness>], endian: Endianness, data: R) -> Option<Self> {
         // Large segments are skipped. A sparse file can claim a segment of any size, and the parser would read all of
         // it.
@@ -272,7 +276,7 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         Some(entry.d_val(self.endian))
     }
 
-    /// Returns the file offset of the table whose address is the value of this entry.
+    /// Returns the file offset of a table. The entry with this tag holds the address of the table.
     fn file_offset(&self, tag: elf::DynamicTag) -> Option<u64> {
         let (address, endian) = (self.entry_value(tag)?, self.endian);
         self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
@@ -282,7 +286,7 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         })
     }
 
-    /// Returns the names in all entries of this kind.
+    /// Returns the names to which the entries with this tag refer, such as those of needed libraries.
     fn names(&self, tag: elf::DynamicTag) -> impl Iterator<Item = &'data [u8]> {
         let entries = self.entries.iter().filter(move |entry| entry.d_tag(self.endian) == tag);
         entries.filter_map(|entry| self.names.get(u32::try_from(entry.d_val(self.endian)).ok()?).ok())
@@ -297,27 +301,27 @@ impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
         SANITIZER_FUNCTIONS.iter().any(|name| self.exports(name).unwrap_or(false))
     }
 
-    fn read_u32(&self, at: u64) -> Option<u32> {
+    fn read_u32_at(&self, at: u64) -> Option<u32> {
         Some(self.data.read_at::<U32<Endianness>>(at).ok()?.get(self.endian))
     }
 
-    /// Returns whether the program itself exports a function of this name. The hash table does not list functions that
-    /// the program imports from libraries.
+    /// Returns whether the program itself exports a function of this name; `None` if its tables cannot be read. The
+    /// hash table does not list functions that the program imports from libraries.
     fn exports(&self, name: &[u8]) -> Option<bool> {
         const SYMBOL_BYTES: u64 = size_of::<elf::Sym64<Endianness>>() as u64;
         let (table, symbols) = (self.file_offset(elf::DT_GNU_HASH)?, self.file_offset(elf::DT_SYMTAB)?);
         let [bucket_count, first, filter_words] =
-            [self.read_u32(table)?, self.read_u32(table + 4)?, self.read_u32(table + 8)?];
+            [self.read_u32_at(table)?, self.read_u32_at(table + 4)?, self.read_u32_at(table + 8)?];
         let buckets = table + 16 + u64::from(filter_words) * 8;
         let chains = buckets + u64::from(bucket_count) * 4;
         let wanted = elf::gnu_hash(name);
-        let start = self.read_u32(buckets + u64::from(wanted.checked_rem(bucket_count)?) * 4)?;
+        let start = self.read_u32_at(buckets + u64::from(wanted.checked_rem(bucket_count)?) * 4)?;
         if start < first {
             return Some(false);
         }
         for symbol in (u64::from(start)..).take(MAX_COMPARED_SYMBOLS) {
-            let hash = self.read_u32(chains + (symbol - u64::from(first)) * 4)?;
-            let is_named = || self.names.get(self.read_u32(symbols + symbol * SYMBOL_BYTES)?).ok();
+            let hash = self.read_u32_at(chains + (symbol - u64::from(first)) * 4)?;
+            let is_named = || self.names.get(self.read_u32_at(symbols + symbol * SYMBOL_BYTES)?).ok();
             if hash | 1 == wanted | 1 && is_named() == Some(name) {
                 return Some(true);
             }
@@ -334,7 +338,7 @@ mod tests {
     use super::*;
     use std::io::Write as _;
 
-    fn header(machine: u16, kinds: &[u32]) -> Vec<u8> {
+    fn elf_headers(machine: u16, kinds: &[u32]) -> Vec<u8> {
         let mut bytes = vec![0u8; 64 + kinds.len() * 56];
         // The identification says 64 bits, little endian, version 1.
         bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
@@ -351,19 +355,19 @@ mod tests {
     #[test]
     fn programs_without_a_loader_are_static() {
         let own = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
-        assert_eq!(elf_obstacle(&header(own, &[1, 3, 1])[..]), None);
-        assert_eq!(elf_obstacle(&header(own, &[1, 1])[..]), Some(Obstacle::Static));
-        assert_eq!(elf_obstacle(&header(8, &[3])[..]), Some(Obstacle::Foreign));
+        assert_eq!(elf_obstacle(&elf_headers(own, &[1, 3, 1])[..]), None);
+        assert_eq!(elf_obstacle(&elf_headers(own, &[1, 1])[..]), Some(Obstacle::Static));
+        assert_eq!(elf_obstacle(&elf_headers(8, &[3])[..]), Some(Obstacle::Foreign));
         assert_eq!(elf_obstacle(&b"\x7fELF"[..]), Some(Obstacle::Foreign));
         assert_eq!(elf_obstacle(&b"no program"[..]), None);
     }
 
-    /// The program headers are moved far away from the start of the file. They must be found, with the same result.
+    /// The program headers are moved 300 KiB away from the start of the file. They must be found, with the same result.
     #[test]
-    fn program_headers_far_behind_the_start_are_found() {
+    fn program_headers_far_from_the_file_start_are_found() {
         let own = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
         for (kinds, obstacle) in [(&[1u32, 1][..], Some(Obstacle::Static)), (&[1, 3], None)] {
-            let mut bytes = header(own, kinds);
+            let mut bytes = elf_headers(own, kinds);
             let table = bytes.split_off(64);
             bytes.resize(300 << 10, 0);
             bytes[32..40].copy_from_slice(&(300u64 << 10).to_le_bytes());
@@ -374,7 +378,7 @@ mod tests {
         }
     }
 
-    /// No sanitizer may be reported for programs without a sanitizer, or for files that are no programs.
+    /// No sanitizer may be reported for programs without a sanitizer, or for files that are not programs.
     #[test]
     fn ordinary_files_have_no_sanitizer() {
         for bytes in [&b""[..], b"#!/bin/sh\n", b"\x7fELF", &[0xff; 200], &[0; 200]] {
@@ -386,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_are_judged_by_their_interpreter() {
+    fn the_interpreter_of_a_script_is_found() {
         assert_eq!(interpreter(b"#! /bin/sh -e\nexit"), Some("/bin/sh".into()));
         assert_eq!(interpreter(b"#!/usr/bin/env -S A=1 sh\n"), find_program(OsStr::new("sh")));
         assert_eq!(interpreter(b"\x7fELF"), None);

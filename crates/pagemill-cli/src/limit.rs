@@ -5,16 +5,16 @@ use pagemill_sys::cgroup::{self, Hierarchy};
 use std::io;
 use std::str::FromStr;
 
-/// A limit as given on the command line, such as `512M` or `50%`.
+/// The size of a limit as given on the command line, such as `512M` or `50%`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Size {
+pub enum LimitSize {
     /// A number of bytes, greater than 0.
     Bytes(u64),
     /// 1 to 100 percent of the memory that this process may use ([`available_bytes`]).
     Percent(u64),
 }
 
-impl FromStr for Size {
+impl FromStr for LimitSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -29,12 +29,12 @@ impl FromStr for Size {
     }
 }
 
-impl Size {
-    /// Returns the limit in bytes.
+impl LimitSize {
+    /// Returns the size in bytes.
     ///
     /// # Errors
     ///
-    /// A message, if the memory that a percentage refers to cannot be determined.
+    /// A message, if the memory to which a percentage refers cannot be determined.
     pub fn resolve(self) -> Result<u64, String> {
         match self {
             Self::Bytes(bytes) => Ok(bytes),
@@ -50,8 +50,8 @@ impl Size {
     }
 }
 
-/// Returns the smallest memory limit of this process's control groups and their ancestors. Returns the machine's memory
-/// if that is smaller.
+/// Returns the smallest memory limit of this process's control groups and of the groups above them. Returns the
+/// machine's memory if that is smaller.
 ///
 /// `root` is prepended to every path, as in [`Hierarchy::find`].
 ///
@@ -71,21 +71,22 @@ mod tests {
     #[test]
     fn sizes_and_percentages_are_parsed() {
         for (text, size) in [
-            ("512M", Size::Bytes(512 << 20)),
-            (" 1 ", Size::Bytes(1)),
-            ("50%", Size::Percent(50)),
-            ("1%", Size::Percent(1)),
-            (" 100 % ", Size::Percent(100)),
+            ("512M", LimitSize::Bytes(512 << 20)),
+            (" 1 ", LimitSize::Bytes(1)),
+            ("50%", LimitSize::Percent(50)),
+            ("1%", LimitSize::Percent(1)),
+            (" 100 % ", LimitSize::Percent(100)),
         ] {
             assert_eq!(text.parse(), Ok(size), "{text}");
         }
         for text in ["", "0", "0%", "101%", "-1%", "1.5%", "%", "50%%", "half", "1e2%"] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
+            assert!(text.parse::<LimitSize>().is_err(), "{text}");
         }
     }
 
-    /// Percentages are resolved with and without limits. A percentage must refer to the smallest limit of the group and
-    /// its ancestors. Without any limit, it must refer to the machine's memory.
+    /// Percentages are resolved with and without limits of control groups. A percentage must refer to the smallest
+    /// limit of the process's group and of the groups above it. Without any limit, it must refer to the machine's
+    /// memory.
     #[test]
     fn a_percentage_refers_to_the_smallest_limit() {
         let folder = tempfile::tempdir().unwrap();

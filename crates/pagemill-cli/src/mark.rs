@@ -1,4 +1,4 @@
-//! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
+//! `pagemill mark`: sets or shows which files of a mount are volatile, and which page sizes their memory has.
 
 use crate::fail;
 use pagemill_tmpfs::file_access::{self, FileAttributes};
@@ -45,7 +45,7 @@ impl Mark {
     pub fn main(&self) -> ExitCode {
         let mut status = ExitCode::SUCCESS;
         for path in &self.paths {
-            let Err(why) = self.mark(path) else { continue };
+            let Err(why) = self.mark_path(path) else { continue };
             let why = format!("{}: {why}", path.display());
             if self.json {
                 let _ = writeln!(io::stdout(), "{}", json!({ "path": path.to_string_lossy(), "error": why }));
@@ -55,14 +55,14 @@ impl Mark {
         status
     }
 
-    fn mark(&self, path: &Path) -> Result<(), String> {
+    fn mark_path(&self, path: &Path) -> Result<(), String> {
         let error_text = |error: io::Error| error.to_string();
-        let (fd, seen) = open(path)?;
+        let (fd, seen) = open_without_links(path)?;
         let device = fs::symlink_metadata(path).map_err(error_text)?.dev();
         if !mounting::is_ours(device) {
             return Err("it is not on a `pagemill mount`: a mark there has no effect".into());
         }
-        self.set(&fd, &seen)?;
+        self.set_marks(&fd, &seen)?;
         let mut bad = Vec::new();
         let set = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(error_text)?;
         let own = set.trusted(is_mark_ignored(&seen));
@@ -76,7 +76,7 @@ impl Mark {
                 path.display()
             ));
         }
-        let marks = policy::effective_marks(own, seen.owner, ancestors(path, device).map_err(error_text)?);
+        let marks = policy::effective_marks(own, seen.owner, ancestor_folders(path, device).map_err(error_text)?);
         let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
         let purged = file_access::purged_from(&fd);
         let line = if self.json {
@@ -108,7 +108,7 @@ impl Mark {
         Ok(())
     }
 
-    fn set(&self, fd: &OwnedFd, seen: &FileAttributes) -> Result<(), String> {
+    fn set_marks(&self, fd: &OwnedFd, seen: &FileAttributes) -> Result<(), String> {
         let changes_marks = self.volatile.is_some() || self.huge.is_some() || self.refilled;
         let user = rustix::process::geteuid().as_raw();
         if changes_marks && user != 0 && user != seen.owner {
@@ -134,14 +134,14 @@ impl Mark {
     }
 }
 
-/// Returns whether the controller ignores a volatile mark on this file. It ignores the mark if other users may write to
+/// Returns whether the controller ignores a volatile mark on this file, because users other than the owner may write to
 /// the file.
 fn is_mark_ignored(seen: &FileAttributes) -> bool {
     seen.is_file() && seen.is_writable_by_others()
 }
 
-/// Opens a file or folder. Refuses links.
-fn open(path: &Path) -> Result<(OwnedFd, FileAttributes), String> {
+/// Opens a file or folder and reads its attributes. Refuses symbolic links.
+fn open_without_links(path: &Path) -> Result<(OwnedFd, FileAttributes), String> {
     use rustix::fs::{Mode, OFlags};
     let kind = fs::symlink_metadata(path).map_err(|error| error.to_string())?.file_type();
     if !kind.is_file() && !kind.is_dir() {
@@ -155,8 +155,8 @@ fn open(path: &Path) -> Result<(OwnedFd, FileAttributes), String> {
     Ok((fd, seen))
 }
 
-/// Returns the ancestor folders on the same file system, nearest first.
-fn ancestors(path: &Path, device: u64) -> io::Result<Vec<Ancestor>> {
+/// Returns the folders above `path` on the same file system, nearest first.
+fn ancestor_folders(path: &Path, device: u64) -> io::Result<Vec<Ancestor>> {
     let mut found = Vec::new();
     let path = fs::canonicalize(path)?;
     for folder in path.ancestors().skip(1) {

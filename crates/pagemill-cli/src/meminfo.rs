@@ -1,10 +1,12 @@
-//! `pagemill meminfo [PID]`: shows how much memory processes have on Pagemill, and how much of it could be returned at
-//! once. Also shows the memory by memory node and by cache.
+//! `pagemill meminfo [PID]`: shows how much memory processes have allocated from Pagemill, and how much of it could be
+//! returned at once. Also shows the memory by memory node and by cache.
 
 use crate::caches::{self, CachesReport};
 use crate::fail;
 use crate::requests::Interrupt;
-use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, needed_bytes, resident_bytes};
+use crate::statistics::{
+    self, Process, ProcessColumn, StatisticsError, Target, giveable_bytes, needed_bytes, resident_bytes,
+};
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_core::units::Bytes;
 use serde_json::{Map, Value, json};
@@ -39,7 +41,7 @@ pub struct Meminfo {
     all: bool,
 }
 
-/// Counters that add up to resident memory, with their meaning.
+/// Counters whose values add up to the resident memory, each with its meaning.
 const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
@@ -47,8 +49,9 @@ const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
-/// Counters of memory that could be returned at once, with the name of its owner.
-const GIVEABLE: &[(Counter, &str)] = &[
+/// Counters of memory that could be returned at once. Each meaning names the row of [`RESIDENT_PARTS`] to which the
+/// memory belongs.
+const GIVEABLE_COUNTERS: &[(Counter, &str)] = &[
     (Counter::HeapFree, "giveable, of heap: free slots"),
     (Counter::RangesGiveable, "giveable, of heap: volatile ranges, also freed ones"),
     (Counter::SmallFree, "giveable, of small: free pages"),
@@ -60,8 +63,8 @@ const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// Further counters. Each meaning says whether the memory is part of [`RESIDENT_PARTS`].
-const OTHER: &[(Counter, &str)] = &[
+/// Further counters. Each meaning says whether the memory is included in one of the [`RESIDENT_PARTS`].
+const OTHER_COUNTERS: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
     (Counter::CacheDirty, "of cache: dirty, not yet in the store"),
@@ -74,14 +77,14 @@ const OTHER: &[(Counter, &str)] = &[
     (Counter::ResidentPeak, "the peak of resident"),
 ];
 
-const COLUMNS: [Column; 3] =
+const PROCESS_COLUMNS: [ProcessColumn; 3] =
     [("RESIDENT", resident_bytes), ("GIVEABLE", |sum| giveable_bytes(sum).0), ("NET", needed_bytes)];
 
-/// The contents of one table or JSON object: a process, or the sum over a process tree.
+/// The contents of one table or JSON object: the memory of a process, or the sums over a process tree.
 struct View<'a> {
     title: String,
     sum: Snapshot,
-    nodes: BTreeMap<u32, Node>,
+    nodes: BTreeMap<u32, NodeMemory>,
     answer: Option<CachesReport>,
     members: Option<&'a [Process]>,
 }
@@ -119,7 +122,7 @@ impl Meminfo {
         }
     }
 
-    /// Returns the text for a process id, and the start time of the process.
+    /// Returns the text to print for a process id, and the start time of the process in clock ticks.
     fn text_of_pid(&self, pid: u32, interrupt: &Interrupt) -> Result<(u64, String), StatisticsError> {
         match statistics::read_target(pid, interrupt)? {
             Target::One(process) => {
@@ -131,7 +134,7 @@ impl Meminfo {
                 let shown = View {
                     title: process.title(),
                     sum: process.sum.clone(),
-                    nodes: nodes_of(&process),
+                    nodes: read_node_memory(&process),
                     answer: Some(answer),
                     members: None,
                 };
@@ -167,7 +170,7 @@ impl Meminfo {
                 rows.insert("members".into(), members.iter().map(|member| self.json_of(member)).collect());
             }
             None => {
-                let on = |of: fn(&Node) -> u64| -> Value {
+                let on = |of: fn(&NodeMemory) -> u64| -> Value {
                     shown.nodes.iter().map(|(number, node)| (number.to_string(), json!(of(node)))).collect()
                 };
                 rows.insert("nodes".into(), on(|node| node.arena));
@@ -175,7 +178,7 @@ impl Meminfo {
             }
         }
         if let Some(answer) = &shown.answer {
-            answer.json_into(&mut rows);
+            answer.add_rows_to_json(&mut rows);
         }
         format!("{}\n", Value::Object(rows))
     }
@@ -184,11 +187,11 @@ impl Meminfo {
         match (self.json, processes.is_empty()) {
             (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
             (false, true) => "no process of yours is on Pagemill\n".to_owned(),
-            (false, false) => statistics::process_table(processes, &COLUMNS),
+            (false, false) => statistics::process_table(processes, &PROCESS_COLUMNS),
         }
     }
 
-    /// Returns the JSON object of one process in a list.
+    /// Returns the JSON object of one process in a list of processes.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&process.sum, None);
         rows.insert("pid".into(), json!(process.pid()));
@@ -197,7 +200,8 @@ impl Meminfo {
         Value::Object(rows)
     }
 
-    /// Returns the rows of `sum` as JSON. Includes the parts of resident memory even if they are zero.
+    /// Returns the counters of `sum` as rows of a JSON object. Rows of [`RESIDENT_PARTS`] are included even if their
+    /// value is zero.
     fn rows_of(&self, sum: &Snapshot, answer: Option<&CachesReport>) -> Map<String, Value> {
         let mut rows = Map::new();
         rows.insert("name".into(), json!(sum.name()));
@@ -205,7 +209,7 @@ impl Meminfo {
         rows.extend(RESIDENT_PARTS.iter().map(|(counter, _)| (counter.name().to_owned(), json!(sum.get(*counter)))));
         rows.insert("giveable".into(), json!(giveable_bytes(sum).0));
         rows.insert("net".into(), json!(needed_bytes(sum)));
-        for (counter, _) in GIVEABLE.iter().chain(OTHER) {
+        for (counter, _) in GIVEABLE_COUNTERS.iter().chain(OTHER_COUNTERS) {
             let bytes = current_value(sum, answer, *counter);
             if bytes > 0 || self.all {
                 rows.insert(counter.name().into(), json!(bytes));
@@ -232,9 +236,15 @@ impl Meminfo {
             giveable_bytes(sum).0,
             "could be returned at once: the sum of the giveable rows (pagemill trim)",
         );
-        GIVEABLE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        GIVEABLE_COUNTERS
+            .iter()
+            .filter(is_shown)
+            .for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
         row("net", needed_bytes(sum), "resident without its giveable part: what the program needs");
-        OTHER.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        OTHER_COUNTERS
+            .iter()
+            .filter(is_shown)
+            .for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
         for (number, node) in &shown.nodes {
             row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
         }
@@ -242,19 +252,20 @@ impl Meminfo {
             row(&format!("all on {number}"), node.process, "the whole process on this node, Pagemill or not");
         }
         if let Some(members) = shown.members {
-            text += &statistics::process_table(members, &COLUMNS);
+            text += &statistics::process_table(members, &PROCESS_COLUMNS);
         }
         text + &shown.answer.as_ref().map_or_else(String::new, CachesReport::text)
     }
 }
 
-fn nodes_of(process: &Process) -> BTreeMap<u32, Node> {
+fn read_node_memory(process: &Process) -> BTreeMap<u32, NodeMemory> {
     let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", process.pid())).unwrap_or_default();
     let arenas: Vec<Range<u64>> = process.published.found.iter().map(|(_, found)| found.arena.clone()).collect();
-    nodes(&numa_maps, &arenas)
+    parse_numa_maps(&numa_maps, &arenas)
 }
 
-/// Returns the value of a counter. If the caches' report has it, returns that current value, else the published one.
+/// Returns the value of a counter in bytes: from the report of the caches if the report has the counter, otherwise the
+/// published value.
 fn current_value(sum: &Snapshot, answer: Option<&CachesReport>, counter: Counter) -> u64 {
     answer.and_then(|answer| answer.current_value(counter)).unwrap_or_else(|| sum.get(counter))
 }
@@ -268,17 +279,19 @@ fn wait_a_second(interrupt: &Interrupt) -> bool {
     !interrupt.has_signal()
 }
 
-/// Resident bytes on one memory node.
+/// Resident bytes of a process on one memory node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Node {
-    /// Bytes in Pagemill's arenas, in use or free.
+struct NodeMemory {
+    /// Resident bytes in Pagemill's arenas, in use or free.
     arena: u64,
+    /// Resident bytes of the whole process, including memory outside Pagemill's arenas.
     process: u64,
 }
 
-/// Returns the resident bytes by memory node, from `numa_maps`. Returns none if the kernel does not provide that file.
-fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
-    let mut nodes: BTreeMap<u32, Node> = BTreeMap::new();
+/// Parses `/proc/PID/numa_maps`. Returns the resident bytes for each memory node. The map is empty if the kernel does
+/// not provide that file.
+fn parse_numa_maps(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, NodeMemory> {
+    let mut nodes: BTreeMap<u32, NodeMemory> = BTreeMap::new();
     for line in numa_maps.lines() {
         let value = |name: &str| line.split(' ').find_map(|word| word.strip_prefix(name)?.parse::<u64>().ok());
         let page_bytes = value("kernelpagesize_kB=").unwrap_or(4).saturating_mul(1024);
@@ -301,18 +314,19 @@ mod tests {
     use super::*;
     use pagemill_core::stats::TABLE;
 
-    /// Pages of all sizes must be added up for each node. Malformed entries must be ignored.
+    /// The entries of `numa_maps` have pages of several sizes. They must be added up for each node. Malformed entries
+    /// must be ignored.
     #[test]
     fn nodes_are_summed_over_mappings() {
         let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
                     7f01 bind:1 huge anon=1 N1=1 kernelpagesize_kB=2048\nNx=1 N=2 N3=x\n";
-        let node = |arena, process| Node { arena, process };
+        let node = |arena, process| NodeMemory { arena, process };
         let expected = BTreeMap::from([(0, node(0, 8192)), (1, node(2 << 20, 4096 + (2 << 20)))]);
-        assert_eq!(nodes(text, &[0x7f01..0x7f02, 1..2]), expected);
-        assert!(nodes("", std::slice::from_ref(&(0..u64::MAX))).is_empty());
+        assert_eq!(parse_numa_maps(text, &[0x7f01..0x7f02, 1..2]), expected);
+        assert!(parse_numa_maps("", std::slice::from_ref(&(0..u64::MAX))).is_empty());
     }
 
-    /// Any user can publish impossible values. They must cause no overflow and no underflow.
+    /// Any user can publish impossible counter values. They must cause no overflow and no underflow.
     #[test]
     fn impossible_values_do_not_overflow() {
         let mut sum = Snapshot::default();

@@ -18,7 +18,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Time for which the controller, when it ends, retries the unmount of a busy file system.
+/// Time for which the controller retries to unmount a busy file system when it ends.
 const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 
 /// Memory is used and returned as files are created and removed. A file or folder with the attribute
@@ -39,8 +39,8 @@ pub struct Mount {
     /// if a mount without a controller is taken over]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     size: Option<u64>,
-    /// A control group whose memory limit is watched even before it writes files here: its folder or its name.
-    /// Can be given several times.
+    /// A control group whose memory limit is watched even before a process of the group writes files here: its folder
+    /// or its name. Can be given several times.
     #[arg(long, value_name = "GROUP")]
     cgroup: Vec<PathBuf>,
     /// Permissions of the file system's root, in octal [default: 1777]
@@ -52,7 +52,7 @@ pub struct Mount {
     /// Print the mount as one JSON object.
     #[arg(long)]
     json: bool,
-    /// Marks the background process of --daemon.
+    /// Internal: this process is the background process that --daemon started.
     #[arg(long, hide = true)]
     as_daemon: bool,
 }
@@ -68,7 +68,7 @@ pub fn worker_program() -> Vec<OsString> {
     vec![own, "mount-worker".into()]
 }
 
-/// The hidden command `mount-worker`: runs the worker.
+/// The main function of the hidden command `mount-worker`, which runs the worker of a mount.
 pub fn worker() -> ExitCode {
     match pagemill_tmpfs::worker::serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -76,7 +76,7 @@ pub fn worker() -> ExitCode {
     }
 }
 
-/// Returns the folder of a control group. The user gave its folder or its name.
+/// Returns the folder of a control group, which the user named by its folder or its name.
 fn group_folder(given: &Path) -> Result<String, String> {
     let name = given.strip_prefix("/").unwrap_or(given);
     let [first, second] = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|mount| Path::new(mount).join(name));
@@ -91,7 +91,7 @@ fn group_folder(given: &Path) -> Result<String, String> {
 impl Mount {
     pub fn main(self) -> ExitCode {
         if self.daemon {
-            return self.daemonize();
+            return self.start_daemon();
         }
         if self.as_daemon {
             let _ = rustix::process::setsid();
@@ -118,7 +118,7 @@ impl Mount {
         }
     }
 
-    /// Runs the controller until the mount ends, then unmounts and ends.
+    /// Runs the controller until the mount ends, then unmounts the file system.
     fn run_controller(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
         let Mounted { point, access, size_bytes, was_taken_over, has_no_huge } = mounted;
         let device = access.device();
@@ -183,7 +183,7 @@ impl Mount {
         status
     }
 
-    /// Reports that the mount is ready. Reports it to the user, to the process that started a daemon, and to systemd.
+    /// Reports that the mount is ready to the user, to the process that started a daemon, and to systemd.
     fn report_ready(&self, point: &Path, size_bytes: u64, was_taken_over: bool, device: u64) {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         let (pid, size) = (std::process::id(), Bytes(size_bytes));
@@ -206,8 +206,8 @@ impl Mount {
         }
     }
 
-    /// Starts this command again in the background, and waits until it has mounted.
-    fn daemonize(&self) -> ExitCode {
+    /// Starts this command again as a background process, and waits until that process has mounted the file system.
+    fn start_daemon(&self) -> ExitCode {
         let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--daemon");
         let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
         let mut command = Command::new(program);
@@ -228,7 +228,8 @@ impl Mount {
         ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
     }
 
-    /// Redirects standard error to a log file in the folder of the socket, and standard output to `/dev/null`.
+    /// Redirects standard error to a log file, which is in the folder of the controller's socket, and standard output
+    /// to `/dev/null`.
     fn redirect_output_to_log(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
@@ -244,7 +245,7 @@ fn log_path(device: u64) -> std::io::Result<PathBuf> {
     mounting::socket_path(device).map(|socket| socket.with_extension("log"))
 }
 
-/// Reports an error on standard error, and as JSON on standard output.
+/// Reports an error on standard error and, with `is_json`, also as JSON on standard output. Returns the exit status.
 pub fn report_error(status: u8, is_json: bool, why: &str) -> ExitCode {
     if is_json {
         let _ = writeln!(std::io::stdout(), "{}", json!({ "error": why }));
@@ -252,7 +253,7 @@ pub fn report_error(status: u8, is_json: bool, why: &str) -> ExitCode {
     fail(status, why)
 }
 
-/// Writes a line to standard output. It is no error if the reader has closed the pipe.
+/// Writes a line to standard output. A pipe that its reader has closed is not an error.
 fn print_line(line: &str) -> Result<(), String> {
     match writeln!(std::io::stdout(), "{line}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Read;
 
-/// The fields of `/proc/PID/status` that `run` needs.
+/// The fields of `/proc/PID/status` from which `run` samples the memory of a process.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
     pub name: String,
@@ -13,10 +13,10 @@ pub struct Status {
     pub peak_bytes: u64,
     /// Resident anonymous and shared memory.
     pub anonymous_bytes: u64,
-    /// Resident file pages.
+    /// Resident pages of files.
     pub file_bytes: u64,
-    /// Hash of all memory sizes. A child that runs in its parent's memory after `vfork` has the same hash as its
-    /// parent.
+    /// Hash of all memory sizes. After `vfork`, a child runs in its parent's memory until it executes a program. In
+    /// that time its hash equals that of its parent.
     pub memory_hash: u64,
 }
 
@@ -57,15 +57,17 @@ impl Status {
         self.anonymous_bytes + self.file_bytes
     }
 
-    /// Sets the sizes to zero. Used if the status of another process counts the same memory.
+    /// Sets the memory sizes to zero. Called if the status of another process already counts the same memory.
     pub fn clear_memory(&mut self) {
         (self.peak_bytes, self.anonymous_bytes, self.file_bytes) = (0, 0, 0);
     }
 }
 
-/// Returns the children of all threads of a process. Takes some 5 us per thread.
+/// Returns the process ids of the children of all threads of a process. `threads` is the number of its threads. Cost:
+/// some 5 us per thread.
 ///
-/// Returns none if the kernel does not list children (without `CONFIG_PROC_CHILDREN`, which distributions set).
+/// Returns no ids if the kernel does not list children, which needs `CONFIG_PROC_CHILDREN`. Distributions set that
+/// option.
 pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     let of_thread = |thread: &str| -> Vec<u32> {
         let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children")).unwrap_or_default();
@@ -78,11 +80,11 @@ pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     tasks.filter_map(|task| task.file_name().into_string().ok()).flat_map(|thread| of_thread(&thread)).collect()
 }
 
-/// Returns the anonymous and shared memory of a process (its proportional share). Memory that n processes share counts
-/// as 1/n in each of them.
+/// Returns the proportional share of a process: the bytes of its anonymous and shared memory, divided for each page by
+/// the number of processes that share it.
 ///
-/// The kernel walks the page tables, which takes some milliseconds per gigabyte of small pages. Returns `None`
-/// if this process may not read the file, or if the process does not exist.
+/// The kernel walks the page tables, which takes some milliseconds per gigabyte of small pages. Returns `None` if this
+/// process may not read the file `smaps_rollup`, or if the process does not exist.
 pub fn proportional_bytes(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let kib = |name: &str| -> Option<u64> {
@@ -95,7 +97,7 @@ pub fn proportional_bytes(pid: u32) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Each size must be parsed. The hash must depend only on the sizes.
+    /// Each memory size must be parsed. The hash must depend only on the sizes.
     #[test]
     fn sizes_and_their_hash_are_parsed() {
         let text = "Name:\tcc1 plus\nPid:\t7\nVmHWM:\t   300 kB\nRssAnon:\t 100 kB\nRssFile:\t  40 kB\n\

@@ -1,4 +1,4 @@
-//! `pagemill run --ram DIR`: a RAM file system for one program and its children, without privileges.
+//! `pagemill run --ram DIR`: mounts a RAM file system for one program and its children, without privileges.
 //!
 //! This process enters a private mount namespace. If it has no privileges, it also enters a user namespace. The program
 //! inherits the namespaces. The controller runs in threads of this process, and ends with the program.
@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
 
-/// A mounted RAM file system that exists as long as the program runs.
+/// A mounted RAM file system that exists as long as the program of `run` runs.
 pub struct Ram {
     // Drop order: the server stops first, then the control loop.
     _server: Option<Server>,
@@ -22,12 +22,13 @@ pub struct Ram {
     _ends: Receiver<EndReason>,
     point: PathBuf,
     device: u64,
-    /// The mount point, if this process created it.
+    /// The folder of the mount point, if this process created it.
     created: Option<PathBuf>,
 }
 
 impl Ram {
-    /// Mounts the file system for this process and its children only. The process must still have a single thread.
+    /// Mounts the file system so that only this process and its children see it. This process must still have a single
+    /// thread, because it enters namespaces.
     pub fn mount(dir: &Path, size_bytes: u64) -> Result<Self, String> {
         let created = create_mount_point(dir)?;
         let result = Self::mount_at(dir, size_bytes);
@@ -75,7 +76,7 @@ impl Ram {
     }
 }
 
-/// Creates the mount point if it does not exist. Returns its path only if it was created.
+/// Creates the folder of the mount point if it does not exist. Returns the path only if the folder was created.
 fn create_mount_point(dir: &Path) -> Result<Option<PathBuf>, String> {
     if dir.exists() {
         return Ok(None);

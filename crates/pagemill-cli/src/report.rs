@@ -5,7 +5,7 @@
 //! returned.
 
 use crate::kernel_limit::LimitStatistics;
-use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
+use crate::tree_memory::{Excess, MAX_LISTED_PROCESSES, Peak, Process, TreeMemory};
 use pagemill_core::published::{self, Published};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_core::stats::{Counter, CounterKind, Snapshot, TABLE, Unit};
@@ -20,17 +20,18 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::time::Duration;
 
-/// Statistics of ended processes, added up as the processes end.
+/// Statistics of processes of the tree that have ended, added up while the program runs.
 #[derive(Default)]
 pub struct CollectedStatistics {
     sum: Snapshot,
     largest: Vec<Snapshot>,
-    /// Peak of each process's allocator, by process id.
+    /// Peak resident memory of each process's allocator in bytes, by process id.
     peaks: HashMap<u32, u64>,
 }
 
 impl CollectedStatistics {
-    /// Adds the statistics of the processes that have ended since the last call.
+    /// Adds the statistics of the processes that have ended since the last call. `folder` has the figures files of the
+    /// tree.
     pub fn absorb_ended(&mut self, folder: &str) {
         for process in published::list(folder, true).unwrap_or_default() {
             if !process.is_alive {
@@ -45,18 +46,18 @@ impl CollectedStatistics {
         *peak = (*peak).max(snapshot.get(Counter::ResidentPeak));
         self.largest.push(snapshot.clone());
         self.largest.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.get(Counter::ResidentPeak)));
-        self.largest.truncate(LISTED);
+        self.largest.truncate(MAX_LISTED_PROCESSES);
     }
 }
 
-/// The program that `run` has run to its end.
+/// The program that `run` started, after it has ended.
 pub struct FinishedProgram<'run> {
     pub program: &'run OsStr,
     pub end: End,
     pub wall: Duration,
 }
 
-/// The limit that the kernel enforced, and the kernel's statistics of it.
+/// The limit that the kernel enforced on the program, and the kernel's statistics of that limit.
 pub struct KernelLimitResult {
     pub limit_bytes: u64,
     pub statistics: LimitStatistics,
@@ -68,21 +69,22 @@ pub struct Report {
     wall: Duration,
     limit: Option<u64>,
     kernel: Option<KernelLimitResult>,
-    /// Peaks of the process tree, counted by the kernel.
+    /// Peak memory of the process tree, as the kernel counts it.
     tree: Peak,
-    largest: Vec<Row>,
-    /// Peak of the process tree's allocators, counted by Pagemill.
+    largest: Vec<ProcessRow>,
+    /// Peak memory in bytes of the allocators of all processes together, as Pagemill counts it.
     peak: u64,
     net_peak: u64,
     unlisted: u64,
-    /// Number of all processes, including those too small to publish statistics.
+    /// Number of all processes of the tree, including those too small to publish statistics.
     processes: usize,
     running: Vec<Published>,
     collected: CollectedStatistics,
 }
 
-/// A process with its peaks in both counts. A peak is `None` if that count does not have the process.
-struct Row {
+/// A process with its peak memory as the kernel counts it and as Pagemill counts it. A peak is `None` if it is not
+/// known.
+struct ProcessRow {
     pid: u32,
     name: String,
     resident: Option<u64>,
@@ -90,7 +92,7 @@ struct Row {
     is_running: bool,
 }
 
-impl Row {
+impl ProcessRow {
     fn largest_bytes(&self) -> u64 {
         self.resident.max(self.allocator).unwrap_or(0)
     }
@@ -121,21 +123,21 @@ impl Report {
             limit: Some(page.limit()).filter(|limit| *limit != UNLIMITED),
             kernel,
             tree: memory.peak.clone(),
-            largest: merge_largest(memory.largest(), &collected),
+            largest: merge_largest(memory.largest_processes(), &collected),
             peak,
             net_peak: net_peak.min(peak),
             unlisted: page.unlisted(),
-            processes: memory.count().max(page.started() as usize),
+            processes: memory.process_count().max(page.started() as usize),
             running,
             collected,
         }
     }
 
-    /// Writes the report to the file, or without a file to standard error.
+    /// Writes the report to the file or, if there is no file, to standard error.
     ///
     /// # Errors
     ///
-    /// Errors of writing to the file. Errors of standard error are ignored.
+    /// The error of writing to the file. Errors of standard error are ignored.
     pub fn write(&self, as_json: bool, file: Option<&mut File>) -> io::Result<()> {
         let text = if as_json { format!("{}\n", self.json()) } else { self.text() };
         match file {
@@ -147,7 +149,8 @@ impl Report {
         }
     }
 
-    /// Returns how much of the tree's memory at its peak could have been returned at that time.
+    /// Returns by how many bytes the peak of the allocators' memory would have been lower without the memory that could
+    /// have been returned at once.
     fn giveable_at_peak(&self) -> u64 {
         self.peak - self.net_peak
     }
@@ -195,7 +198,7 @@ impl Report {
             }
         }
         if let Some(excess) = &self.tree.excess {
-            let over = Bytes(excess.over_bytes()).to_string();
+            let over = Bytes(excess.bytes_over_limit()).to_string();
             write_row(text, "over the limit", &over, &describe_excess(excess));
         }
     }
@@ -292,25 +295,31 @@ impl Report {
     }
 }
 
-fn merge_largest(by_kernel: Vec<Process>, collected: &CollectedStatistics) -> Vec<Row> {
+fn merge_largest(by_kernel: Vec<Process>, collected: &CollectedStatistics) -> Vec<ProcessRow> {
     let allocator = |pid| collected.peaks.get(&pid).copied();
-    let of_kernel = |process: Process| Row {
+    let of_kernel = |process: Process| ProcessRow {
         pid: process.identity.pid,
         is_running: process::is_alive(process.identity),
         name: process.name,
         resident: Some(process.bytes),
         allocator: allocator(process.identity.pid),
     };
-    let mut rows: Vec<Row> = by_kernel.into_iter().map(of_kernel).collect();
+    let mut rows: Vec<ProcessRow> = by_kernel.into_iter().map(of_kernel).collect();
     for snapshot in &collected.largest {
         let identity = snapshot.identity;
         if rows.iter().all(|row| row.pid != identity.pid) {
             let (name, is_running) = (snapshot.name().to_string(), process::is_alive(identity));
-            rows.push(Row { pid: identity.pid, name, resident: None, allocator: allocator(identity.pid), is_running });
+            rows.push(ProcessRow {
+                pid: identity.pid,
+                name,
+                resident: None,
+                allocator: allocator(identity.pid),
+                is_running,
+            });
         }
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row.largest_bytes()));
-    rows.truncate(LISTED);
+    rows.truncate(MAX_LISTED_PROCESSES);
     rows
 }
 
@@ -318,7 +327,7 @@ fn write_row(text: &mut String, name: &str, value: &str, meaning: &str) {
     let _ = writeln!(text, "    {name:<18} {value:>10}  {meaning}");
 }
 
-/// Describes how a limit was exceeded, as part of a sentence.
+/// Describes by how much and by which processes a limit was exceeded, as a part of a sentence.
 pub fn describe_excess(excess: &Excess) -> String {
     let names = excess.largest.iter().take(3);
     let names: Vec<_> =
@@ -337,15 +346,15 @@ fn excess_json(excess: &Excess) -> Value {
         .iter()
         .map(|process| json!({"pid": process.identity.pid, "name": process.name, "bytes": process.bytes}));
     json!({
-        "bytes": excess.over_bytes(),
+        "bytes": excess.bytes_over_limit(),
         "held_bytes": excess.held_bytes,
         "allocator_bytes": excess.allocator_bytes,
-        "outside_allocator_bytes": excess.outside_bytes(),
+        "outside_allocator_bytes": excess.bytes_outside_allocators(),
         "largest": largest.collect::<Vec<_>>(),
     })
 }
 
-/// Returns a counter's meaning as a part of a line: it begins in lower case and has no full stop.
+/// Returns a counter's meaning as a part of a line: with a lower-case first letter and without a full stop.
 fn sentence_part(meaning: &str) -> String {
     let mut letters = meaning.trim_end_matches('.').chars();
     letters.next().map_or(String::new(), |first| first.to_lowercase().chain(letters).collect())

@@ -1,5 +1,5 @@
-//! Helpers of the commands that send a request to a process. If a signal arrives, such a command removes the file of
-//! its request before it ends. If the process does not answer, the command reports the likely reason.
+//! Helpers of the commands that send a request to a process. If a signal arrives, such a command removes its request
+//! file before it ends. If the process does not answer, the command reports the likely reason.
 
 use pagemill_core::listing::Unanswered;
 use pagemill_core::stats::{Counter, Snapshot};
@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Records the signal that arrived, if any, so that the command can remove the file of its request before it ends.
+/// The signal that interrupted this command, if any. Signals are only recorded, so that the command can remove its
+/// request file before it ends.
 pub struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {
@@ -24,7 +25,7 @@ impl Interrupt {
         self.0.load(Relaxed) != 0
     }
 
-    /// Ends this process by the default action of the signal that arrived.
+    /// Ends this command by the default action of the signal that was recorded.
     pub fn end(&self) -> ExitCode {
         let signal = self.0.load(Relaxed);
         let _ = signal_hook::low_level::emulate_default_handler(signal as i32);
@@ -32,7 +33,8 @@ impl Interrupt {
     }
 }
 
-/// Returns the likely reason why a process does not answer.
+/// Returns the likely reason why a process does not answer, as text to append to an error message. Empty if no reason
+/// is likely.
 pub fn unanswered_reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
     match error {
         Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {

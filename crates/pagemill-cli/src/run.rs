@@ -2,7 +2,7 @@
 
 use crate::elf::{self, Obstacle};
 use crate::kernel_limit::{self, KernelLimit};
-use crate::limit::Size;
+use crate::limit::LimitSize;
 use crate::ram::Ram;
 use crate::report::{self, CollectedStatistics, FinishedProgram, KernelLimitResult, Report};
 use crate::tree_memory::{Excess, TreeMemory};
@@ -21,11 +21,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Variables that `run` passes on to the allocator, and their valid values.
+/// Environment variables that `run` checks and passes on to the allocator, with their two valid values.
 const KEYWORD_VARIABLES: [(&str, [&str; 2]); 3] =
     [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
 
-/// Interval at which the statistics of processes that have ended are added to the totals.
+/// Interval at which the statistics of processes that have ended are added to the sums.
 const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
@@ -39,7 +39,7 @@ pub struct Run {
     /// limit, the processes return free memory; then allocations fail with ENOMEM. A program into which the allocator
     /// cannot be preloaded is refused (status 126). [env: PAGEMILL_LIMIT]
     #[arg(long, value_name = "SIZE")]
-    limit: Option<Size>,
+    limit: Option<LimitSize>,
 
     /// With --limit: also run a program into which the allocator cannot be preloaded (static, set-uid, for another
     /// processor or C library). The limit has no effect on it.
@@ -49,7 +49,7 @@ pub struct Run {
     /// Let the kernel limit all memory of the program and its children together. Beyond the limit, the kernel kills.
     /// SIZE is as for --limit. Creates a systemd scope, or a control group if there is none, and removes it at the end.
     #[arg(long, value_name = "SIZE")]
-    limit_kernel: Option<Size>,
+    limit_kernel: Option<LimitSize>,
 
     /// When free memory is returned to the system: keep (only on request or under pressure), eager (after 1 second
     /// without reuse), balanced[=SECONDS] (after so many seconds without reuse). [default: balanced=10]
@@ -115,8 +115,8 @@ fn parse_page_size(text: &str) -> Result<PageSize, String> {
     text.parse()
 }
 
-/// Returns the limit of the outer process tree, for a `run` inside a `run`.
-fn outer_limit() -> Option<u64> {
+/// Returns the limit of the process tree in which this command runs, if another `run` started it.
+fn outer_tree_limit() -> Option<u64> {
     let folder = std::env::var(TREE_VARIABLE.to_str().unwrap_or_default()).ok()?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).ok()?;
     TreePage::join(&path).ok().map(TreePage::limit)
@@ -127,7 +127,7 @@ fn print_message(message: &str) {
 }
 
 /// The folder and the shared page of a process tree. Dropping the value removes the folder, unless a process of the
-/// tree still runs.
+/// tree is still running.
 struct Tree {
     folder: String,
     page: &'static TreePage,
@@ -154,15 +154,15 @@ impl Drop for Tree {
     }
 }
 
-/// The limits in bytes; `None` if there is no limit.
+/// The limits of the program in bytes. A limit is `None` if the user did not set it.
 struct Limits {
-    /// Limit of the tree's allocators.
+    /// Limit of the memory of all allocators in the process tree (`--limit`).
     own: Option<u64>,
-    /// Limit that the kernel enforces on the tree.
+    /// Limit that the kernel enforces on the process tree (`--limit-kernel`).
     kernel: Option<u64>,
 }
 
-/// A program that was started.
+/// A program that `run` has started.
 struct RunningProgram<'tree> {
     child: RunningChild,
     start: Instant,
@@ -171,11 +171,11 @@ struct RunningProgram<'tree> {
 }
 
 impl<'tree> RunningProgram<'tree> {
-    /// Starts the program. If `watched`, samples the memory of its process tree.
+    /// Starts the program. If `watched`, the memory of its process tree is sampled until it ends.
     ///
     /// # Errors
     ///
-    /// The exit status of `run` and a message.
+    /// The exit status for `run` and a message.
     fn start(
         program: &child::Program,
         tree: Option<&'tree Tree>,
@@ -194,8 +194,8 @@ impl<'tree> RunningProgram<'tree> {
         Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })
     }
 
-    /// Waits for the program's end. Meanwhile samples the memory of the tree and adds up the statistics of ended
-    /// processes.
+    /// Waits until the program ends. Meanwhile samples the memory of its process tree, and adds up the statistics of
+    /// ended processes.
     fn wait(self, program: &OsStr) -> io::Result<(FinishedProgram<'_>, Option<TreeMemory>, CollectedStatistics)> {
         let Self { child, start, folder, mut memory } = self;
         let mut collected = CollectedStatistics::default();
@@ -217,14 +217,14 @@ impl<'tree> RunningProgram<'tree> {
     }
 }
 
-/// Prints a message if memory outside the allocator exceeded `--limit` notably, and one if the kernel killed processes
-/// at `--limit-kernel`. Called when there is no report to print.
+/// Prints a message if memory outside the allocator exceeded `--limit` by a notable amount. Prints another one if the
+/// kernel killed processes at `--limit-kernel`. Called when no report is printed.
 fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
         print_message(&format!(
             "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel limits all memory)",
             Bytes(excess.limit_bytes),
-            Bytes(excess.over_bytes()),
+            Bytes(excess.bytes_over_limit()),
             report::describe_excess(excess),
         ));
     }
@@ -239,11 +239,11 @@ fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimit
     }
 }
 
-/// Returns whether an excess is reported. A small excess is usual, because stacks and library data are outside the
-/// allocator, and is not reported.
+/// Returns whether an excess over `--limit` is large enough for a message. A small excess is usual, because stacks and
+/// library data are outside the allocator.
 fn is_notable(excess: &Excess) -> bool {
     let usual = (excess.limit_bytes / 16).max(8 << 20);
-    excess.over_bytes().min(excess.outside_bytes()) > usual
+    excess.bytes_over_limit().min(excess.bytes_outside_allocators()) > usual
 }
 
 fn os_string(value: impl ToString) -> OsString {
@@ -265,7 +265,7 @@ impl Run {
         }
         let name = &self.program[0].clone();
         let path = elf::find_program(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
-        let mut limits = self.limits().map_err(|message| fail(2, &message))?;
+        let mut limits = self.resolve_limits().map_err(|message| fail(2, &message))?;
         let obstacle = self.check_obstacle(&path, &limits).map_err(|message| fail(126, &message))?;
         // Signals are blocked before any thread starts, so that all threads block them.
         let held = BlockedSignals::begin();
@@ -275,12 +275,12 @@ impl Run {
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;
         // The loader of another C library would end the program, because it cannot load the preload library.
         let is_loadable = obstacle != Some(Obstacle::OtherCLibrary);
-        let library = is_loadable.then(preload::locate).transpose().map_err(|message| fail(126, &message))?;
-        let tree = self.tree(&mut limits).map_err(|message| fail(126, &message))?;
+        let library = is_loadable.then(preload::locate_library).transpose().map_err(|message| fail(126, &message))?;
+        let tree = self.create_tree(&mut limits).map_err(|message| fail(126, &message))?;
         let kernel = limits.kernel.map(KernelLimit::new).transpose().map_err(|message| fail(126, &message))?;
 
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
-        let command = self.command(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
+        let command = self.child_program(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
         let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
         let is_watched = limits.own.is_some() || self.wants_report();
         let run = RunningProgram::start(&command, tree.as_ref(), kernel.as_ref(), held, is_watched)
@@ -311,13 +311,13 @@ impl Run {
         Ok(code)
     }
 
-    fn limits(&self) -> Result<Limits, String> {
-        let resolve = |size: Option<Size>| size.map(Size::resolve).transpose();
+    fn resolve_limits(&self) -> Result<Limits, String> {
+        let resolve = |size: Option<LimitSize>| size.map(LimitSize::resolve).transpose();
         Ok(Limits { own: resolve(self.limit)?, kernel: resolve(self.limit_kernel)? })
     }
 
-    /// Refuses a program if a limit would have no effect on it. Without such a limit, warns about a program that the
-    /// allocator cannot reach.
+    /// Returns an error if a limit would have no effect on the program. Without such a limit, warns about a program
+    /// whose allocator cannot be replaced, and returns the obstacle.
     fn check_obstacle(&self, path: &Path, limits: &Limits) -> Result<Option<Obstacle>, String> {
         let Some(obstacle) = elf::obstacle(path) else { return Ok(None) };
         if obstacle == Obstacle::NeedsSanitizer {
@@ -335,7 +335,8 @@ impl Run {
         self.report || self.json || self.output.is_some()
     }
 
-    /// Reads the environment variables that replace missing options. An empty variable counts as unset.
+    /// Reads the environment variables that stand for options, for options that are not given. An empty variable counts
+    /// as unset.
     fn read_environment(&mut self) -> Result<(), String> {
         fn value<T>(name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Option<T>, String> {
             let text = std::env::var(name).unwrap_or_default();
@@ -361,18 +362,18 @@ impl Run {
         Ok(())
     }
 
-    /// Opens the report's file before the program runs, so that an error is reported at once.
+    /// Opens the file for the report before the program runs, so that an error is reported at once.
     fn open_output(&self) -> Result<Option<File>, String> {
         let Some(path) = &self.output else { return Ok(None) };
         let file = File::create(path);
         file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
     }
 
-    /// Creates the process tree. Returns `None` inside another `run`, unless this `run` has a lower limit or a report.
-    /// With `None`, the outer tree is used. If the tree cannot be created, returns an error if there is a limit or a
-    /// report, else `None`.
-    fn tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
-        if let Some(outer) = outer_limit() {
+    /// Creates the process tree. Returns `None` if the program joins the process tree of an outer `run`: inside another
+    /// `run`, unless this `run` has a lower limit or a report. If the tree cannot be created, returns an error if there
+    /// is a limit or a report, otherwise `None`.
+    fn create_tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
+        if let Some(outer) = outer_tree_limit() {
             let limit = limits.own.unwrap_or(outer);
             if limit >= outer && !self.wants_report() {
                 limits.own = Some(outer).filter(|limit| *limit != UNLIMITED);
@@ -397,8 +398,8 @@ impl Run {
         }
     }
 
-    /// Returns the program with an environment that loads the allocator into the program and its children.
-    fn command(
+    /// Returns the program with environment variables that load the allocator into the program and its children.
+    fn child_program(
         &self,
         path: &Path,
         library: Option<&Path>,

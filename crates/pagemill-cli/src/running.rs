@@ -1,21 +1,21 @@
-//! The rows of `doctor` about running processes. They show failures and fallbacks that the processes' governors count
-//! and publish.
+//! The rows of `pagemill doctor` about running processes. They show failures and fallbacks that the governors of the
+//! processes have counted and published.
 
 use pagemill_core::published;
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_sys::probe::Availability;
 
-/// A row: one aspect of the governors, summed over all running processes.
+/// A row of the table: the failures of one kind, summed over all running processes.
 pub struct GovernorRow {
     pub key: &'static str,
     pub name: &'static str,
     pub state: Availability,
     pub found: String,
-    /// The effect if the state is not `Available`.
+    /// What does not work if the state is not `Available`.
     pub lost: &'static str,
 }
 
-/// A kind of failure: its counter, the name of its row, its meaning and its effect.
+/// A kind of failure: the counter that counts it, the name of its row, its meaning and its effect.
 struct Failure {
     counter: Counter,
     name: &'static str,
@@ -80,12 +80,13 @@ const FAILURES: &[Failure] = &[
     },
 ];
 
-/// Returns the rows, summed over this user's running processes. Empty if no process publishes statistics.
+/// Returns a row for each kind of failure, summed over this user's running processes. Empty if no process publishes
+/// statistics.
 pub fn governor_rows() -> Vec<GovernorRow> {
-    rows_of(&published::running())
+    failure_rows(&published::running())
 }
 
-fn rows_of(running: &[Snapshot]) -> Vec<GovernorRow> {
+fn failure_rows(running: &[Snapshot]) -> Vec<GovernorRow> {
     if running.is_empty() {
         return Vec::new();
     }
@@ -140,15 +141,15 @@ fn rows_of(running: &[Snapshot]) -> Vec<GovernorRow> {
 mod tests {
     use super::*;
 
-    /// Without running processes, there must be no rows. If the processes count no failures, every row must be
-    /// available.
+    /// Without running processes, there must be no rows. If the processes have counted no failures, the state of every
+    /// row must be `Available`.
     #[test]
     fn only_counted_failures_are_reported() {
-        assert!(rows_of(&[]).is_empty());
-        let rows = rows_of(&[Snapshot::default()]);
+        assert!(failure_rows(&[]).is_empty());
+        let rows = failure_rows(&[Snapshot::default()]);
         assert_eq!(rows.len(), 3 + FAILURES.len());
         assert!(rows.iter().all(|row| row.state == Availability::Available));
         assert_eq!(rows[0].found, "1 process, 0 with a helper");
-        assert_eq!(rows_of(&[Snapshot::default(), Snapshot::default()])[0].found, "2 processes, 0 with a helper");
+        assert_eq!(failure_rows(&[Snapshot::default(), Snapshot::default()])[0].found, "2 processes, 0 with a helper");
     }
 }

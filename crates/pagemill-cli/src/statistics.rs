@@ -11,7 +11,7 @@ use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
 use std::time::Duration;
 
-/// The counters that add up to resident memory.
+/// The counters whose values add up to the resident memory of a process.
 const RESIDENT_PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CLibrary, Counter::Cache];
 
 /// A running process and its statistics.
@@ -19,18 +19,18 @@ pub struct Process {
     pub published: published::Process,
     /// Sum of the statistics of all Pagemill instances in the process.
     pub sum: Snapshot,
-    /// Why the statistics are not current; `None` for current statistics.
+    /// Why the statistics are not current; `None` if they are current.
     pub stale: Option<&'static str>,
 }
 
-/// The meaning of a process id on the command line.
+/// What a process id on the command line refers to.
 pub enum Target {
     One(Box<Process>),
     /// A `pagemill run`: the members of its process tree.
     Tree(Vec<Process>),
 }
 
-/// Why there are no statistics.
+/// Why no statistics can be shown.
 pub enum StatisticsError {
     /// The process does not exist or cannot be read.
     Missing(String),
@@ -53,7 +53,7 @@ pub fn read_all(interrupt: &Interrupt) -> Result<Vec<Process>, StatisticsError> 
     request_statistics(published::read_all(), interrupt)
 }
 
-/// Requests measurements from all processes before it waits for the first answer. So a process that does not answer
+/// Requests a measurement from every process before it waits for the first answer, so a process that does not answer
 /// does not delay the others. For a process that ends during the wait, returns its last published values.
 pub fn request_statistics(
     published: Vec<published::Process>,
@@ -109,13 +109,13 @@ impl Process {
         self.published.identity.pid
     }
 
-    /// Returns the age of the statistics in words, if they are not current.
+    /// Returns how old the statistics are, such as "as of 3 s ago"; `None` if they are current.
     pub fn age(&self) -> Option<String> {
         self.stale.map(|_| self.sum.age().map_or_else(|| "never measured".to_owned(), age_text))
     }
 
-    /// Returns the title line with process id and name. If the statistics are not current, it also has their age and
-    /// the reason.
+    /// Returns the title line with process id and name. If the statistics are not current, the line also has their age
+    /// and the reason.
     pub fn title(&self) -> String {
         let note = match (self.age(), self.stale) {
             (Some(age), Some(why)) => format!("  ({age}: {why})"),
@@ -144,14 +144,14 @@ pub fn process_count_text(count: usize) -> String {
     if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
-/// Returns two numbers: the bytes that could be returned to the system at once, and how many of these bytes are not
-/// part of `resident`.
+/// Returns two numbers of bytes: those that could be returned to the system at once, and how many of them are not part
+/// of `resident`.
 pub fn giveable_bytes(snapshot: &Snapshot) -> (u64, u64) {
     let foreign = snapshot.get(Counter::MarkedForeign);
     (snapshot.giveable_of_resident().min(resident_bytes(snapshot)).saturating_add(foreign), foreign)
 }
 
-/// Returns the resident bytes that could not be returned to the system at once.
+/// Returns the resident bytes that the process could not return to the system at once.
 pub fn needed_bytes(snapshot: &Snapshot) -> u64 {
     resident_bytes(snapshot) - snapshot.giveable_of_resident().min(resident_bytes(snapshot))
 }
@@ -163,15 +163,15 @@ pub fn sum_of(processes: &[Process]) -> Snapshot {
     sum
 }
 
-/// A column of a table of processes: its title, and its value for a process.
-pub type Column = (&'static str, fn(&Snapshot) -> u64);
+/// A column of a table of processes: its title, and the function that returns its value for a process.
+pub type ProcessColumn = (&'static str, fn(&Snapshot) -> u64);
 
 /// Returns a table with one line for each process, and a line with the sum.
-pub fn process_table(processes: &[Process], columns: &[Column]) -> String {
+pub fn process_table(processes: &[Process], columns: &[ProcessColumn]) -> String {
     let sum = sum_of(processes);
-    let mut headings = vec![Heading::right("PID", 8, 0), Heading::left("NAME", 0, 1)];
-    headings.extend(columns.iter().map(|(name, _)| Heading::right(name, 10, 1)));
-    headings.push(Heading::left("", 0, 2));
+    let mut headings = vec![Heading::right_aligned("PID", 8, 0), Heading::left_aligned("NAME", 0, 1)];
+    headings.extend(columns.iter().map(|(name, _)| Heading::right_aligned(name, 10, 1)));
+    headings.push(Heading::left_aligned("", 0, 2));
     let row = |pid: String, name: String, snapshot: &Snapshot, age: String| {
         let numbers = columns.iter().map(|(_, of)| Bytes(of(snapshot)).to_string());
         [pid, name].into_iter().chain(numbers).chain([age]).collect()
@@ -184,7 +184,7 @@ pub fn process_table(processes: &[Process], columns: &[Column]) -> String {
         })
         .collect();
     rows.push(row(String::new(), format!("all {}", processes.len()), &sum, String::new()));
-    crate::columns::aligned(&headings, rows)
+    crate::columns::aligned_table(&headings, rows)
 }
 
 #[cfg(test)]

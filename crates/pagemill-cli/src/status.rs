@@ -36,7 +36,7 @@ impl Status {
             let state = match control::request_status(device) {
                 RequestOutcome::Answer(state) => state,
                 RequestOutcome::Refused(why) => return report_error(1, self.json, &why),
-                RequestOutcome::NoController => without_controller(&point),
+                RequestOutcome::NoController => state_without_controller(&point),
             };
             match self.write(&state) {
                 Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -69,8 +69,8 @@ impl Status {
     }
 }
 
-/// Returns the part of the status that is known without a controller.
-fn without_controller(point: &Path) -> State {
+/// Returns the part of a mount's status that is known if no controller runs.
+fn state_without_controller(point: &Path) -> State {
     let mut state = State { mount_point: point.to_string_lossy().into_owned(), ..State::default() };
     if let Ok(stat) = rustix::fs::statvfs(point) {
         state.size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
@@ -80,7 +80,7 @@ fn without_controller(point: &Path) -> State {
     state
 }
 
-/// The unit of a value in the table.
+/// The unit of a value in the table of the status.
 #[derive(Clone, Copy)]
 enum Unit {
     Bytes,
@@ -101,8 +101,9 @@ impl Unit {
     }
 }
 
-/// Returns the totals as rows of name, value, unit and meaning. Rows with the value 0 are not shown.
-fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
+/// Returns the controller's counts as rows of name, value, unit and meaning. The printed table omits rows with the
+/// value 0.
+fn count_rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
     use Unit::{Blocks, Files, Times};
     vec![
         ("purged", counts.purged_bytes, Unit::Bytes, "of volatile files, purged whole"),
@@ -162,7 +163,7 @@ fn text_of(state: &State) -> String {
     if state.files_waiting_for_pages > 0 {
         row("waiting", Unit::Files.text(state.files_waiting_for_pages), "for the worker to examine");
     }
-    let counts: Vec<_> = rows(&state.counts).into_iter().filter(|row| row.1 > 0).collect();
+    let counts: Vec<_> = count_rows(&state.counts).into_iter().filter(|row| row.1 > 0).collect();
     if !counts.is_empty() {
         row("since the start", String::new(), "");
     }
@@ -189,8 +190,8 @@ fn text_of(state: &State) -> String {
 mod tests {
     use super::*;
 
-    /// Rows with the value 0 must be omitted. A reduced size must be explained, and a missing controller must be
-    /// reported.
+    /// Counts with the value 0 must be omitted from the text. The text must explain a reduced size, and report a
+    /// missing controller.
     #[test]
     fn a_status_is_rendered() {
         let counts = Counts { purged_bytes: 3 << 20, purged_files: 2, nothing_to_purge: 3643, ..Counts::default() };

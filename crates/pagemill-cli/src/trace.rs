@@ -16,7 +16,7 @@ pub struct Trace {
     json: bool,
 }
 
-/// An event, and the process that recorded it.
+/// An event that a process recorded, and the process.
 struct EventLine {
     pid: u32,
     name: String,
@@ -89,7 +89,7 @@ fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<EventLine>>
     Ok(lines)
 }
 
-/// Merges the events of several processes in the order of time. Skips processes that have ended.
+/// Returns the events of several processes in order of time. Skips processes that have ended.
 fn merged_events(processes: &[Process]) -> Vec<EventLine> {
     let each = processes.iter().filter_map(|process| events_of(process, usize::MAX).ok());
     let mut lines: Vec<EventLine> = each.flatten().collect();

@@ -1,4 +1,4 @@
-//! The memory of a run's processes as the kernel counts it, sampled from `/proc`.
+//! The memory of the processes of a `pagemill run` as the kernel counts it, sampled from `/proc`.
 //!
 //! A sample includes the program's descendants (found by parent links), the members of the tree's page, and processes
 //! that earlier samples found. So a daemon is counted even after another process has adopted it.
@@ -17,73 +17,76 @@ use pagemill_sys::process::{self, Identity};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Maximum number of processes that are listed individually.
-pub const LISTED: usize = 5;
+/// Maximum number of processes that a message or a report lists.
+pub const MAX_LISTED_PROCESSES: usize = 5;
 
+/// Minimum pause between two samples.
 const MIN_PAUSE: Duration = Duration::from_millis(10);
 
-/// The pause after a sample is this many times the sample's CPU time.
+/// The pause after a sample is the sample's CPU time multiplied by this factor.
 const PAUSE_FACTOR: u32 = 120;
 
-/// A process and its memory.
+/// A process and its memory, which is a peak or a proportional share.
 #[derive(Clone, Debug)]
 pub struct Process {
     pub identity: Identity,
-    /// The name of the program that the process was running when it had the most memory.
+    /// Name of the program that the process was running when it had the most memory.
     pub name: String,
     pub bytes: u64,
 }
 
-/// The sample that exceeded a limit by the largest amount.
+/// The sample in which the process tree exceeded its limit by the largest amount so far.
 #[derive(Clone, Debug)]
 pub struct Excess {
     pub limit_bytes: u64,
-    /// Anonymous and shared memory of all processes. Memory that several processes share is counted once.
+    /// Anonymous and shared memory of all processes. Memory that several processes share counts once.
     pub held_bytes: u64,
-    /// Memory of the processes' allocators at that time.
+    /// Memory of all the processes' allocators when the sample was taken.
     pub allocator_bytes: u64,
-    /// The processes with the largest proportional shares of `held_bytes`, in descending order; at most [`LISTED`].
+    /// The processes with the largest proportional shares of `held_bytes`, largest first; at most
+    /// [`MAX_LISTED_PROCESSES`].
     pub largest: Vec<Process>,
 }
 
 impl Excess {
-    pub fn over_bytes(&self) -> u64 {
+    pub fn bytes_over_limit(&self) -> u64 {
         self.held_bytes - self.limit_bytes
     }
 
-    pub fn outside_bytes(&self) -> u64 {
+    pub fn bytes_outside_allocators(&self) -> u64 {
         self.held_bytes.saturating_sub(self.allocator_bytes)
     }
 }
 
-/// The maximum of each sum over all samples so far.
+/// Peak memory of a process tree, over all samples so far.
 #[derive(Clone, Debug, Default)]
 pub struct Peak {
-    /// Resident memory of all processes in one sample.
+    /// Largest sum of the resident memory of all processes in one sample.
     pub resident_bytes: u64,
-    /// Anonymous and shared memory of all processes in one sample, which is all resident memory except file pages.
+    /// Largest sum of the anonymous and shared memory of all processes in one sample: their resident memory without
+    /// pages of files.
     pub anonymous_bytes: u64,
-    /// The part of `anonymous_bytes` that belonged to no allocator of the tree in that sample.
+    /// The part of `anonymous_bytes` that belonged to no allocator of the tree, in the same sample.
     pub outside_bytes: u64,
     pub excess: Option<Excess>,
 }
 
-/// The sampled memory of one process tree.
+/// Samples the memory of one process tree.
 pub struct TreeMemory {
     page: &'static TreePage,
     program: u32,
-    /// The running processes that the last sample found, by id.
+    /// The running processes that the last sample found, by process id.
     seen: HashMap<u32, Process>,
-    /// The largest processes that have ended.
+    /// The processes with the largest peaks among those that have ended.
     ended: Vec<Process>,
     ended_count: usize,
     pub peak: Peak,
-    /// Time from which proportional shares may be read again, in nanoseconds.
+    /// Earliest time at which proportional shares are read again, in nanoseconds.
     next_shares_ns: u64,
 }
 
 impl TreeMemory {
-    /// Creates a sampler. `program` is the process at the tree's root.
+    /// Creates a sampler. `program` is the process id of the tree's root.
     pub fn new(page: &'static TreePage, program: u32) -> Self {
         Self {
             page,
@@ -96,7 +99,7 @@ impl TreeMemory {
         }
     }
 
-    /// Samples all processes. Returns the pause until the next sample.
+    /// Samples the memory of all processes of the tree. Returns the pause until the next sample.
     ///
     /// Cost: some 20 us for each process.
     pub fn sample(&mut self) -> Duration {
@@ -123,7 +126,7 @@ impl TreeMemory {
         pause
     }
 
-    /// Returns all running processes of the tree, by id.
+    /// Returns the status of all running processes of the tree, by process id.
     fn find_processes(&self) -> HashMap<u32, Status> {
         let mut found = HashMap::new();
         add_descendants(self.program, &mut found);
@@ -162,7 +165,7 @@ impl TreeMemory {
         keep_largest(ended);
     }
 
-    /// Reads proportional shares. Records the excess if it is the largest so far.
+    /// Reads the proportional shares of all processes. Records the excess over the limit if it is the largest so far.
     fn record_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
         // A single process shares its memory with no other process of the tree, so its proportional share is not read.
         let is_alone = found.len() == 1;
@@ -184,8 +187,8 @@ impl TreeMemory {
         }
     }
 
-    /// Records the peak that the kernel reports at the program's end. It is the largest peak of the program and of the
-    /// descendants that were waited for.
+    /// Records the peak of resident memory that the kernel reports when the program ends. It is the largest peak of a
+    /// single process, among the program and the descendants that were waited for.
     pub fn record_program_end(&mut self, max_resident_bytes: u64) {
         self.peak.resident_bytes = self.peak.resident_bytes.max(max_resident_bytes);
         // If only one process was found, the peak is that of this process.
@@ -196,13 +199,13 @@ impl TreeMemory {
         }
     }
 
-    /// Returns the number of processes that were found.
-    pub fn count(&self) -> usize {
+    /// Returns the number of different processes that all samples found.
+    pub fn process_count(&self) -> usize {
         self.ended_count + self.seen.len()
     }
 
     /// Returns the processes with the largest peaks of resident memory, largest first.
-    pub fn largest(&self) -> Vec<Process> {
+    pub fn largest_processes(&self) -> Vec<Process> {
         let mut largest: Vec<_> = self.seen.values().chain(&self.ended).cloned().collect();
         keep_largest(&mut largest);
         largest
@@ -212,8 +215,8 @@ impl TreeMemory {
 /// Returns the proportional share of a process, but at most its `anonymous_bytes` in the sample.
 ///
 /// `proportional_bytes` is read after the sample, and the process may have grown since then. Without the bound, the sum
-/// of the shares could exceed the sum that was compared with the limit. For a process of another user,
-/// `proportional_bytes` is `None`, and the process counts in full.
+/// of the shares could exceed the sum of the sample that was compared with the limit. For a process of another user,
+/// `proportional_bytes` is `None`, and all its `anonymous_bytes` are counted.
 fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
     proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes)
 }
@@ -221,7 +224,7 @@ fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
 fn keep_largest(processes: &mut Vec<Process>) {
     processes.retain(|process| process.bytes > 0);
     processes.sort_by_key(|process| std::cmp::Reverse(process.bytes));
-    processes.truncate(LISTED);
+    processes.truncate(MAX_LISTED_PROCESSES);
 }
 
 fn pause_after(cost_ns: u64) -> Duration {
@@ -258,7 +261,8 @@ mod tests {
         (folder, TreePage::create(&path, limit).unwrap())
     }
 
-    /// Starts a shell with two children that wait until its input ends. Returns when all three processes run.
+    /// Starts a shell with two children. All three wait until the shell's standard input ends. Returns when all three
+    /// processes run.
     fn shell_with_children() -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "exec 3<&0; cat <&3 & sh -c 'echo; cat; true'; wait"]);
@@ -267,8 +271,8 @@ mod tests {
         child
     }
 
-    /// A shell with two children is sampled and then killed. All three processes must be counted. The two orphans must
-    /// be counted until they end.
+    /// A shell with two children is sampled and then killed. The sample must count all three processes. Later samples
+    /// must count the two orphans until they end.
     #[test]
     fn descendants_are_found() {
         let (_folder, page) = page(UNLIMITED);
@@ -291,11 +295,11 @@ mod tests {
         while memory.sample() > Duration::ZERO && !memory.seen.is_empty() {
             std::thread::yield_now();
         }
-        assert!(memory.count() >= 4 && !memory.largest().is_empty());
+        assert!(memory.process_count() >= 4 && !memory.largest_processes().is_empty());
     }
 
-    /// A process grows between the sample and the reading of its proportional share. Its share must be at most its
-    /// memory in the sample.
+    /// A process grows between the sample and the reading of its proportional share. The share must be at most the
+    /// memory of the process in the sample.
     #[test]
     fn a_share_is_at_most_what_the_sample_counted() {
         assert_eq!(bounded_share(4096, Some(1024)), 1024);
@@ -303,7 +307,8 @@ mod tests {
         assert_eq!(bounded_share(4096, None), 4096);
     }
 
-    /// A shell runs under a limit that is below its memory. A sample must record the excess and the processes.
+    /// A shell runs under a limit that is below its memory. A sample must record the excess over the limit and the
+    /// processes that have the memory.
     #[test]
     fn an_excess_is_recorded_with_its_processes() {
         let (_folder, page) = page(4 << 10);
@@ -313,8 +318,8 @@ mod tests {
         drop(child.stdin.take());
         child.wait().unwrap();
         let excess = memory.peak.excess.unwrap();
-        assert_eq!(excess.over_bytes() + (4 << 10), excess.held_bytes);
-        assert_eq!((excess.allocator_bytes, excess.outside_bytes()), (0, excess.held_bytes));
+        assert_eq!(excess.bytes_over_limit() + (4 << 10), excess.held_bytes);
+        assert_eq!((excess.allocator_bytes, excess.bytes_outside_allocators()), (0, excess.held_bytes));
         assert!(excess.largest.iter().map(|process| process.bytes).sum::<u64>() <= excess.held_bytes);
         assert!(excess.held_bytes <= memory.peak.anonymous_bytes, "the shares do not exceed the sample");
     }

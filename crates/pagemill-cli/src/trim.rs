@@ -1,4 +1,4 @@
-//! `pagemill trim`: makes processes return memory now, and shows how much they returned.
+//! `pagemill trim`: makes processes return free and volatile memory now, and shows how much memory they returned.
 
 use crate::columns::{self, Heading};
 use crate::fail;
@@ -15,10 +15,11 @@ use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// Maximum size of one request. Such a request takes some ten milliseconds, so the command can end soon after Ctrl-C.
+/// Maximum number of bytes that one request asks a process to return. Such a request takes some ten milliseconds, so
+/// the command can end soon after Ctrl-C.
 const MAX_REQUEST_BYTES: u64 = 256 << 20;
 
-/// Without SIZE, the sum of the requests exceeds the memory that was giveable at the start by at most this much.
+/// Without SIZE, the command requests at most this many bytes more than the process could have returned at the start.
 /// Without this bound, the command would never end for a program that frees memory all the time.
 const MAX_EXTRA_BYTES: u64 = 1 << 30;
 
@@ -54,7 +55,7 @@ enum Targets {
     All,
 }
 
-/// The result for one process.
+/// What the command achieved for one process.
 struct TrimResult {
     process: Process,
     before: u64,
@@ -84,7 +85,7 @@ impl Trim {
             if left == Some(0) {
                 break;
             }
-            let trimmed = trim(process, left, &interrupt);
+            let trimmed = trim_process(process, left, &interrupt);
             left = left.map(|left| left.saturating_sub(trimmed.returned));
             done.push(trimmed);
             if interrupt.has_signal() {
@@ -146,13 +147,13 @@ fn find_processes(targets: &Targets) -> Result<Vec<published::Process>, String> 
         Targets::All => published::read_all().into_iter().filter(published::Process::is_own).collect(),
         Targets::One(pid) => match of_pid(*pid) {
             Some(process) => vec![process],
-            None => own_tree(*pid).ok_or_else(|| published::missing(*pid))?,
+            None => own_tree_members(*pid).ok_or_else(|| published::missing(*pid))?,
         },
         Targets::Tree(pid) => {
             if pagemill_sys::process::identity(*pid).is_none() {
                 return Err(published::missing(*pid));
             }
-            let members = own_tree(*pid).unwrap_or_default();
+            let members = own_tree_members(*pid).unwrap_or_default();
             let mut pids: BTreeSet<u32> = members.iter().map(|member| member.identity.pid).collect();
             pids.extend(descendants(*pid));
             pids.into_iter().filter_map(of_pid).collect()
@@ -167,7 +168,7 @@ fn find_processes(targets: &Targets) -> Result<Vec<published::Process>, String> 
     }
 }
 
-fn own_tree(pid: u32) -> Option<Vec<published::Process>> {
+fn own_tree_members(pid: u32) -> Option<Vec<published::Process>> {
     Some(published::read_tree(pid)?.into_iter().filter(published::Process::is_own).collect())
 }
 
@@ -199,7 +200,7 @@ fn resident_bytes(pid: u32) -> u64 {
     pages.saturating_mul(units::os_page_bytes() as u64)
 }
 
-fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> TrimResult {
+fn trim_process(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> TrimResult {
     let before = resident_bytes(process.pid());
     let mut done = TrimResult { before, after: before, returned: 0, trouble: None, process };
     for (path, snapshot) in &done.process.published.found {
@@ -241,11 +242,11 @@ fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> Trim
 fn text_of(done: &[TrimResult]) -> String {
     let sum = |of: fn(&TrimResult) -> u64| done.iter().fold(0u64, |sum, done| sum.saturating_add(of(done)));
     let headings = [
-        Heading::right("PID", 8, 0),
-        Heading::left("NAME", 0, 1),
-        Heading::right("RETURNED", 10, 1),
-        Heading::right("RSS BEFORE", 12, 1),
-        Heading::right("RSS AFTER", 12, 1),
+        Heading::right_aligned("PID", 8, 0),
+        Heading::left_aligned("NAME", 0, 1),
+        Heading::right_aligned("RETURNED", 10, 1),
+        Heading::right_aligned("RSS BEFORE", 12, 1),
+        Heading::right_aligned("RSS AFTER", 12, 1),
     ];
     let row = |pid: String, name: String, bytes: [u64; 3]| {
         [pid, name].into_iter().chain(bytes.map(|bytes| Bytes(bytes).to_string())).collect()
@@ -259,7 +260,7 @@ fn text_of(done: &[TrimResult]) -> String {
         let sums = [sum(|done| done.returned), sum(|done| done.before), sum(|done| done.after)];
         rows.push(row(String::new(), format!("all {}", done.len()), sums));
     }
-    columns::aligned(&headings, rows)
+    columns::aligned_table(&headings, rows)
 }
 
 fn json_of(done: &[TrimResult]) -> String {

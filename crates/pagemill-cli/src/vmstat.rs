@@ -3,7 +3,7 @@
 
 use crate::fail;
 use crate::requests::Interrupt;
-use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, resident_bytes};
+use crate::statistics::{self, Process, ProcessColumn, StatisticsError, Target, giveable_bytes, resident_bytes};
 use pagemill_core::stats::{Counter, CounterKind, Row, Snapshot, TABLE, Unit};
 use pagemill_core::units::Bytes;
 use serde_json::{Map, Value, json};
@@ -30,14 +30,14 @@ pub struct Vmstat {
     all: bool,
 }
 
-const COLUMNS: [Column; 4] = [
+const PROCESS_COLUMNS: [ProcessColumn; 4] = [
     ("RESIDENT", resident_bytes),
     ("GIVEABLE", |sum| giveable_bytes(sum).0),
     ("RETURNED", |sum| sum.get(Counter::PurgeFreed)),
     ("PEAK", |sum| sum.get(Counter::ResidentPeak)),
 ];
 
-/// A process, or a process tree with the sums over its members.
+/// What is shown: the counters of a process, or the sums over the members of a process tree.
 struct View {
     title: String,
     start_ticks: u64,
@@ -114,7 +114,7 @@ impl Vmstat {
         match (self.json, processes.is_empty()) {
             (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
             (false, true) => "no process of yours is on Pagemill\n".to_owned(),
-            (false, false) => statistics::process_table(processes, &COLUMNS),
+            (false, false) => statistics::process_table(processes, &PROCESS_COLUMNS),
         }
     }
 
@@ -136,15 +136,18 @@ impl Vmstat {
         }
         for row in sum_rows().filter(|row| self.is_shown(row, before, &now.sum)) {
             let amount = match row.unit {
-                Unit::Bytes => Bytes(increase(row, before, &now.sum)).to_string(),
-                Unit::Count => increase(row, before, &now.sum).to_string(),
+                Unit::Bytes => Bytes(counter_increase(row, before, &now.sum)).to_string(),
+                Unit::Count => counter_increase(row, before, &now.sum).to_string(),
             };
             let _ = writeln!(text, "  {:<25} {amount:>12}  {}", row.name, row.meaning);
         }
-        text + &now.members.as_ref().map_or_else(String::new, |members| statistics::process_table(members, &COLUMNS))
+        text + &now
+            .members
+            .as_ref()
+            .map_or_else(String::new, |members| statistics::process_table(members, &PROCESS_COLUMNS))
     }
 
-    /// Returns whether a row is shown: its value is nonzero or, with --watch, has changed.
+    /// Returns whether the row of a counter is shown: its value is nonzero or, with --watch, has changed.
     fn is_shown(&self, row: &Row, before: &Snapshot, now: &Snapshot) -> bool {
         let is_sum = row.kind == CounterKind::Sum || self.watch;
         self.all || if is_sum { now.get(row.counter) != before.get(row.counter) } else { now.get(row.counter) > 0 }
@@ -155,7 +158,7 @@ impl Vmstat {
         rows.insert("name".into(), json!(now.name()));
         rows.insert("resident".into(), json!(resident_bytes(now)));
         rows.insert("giveable".into(), json!(giveable_bytes(now).0));
-        let values = sum_rows().map(|row| (row.name, increase(row, before, now)));
+        let values = sum_rows().map(|row| (row.name, counter_increase(row, before, now)));
         let values = values.chain(count_gauges().map(|row| (row.name, now.get(row.counter))));
         rows.extend(
             values.filter(|(_, value)| self.all || *value > 0).map(|(name, value)| (name.to_owned(), json!(value))),
@@ -163,7 +166,7 @@ impl Vmstat {
         rows
     }
 
-    /// Returns the JSON object of one process in a list: its rows, process id, user and age.
+    /// Returns the JSON object of one process in a list: its counters, process id, user and age.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&Snapshot::default(), &process.sum);
         rows.insert("pid".into(), json!(process.pid()));
@@ -177,11 +180,12 @@ fn sum_rows() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Sum)
 }
 
-/// Returns the gauges whose unit is a count. `meminfo` shows the gauges whose unit is bytes.
+/// Returns the gauges (counters of current values) whose unit is a count. `meminfo` shows the gauges whose unit is
+/// bytes.
 fn count_gauges() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Gauge && row.unit == Unit::Count)
 }
 
-fn increase(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {
+fn counter_increase(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {
     now.get(row.counter).saturating_sub(before.get(row.counter))
 }

@@ -1,5 +1,5 @@
-//! `pagemill vranges PID`: lists the volatile ranges of a process with their states and purged bytes. Ranges have a
-//! handle or are marked by address.
+//! `pagemill vranges PID`: lists the volatile ranges of a process with their states and purged bytes. The process
+//! either holds a handle of a range, or marked the range by its address.
 
 use crate::columns::{self, Heading};
 use crate::fail;
@@ -18,7 +18,7 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// Seconds in a tick of `Listed::age_ticks`.
+/// Length in seconds of a tick, the unit of `Listed::age_ticks`.
 const SECONDS_PER_TICK: f64 = (1 << 22) as f64 / 1e9;
 
 #[derive(clap::Args)]
@@ -77,18 +77,18 @@ fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Re
     pagemill_volatile::ask(path, snapshot.identity, || interrupt.has_signal())
 }
 
-/// Sums over a list. The lengths come from another process and may be impossible, so additions saturate.
+/// Sums over the listed ranges. Their lengths come from another process and may be impossible, so additions saturate.
 #[derive(Default)]
 struct Totals {
     bytes: u64,
-    /// Number and bytes of the ranges in each state, in the order of [`STATES`].
-    states: [(usize, u64); STATES.len()],
+    /// Number of ranges and number of bytes in each state, in the order of [`RANGE_STATES`].
+    states: [(usize, u64); RANGE_STATES.len()],
     purged_bytes: u64,
-    /// The purged bytes of some ranges are unknown, so the sum of purged bytes is a minimum.
+    /// Whether the sum of purged bytes is a lower bound, because the purged bytes of some ranges are unknown.
     is_minimum: bool,
 }
 
-const STATES: [RangeState; 4] = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
+const RANGE_STATES: [RangeState; 4] = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
 
 impl Totals {
     fn of(ranges: &[Listed]) -> Self {
@@ -96,7 +96,7 @@ impl Totals {
         for range in ranges {
             let bytes = range.len_bytes as u64;
             totals.bytes = totals.bytes.saturating_add(bytes);
-            for (sum, _) in totals.states.iter_mut().zip(STATES).filter(|(_, state)| *state == range.state) {
+            for (sum, _) in totals.states.iter_mut().zip(RANGE_STATES).filter(|(_, state)| *state == range.state) {
                 *sum = (sum.0 + 1, sum.1.saturating_add(bytes));
             }
             totals.purged_bytes = totals.purged_bytes.saturating_add(range.purged_bytes.unwrap_or(0) as u64);
@@ -129,7 +129,7 @@ fn behaviour_name(range: &Listed) -> &'static str {
     }
 }
 
-/// Returns a keyword that says how much of a range was purged.
+/// Returns a keyword that says how much of the range was purged.
 fn purged_keyword(range: &Listed) -> &'static str {
     match range.purged_bytes {
         Some(0) => "no",
@@ -150,13 +150,13 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
         return text;
     }
     let headings = [
-        Heading::left("ADDRESSES", 25, 2),
-        Heading::right("SIZE", 10, 1),
-        Heading::left("KIND", 6, 2),
-        Heading::left("STATE", 8, 2),
-        Heading::left("GOES", 14, 2),
-        Heading::right("AGE", 10, 2),
-        Heading::left("PURGED", 0, 2),
+        Heading::left_aligned("ADDRESSES", 25, 2),
+        Heading::right_aligned("SIZE", 10, 1),
+        Heading::left_aligned("KIND", 6, 2),
+        Heading::left_aligned("STATE", 8, 2),
+        Heading::left_aligned("GOES", 14, 2),
+        Heading::right_aligned("AGE", 10, 2),
+        Heading::left_aligned("PURGED", 0, 2),
     ];
     let row = |range: &Listed| {
         let age = age_seconds(range).map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.1} s"));
@@ -176,11 +176,11 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
             purged,
         ]
     };
-    text += &columns::aligned(&headings, list.ranges.iter().map(row));
+    text += &columns::aligned_table(&headings, list.ranges.iter().map(row));
     let totals = Totals::of(&list.ranges);
     let ranges = if list.ranges.len() == 1 { "1 range".to_owned() } else { format!("{} ranges", list.ranges.len()) };
     let _ = write!(text, "  {ranges}, {}:", Bytes(totals.bytes));
-    for (state, (count, bytes)) in STATES.into_iter().zip(totals.states).filter(|(_, (count, _))| *count > 0) {
+    for (state, (count, bytes)) in RANGE_STATES.into_iter().zip(totals.states).filter(|(_, (count, _))| *count > 0) {
         let _ = write!(text, " {count} {} {},", state_name(state), Bytes(bytes));
     }
     let at_least = if totals.is_minimum { "at least " } else { "" };
@@ -232,7 +232,8 @@ mod tests {
         }
     }
 
-    /// The list must have one row for each range, and the sums below. Unknown values must be shown as unknown.
+    /// The printed list must have one row for each range, and the sums below the rows. Unknown values must be shown as
+    /// unknown.
     #[test]
     fn a_list_has_rows_and_sums() {
         let held = Listed { age_ticks: None, ..range(RangeState::Held, Some(0)) };
@@ -259,7 +260,7 @@ mod tests {
         assert_eq!((&json["totals"]["volatile"], &json["totals"]["not_listed"]), (&json!(8 * MIB), &json!(7)));
     }
 
-    /// Impossible lengths must not cause an overflow.
+    /// Impossible lengths of ranges must not cause an overflow.
     #[test]
     fn impossible_lengths_do_not_overflow() {
         let endless =

@@ -9,17 +9,18 @@ mod common;
 use common::{End, TIMEOUT, TestFolder, finish};
 use std::path::Path;
 
-/// How the library with the handlers is loaded.
+/// How the library with the fork handlers is loaded.
 #[derive(Clone, Copy)]
 enum Link {
     /// The program is linked to the library.
     Needed,
-    /// The library is preloaded after Pagemill's.
+    /// The library is preloaded after Pagemill's preload library.
     Preloaded,
 }
 
-/// Runs `atfork.c` with `arguments`, under these options of `run`.
-fn run(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> Option<End> {
+/// Runs the program `atfork.c` with `arguments` under `pagemill run` with `options`. Returns `None` if the program
+/// cannot be compiled.
+fn run_atfork_program(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> Option<End> {
     let library = place.compile("atfork_library.c", &["-shared", "-fPIC", "-Wl,-soname,atfork_library.c.out"])?;
     let folder = library.parent().unwrap().to_str().unwrap();
     let rpath = format!("-Wl,--no-as-needed,-rpath,{folder}");
@@ -38,8 +39,9 @@ fn run(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> 
     Some(end)
 }
 
-/// Sets of options of `run`. In their order: the heap exists from the first call on; the heap is created during the
-/// forks; the program stays on the libc fallback; the heap exists from the first call on and checks each free.
+/// Sets of options of `run`. With the first, Pagemill's heap exists from the first call on. With the second, it is
+/// created during the forks. With the third, the C library serves the program to its end. With the fourth, the heap
+/// exists from the first call on and checks each free.
 const OPTION_SETS: &[&[&str]] =
     &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
 
@@ -48,7 +50,7 @@ fn assert_case_succeeds(case: &str) {
     let place = TestFolder::new();
     for options in OPTION_SETS {
         for link in [Link::Needed, Link::Preloaded] {
-            let Some(end) = run(&place, link, options, &[case, "30"]) else { return };
+            let Some(end) = run_atfork_program(&place, link, options, &[case, "30"]) else { return };
             end.assert_success();
         }
     }
@@ -64,28 +66,28 @@ fn a_handler_may_join_threads_that_allocate() {
     assert_case_succeeds("join");
 }
 
-/// Prepare handlers must run in reverse order of registration, and the other handlers in order of registration, as
-/// POSIX requires.
+/// Prepare handlers must run in the reverse order of their registration, and the other handlers in the order of their
+/// registration, as POSIX requires.
 #[test]
 fn handlers_run_in_the_order_of_the_c_library() {
     assert_case_succeeds("order");
 }
 
-/// The C library must drop the handlers of an unloaded library. This includes handlers whose registration Pagemill
-/// forwarded.
+/// The C library must drop the fork handlers of a library that is unloaded, even if Pagemill forwarded their
+/// registration to the C library.
 #[test]
-fn handlers_end_with_their_library() {
+fn handlers_of_an_unloaded_library_are_dropped() {
     let place = TestFolder::new();
     let Some(plugin) = place.compile("atfork_plugin.c", &["-shared", "-fPIC"]) else { return };
     let arguments = ["unload", "2", Path::to_str(&plugin).unwrap()];
-    let Some(end) = run(&place, Link::Needed, &["--after", "0"], &arguments) else { return };
+    let Some(end) = run_atfork_program(&place, Link::Needed, &["--after", "0"], &arguments) else { return };
     end.assert_success();
 }
 
-/// The programs of the other tests must succeed without Pagemill. Otherwise those tests would show nothing about
+/// The programs of the other tests must also succeed without Pagemill. Otherwise their success would show nothing about
 /// Pagemill.
 #[test]
-fn the_programs_hold_without_pagemill() {
+fn the_programs_succeed_without_pagemill() {
     let place = TestFolder::new();
     let Some(library) = place.compile("atfork_library.c", &["-shared", "-fPIC"]) else { return };
     let rpath = format!("-Wl,--no-as-needed,-rpath,{}", library.parent().unwrap().display());

@@ -24,8 +24,8 @@ const SUMMED_COLUMNS: [&str; 6] = ["huge", "small", "locked", "free", "frames", 
 /// that the tests observe.
 const PROGRAM_VARIABLE: &str = "CACHES_TEST_PROGRAM";
 
-/// Prints the process id and, for each cache, its usage as the program reads it: the memory by kind, the
-/// charge, and the dirty bytes. Waits for a line of input.
+/// Prints the process id and, for each cache, the usage that the library reports to this program: the memory by kind,
+/// the charged bytes, and the dirty bytes. Then waits for a line of input.
 fn print_usage_and_wait(caches: &[&PageCache]) {
     let parts = |Usage { huge, small, locked, free, frames, index, charged, dirty, .. }: Usage| {
         [huge, small, locked, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
@@ -85,8 +85,8 @@ fn meminfo(place: &TestFolder, holder: &ObservedProgram) -> Value {
     serde_json::from_str(&command_output(place, holder, "meminfo", &["--json", "--all"])).unwrap()
 }
 
-/// Runs `meminfo` until the program answers, since a busy machine may delay the answer.
-fn answered_meminfo(place: &TestFolder, holder: &ObservedProgram) -> Value {
+/// Runs `meminfo` until the program answers its request. A busy machine may delay the answer.
+fn meminfo_until_answered(place: &TestFolder, holder: &ObservedProgram) -> Value {
     let begun = Instant::now();
     loop {
         let info = meminfo(place, holder);
@@ -100,8 +100,8 @@ fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// Checks that the rows add up to the published sums of the process, by memory node and in total.
-fn assert_adds_up(info: &Value) {
+/// Checks that the rows of the caches add up to the published counters of the process, by memory node and in total.
+fn assert_cache_rows_add_up(info: &Value) {
     let rows = info["caches"].as_array().unwrap();
     let sum = |names: &[&str]| -> u64 { rows.iter().flat_map(|row| names.iter().map(|name| number(row, name))).sum() };
     assert_eq!(sum(&["huge", "small", "locked", "free"]), number(info, "cache"), "{info}");
@@ -117,7 +117,7 @@ fn assert_adds_up(info: &Value) {
     }
 }
 
-/// Checks that `meminfo` shows the usage that the program printed.
+/// Checks that `meminfo` shows the usage that the program printed for each cache.
 fn assert_shows_printed_usage(info: &Value, names: &[&str], printed: &[u64]) {
     let rows = info["caches"].as_array().unwrap();
     for (name, printed) in names.iter().zip(printed.chunks_exact(SUMMED_COLUMNS.len() + 2)) {
@@ -136,8 +136,8 @@ fn caches_are_shown_by_name() {
     const NAMES: [&str; 2] = ["tiles", "rows of ? tables"];
     let place = TestFolder::new();
     let mut holder = start(&place);
-    let info = answered_meminfo(&place, &holder);
-    assert_adds_up(&info);
+    let info = meminfo_until_answered(&place, &holder);
+    assert_cache_rows_add_up(&info);
     assert_shows_printed_usage(&info, &NAMES, &holder.numbers[1..]);
     let (tiles, rows) = (&info["caches"][0], &info["caches"][1]);
     assert_eq!((number(tiles, "huge"), number(tiles, "small")), (2 * BLOCK_BYTES as u64, 64 * KIB));
@@ -150,8 +150,8 @@ fn caches_are_shown_by_name() {
     assert!(text.contains("all on node 0") && !text.contains("as of the last measurement\n  cache_index"), "{text}");
 
     holder.next();
-    let after = answered_meminfo(&place, &holder);
-    assert_adds_up(&after);
+    let after = meminfo_until_answered(&place, &holder);
+    assert_cache_rows_add_up(&after);
     assert_shows_printed_usage(&after, &NAMES, &holder.numbers[1..]);
     let (tiles_after, rows_after) = (&after["caches"][0], &after["caches"][1]);
     assert_eq!(number(tiles_after, "huge"), 0);
@@ -159,8 +159,8 @@ fn caches_are_shown_by_name() {
     assert_eq!((number(rows_after, "locked"), number(rows_after, "small")), (0, MIB));
 
     holder.next();
-    let last = answered_meminfo(&place, &holder);
-    assert_adds_up(&last);
+    let last = meminfo_until_answered(&place, &holder);
+    assert_cache_rows_add_up(&last);
     assert_shows_printed_usage(&last, &NAMES[1..], &holder.numbers[1..]);
     let idle = &last["caches"][0];
     assert_eq!(
@@ -174,20 +174,20 @@ fn caches_are_shown_by_name() {
 }
 
 /// A program that uses the crate and also has the preload library contains two Pagemill instances. The shown statistics
-/// must be the sum of both.
+/// must be the sum of the statistics of both instances.
 #[test]
 fn caches_of_a_preloaded_program_are_shown() {
     let place = TestFolder::new();
     let holder = ObservedProgram::start(as_program(place.pagemill_run(&[], std::env::current_exe().unwrap())));
-    let info = answered_meminfo(&place, &holder);
-    assert_adds_up(&info);
+    let info = meminfo_until_answered(&place, &holder);
+    assert_cache_rows_add_up(&info);
     assert_shows_printed_usage(&info, &["tiles", "rows of ? tables"], &holder.numbers[1..]);
     assert!(number(&info, "small") + number(&info, "heap") > 0, "the memory of the preload library");
     holder.end();
 }
 
-/// For a process that does not answer, `meminfo` must show the published sums, and the reason why it does not show
-/// single caches.
+/// A stopped process does not answer. `meminfo` must then show the published sums of its caches, and the reason why it
+/// does not show single caches.
 #[test]
 fn a_stopped_process_is_shown_with_published_sums() {
     let place = TestFolder::new();
@@ -200,12 +200,12 @@ fn a_stopped_process_is_shown_with_published_sums() {
         command_output(&place, &holder, "meminfo", &[]).contains("not known, only the sums above: it does not answer")
     );
     holder.continue_process();
-    assert_adds_up(&answered_meminfo(&place, &holder));
+    assert_cache_rows_add_up(&meminfo_until_answered(&place, &holder));
     holder.end();
 }
 
-/// Each folio event must have the numbers of its file and cache. The events of the first file must show two huge
-/// folios.
+/// The trace of a program has events of folios. Each such event must have the numbers of its file and its cache. The
+/// events of the first file must show two huge folios.
 #[test]
 fn the_trace_has_file_and_cache_numbers() {
     let place = TestFolder::new();

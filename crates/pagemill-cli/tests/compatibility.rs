@@ -7,8 +7,8 @@ use common::{End, TIMEOUT, TestFolder, finish};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Compiles `fork.c`, which allocates, frees, starts threads and forks.
-fn program(place: &TestFolder, flags: &[&str]) -> Option<PathBuf> {
+/// Compiles the program `fork.c`, which allocates, frees, starts threads and forks.
+fn compile_fork_program(place: &TestFolder, flags: &[&str]) -> Option<PathBuf> {
     place.compile("fork.c", flags)
 }
 
@@ -21,8 +21,8 @@ fn run(place: &TestFolder, options: &[&str], words: &[&str], preload: Option<&Pa
     finish(command, TIMEOUT)
 }
 
-/// Returns the installed library of another allocator whose file name starts with `name`.
-fn allocator(name: &str) -> Option<PathBuf> {
+/// Returns the path of an installed allocator library whose file name starts with `name`.
+fn allocator_library(name: &str) -> Option<PathBuf> {
     let folders = ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/usr/lib64"];
     let found = folders.iter().find_map(|folder| {
         let mut paths = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
@@ -38,11 +38,13 @@ fn allocator(name: &str) -> Option<PathBuf> {
 #[test]
 fn pagemill_precedes_other_allocators() {
     for name in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4", "libmimalloc.so"] {
-        let Some(library) = allocator(name) else { continue };
+        let Some(library) = allocator_library(name) else { continue };
         let place = TestFolder::new();
-        let Some(linked) = program(&place, &["-Wl,--no-as-needed", library.to_str().unwrap()]) else { return };
+        let Some(linked) = compile_fork_program(&place, &["-Wl,--no-as-needed", library.to_str().unwrap()]) else {
+            return;
+        };
         run(&place, &[], &[linked.to_str().unwrap(), "8"], None).assert_success();
-        let Some(plain) = program(&place, &[]) else { return };
+        let Some(plain) = compile_fork_program(&place, &[]) else { return };
         run(&place, &["--limit", "1G"], &[plain.to_str().unwrap(), "8"], Some(&library)).assert_success();
     }
 }
@@ -58,8 +60,8 @@ fn linker_namespaces_work() {
     }
 }
 
-/// For static position-independent programs, `run` must explain why Pagemill cannot serve them. Programs that need a
-/// sanitizer library must be refused.
+/// `run` must explain why it cannot replace the allocator of a static position-independent program. It must refuse a
+/// program that needs a sanitizer library.
 #[test]
 fn unreachable_programs_are_explained() {
     let place = TestFolder::new();
@@ -80,8 +82,8 @@ fn unreachable_programs_are_explained() {
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
 
-/// Compiles a program with another compiler. Prints a message and returns `None` if that is impossible.
-fn compiled_by(place: &TestFolder, compiler: &str, source: &str, flags: &[&str]) -> Option<String> {
+/// Compiles a program with the given compiler. Prints a message and returns `None` if that is impossible.
+fn compile_with(place: &TestFolder, compiler: &str, source: &str, flags: &[&str]) -> Option<String> {
     let out = place.path("out");
     let mut command = Command::new(compiler);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
@@ -93,13 +95,13 @@ fn compiled_by(place: &TestFolder, compiler: &str, source: &str, flags: &[&str])
     Some(out.to_str().unwrap().to_owned())
 }
 
-/// musl's loader ends a program whose preload it cannot load. If `run` starts such a program, the program must run
-/// without the library; under a limit it must be refused. A shell under a limit must be able to start such a program
-/// without `LD_PRELOAD`.
+/// The loader of musl ends a program if it cannot load the preload library. So `run` must start a program of musl
+/// without the library, and refuse the program under a limit. A shell that runs under a limit must be able to start
+/// such a program without `LD_PRELOAD`.
 #[test]
 fn programs_of_musl_run_without_the_library() {
     let place = TestFolder::new();
-    let Some(program) = compiled_by(&place, "musl-gcc", "fork.c", &[]) else { return };
+    let Some(program) = compile_with(&place, "musl-gcc", "fork.c", &[]) else { return };
     let end = run(&place, &[], &[&program, "4"], None);
     assert!(end.code() == 0 && end.err.contains("made for another C library"), "{}", end.err);
     run(&place, &["--limit", "1G", "--force"], &[&program, "4"], None).assert_success();
@@ -109,13 +111,13 @@ fn programs_of_musl_run_without_the_library() {
     run(&place, &["--limit", "1G"], &["env", "-u", "LD_PRELOAD", &program, "4"], None).assert_success();
 }
 
-/// A program with a static sanitizer that has an allocator runs on that allocator. A limit must therefore refuse the
-/// program. A sanitizer without an allocator must change nothing.
+/// A sanitizer with an allocator of its own is linked into a program. The program runs on that allocator, so `run` must
+/// refuse it under a limit. A sanitizer without an allocator must change nothing.
 #[test]
 fn static_sanitizers_are_explained() {
     for sanitizer in ["address", "thread", "memory", "leak"] {
         let place = TestFolder::new();
-        let Some(program) = compiled_by(&place, "clang", "edges.c", &[&format!("-fsanitize={sanitizer}")]) else {
+        let Some(program) = compile_with(&place, "clang", "edges.c", &[&format!("-fsanitize={sanitizer}")]) else {
             continue;
         };
         let end = run(&place, &["--limit", "1G"], &[&program, "4"], None);
@@ -129,18 +131,18 @@ fn static_sanitizers_are_explained() {
         }
     }
     let place = TestFolder::new();
-    let Some(program) = compiled_by(&place, "clang", "fork.c", &["-fsanitize=undefined"]) else { return };
+    let Some(program) = compile_with(&place, "clang", "fork.c", &["-fsanitize=undefined"]) else { return };
     run(&place, &["--limit", "1G"], &[&program, "4"], None).assert_success();
 }
 
-/// Programs whose ELF headers `patchelf` has changed must work as before.
+/// Programs whose ELF headers were changed by `patchelf` must work as before.
 #[test]
 fn patched_programs_work() {
     let place = TestFolder::new();
     if common::is_missing("patchelf") {
         return;
     }
-    let Some(program) = program(&place, &[]) else { return };
+    let Some(program) = compile_fork_program(&place, &[]) else { return };
     let long = format!("/{}", "folder/".repeat(60));
     let changes: [&[&str]; 4] = [
         &["--force-rpath", "--set-rpath", "$ORIGIN"],
@@ -163,7 +165,7 @@ fn patched_programs_work() {
     assert!(end.code() == 127 && end.err.contains("No such file"), "{}", end.err);
 }
 
-/// A loader that is started as a program must load the preload library into the program that it runs.
+/// A dynamic loader that is started as a program must load the preload library into the program that it runs.
 #[test]
 fn a_program_started_by_its_loader_is_limited() {
     let loaders = ["/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1"];
@@ -171,13 +173,13 @@ fn a_program_started_by_its_loader_is_limited() {
         return println!("skipped: no loader at the usual places");
     };
     let place = TestFolder::new();
-    let Some(program) = program(&place, &[]) else { return };
+    let Some(program) = compile_fork_program(&place, &[]) else { return };
     let end = run(&place, &["--limit", "1G"], &[loader, program.to_str().unwrap(), "4"], None);
     end.assert_success();
     assert!(!end.err.contains("statically"), "{}", end.err);
 }
 
-/// A pipe in the place of a program must be refused at once, without waiting for a writer.
+/// If the path of the program is a pipe, `run` must refuse it at once, without waiting for a writer.
 #[test]
 fn a_pipe_is_refused() {
     let place = TestFolder::new();
@@ -186,12 +188,14 @@ fn a_pipe_is_refused() {
     assert!(end.code() == 126 && end.err.contains("Permission denied"), "{}", end.err);
 }
 
-/// Under a system-call filter that refuses calls which only the allocator makes, the program must run. If the filter
-/// kills for such calls, the program ends, and `run` must report why.
+/// A system-call filter refuses calls that only Pagemill's allocator makes. The program must still run. If the filter
+/// kills for such calls instead, the program ends, and `run` must report why.
 #[test]
 fn system_call_filters_are_survived_or_reported() {
     let place = TestFolder::new();
-    let (Some(filter), Some(program)) = (place.compile("filter.c", &[]), program(&place, &[])) else { return };
+    let (Some(filter), Some(program)) = (place.compile("filter.c", &[]), compile_fork_program(&place, &[])) else {
+        return;
+    };
     let words = |mode| [filter.to_str().unwrap(), mode, program.to_str().unwrap(), "8"];
     for options in [&[] as &[&str], &["--limit", "1G"]] {
         run(&place, options, &words("refuse"), None).assert_success();

@@ -1,5 +1,5 @@
 //! Kernel calls fail one after the other, with each possible error, in programs that use Pagemill. No process may
-//! abort, no byte may be lost, and no memory may remain in use. The error must say what failed.
+//! abort, no byte may be lost, and no memory may remain in use. The error message must say what failed.
 //!
 //! `strace` injects the failures, so the programs are unchanged. A scenario is a process: this executable
 //! (`PAGEMILL_FAULT` names its scenario), or a C program with the preload library. Only calls of the first thread fail,
@@ -34,7 +34,7 @@ use std::sync::Arc;
 
 const MIB: usize = 1 << 20;
 
-/// Kernel calls, and the errors to inject in each.
+/// Kernel calls, each with the errors that are injected in it.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM", "EPERM"]),
     ("munmap", &["ENOMEM"]),
@@ -64,12 +64,12 @@ const CALLS: &[(&str, &[&str])] = &[
     ("io_uring_register", &["ENOMEM", "EINVAL"]),
 ];
 
-/// In a sample, each of the first three calls of a name fails in a run of its own. Of the later calls, the 6th, 12th
-/// and so on fail, and the last one.
+/// In a sample, each of the first three calls of one system call fails in a run of its own. Of its later calls, the
+/// 6th, 12th, 24th and so on fail, and the last one.
 const FIRST_CALLS: usize = 3;
 
-/// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again,
-/// which must succeed.
+/// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again. The second
+/// call must succeed.
 fn retry_once<T, E: Display>(doing: &str, mut act: impl FnMut() -> Result<T, E>) -> T {
     match act() {
         Ok(done) => done,
@@ -103,7 +103,7 @@ fn assert_memory_returned(pagemill: &Testbed) {
     assert!(resident <= BLOCK_BYTES as u64, "{resident} bytes stay resident");
 }
 
-fn volatile() {
+fn run_volatile_scenario() {
     let pagemill = set_up();
     let mut ranges = Vec::new();
     for seed in 0..6 {
@@ -145,7 +145,7 @@ fn assert_read(file: &Mapping, expected: &[u8]) {
     assert!(bytes == expected, "other bytes are read");
 }
 
-fn cache(path: &Path) {
+fn run_cache_scenario(path: &Path) {
     let pagemill = set_up();
     let page = PageSize::new(16 << 10).unwrap();
     for policy in [true, false] {
@@ -178,7 +178,7 @@ fn cache(path: &Path) {
     assert_memory_returned(pagemill);
 }
 
-fn slabs() {
+fn run_slab_scenario() {
     let pagemill = set_up();
     let fixed = retry_once("making a cache", || pagemill.slabs.fixed::<[u64; 24]>(slab::Settings::new("fixed")));
     let slots: Vec<_> =
@@ -202,7 +202,7 @@ fn slabs() {
     assert_memory_returned(pagemill);
 }
 
-/// A scenario: its name, and how to start its process.
+/// A scenario: its name, and how to start the process that runs it.
 struct Scenario {
     name: &'static str,
     program: Box<dyn Fn(&TestFolder) -> Command>,
@@ -230,7 +230,8 @@ impl Scenario {
         Self { name, program: Box::new(program) }
     }
 
-    /// Runs the scenario under `strace`. Returns its end, and the trace of `calls` with the failure `inject`.
+    /// Runs the scenario under `strace`, which traces `calls` and injects the failure `inject`. Returns how the process
+    /// ended, and the trace.
     fn trace(&self, place: &TestFolder, executable: &Path, calls: &str, inject: Option<&str>) -> (End, String) {
         let mut command = (self.program)(place);
         let path = place.path("trace");
@@ -244,8 +245,9 @@ impl Scenario {
     }
 }
 
-/// Counts the calls of this name on the first thread: before the end of the set-up, and after it.
-fn count(trace: &str, call: &str) -> (usize, usize) {
+/// Counts the calls with the name `call` on the first thread. Returns the number of calls before the end of the set-up,
+/// and the number after it.
+fn count_calls(trace: &str, call: &str) -> (usize, usize) {
     let first = trace.split_ascii_whitespace().next().unwrap_or_default();
     let own = trace.lines().filter_map(|line| line.strip_prefix(first)).map(str::trim_start);
     let (mut before, mut after, mut has_started) = (0, 0, false);
@@ -257,7 +259,7 @@ fn count(trace: &str, call: &str) -> (usize, usize) {
     (before, after)
 }
 
-/// Returns which of `calls` calls of one name are to fail, as numbers from 1.
+/// Returns which calls of one system call are to fail, as positions from 1 to `calls`.
 fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full() {
         return (1..=calls).collect();
@@ -267,8 +269,8 @@ fn failing_calls(calls: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALLS)).chain(rare).collect()
 }
 
-/// Prints the number of open files. It is the minimum of several counts, since background threads open files for short
-/// times.
+/// Prints the number of open files of this process. It is the minimum of several counts, because background threads
+/// open files for short times.
 fn print_open_files() {
     let count = || {
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -281,7 +283,8 @@ fn open_files(end: &End) -> Option<usize> {
     end.out.lines().find_map(|line| line.strip_prefix("open ")?.parse().ok())
 }
 
-/// Returns a description of what is wrong with a run; `None` if nothing is wrong. `clean` is a run without a failure.
+/// Returns what is wrong with the end of a run; `None` if nothing is wrong. `clean` is the end of a run without a
+/// failure.
 fn problem(place: &TestFolder, end: &End, clean: &End) -> Option<String> {
     if !end.status.success() || !end.out.contains("fine") {
         return Some("it fails".to_owned());
@@ -293,7 +296,7 @@ fn problem(place: &TestFolder, end: &End, clean: &End) -> Option<String> {
     (!left.is_empty()).then(|| format!("left behind: {left:?}"))
 }
 
-/// The totals of all runs, and the problems that they showed.
+/// The totals of all runs with failing calls, and the problems that the runs showed.
 #[derive(Default)]
 struct Sweep {
     runs: usize,
@@ -309,7 +312,7 @@ impl Sweep {
         assert_eq!(problem(place, &clean, &clean), None, "{}: {}\n{}", scenario.name, clean.out, clean.err);
         assert!(open_files(&clean).is_some(), "{}", clean.out);
         for (call, errors) in CALLS {
-            let (before, after) = count(&trace, call);
+            let (before, after) = count_calls(&trace, call);
             for at in failing_calls(after) {
                 for error in *errors {
                     let inject = format!("{call}:error={error}:when={}", before + at);
@@ -350,9 +353,9 @@ fn sweep() {
 
 fn main() {
     match std::env::var("PAGEMILL_FAULT").as_deref() {
-        Ok("volatile") => volatile(),
-        Ok("cache") => cache(Path::new(&std::env::var("PAGEMILL_FAULT_FILE").unwrap())),
-        Ok("slabs") => slabs(),
+        Ok("volatile") => run_volatile_scenario(),
+        Ok("cache") => run_cache_scenario(Path::new(&std::env::var("PAGEMILL_FAULT_FILE").unwrap())),
+        Ok("slabs") => run_slab_scenario(),
         _ => return sweep(),
     }
     println!("fine");

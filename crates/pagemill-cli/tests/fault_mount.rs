@@ -13,7 +13,7 @@
 mod common;
 
 use common::ram::{MIB, pattern, start, wait_until};
-use common::sweep::{Outcome, cannot_inject, counts, failing_calls, is_full};
+use common::sweep::{Outcome, cannot_inject, count_calls_by_name, failing_calls, is_full};
 use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -22,7 +22,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-/// Calls during start and end, and the errors to inject in each.
+/// Calls that the controller makes while it starts and ends, each with the errors that are injected in it.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -57,7 +57,7 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// Calls of a running controller, and the errors to inject in each.
+/// Calls that a running controller makes, each with the errors that are injected in it.
 const RUNNING_CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -94,7 +94,7 @@ const RUNNING_CALLS: &[(&str, &[&str])] = &[
     ("sched_setattr", &["EPERM"]),
 ];
 
-/// A controller, started directly or under `strace`, and its mount.
+/// A mount, and its controller, which was started directly or under `strace`.
 struct Mount {
     place: TestFolder,
     point: PathBuf,
@@ -110,7 +110,7 @@ impl Mount {
         Self { place, point, process, pid }
     }
 
-    /// Starts the controller under `strace`. If the start fails, `pid` is `None`.
+    /// Starts the controller under `strace`. The field `pid` is `None` if the controller does not start.
     fn traced(calls: &str, inject: Option<&str>) -> Self {
         let (place, point) = new_mount_point();
         let mut command = place.command("strace");
@@ -141,7 +141,8 @@ impl Mount {
         finish(command, TIMEOUT)
     }
 
-    /// Writes a file without a mark and a volatile file, requests the status, and purges.
+    /// Writes a file without a mark and a volatile file, requests the status of the mount, and purges. Returns how the
+    /// two commands ended.
     fn use_mount(&self) -> [End; 2] {
         fs::write(self.point.join("kept"), pattern(3, 3 * MIB)).unwrap();
         let (new, volatile) = (self.point.join("new"), self.point.join("volatile"));
@@ -153,7 +154,8 @@ impl Mount {
         [self.command(&["status", point]), self.command(&["purge", point, "1M"])]
     }
 
-    /// Returns what is wrong with the files and the answers while no call fails; `None` if nothing is wrong.
+    /// Returns what is wrong with the files and with the answers of the controller when no call fails any more; `None`
+    /// if nothing is wrong.
     fn problem(&self) -> Option<String> {
         if fs::read(self.point.join("kept")).ok() != Some(pattern(3, 3 * MIB)) {
             return Some("bytes are lost".into());
@@ -177,13 +179,14 @@ impl Mount {
         targets
     }
 
-    /// Returns whether the worker process runs. It runs if any thread of the controller has a child.
+    /// Returns whether the worker process of the mount runs. The worker runs if any thread of the controller has a
+    /// child process.
     fn has_worker(&self) -> bool {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid.unwrap())).into_iter().flatten().flatten();
         tasks.flat_map(|task| fs::read_to_string(task.path().join("children"))).any(|pids| !pids.trim().is_empty())
     }
 
-    /// Ends the controller. Returns what is wrong with its end; `None` if nothing is wrong.
+    /// Ends the controller. Returns what is wrong with how it ended; `None` if nothing is wrong.
     fn stop(&mut self) -> Option<String> {
         if let Some(pid) = self.pid {
             assert!(
@@ -242,7 +245,7 @@ fn failing_calls_at_start_and_end_are_survived() {
     let mut clean = Mount::traced(&all.join(","), None);
     clean.use_mount().iter().for_each(End::assert_success);
     assert_eq!(clean.stop(), None);
-    let counts = counts(&fs::read_to_string(clean.place.path("trace")).unwrap(), "geteuid");
+    let counts = count_calls_by_name(&fs::read_to_string(clean.place.path("trace")).unwrap(), "geteuid");
     for (call, errors) in CALLS {
         let Some((before, after)) = counts.get(*call).filter(|(_, after)| *after > 0) else { continue };
         outcome.calls += after;
@@ -258,18 +261,18 @@ fn failing_calls_at_start_and_end_are_survived() {
                 }
                 problems.extend(mount.stop());
                 let trace = fs::read_to_string(mount.place.path("trace")).unwrap();
-                outcome.count(&trace);
+                outcome.count_run(&trace);
                 let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
                 let problem_text = |what| format!("{what}: {inject}\n{line}\n{}", mount.err());
                 outcome.problems.extend(problems.into_iter().map(problem_text));
             }
         }
     }
-    outcome.end("mount, start and end");
+    outcome.assert_no_problems("mount, start and end");
 }
 
-/// Attaches `strace` to all threads of the controller, makes calls fail while files are written and purged, and
-/// detaches. Returns the trace.
+/// Attaches `strace` to all threads of the controller. Makes calls fail while files are written and purged, and then
+/// detaches `strace`. Returns the trace.
 fn use_mount_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     let trace = mount.place.path("trace");
     let _ = fs::remove_file(&trace);
@@ -315,7 +318,7 @@ fn failing_calls_while_running_are_survived() {
             for at in tries {
                 let inject = format!("{call}:error={error}:when={at}");
                 let trace = use_mount_with_failures(&mount, call, &inject);
-                outcome.count(&trace);
+                outcome.count_run(&trace);
                 outcome.calls += trace.lines().count();
                 let mut problems: Vec<_> = mount.problem().into_iter().collect();
                 // A scan that is running has folders open, so the number of descriptors may take a while to fall.
@@ -340,5 +343,5 @@ fn failing_calls_while_running_are_survived() {
             outcome.problems.push(format!("{what}, after {call}: {}", mount.err()));
         }
     }
-    outcome.end("mount, at work");
+    outcome.assert_no_problems("mount, at work");
 }

@@ -11,14 +11,14 @@
 
 mod common;
 
-use common::sweep::{Outcome, cannot_inject, counts, failing_calls};
+use common::sweep::{Outcome, cannot_inject, count_calls_by_name, failing_calls};
 use common::{End, PAGEMILL, TIMEOUT, TestFolder, finish, finish_bytes, is_missing, may_mount, walk};
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
-/// Kernel calls, and the errors to inject in each. `close` and `fcntl` are left out: Rust's library takes an error of
-/// these calls as a sign that the descriptor belongs to other code.
+/// Kernel calls, each with the errors that are injected in it. `close` and `fcntl` do not fail, because Rust's library
+/// takes an error of these calls as a sign that the descriptor belongs to other code.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -68,15 +68,16 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// The options of `run`, and the path that its program writes. `@` in an option or in the path means the test's folder.
+/// A scenario: the options of `run`, and the path to which its program copies a file. `@` in an option or in the path
+/// means the folder of the test.
 struct Scenario {
     name: &'static str,
     options: &'static [&'static str],
     copy: &'static str,
 }
 
-/// Copies a file, compares the copy, and prints which descriptors the program inherited.
-const PROGRAM: &str = r#"cat "$1" > "$2" && cmp "$1" "$2" && echo fine && cd /proc/self/fd && echo open: *"#;
+/// A shell script that copies a file, compares the copy, and prints which descriptors the shell inherited.
+const COPY_SCRIPT: &str = r#"cat "$1" > "$2" && cmp "$1" "$2" && echo fine && cd /proc/self/fd && echo open: *"#;
 
 impl Scenario {
     fn trace(&self, place: &TestFolder, calls: &str, inject: Option<&str>) -> (End, String) {
@@ -90,12 +91,13 @@ impl Scenario {
         command.args(["-qq", "-e", "signal=none", "-o"]).arg(&trace);
         command.arg(format!("-etrace={calls},geteuid")).args(inject.map(|inject| format!("-einject={inject}")));
         command.args([PAGEMILL, "run"]).args(self.options.iter().map(|option| at(option)));
-        command.args(["--", "sh", "-c", PROGRAM, "sh"]).arg(&source).arg(at(self.copy));
+        command.args(["--", "sh", "-c", COPY_SCRIPT, "sh"]).arg(&source).arg(at(self.copy));
         let end = finish(command, TIMEOUT);
         (end, fs::read_to_string(trace).unwrap_or_default())
     }
 
-    /// Returns what is wrong with a run; `None` if nothing is wrong. `clean` is a run without a failure.
+    /// Returns what is wrong with the end of a run; `None` if nothing is wrong. `clean` is the end of a run without a
+    /// failure.
     fn problem(&self, end: &End, clean: &End) -> Option<String> {
         if end.status.signal().is_some() || end.err.contains("panicked") {
             return Some("it ends by a signal or a panic".into());
@@ -125,7 +127,7 @@ impl Scenario {
         }
         assert!(clean.status.success() && clean.out.contains("fine"), "{}: {}{}", self.name, clean.out, clean.err);
         assert_eq!(leftovers(&place), Vec::<PathBuf>::new());
-        let counts = counts(&trace, "geteuid");
+        let counts = count_calls_by_name(&trace, "geteuid");
         for (call, errors) in CALLS {
             let Some((before, after)) = counts.get(*call).filter(|(_, after)| *after > 0) else { continue };
             outcome.calls += after;
@@ -134,7 +136,7 @@ impl Scenario {
                 for at in failing_calls(*after, outcome.pairs) {
                     let inject = format!("{call}:error={error}:when={}", before + at);
                     let (end, trace) = self.trace(&place, call, Some(&inject));
-                    outcome.count(&trace);
+                    outcome.count_run(&trace);
                     let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
                     let details = format!("{}, {inject}: {}\n{line}\n{}{}", self.name, end.status, end.out, end.err);
                     outcome.problems.extend(self.problem(&end, &clean).map(|what| format!("{what}: {details}")));
@@ -177,8 +179,8 @@ fn leftovers(place: &TestFolder) -> Vec<PathBuf> {
     left
 }
 
-/// Returns whether a `run` that has ended created this group. Groups of runs that other tests have started are not
-/// counted.
+/// Returns whether a `run` that has ended created this control group. The result is `false` for the group of a `run`
+/// that another test has started.
 fn is_group_of_dead_run(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let pid = name.strip_prefix("pagemill-run-").and_then(|rest| rest.split('-').next());
@@ -209,6 +211,6 @@ fn sweep(scenario: Scenario) {
     let mut outcome = Outcome::default();
     scenario.sweep(&mut outcome);
     if outcome.runs > 0 {
-        outcome.end(scenario.name);
+        outcome.assert_no_problems(scenario.name);
     }
 }

@@ -1,6 +1,6 @@
-//! The published statistics must be accurate. For all kinds of memory, `trim` must return as much as `meminfo` shows as
-//! giveable, also by the kernel's count. Root must be able to read the statistics of other users' processes, and must
-//! not use forged ones.
+//! The published statistics must be accurate. For all kinds of memory, `trim` must return as many bytes as `meminfo`
+//! shows as giveable, also according to the kernel. Root must be able to read the statistics of other users' processes,
+//! and must not use forged statistics.
 #![allow(unsafe_code)] // marks memory
 
 mod common;
@@ -22,14 +22,14 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// Tolerance for metadata, stacks, and memory that a command itself makes a process touch.
+/// Tolerated difference of two values, for metadata, stacks, and memory that a process touches because of a command.
 const TOLERANCE_BYTES: u64 = 2 * MIB;
 
 /// The tests run this test binary as a child with this variable set to a kind of memory. In the child, the test
 /// `program` allocates memory of that kind.
 const PROGRAM_VARIABLE: &str = "FIGURES_TEST_PROGRAM";
 
-/// Amount of memory that the program allocates.
+/// Number of bytes that the observed program allocates.
 const HELD_BYTES: u64 = 96 * MIB;
 
 fn print_pid_and_wait() {
@@ -130,8 +130,8 @@ fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// Returns the output of `meminfo` once the process has measured itself; on a busy machine that may take a while.
-/// Checks that the rows add up.
+/// Returns the output of `meminfo` that has current values. On a busy machine it may take a while until the process has
+/// measured itself. Checks that the rows add up.
 fn meminfo(place: &TestFolder, pid: u32) -> Value {
     let begun = Instant::now();
     loop {
@@ -160,8 +160,8 @@ fn trim(place: &TestFolder, pid: u32) -> Value {
     serde_json::from_str(&end.out).unwrap()
 }
 
-/// Checks that at least `least` bytes are giveable, and that `trim` returns the giveable bytes, also by the kernel's
-/// count. Few bytes may be giveable afterwards.
+/// Checks that at least about `least` bytes are giveable, and that `trim` returns the giveable bytes, also according to
+/// the kernel. Few bytes may be giveable afterwards.
 #[track_caller]
 fn assert_giveable_is_returned(place: &TestFolder, pid: u32, least: u64) {
     let info = meminfo(place, pid);
@@ -194,7 +194,8 @@ fn free_small_allocations_are_giveable() {
     }
 }
 
-/// Free memory between allocations in use must be giveable, even in the same huge page: the huge page is split.
+/// Free memory between allocations in use must be giveable, even if the allocations are in the same huge page. The huge
+/// page must then be split.
 #[test]
 fn free_large_allocations_are_giveable() {
     for (len, keep) in [(64 << 10, 0), (64 << 10, 8), (1 << 20, 0), (8 << 20, 0)] {
@@ -206,8 +207,8 @@ fn free_large_allocations_are_giveable() {
     }
 }
 
-/// The touched part of volatile ranges of all lengths must be giveable, and the rest must not. The same must hold after
-/// the ranges are dropped.
+/// Volatile ranges of several lengths are touched in part. The touched part must be giveable, and the rest must not.
+/// The same must hold after the ranges are dropped.
 #[test]
 fn volatile_ranges_are_giveable() {
     for kind in ["65536", "1048576", "4194304", "values"] {
@@ -223,7 +224,8 @@ fn volatile_ranges_are_giveable() {
     }
 }
 
-/// The resident part of memory that is marked by address must be giveable. The memory must not count as Pagemill's.
+/// Memory that Pagemill did not allocate is marked by address. Its resident part must be giveable, but must not count
+/// as Pagemill's memory.
 #[test]
 fn marked_memory_is_giveable() {
     let place = TestFolder::new();
@@ -248,8 +250,8 @@ fn empty_slabs_are_giveable() {
     assert_giveable_is_returned(&place, start(&place, "objects").pid(), HELD_BYTES / 2);
 }
 
-/// With a SIZE, `trim` must return about that much. Errors must explain wrong arguments. Without a PID, and for a
-/// process tree, commands must print a line for each process.
+/// With a SIZE, `trim` must return about that many bytes. Errors must explain wrong arguments. Without a PID, and for a
+/// process tree, the commands must print a line for each process.
 #[test]
 fn trim_accepts_sizes_and_trees() {
     let place = TestFolder::new();
@@ -293,8 +295,8 @@ fn trim_accepts_sizes_and_trees() {
     holder.end();
 }
 
-/// Rows with the value zero must be omitted unless `--all` is given. The rows that add up to resident memory must never
-/// be omitted.
+/// Rows with the value zero must be omitted unless `--all` is given. The rows that add up to resident memory must be
+/// shown even if they are zero.
 #[test]
 fn zero_rows_are_left_out() {
     let place = TestFolder::new();
@@ -329,7 +331,7 @@ fn old_statistics_are_shown_with_their_age() {
 }
 
 /// Root must read the statistics of other users' processes without sending requests. If a user forges the published
-/// file of another user's process, root must not use it.
+/// file of another user's process, root must not use the forged file.
 #[test]
 fn root_reads_the_processes_of_others() {
     const USER: &str = "65534";

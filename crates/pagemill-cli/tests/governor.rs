@@ -1,5 +1,5 @@
-//! The governor under real kernel limits: control groups, idle processes, and the statistics that the commands
-//! show.
+//! The governor under real limits of the kernel: control groups with a limit, idle processes, and the statistics that
+//! the commands show.
 
 mod common;
 
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// A program has only its group's limit. It frees far more than fits below that limit together with its live memory. No
-/// process may be killed, and no allocation may fail.
+/// A program runs in a control group with a limit, without a limit of its own. It frees far more memory than fits below
+/// the limit together with its live memory. No process may be killed, and no allocation may fail.
 #[test]
 fn a_groups_limit_is_survived() {
     let place = TestFolder::new();
@@ -36,8 +36,8 @@ fn a_groups_limit_is_survived() {
     }
 }
 
-/// If all memory is live, nothing can be returned. Allocations must then fail near the limit, and no process may be
-/// killed.
+/// All memory of a program in a control group is live, so none can be returned. Allocations must then fail near the
+/// limit of the group, and no process may be killed.
 #[test]
 fn allocations_fail_before_the_kernel_kills() {
     let place = TestFolder::new();
@@ -53,7 +53,7 @@ fn allocations_fail_before_the_kernel_kills() {
     }
 }
 
-/// Reads a value of a running process from the JSON output of a `pagemill` command.
+/// Returns a value of a running process from the JSON output of the `pagemill` command `shown_by`.
 fn value_shown_by(place: &TestFolder, shown_by: &str, pid: u32, name: &str) -> Option<u64> {
     let mut command = place.command(common::PAGEMILL);
     command.args([shown_by, "--json", "--all", &pid.to_string()]);
@@ -70,8 +70,8 @@ fn child_of(pid: u32) -> Option<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// Starts `command`, a program that frees 100 MiB and sleeps. Waits until `meminfo` shows these free bytes. Returns the
-/// guard of the command, and the program's process id.
+/// Starts `command`, a program that frees 100 MiB and sleeps. Waits until `meminfo` shows about as many free bytes.
+/// Returns the guard of the command, and the program's process id.
 fn start_idle(place: &TestFolder, command: Command) -> (Guard, u32) {
     let mut command = command;
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -88,7 +88,8 @@ fn start_idle(place: &TestFolder, command: Command) -> (Guard, u32) {
     }
 }
 
-/// Waits until a sum of counters of a process reaches `least`. `counters` has the names of the counters, joined by `+`.
+/// Waits until the sum of some counters of a process reaches `least`. `counters` has the names of the counters, joined
+/// by `+`.
 fn wait_for(place: &TestFolder, pid: u32, counters: &str, least: u64) {
     let start = Instant::now();
     loop {
@@ -109,8 +110,8 @@ fn signal(pid: u32, name: &str) {
     assert!(status.success());
 }
 
-/// Stops a process for increasing times, until its helper records that it was late. Near a limit the helper checks
-/// periodically, so it notices the delay.
+/// Stops a process for longer and longer times, until its helper thread records that it woke late. Near a limit the
+/// helper checks the limit periodically, so it notices a delay.
 fn delay_helper(place: &TestFolder, pid: u32) {
     let (start, mut pause) = (Instant::now(), Duration::from_millis(50));
     while value_shown_by(place, "vmstat", pid, "helper_late").is_none_or(|times| times == 0) {
@@ -122,8 +123,8 @@ fn delay_helper(place: &TestFolder, pid: u32) {
     }
 }
 
-/// A process with much free memory is stopped while another process fills the group. The kernel must take the memory
-/// that the first process offered, and must kill no process.
+/// A process with much free memory is stopped while another process fills their control group. The kernel must take the
+/// memory that the stopped process offered, and must kill no process.
 #[test]
 fn the_kernel_takes_free_memory_of_a_stopped_process() {
     let place = TestFolder::new();
@@ -149,8 +150,8 @@ fn the_kernel_takes_free_memory_of_a_stopped_process() {
     assert!(!guard.has_ended() && !neighbour.has_ended(), "a process was killed");
 }
 
-/// Far from its group's limit, a process must not wake periodically. The kernel must wake it when the usage passes a
-/// threshold.
+/// Far from its group's limit, a process must not wake periodically. The kernel must wake the process when the group's
+/// usage passes a threshold.
 #[test]
 fn thresholds_wake_the_helper() {
     let place = TestFolder::new();
@@ -185,7 +186,8 @@ fn thresholds_wake_the_helper() {
     wait_for(&place, pid, "given_for_group+taken", 30 * MIB);
 }
 
-/// A process must detect that it was moved to another group, and that its group's limit has changed.
+/// A process is moved to another control group, and then the limit of that group is changed. The process must detect
+/// both.
 #[test]
 fn a_move_to_another_group_is_detected() {
     let place = TestFolder::new();
@@ -242,8 +244,8 @@ fn an_idle_process_returns_its_free_memory() {
     });
 }
 
-/// Overcommitted memory is charged only when it is freed. Although the program makes no allocator call afterwards, the
-/// memory must be returned.
+/// Overcommitted memory is charged only when it is freed. The program makes no allocator call after it has freed the
+/// memory. The memory must still be returned.
 #[test]
 fn overcommitted_memory_is_returned_after_the_last_free() {
     let place = TestFolder::new();
@@ -265,7 +267,7 @@ fn overcommitted_memory_is_returned_after_the_last_free() {
     }
 }
 
-/// A pipe in the place of a published file must not block a command.
+/// A pipe with the path of a published file must not block a command.
 #[test]
 fn a_pipe_in_place_of_a_published_file_blocks_no_command() {
     let place = TestFolder::new();
@@ -284,8 +286,8 @@ fn a_pipe_in_place_of_a_published_file_blocks_no_command() {
     guard.wait(TIMEOUT);
 }
 
-/// The published values must add up, and both commands must print them as JSON. For a process without statistics, the
-/// commands must say that it has none.
+/// The values that a process publishes must add up, and `meminfo` and `vmstat` must print them as JSON. For a process
+/// that publishes none, both commands must say so.
 #[test]
 fn figures_add_up() {
     let place = TestFolder::new();
@@ -323,8 +325,8 @@ fn figures_add_up() {
     }
 }
 
-/// Starts a program that frees `mib` MiB of small allocations and continues to work. Waits until `meminfo` shows these
-/// free bytes. Returns the guard of the command, and the program's process id.
+/// Starts a program that frees `mib` MiB of small allocations and continues to work. Waits until `meminfo` shows about
+/// as many free bytes. Returns the guard of the command, and the program's process id.
 fn start_freed(place: &TestFolder, command: Command, mib: u64) -> (Guard, u32) {
     let mut command = command;
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -341,9 +343,9 @@ fn start_freed(place: &TestFolder, command: Command, mib: u64) -> (Guard, u32) {
     }
 }
 
-/// A process without Pagemill fills the group. Free small allocations of the other process must be returned before the
-/// kernel kills. Only a measurement shows how much is free, so the kernel's alarms must work. With `keep`, no memory is
-/// returned by age.
+/// A process without Pagemill fills a control group. The free small allocations of another process in the group must be
+/// returned before the kernel kills. Only a measurement shows how much memory is free, so the kernel must wake that
+/// process. The policy `keep` excludes a return by age.
 #[test]
 fn free_small_memory_is_returned_for_another_process() {
     let place = TestFolder::new();
@@ -362,8 +364,8 @@ fn free_small_memory_is_returned_for_another_process() {
     }
 }
 
-/// A process that works a fifth of the time must return the memory that it freed and does not reuse. The kernel's count
-/// must confirm that.
+/// A process works a fifth of the time and does not reuse the memory that it freed. The process must return that
+/// memory. The kernel's count must confirm the return.
 #[test]
 fn a_busy_process_returns_what_it_does_not_reuse() {
     let place = TestFolder::new();

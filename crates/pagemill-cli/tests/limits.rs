@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// Returns the JSON report of a run, which must end with this status.
+/// Returns the JSON report of a run, which must end with the exit status `status`.
 fn report(command: Command, status: i32) -> Value {
     let end = finish(command, TIMEOUT);
     assert_eq!(end.code(), status, "{}", end.err);
@@ -40,16 +40,16 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// Returns the command `pagemill run OPTIONS -- mapped MIB 0`. The program maps and touches that much memory without
-/// malloc.
-fn mapped(place: &TestFolder, options: &[&str], mib: &str) -> Option<Command> {
+/// Returns the command `pagemill run OPTIONS -- mapped MIB 0`. Its program `mapped` maps and touches `mib` MiB of
+/// memory without malloc.
+fn mapped_command(place: &TestFolder, options: &[&str], mib: &str) -> Option<Command> {
     let program = place.compile("mapped.c", &[])?;
     let mut command = place.pagemill_run(options, program);
     command.args([mib, "0"]);
     Some(command)
 }
 
-mod reach {
+mod refused_programs {
     use super::*;
 
     /// Compiles a statically linked program that exits with status 7.
@@ -82,7 +82,7 @@ mod reach {
         place.assert_no_files_left();
     }
 
-    /// Inside a kernel limit, static programs must not be refused, also not by a `run` inside of it.
+    /// Inside a limit that the kernel enforces, static programs must not be refused, not even by an inner `run`.
     #[test]
     fn static_programs_run_under_a_kernel_limit() {
         let place = TestFolder::new();
@@ -113,8 +113,8 @@ mod reach {
 mod children {
     use super::*;
 
-    /// Free memory that a child inherits at a fork must be charged to the child when the child allocates it. The limit
-    /// therefore bounds all children together, whether slots share blocks or have blocks of their own.
+    /// A child inherits free memory at a fork. The memory must be charged to the child when the child allocates it,
+    /// whether slots share blocks or have blocks of their own. So the limit bounds all children together.
     #[test]
     fn children_are_bounded_together() {
         let place = TestFolder::new();
@@ -165,7 +165,7 @@ mod sizes {
     }
 }
 
-mod returning {
+mod return_policy {
     use super::*;
 
     #[test]
@@ -185,15 +185,15 @@ mod returning {
     }
 }
 
-mod bypassed {
+mod memory_outside_malloc {
     use super::*;
 
-    /// Memory that a program maps without malloc can exceed the limit. A line on standard error must say so. If there
-    /// is a report, as text or JSON, the report must say it instead.
+    /// Memory that a program maps without malloc can exceed the limit. Without a report, a line on standard error must
+    /// say so. With a report, as text or JSON, the report must say it instead.
     #[test]
     fn exceeding_a_limit_is_reported() {
         let place = TestFolder::new();
-        let Some(command) = mapped(&place, &["--limit", "64M"], "200") else { return };
+        let Some(command) = mapped_command(&place, &["--limit", "64M"], "200") else { return };
         let end = finish(command, TIMEOUT);
         end.assert_success();
         assert_eq!(end.err.lines().count(), 1, "{}", end.err);
@@ -203,7 +203,7 @@ mod bypassed {
             assert!(end.err.contains(words), "{}", end.err);
         }
 
-        let report = report(mapped(&place, &["--limit", "64M", "--json"], "200").unwrap(), 0);
+        let report = report(mapped_command(&place, &["--limit", "64M", "--json"], "200").unwrap(), 0);
         let over = &report["over_limit"];
         assert!((100 * MIB..150 * MIB).contains(&bytes(over, "bytes")), "{report}");
         assert_eq!(bytes(over, "held_bytes"), bytes(over, "bytes") + 64 * MIB);
@@ -211,13 +211,14 @@ mod bypassed {
         assert_eq!(over["largest"][0]["name"], "mapped.c.out", "{report}");
         assert!(bytes(&report, "peak_bytes") < 16 * MIB, "the allocator stayed below its limit: {report}");
 
-        let end = finish(mapped(&place, &["--limit", "64M", "--report"], "200").unwrap(), TIMEOUT);
+        let end = finish(mapped_command(&place, &["--limit", "64M", "--report"], "200").unwrap(), TIMEOUT);
         assert!(end.err.lines().any(|line| line.trim_start().starts_with("over the limit")), "{}", end.err);
         assert!(!end.err.contains("--limit-kernel limits"), "reported only once: {}", end.err);
         place.assert_no_files_left();
     }
 
-    /// Children share almost all of a program's memory. They must not make the tree exceed the limit.
+    /// A program and its children share almost all their memory. The shared memory must count once, so the process tree
+    /// must not exceed the limit.
     #[test]
     fn memory_that_processes_share_counts_once() {
         let place = TestFolder::new();
@@ -237,8 +238,8 @@ mod bypassed {
 mod reports {
     use super::*;
 
-    /// Two concurrent children map memory without malloc. The report must have the kernel's count for the tree, which
-    /// includes that memory, and a row for each child.
+    /// Two concurrent children map memory without malloc. The report must have the process tree's memory as the kernel
+    /// counts it, which includes that memory, and a row for each child.
     #[test]
     fn the_report_has_the_kernels_count_of_the_tree() {
         let place = TestFolder::new();
@@ -263,7 +264,7 @@ mod reports {
         }
     }
 
-    /// A process without the preload library must also be counted and listed.
+    /// A process that does not load the preload library must also be counted and listed.
     #[test]
     fn processes_without_statistics_are_listed() {
         let place = TestFolder::new();
@@ -276,11 +277,11 @@ mod reports {
     }
 }
 
-mod kernel {
+mod kernel_limit {
     use super::*;
 
-    /// Returns the groups that runs created below this test's group.
-    fn groups(parent: &Path) -> Vec<PathBuf> {
+    /// Returns the control groups that `run` commands created inside the group of this test.
+    fn run_groups(parent: &Path) -> Vec<PathBuf> {
         let entries = fs::read_dir(parent).unwrap().flatten().map(|entry| entry.path());
         entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("pagemill-run-")).collect()
     }
@@ -290,23 +291,23 @@ mod kernel {
     fn the_kernel_kills_above_the_limit() {
         let place = TestFolder::new();
         let Some(group) = Group::new("hog", 512 << 20) else { return };
-        let Some(command) = mapped(&place, &["--limit-kernel", "64M"], "200") else { return };
+        let Some(command) = mapped_command(&place, &["--limit-kernel", "64M"], "200") else { return };
         let end = finish(group.enter(&command), TIMEOUT);
         assert_eq!(end.code(), 137, "{}", end.err);
         assert_eq!(end.err, "pagemill: the kernel killed 1 process at --limit-kernel 64 MiB\n");
-        assert_eq!(groups(&group.folder), Vec::<PathBuf>::new());
+        assert_eq!(run_groups(&group.folder), Vec::<PathBuf>::new());
 
-        let command = mapped(&place, &["--limit-kernel", "64M", "--json"], "200").unwrap();
+        let command = mapped_command(&place, &["--limit-kernel", "64M", "--json"], "200").unwrap();
         let json = report(group.enter(&command), 137);
         let kernel = &json["kernel_limit"];
         assert_eq!((bytes(kernel, "limit_bytes"), bytes(kernel, "kills")), (64 * MIB, 1), "{json}");
         assert!((60 * MIB..=64 * MIB).contains(&bytes(kernel, "peak_bytes")), "{json}");
         finish(group.enter(&place.pagemill_run(&["--limit-kernel", "64M"], "true")), TIMEOUT).assert_success();
-        assert_eq!(groups(&group.folder), Vec::<PathBuf>::new());
+        assert_eq!(run_groups(&group.folder), Vec::<PathBuf>::new());
         place.assert_no_files_left();
     }
 
-    /// If `run` is killed, its guard process must kill the process tree where the kernel can kill groups. A later
+    /// If `run` is killed, its guard process must kill the process tree, if the kernel has `cgroup.kill`. A later
     /// command must remove the group.
     #[test]
     fn a_killed_run_leaves_no_group() {
@@ -322,7 +323,7 @@ mod kernel {
         let input = guard.child().stdin.take();
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
         let grandchild = lines.next().unwrap().unwrap();
-        let made = groups(&group.folder);
+        let made = run_groups(&group.folder);
         assert_eq!(made.len(), 1);
         let kills_trees = made[0].join("cgroup.kill").exists();
         guard.signal("KILL");
@@ -341,12 +342,12 @@ mod kernel {
         };
         wait_until("the group is removed", || {
             next();
-            groups(&group.folder).is_empty()
+            run_groups(&group.folder).is_empty()
         });
     }
 
-    /// Every command must remove the groups of runs that have ended; `run` does so only before it creates a group.
-    /// Other groups must stay.
+    /// Every command must remove the control groups of `run` commands that have ended. The command `run` does so only
+    /// before it creates a group. Other groups must stay.
     #[test]
     fn groups_of_ended_runs_are_removed() {
         let place = TestFolder::new();
@@ -362,8 +363,8 @@ mod kernel {
         assert_eq!(left, [false, true]);
     }
 
-    /// Where no group can be created, the status must be 126, the message must have the reason, and the program must
-    /// not be started.
+    /// No control group can be created. The exit status must be 126, the message must have the reason, and the program
+    /// must not be started.
     #[test]
     fn an_impossible_limit_is_explained() {
         if !common::may_mount() {
@@ -380,8 +381,8 @@ mod kernel {
         }
     }
 
-    /// Under systemd, `systemd-run` must start the program, after a trial scope has shown that the limit is applied. A
-    /// script that enters a group replaces `systemd-run` here.
+    /// Under systemd, `systemd-run` must start the program, after a trial scope has shown that the limit is applied. In
+    /// this test, a script that enters a control group replaces `systemd-run`.
     #[test]
     fn systemd_creates_a_scope() {
         if !common::may_mount() {

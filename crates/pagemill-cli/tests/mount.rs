@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 const BLOCK: usize = MIB + MIB;
 
-/// Purges must remove whole volatile files, the least recently used first. Other files, and open ones, must stay. The
-/// files are too small for the worker, since a purge skips a file that the worker has open.
+/// A purge must remove whole volatile files, the least recently used first. Other files, and open ones, must stay. The
+/// files are too small for the worker, because a purge skips a file that the worker has open.
 #[test]
 fn the_least_recently_used_files_are_purged_first() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -49,7 +49,7 @@ fn the_least_recently_used_files_are_purged_first() {
     assert!(fs::read(ram.at("kept")).unwrap() == kept);
 }
 
-/// A partially volatile file must lose its end, and an attribute must have the offset. The rest of the file must be
+/// A purge must cut off the end of a partially volatile file, and store the offset in an attribute. The rest must be
 /// intact. After a new write and `--refilled`, the file must count as whole.
 #[test]
 fn partial_files_lose_their_end() {
@@ -100,8 +100,8 @@ fn marks_are_inherited_and_checked() {
     assert!(odd.exists() && fs::read_to_string(ram.place.path("err")).unwrap().contains("`often` is no value"));
 }
 
-/// A user must not be able to mark another user's file, or to affect that file by a mark on a folder that all users may
-/// write to.
+/// A user must not be able to mark another user's file, or to affect it by a mark on a folder to which all users may
+/// write.
 #[test]
 fn users_can_mark_only_their_own_files() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -130,16 +130,16 @@ fn users_can_mark_only_their_own_files() {
 }
 
 /// An access control list (format version 2). It lets user 65433 write to a file that the file's group may only read.
-const WRITE_FOR_ANOTHER: &str = "0x02000000\
+const ACL_FOR_ANOTHER_WRITER: &str = "0x02000000\
 01000600ffffffff\
 0200060099ff0000\
 04000400ffffffff\
 10000600ffffffff\
 20000400ffffffff";
 
-/// A user that may write to another user's file, by its group or by an access control list, can mark the file. But the
-/// mark must not let a purge delete the file. The mark must count once only the owner may write. `pagemill mark` must
-/// explain both states.
+/// A user may write to another user's file, by its group or by an access control list, and can therefore mark the file.
+/// The controller must not purge the file for this mark, until only the owner may write. `pagemill mark` must explain
+/// both states.
 #[test]
 fn marks_on_files_writable_by_others_are_ignored() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -161,7 +161,7 @@ fn marks_on_files_writable_by_others_are_ignored() {
         fs::set_permissions(file, fs::Permissions::from_mode(mode)).unwrap();
     }
     let path = |file: &Path| file.to_str().unwrap().to_owned();
-    let list = format!("setfattr -n system.posix_acl_access -v {WRITE_FOR_ANOTHER} {}", path(&listed));
+    let list = format!("setfattr -n system.posix_acl_access -v {ACL_FOR_ANOTHER_WRITER} {}", path(&listed));
     let has_lists = common::shell(&list).success();
     let files: &[(&PathBuf, usize)] =
         if has_lists { &[(&shared, 0o660), (&listed, 0o640)] } else { &[(&shared, 0o660)] };
@@ -188,7 +188,7 @@ fn marks_on_files_writable_by_others_are_ignored() {
     assert_eq!(ram.purge(100), files.len() as u64 * MIB as u64);
 }
 
-/// Maps a file and returns how many of its bytes are mapped by huge pages.
+/// Maps a file and returns how many of its bytes the kernel maps by huge pages.
 fn huge_bytes(path: &Path) -> usize {
     // A Python process maps the file, because unsafe code is not allowed in this test.
     let script = "import mmap, sys, re
@@ -210,7 +210,7 @@ print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in 
 }
 
 /// Some time after the last close, a large file that was written in small parts must have huge pages. A file marked
-/// `never` must have small pages, and a sparse file must hold only its data. Every byte must be kept.
+/// `never` must have small pages. A sparse file must hold only its data. Every byte must be kept.
 #[test]
 fn pages_follow_contents_and_marks() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -243,7 +243,7 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
-/// The worker must have the lowest priority. It has its own session, for kernels that schedule by session.
+/// The worker process must have the lowest priority, and its own session, because some kernels schedule by session.
 #[test]
 fn the_worker_has_the_lowest_priority() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -272,8 +272,8 @@ fn the_worker_has_the_lowest_priority() {
     }
 }
 
-/// Writers in a limited group write volatile files without end. Old files must be purged, no process may be killed, and
-/// at most one write in a hundred may fail. Other files must be kept.
+/// Writers in a control group with a limit write volatile files without end. Old files must be purged, no process may
+/// be killed, and at most one write in a hundred may fail. Other files must be kept.
 #[test]
 fn writers_survive_their_groups_limit() {
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
@@ -319,9 +319,9 @@ fn a_full_file_system_returns_enospc() {
     fs::write(ram.at("less"), pattern(3, 10 * MIB)).unwrap();
 }
 
-/// A killed controller must leave the mount unchanged, and the next controller must take it over with all files. The
-/// controller is then killed twelve times while files are written and purged. Only volatile files may be lost, and no
-/// private name may remain.
+/// A controller is killed. The mount must stay unchanged, and the next controller must take it over with all files.
+/// Then the controller is killed twelve times while files are written and purged. Only volatile files may be lost, and
+/// no file with a private name may remain.
 #[test]
 fn a_killed_controller_is_replaced() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -378,7 +378,7 @@ fn a_mount_that_is_taken_over_keeps_its_size() {
     }
 }
 
-/// Volatile files fill three fifths of a small mount, as fast as they can be written. None may be purged.
+/// Volatile files are written to a small mount as fast as possible, up to three fifths of its size. None may be purged.
 #[test]
 fn small_mounts_use_their_size() {
     let Some(ram) = Ram::new(&["--size", "200M"]) else { return };
@@ -395,8 +395,8 @@ fn small_mounts_use_their_size() {
     assert_eq!(status["counts"]["purged_files"], 0, "{status}");
 }
 
-/// The reported memory of volatile files must be current. It must not contain a deleted file, although the deletion
-/// causes no event, or the zero pages that the worker freed.
+/// The reported memory of volatile files must be current. It must not include a deleted file, although a deletion
+/// causes no event, or zero pages that the worker freed.
 #[test]
 fn reported_volatile_bytes_are_current() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -412,7 +412,7 @@ fn reported_volatile_bytes_are_current() {
     assert_eq!((told, &status["volatile_age_seconds"]), ([1, held()], &0.0.into()));
 }
 
-/// A daemon must end when no other process is in its mount namespace.
+/// A daemon must end when no other process is left in its mount namespace.
 #[test]
 fn a_daemon_ends_with_its_namespace() {
     if !may_mount() || !is_root() || common::is_missing("unshare") {
@@ -437,7 +437,7 @@ fn a_daemon_ends_with_its_namespace() {
     wait_until("the daemon has ended", || !Path::new(&daemon).exists());
 }
 
-/// A group that does not exist must be reported before anything is mounted.
+/// If a control group in the options does not exist, the command must report it before it mounts anything.
 #[test]
 fn a_missing_group_is_reported() {
     let place = TestFolder::new();
@@ -451,8 +451,8 @@ fn a_missing_group_is_reported() {
     assert_eq!(fs::metadata(&point).unwrap().dev(), fs::metadata(place.path("home")).unwrap().dev());
 }
 
-/// While a controller runs, a second one must be refused. The unmount of a busy mount must name the processes that use
-/// it.
+/// While a controller runs, a second controller must be refused. An unmount of a busy mount must name the processes
+/// that use the mount.
 #[test]
 fn a_busy_mount_names_its_users() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -488,7 +488,7 @@ fn a_busy_mount_names_its_users() {
     }
 }
 
-/// After a mark was removed, no file may be purged because of it.
+/// After a mark is removed, no file may be purged because of that mark.
 #[test]
 fn a_removed_mark_has_no_effect() {
     let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -554,8 +554,8 @@ fn a_daemon_runs_in_the_background() {
     assert!(end.err.contains("is not empty: `file` would be hidden"), "{}", end.err);
 }
 
-/// While the controller is stopped, more files are closed than the kernel's event queue can hold. A scan must find
-/// them.
+/// While the controller is stopped, more files are closed than the kernel's event queue can hold. The controller must
+/// find all files by a scan.
 #[test]
 fn lost_events_are_replaced_by_a_scan() {
     // Number of events that the kernel's queue can hold; the kernel's default if the number cannot be read.
@@ -577,8 +577,8 @@ fn lost_events_are_replaced_by_a_scan() {
     assert!(ram.count("events_lost") > 0);
 }
 
-/// Many small files are closed in a row, so close events are turned off. Afterwards all files must be indexed. No
-/// folder may stay open, since an open descriptor would keep a deleted folder.
+/// Many small files are closed in a row, so the controller turns close events off. Afterwards all files must be
+/// indexed. No folder may stay open, because an open descriptor would keep a deleted folder.
 #[test]
 fn many_small_files_are_indexed_in_the_end() {
     const FILES: usize = 60_000;
@@ -643,7 +643,7 @@ impl Race {
     }
 }
 
-/// Readers that open files during purges must get whole files or none, and the controller must continue to run.
+/// Threads that open files during purges must get whole files or none, and the controller must continue to run.
 #[test]
 fn readers_get_whole_files_or_none() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -682,7 +682,7 @@ fn readers_get_whole_files_or_none() {
     assert!(!ram.controller.has_ended());
 }
 
-/// Moved folders, and links to other folders, must not mislead a purge: only volatile files may be purged.
+/// A marked folder is often replaced by a link to an unmarked folder during purges. Only volatile files may be purged.
 #[test]
 fn moved_folders_do_not_mislead_a_purge() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -734,8 +734,8 @@ fn moved_folders_do_not_mislead_a_purge() {
     assert_eq!(fs::read_dir(kept.join("a")).unwrap().count(), 8);
 }
 
-/// `run --ram` must need no privileges. Only the program and its children may see the file system, and it must be gone
-/// after their end.
+/// `run --ram` must need no privileges. Only the program and its children may see the file system. It must be gone when
+/// they have ended.
 #[test]
 fn a_private_mount_needs_no_privileges() {
     let place = TestFolder::new();
@@ -771,8 +771,8 @@ fn a_private_mount_needs_no_privileges() {
     assert!(!ram.exists(), "`run` created the folder");
 }
 
-/// The controller's threads of a private mount must block the signals that `run` forwards, so that only the command's
-/// own thread receives them.
+/// The controller of a private mount runs in threads of `run`. These threads must block the signals that `run`
+/// forwards, so that only the command's own thread receives them.
 #[test]
 fn threads_of_a_private_mount_block_forwarded_signals() {
     let place = TestFolder::new();

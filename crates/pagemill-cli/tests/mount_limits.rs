@@ -1,5 +1,5 @@
-//! `pagemill mount` and memory groups with a limit. A group must reduce the mount's size only if its processes write to
-//! the mount.
+//! `pagemill mount` and control groups with a memory limit. A group must reduce the mount's size only if its processes
+//! write to the mount.
 
 mod common;
 
@@ -18,27 +18,27 @@ use std::time::{Duration, Instant};
 
 const GIB: u64 = 1 << 30;
 
-fn used_bytes(group: &Group) -> u64 {
+fn bytes_used_by(group: &Group) -> u64 {
     let read = |name: &str| fs::read_to_string(group.folder.join(name)).ok()?.trim().parse().ok();
     read("memory.usage_in_bytes").or_else(|| read("memory.current")).unwrap_or(0)
 }
 
-/// Runs a script in the group, and waits until the group uses 400 MiB.
+/// Runs a script in the group, and waits until the group uses 400 MiB of memory. Dropping the result kills the script.
 fn fill_memory_of(group: &Group, ram: &Ram, script: &str) -> Guard {
     let mut command = ram.place.command("sh");
     command.args(["-c", script]);
     let guard = Guard::new(group.enter(&command));
-    wait_until("the neighbour has filled its memory", || used_bytes(group) >= 400 * MIB as u64);
+    wait_until("the neighbour has filled its memory", || bytes_used_by(group) >= 400 * MIB as u64);
     guard
 }
 
-/// Creates and removes a file of 1 GiB in the empty mount. During that, at least 95 % of the remaining size must be
-/// available.
+/// Creates a file of 1 GiB in the empty mount and removes it, several times. While the file exists, at least 95 % of
+/// the remaining size must be available.
 fn assert_size_is_available(ram: &Ram, beside: &str) {
     let file = ram.at("file");
     for round in 0..5 {
         // The growth makes the controller search for the writer. The search proceeds in small steps.
-        let end = finish(allocate(&file, GIB), TIMEOUT);
+        let end = finish(fallocate_command(&file, GIB), TIMEOUT);
         assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
         for _ in 0..20 {
             let status = ram.status();
@@ -57,14 +57,14 @@ fn assert_size_is_available(ram: &Ram, beside: &str) {
     }
 }
 
-fn allocate(file: &Path, bytes: u64) -> Command {
+fn fallocate_command(file: &Path, bytes: u64) -> Command {
     let mut command = Command::new("fallocate");
     command.args(["-l", &bytes.to_string()]).arg(file);
     command
 }
 
-/// A limited group must not reduce a mount's size by anonymous memory, by files in a tmpfs of its own, or by files in
-/// another mount.
+/// A control group with a limit fills its memory by anonymous memory, by files in another tmpfs, or by files in another
+/// mount. The group must not reduce the size of this mount.
 #[test]
 fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
@@ -100,8 +100,9 @@ fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     }
 }
 
-/// A group has closed no file yet. It must reduce the mount's size by the files that it has open or mapped there.
-/// Writes must fail with `ENOSPC` before the group's limit is reached, and no process may be killed.
+/// A control group has closed no file in the mount yet. It must reduce the mount's size by the files that its processes
+/// have open or mapped there. Writes must fail with `ENOSPC` before the group's limit is reached, and no process may be
+/// killed.
 #[test]
 fn open_files_identify_the_writing_group() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
@@ -142,8 +143,8 @@ time.sleep(100000)";
     }
 }
 
-/// The controller is stopped while it delays opens, so the writer's open waits. After the controller is killed, opens
-/// must succeed again.
+/// The controller is stopped while it delays an open, so the writer waits for this open. After the controller is
+/// killed, opens must succeed again.
 #[test]
 fn opens_do_not_wait_for_a_killed_controller() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -191,7 +192,8 @@ fn opens_do_not_wait_for_a_killed_controller() {
     });
 }
 
-/// Kills the worker whenever it is in the group, as the group's owner could (`cgroup.kill`, OOM killer).
+/// Kills the worker process whenever the worker is in the group. The group's owner could do so by `cgroup.kill`, and
+/// the kernel by its OOM killer.
 fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         for pid in fs::read_to_string(group.folder.join("cgroup.procs")).unwrap().lines() {
@@ -210,8 +212,8 @@ fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     }
 }
 
-/// The owner of a writer's group kills each worker that enters it. Every byte must be kept, another worker must create
-/// huge pages for other groups, and for a minute no worker may enter that group.
+/// The owner of a writer's control group kills each worker process that enters the group. Every byte must be kept,
+/// another worker must create huge pages for other groups, and for a minute no worker may enter that group.
 #[test]
 fn a_group_that_kills_the_worker_is_avoided() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -251,15 +253,15 @@ fn a_group_that_kills_the_worker_is_avoided() {
     names.for_each(|name| assert!(fs::read(ram.at(&name)).unwrap() == bytes, "{name}"));
 }
 
-/// Copies `source` in a process of the group. Returns whether that succeeded.
-fn copies_in(group: &Group, ram: &Ram, source: &Path, to: &Path) -> bool {
+/// Copies `source` to `to` by a process of the group. Returns whether the copy succeeded.
+fn copy_in_group(group: &Group, ram: &Ram, source: &Path, to: &Path) -> bool {
     let mut copy = ram.place.command("cp");
     copy.arg(source).arg(to);
     finish(group.enter(&copy), TIMEOUT).status.success()
 }
 
-/// Each file is written by a process of its own, which has ended before the controller can read its group. Volatile
-/// files must be purged, and no write may fail.
+/// Each file is written by a process of its own. The process has ended before the controller can read the process's
+/// control group. Volatile files must be purged, and no write may fail.
 #[test]
 fn files_of_ended_processes_are_purged_for_their_group() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -268,13 +270,13 @@ fn files_of_ended_processes_are_purged_for_their_group() {
     let source = ram.place.path("source");
     fs::write(&source, pattern(1, 10 * MIB)).unwrap();
     let failed: Vec<usize> =
-        (0..40).filter(|file| !copies_in(&group, &ram, &source, &cache.join(file.to_string()))).collect();
+        (0..40).filter(|file| !copy_in_group(&group, &ram, &source, &cache.join(file.to_string()))).collect();
     assert!(failed.is_empty(), "{failed:?} failed: {}", ram.status());
     assert!(ram.count("purged_bytes") > 0);
 }
 
-/// A process of the group writes files that a process of another group opened and closes, so the close names the
-/// wrong group. The files must be purged for the group that is charged.
+/// A process of a control group writes files that a process of another group opened and closes. So the close event
+/// names the wrong group. The files must be purged for the group to which their memory is charged.
 #[test]
 fn files_closed_by_another_group_are_purged_for_the_charged_group() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -295,27 +297,29 @@ fn files_closed_by_another_group_are_purged_for_the_charged_group() {
     assert!(ram.count("purged_bytes") > 0);
 }
 
-/// The worker examines files whose writers have ended. Every page must stay charged to the writers' group.
+/// The worker process examines files whose writers have ended. Every page must stay charged to the control group of the
+/// writers.
 #[test]
 fn the_worker_moves_no_charge() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
     let Some(group) = Group::new("worker", GIB) else { return };
     let source = ram.place.path("source");
     fs::write(&source, pattern(1, 16 * MIB)).unwrap();
-    let before = used_bytes(&group);
+    let before = bytes_used_by(&group);
     let files = 6;
     for file in 0..files {
-        assert!(copies_in(&group, &ram, &source, &ram.at(&file.to_string())));
+        assert!(copy_in_group(&group, &ram, &source, &ram.at(&file.to_string())));
     }
     let has_huge = || ram.count("huge_blocks") > 0 || ram.count("collapse_no_memory") > 0;
     wait_until("the worker examines files", has_huge);
     wait_until("all files were examined", || ram.status()["files_waiting_for_pages"] == 0);
-    let charged_bytes = used_bytes(&group) - before;
+    let charged_bytes = bytes_used_by(&group) - before;
     assert!(charged_bytes >= files * 16 * MIB as u64, "{charged_bytes} bytes of {files} files are charged");
 }
 
-/// Volatile files get their only name by a link, which no event reports. The controller must search for them before the
-/// limit is reached, and no write may fail. The writer pauses, so that it does not outrun a search.
+/// Volatile files are created without a name and get their only name by a link, which no event reports. The controller
+/// must search for these files before the group's limit is reached, and no write may fail. The writer pauses, so that
+/// it does not write faster than the controller searches.
 #[test]
 fn files_named_by_a_link_are_found_near_a_limit() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -340,8 +344,9 @@ for at in range(300):
     assert!(ram.count("purged_bytes") > 0);
 }
 
-/// A group creates many empty files, whose inodes are charged to it. Volatile ones must be purged before the limit is
-/// reached; other ones must fail with `ENOSPC` there. No process may be killed.
+/// A control group creates many empty files, whose inodes are charged to the group. Volatile files must be purged
+/// before the group's limit is reached. Near the limit, the creation of other files must fail with `ENOSPC`. No process
+/// may be killed.
 #[test]
 fn empty_files_do_not_exhaust_a_group() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -376,8 +381,8 @@ print(at + 1, full)";
     }
 }
 
-/// A controller is killed and the mount taken over. From the start, the size must be bounded by the group whose files
-/// are there.
+/// The controller is killed, and another controller takes over the mount. From the start, the mount's size must be
+/// bounded by the limit of the control group whose files are there.
 #[test]
 fn a_mount_that_is_taken_over_is_bounded_at_once() {
     let Some(mut ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -385,7 +390,7 @@ fn a_mount_that_is_taken_over_is_bounded_at_once() {
     let source = ram.place.path("source");
     fs::write(&source, pattern(1, 40 * MIB)).unwrap();
     for file in 0..4 {
-        assert!(copies_in(&group, &ram, &source, &ram.at(&file.to_string())));
+        assert!(copy_in_group(&group, &ram, &source, &ram.at(&file.to_string())));
     }
     ram.controller.signal("KILL");
     ram.controller.wait(TIMEOUT);
@@ -395,7 +400,8 @@ fn a_mount_that_is_taken_over_is_bounded_at_once() {
     assert!(status["bounded_by"].as_str().unwrap().ends_with("-taken"), "{status}");
 }
 
-/// While the controller is stopped, `status` must say so, and `umount` must unmount without waiting for it.
+/// While the controller is stopped, `status` must report that, and `umount` must unmount without waiting for the
+/// controller.
 #[test]
 fn a_stopped_controller_is_reported() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -411,7 +417,7 @@ fn a_stopped_controller_is_reported() {
     ram.controller.wait(TIMEOUT);
 }
 
-/// Calls a function when it is dropped.
+/// Calls a function when this value is dropped.
 struct OnDrop<F: Fn()>(F);
 
 impl<F: Fn()> Drop for OnDrop<F> {

@@ -17,9 +17,9 @@ use machine::Case;
 use serde_json::Value;
 use std::path::Path;
 
-/// The cases. A line has name, `memory.max`, `memory.high` and command. In total, `phases` and `squeeze` use more
-/// memory than their limits. Their arguments are amounts of work instead of times, because the speed of the emulator is
-/// unknown.
+/// The cases, one in a line: name, `memory.max`, `memory.high`, and command. In total, `phases` and `squeeze` allocate
+/// more memory than their limits. Their arguments are amounts of work instead of times, because the speed of the
+/// emulator is unknown.
 const CASES: &str = "\
 doctor max max /bin/pagemill doctor --json
 phases-2 128M max /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 2 72 0 3
@@ -33,8 +33,8 @@ nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
 slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_are_on_real_nodes --nocapture
 ";
 
-/// On Debian's kernel, programs must survive the limits `memory.max` and `memory.high`, and memory must come from the
-/// node of the allocating thread.
+/// On Debian's kernel, programs must survive the limits `memory.max` and `memory.high`. Memory must come from the node
+/// of the thread that allocates it.
 #[test]
 fn debians_kernel_is_supported() {
     let Some(kernel) = machine::kernel() else { return };
@@ -69,8 +69,8 @@ fn slabs_are_on_real_nodes() {
     slabs::move_between_nodes().unwrap();
 }
 
-/// Returns an archive with the command and its library, the programs of the cases, and the list of cases. Returns
-/// `None` without a compiler.
+/// Returns an archive with the command and its preload library, the programs of the cases, and the list of cases.
+/// Returns `None` if there is no compiler.
 fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     let mut archive = Initramfs::default();
     for folder in ["proc", "sys", "dev", "tmp", "run"] {
@@ -92,7 +92,8 @@ fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     Some(archive.finish())
 }
 
-/// Checks that `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two memory nodes.
+/// Checks that `doctor` reports that Pagemill works on this kernel, in a control group of version 2, and with two
+/// memory nodes.
 fn assert_doctor_report(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let table: Value = serde_json::from_str(case.text("output")).unwrap();
@@ -106,8 +107,8 @@ fn assert_doctor_report(case: &Case) {
     assert_eq!(found("numa"), "nodes 0-1, mbind works");
 }
 
-/// Checks that no process was killed and no allocation failed, and that free memory was returned for one of `reasons`.
-/// In a slow emulator, `phases` reuses most of the memory that it frees before the limit is near.
+/// Checks that no process was killed, that no allocation failed, and that free memory was returned for one of
+/// `reasons`. In a slow emulator, `phases` reuses most of the memory that it frees before the limit is near.
 fn assert_survived(case: &Case, reasons: &[&str]) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let report: Value = serde_json::from_str(case.text("report")).unwrap();
@@ -118,15 +119,15 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
     assert!(case.has_event("oom_kill 0"), "{case:?}");
 }
 
-/// Checks that the kernel killed the program at the limit. (In other cases, the same program survives, because the
-/// governor watches the limit.)
+/// Checks that the kernel killed the program at the limit, because no governor watched the limit. In other cases, the
+/// same program survives.
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");
 }
 
-/// Checks that volatile files, and no other file, were purged before the group's limit was reached. The tmpfs of this
-/// kernel has no user attributes.
+/// Checks that volatile files, and no other file, were purged before the group's limit was reached. This kernel's tmpfs
+/// does not support user attributes.
 fn assert_volatile_files_were_purged(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     assert!(case.has_event("oom_kill 0"), "{case:?}");
@@ -135,7 +136,7 @@ fn assert_volatile_files_were_purged(case: &Case) {
     assert!(status["counts"]["purged_bytes"].as_u64().is_some_and(|bytes| bytes > 64 << 20), "{status}");
 }
 
-/// Checks that each thread got memory of its own node, that both nodes had CPUs, and that `meminfo` shows both nodes.
+/// Checks that each thread got memory of its own node, that both nodes have CPUs, and that `meminfo` shows both nodes.
 fn assert_memory_is_on_own_node(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let mut used = Vec::new();

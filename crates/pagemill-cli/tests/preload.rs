@@ -8,8 +8,7 @@ mod common;
 use common::{End, TIMEOUT, TestFolder, finish, finish_with_input};
 use std::process::Command;
 
-/// Compiles a program and runs it with `pagemill run OPTIONS`. Returns `None` if the program cannot be
-/// compiled.
+/// Compiles a program and runs it with `pagemill run OPTIONS`. Returns `None` if the program cannot be compiled.
 fn run_with(options: &[&str], source: &str, flags: &[&str], arguments: &[&str]) -> Option<End> {
     let place = TestFolder::new();
     let program = place.compile(source, flags)?;
@@ -26,7 +25,7 @@ fn assert_succeeds(options: &[&str], source: &str, arguments: &[&str]) {
     }
 }
 
-/// Options that change how memory is mapped or checked.
+/// Sets of options that change how Pagemill maps or checks memory.
 const OPTION_SETS: &[&[&str]] = &[
     &[],
     &["--no-huge"],
@@ -88,7 +87,7 @@ mod family {
         assert_case_succeeds("errno");
     }
 
-    /// Only the default options are used, because the resident memory depends on the options.
+    /// The test uses only the default options, because the resident memory depends on the options.
     #[test]
     fn trim_returns_memory_and_says_so() {
         assert_succeeds(&[], "family.c", &["trim"]);
@@ -118,8 +117,8 @@ mod family {
     }
 }
 
-/// jemalloc's function `mallctl`. It is for programs that are linked to jemalloc, and for programs that test whether it
-/// exists.
+/// The function `mallctl` of jemalloc, for programs that are linked to jemalloc, and for programs that test whether the
+/// function exists.
 mod mallctl {
     use super::*;
 
@@ -147,8 +146,8 @@ mod mallctl {
     }
 }
 
-/// With default options, the C library serves a program until the program uses enough memory or makes enough calls (it
-/// *grows*).
+/// With default options, the C library serves a program's malloc calls until the program has used enough memory or made
+/// enough calls. From then on Pagemill serves the calls: the program has *grown*.
 mod libc_fallback {
     use super::*;
 
@@ -174,8 +173,8 @@ mod libc_fallback {
         }
     }
 
-    /// Programs that grow at different times run threads, forks and patterns in all memory. All contents must stay
-    /// whole.
+    /// Programs that grow at different times start threads, fork, and fill all their memory with patterns. All contents
+    /// must stay intact.
     #[test]
     fn contents_stay_whole_while_growing() {
         for after in ["1", "64K", "1M", "4M", "32M"] {
@@ -191,8 +190,8 @@ mod libc_fallback {
         }
     }
 
-    /// A small program must have no arena and no jemalloc. A program that has grown must have both. The memory that it
-    /// allocated before must still be counted.
+    /// A small program must have no arena and no jemalloc. A program that has grown must have both. Memory that the
+    /// program allocated before it grew must still be counted.
     #[test]
     fn programs_grow_when_they_use_enough_memory() {
         let Some(small) = run(&[], "libc_fallback.c", &["1000"]) else { return };
@@ -223,7 +222,7 @@ mod libc_fallback {
         assert!((1000..1600).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// The C library must report misuse and end the program.
+    /// While the C library serves a program, the C library must report misuse and end the program.
     #[test]
     fn the_c_library_reports_misuse() {
         for case in ["stack", "small-twice"] {
@@ -234,8 +233,8 @@ mod libc_fallback {
         }
     }
 
-    /// Programs grow in fork handlers, destructors and other difficult situations (see `grow.c`). Each case must end,
-    /// and its memory must be reported.
+    /// Programs grow in fork handlers, destructors and other difficult situations, which `grow.c` describes. Each
+    /// program must succeed, and its memory must be reported.
     #[test]
     fn programs_grow_in_difficult_situations() {
         for case in ["handlers", "forks", "clearenv", "stack", "keys"] {
@@ -247,7 +246,7 @@ mod libc_fallback {
         }
     }
 
-    /// With a file size limit of zero, a write to a file raises a deadly signal. Pagemill must then publish no
+    /// Under a file size limit of zero, any write to a file raises a signal that kills. Pagemill must then publish no
     /// statistics.
     #[test]
     fn no_file_needs_to_be_written() {
@@ -261,8 +260,8 @@ mod libc_fallback {
         }
     }
 
-    /// Under a limit of the address space, a program must never grow. So it has as much address space as without
-    /// Pagemill.
+    /// Under a limit of its address space, a program must never grow, because Pagemill's arena would reserve addresses.
+    /// So the program has as much address space as without Pagemill.
     #[test]
     fn a_limited_address_space_is_not_reduced() {
         let place = TestFolder::new();
@@ -277,7 +276,7 @@ mod libc_fallback {
         }
     }
 
-    /// Under a limit, Pagemill must serve a program from its first allocation on.
+    /// Under a memory limit, Pagemill must serve a program from its first allocation on.
     #[test]
     fn a_limit_disables_the_libc_fallback() {
         let Some(end) = run(&["--limit", "1G"], "libc_fallback.c", &["1000"]) else { return };
@@ -288,7 +287,8 @@ mod libc_fallback {
 mod misuse {
     use super::*;
 
-    /// Checks that misuse is reported on standard error, with function and kind, and ends the program like `abort`.
+    /// Checks that Pagemill reports a misuse of the malloc functions on standard error, with function and kind of
+    /// misuse, and that it ends the program like `abort`.
     #[track_caller]
     fn assert_misuse_is_reported(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
         let Some(end) = run_with(options, "misuse.c", flags, &[case]) else { return };
@@ -306,7 +306,8 @@ mod misuse {
         assert_misuse_is_reported(&[], &[], "realloc-stack", &["realloc()", "invalid pointer"]);
     }
 
-    /// In a program at fixed addresses, static data is below the arena.
+    /// In a program at fixed addresses, static data is below the arena. A free of an address of that data must be
+    /// reported.
     #[test]
     fn foreign_memory_of_a_fixed_program_is_not_freed() {
         for options in [&[] as &[&str], &["--after", "0"], &["--check"]] {
@@ -358,14 +359,15 @@ mod threads {
         }
     }
 
-    /// Many steps use small sizes, which jemalloc serves.
+    /// A program makes many steps with small sizes, which jemalloc serves. Its contents must stay intact.
     #[test]
     fn small_contents_stay_intact() {
         assert_succeeds(&[], "mixed.c", &["6", "200000", "60"]);
         assert_succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
     }
 
-    /// The program requests far more than the limit allows. Calls must fail, and contents must stay intact.
+    /// The program requests far more memory than the limit allows. Allocations must fail, and contents must stay
+    /// intact.
     #[test]
     fn contents_stay_intact_at_the_limit() {
         assert_succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
@@ -462,11 +464,11 @@ mod large {
     }
 }
 
-mod lacking {
+mod missing_resources {
     use super::*;
 
-    /// With a limited address space, the arena is smaller or missing. Calls may then fail, and the program must still
-    /// end with success.
+    /// With a limited address space, the arena is smaller or missing. Allocations may then fail, but the program must
+    /// still end with success.
     #[test]
     fn a_small_address_space_suffices() {
         let place = TestFolder::new();
@@ -478,7 +480,7 @@ mod lacking {
         }
     }
 
-    /// With very little address space, a shell must still print the same results.
+    /// With very little address space, a shell must still print the same results as without Pagemill.
     #[test]
     fn a_tiny_address_space_is_survived() {
         let place = TestFolder::new();
@@ -492,7 +494,7 @@ mod lacking {
         }
     }
 
-    /// When the address space is used up, `malloc` must return null.
+    /// When the address space of a program is used up, `malloc` must return null.
     #[test]
     fn malloc_fails_when_the_address_space_is_used_up() {
         let place = TestFolder::new();
@@ -508,7 +510,7 @@ mod lacking {
         without
     }
 
-    /// Pagemill must work without `/proc`, whether it is missing for the command or only for the program.
+    /// Pagemill must work without `/proc`, whether `/proc` is missing for the command or only for the program.
     #[test]
     fn proc_is_not_needed() {
         let place = TestFolder::new();
@@ -523,7 +525,7 @@ mod lacking {
         finish(place.shell(&["--report"], &script), TIMEOUT).assert_success();
     }
 
-    /// The program must work if no file descriptor is available at its first allocation.
+    /// A program has no free file descriptor at its first allocation. The program must still work.
     #[test]
     fn no_file_descriptor_is_needed_after_the_start() {
         let place = TestFolder::new();
@@ -536,7 +538,7 @@ mod lacking {
         }
     }
 
-    /// The helper thread is disabled. All functions that do not need it must work.
+    /// The helper thread is disabled. All functions of the allocator that do not need the helper must work.
     #[test]
     fn the_helper_thread_is_not_needed() {
         let place = TestFolder::new();
@@ -546,8 +548,8 @@ mod lacking {
         finish(command, TIMEOUT).assert_success();
     }
 
-    /// If standard streams are closed, Pagemill's files must not get the streams' descriptor numbers. Otherwise output
-    /// could reach such a file.
+    /// If a program's standard streams are closed, Pagemill's files must not get the descriptor numbers of these
+    /// streams. Otherwise output of the program could reach such a file.
     #[test]
     fn closed_standard_streams_stay_closed() {
         let place = TestFolder::new();

@@ -12,17 +12,18 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Sets of options with which each program runs: none; Pagemill from the first call on; a limit with software pages of
-/// 64 KiB.
+/// Sets of options with which each program runs: no options; Pagemill serves the first call; a limit with software
+/// pages of 64 KiB.
 const OPTION_SETS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
 
-/// Makes the program use the libc fallback, which is the default outside of tests.
+/// Returns the command with the libc fallback, which is the default outside of tests.
 fn with_libc_fallback(mut command: Command) -> Command {
     command.env_remove("PAGEMILL_AFTER");
     command
 }
 
-/// Runs a program without Pagemill, and with it under each set of options. Checks that all outputs are equal.
+/// Runs a program without Pagemill, and with Pagemill under each set of options. Checks that all outputs are equal.
+/// Returns the output.
 #[track_caller]
 fn assert_same_output(place: &TestFolder, program: &str, arguments: &[&str], prepare: impl Fn(&mut Command)) -> String {
     let run = |mut command: Command| {
@@ -87,7 +88,7 @@ print(len(bytes(10**9)))
         assert_eq!(out.lines().count(), 5);
     }
 
-    /// Runs the interpreter's own tests, if they are installed. Takes about a minute.
+    /// Runs the Python interpreter's own tests, if they are installed. They take about a minute.
     #[test]
     fn the_interpreters_own_tests_pass() {
         if is_missing("python3") {
@@ -287,8 +288,8 @@ mod bash {
 mod redis {
     use super::*;
 
-    /// Fifty clients set, get and push for some ten seconds. No request may fail, and afterwards all values must be
-    /// readable.
+    /// Fifty clients send requests to a Redis server for some ten seconds. No request may fail, and afterwards all
+    /// values must be readable.
     #[test]
     fn requests_of_clients_succeed() {
         if ["redis-server", "redis-benchmark", "redis-cli"].into_iter().any(is_missing) {
@@ -385,8 +386,8 @@ mod cargo {
         }
     "#;
 
-    /// Builds a crate without dependencies, in debug and release mode. The built programs must be equal with and
-    /// without Pagemill, byte by byte.
+    /// Cargo builds a crate without dependencies, in debug and release mode. Each program that it builds must have the
+    /// same bytes with and without Pagemill.
     #[test]
     fn the_built_program_is_the_same() {
         let place = TestFolder::new();

@@ -11,15 +11,15 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Returns the report of a run as JSON. The run must succeed.
+/// Returns the JSON report of a `pagemill run`, which must succeed. `run` returns the command with the given options.
 fn report(mut run: impl FnMut(&[&str]) -> Command) -> Value {
     let end = finish(run(&["--json"]), TIMEOUT);
     end.assert_success();
-    parse(&end)
+    report_in_stderr(&end)
 }
 
-/// Returns the JSON object in the standard error of a run.
-fn parse(end: &End) -> Value {
+/// Returns the report, a JSON object, from the standard error of a run.
+fn report_in_stderr(end: &End) -> Value {
     let line = end.err.lines().find(|line| line.starts_with('{')).unwrap_or_else(|| panic!("no report: {}", end.err));
     serde_json::from_str(line).unwrap()
 }
@@ -86,8 +86,8 @@ mod status {
         place.assert_no_files_left();
     }
 
-    /// Variables must have the effect of options. An empty variable must have no effect. The error must name an invalid
-    /// variable.
+    /// Environment variables must have the same effect as the options. An empty variable must have no effect. For an
+    /// invalid value, the error must name the variable.
     #[test]
     fn variables_are_read_like_options() {
         let place = TestFolder::new();
@@ -151,8 +151,8 @@ mod status {
         place.assert_no_files_left();
     }
 
-    /// A program of the tree sets a variable to an invalid value. The value must be ignored, and no process may report
-    /// it.
+    /// A program of the process tree sets a Pagemill variable to an invalid value. The value must be ignored, and no
+    /// process may report it.
     #[test]
     fn invalid_variables_in_a_tree_are_not_reported() {
         let place = TestFolder::new();
@@ -161,7 +161,7 @@ mod status {
         assert_eq!((end.code(), end.err.as_str()), (0, ""));
     }
 
-    /// A misspelt option must not be run as the program.
+    /// A misspelt option must be reported, and must not be run as the program.
     #[test]
     fn an_unknown_option_is_a_usage_error() {
         let place = TestFolder::new();
@@ -171,7 +171,8 @@ mod status {
         }
     }
 
-    /// If the experiments are not built, the command must show their names and the command that builds them.
+    /// If the experiments of `pagemill bench` are not built, the command must show their names and the command that
+    /// builds them.
     #[test]
     fn experiments_are_listed_without_being_built() {
         let place = TestFolder::new();
@@ -202,7 +203,7 @@ mod status {
 mod streams {
     use super::*;
 
-    /// Closed streams must stay closed: a program that fails to write without Pagemill must also fail with it.
+    /// Closed standard streams must stay closed: a program that fails to write without Pagemill must also fail with it.
     #[test]
     fn closed_streams_stay_closed() {
         let place = TestFolder::new();
@@ -245,8 +246,8 @@ mod streams {
 mod signals {
     use super::*;
 
-    /// Checks that the program receives a signal. The program is a shell that prints a line when it is ready, and
-    /// another line at the signal.
+    /// Checks that a signal to `pagemill run` reaches its program. The program is a shell that prints a line when it is
+    /// ready, and another line when the signal arrives.
     fn assert_signal_reaches_the_program(name: &str) {
         let place = TestFolder::new();
         let script = format!("trap 'echo got {name}; exit 9' {name}; echo ready; while :; do sleep 0.05; done");
@@ -329,8 +330,8 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// Processes that end without exit handlers, by `_exit` or by a signal, must also be reported. (A slot of 2 MiB or
-    /// more is charged when it is measured. A slot that is touched just before the end may therefore be missing.)
+    /// Processes that end without exit handlers, by `_exit` or by a signal, must also be reported. A slot of 2 MiB or
+    /// more is charged when it is measured. So a slot that is touched just before the end may be missing.
     #[test]
     fn memory_is_reported_however_a_process_ends() {
         let place = TestFolder::new();
@@ -341,7 +342,7 @@ mod reports {
                 command.args(["100", piece_kib, how]);
                 let end = finish(command, TIMEOUT);
                 assert_eq!(end.code(), status);
-                let report = parse(&end);
+                let report = report_in_stderr(&end);
                 assert_adds_up(&report);
                 let peak = bytes(&report, "peak_bytes");
                 assert!((98 * MIB..125 * MIB).contains(&peak), "{how}, {piece_kib} KiB: {report}");
@@ -349,7 +350,8 @@ mod reports {
         }
     }
 
-    /// Memory that was live at the peak must not count as giveable at the peak, although it was freed later.
+    /// Memory that is live at the peak and freed later must not count as memory that could have been returned at the
+    /// peak.
     #[test]
     fn live_memory_at_the_peak_is_not_giveable() {
         let place = TestFolder::new();
@@ -416,7 +418,7 @@ mod reports {
     fn a_killed_program_is_reported_too() {
         let place = TestFolder::new();
         let end = finish(place.shell(&["--json"], "kill -s KILL $$"), TIMEOUT);
-        let report = parse(&end);
+        let report = report_in_stderr(&end);
         assert_eq!((bytes(&report, "status"), bytes(&report, "signal")), (137, 9));
         assert_adds_up(&report);
     }
@@ -436,7 +438,8 @@ mod reports {
         assert!(end.err.contains("no/such/folder/report"), "{}", end.err);
     }
 
-    /// A run is started inside a run, each with a report. Both must succeed, and each must report its own tree.
+    /// A `pagemill run` with a report starts another `pagemill run` with a report. Both must succeed, and each must
+    /// report its own process tree.
     #[test]
     fn nested_runs_report_their_own_trees() {
         let place = TestFolder::new();
@@ -455,7 +458,7 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// An inner run may request a higher limit than the outer run. The outer limit must still apply.
+    /// An inner `run` requests a higher limit than the outer `run` has. The outer limit must still apply.
     #[test]
     fn an_inner_run_cannot_raise_the_outer_limit() {
         let place = TestFolder::new();
@@ -465,7 +468,8 @@ mod reports {
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
     }
 
-    /// An inner run without a limit and a report must join the outer tree, and the outer report must count its memory.
+    /// An inner `run` without a limit and without a report must join the outer process tree. The outer report must
+    /// count the memory of its program.
     #[test]
     fn a_plain_inner_run_joins_the_outer_tree() {
         let place = TestFolder::new();
@@ -479,8 +483,8 @@ mod reports {
         place.assert_no_files_left();
     }
 
-    /// If the report's file cannot be created, the program must not be started. If the file cannot be written at the
-    /// end, the status must still be that of the program.
+    /// If the file for the report cannot be created, the program must not be started. If the file cannot be written at
+    /// the end, the exit status must still be that of the program.
     #[test]
     fn the_report_file_is_opened_before_the_start() {
         let place = TestFolder::new();
@@ -491,7 +495,7 @@ mod reports {
         assert!(end.err.contains("cannot be written"), "{}", end.err);
     }
 
-    /// Small processes must be counted, although they publish no statistics.
+    /// Small processes must be counted in the report, although they publish no statistics.
     #[test]
     fn small_processes_are_counted() {
         let place = TestFolder::new();
@@ -602,8 +606,8 @@ mod obstacles {
         assert!(end.out.starts_with(place.path("runtime").to_str().unwrap()), "{}", end.out);
     }
 
-    /// If no folder has room for the library, the message must name every folder, the status must be 126, and no
-    /// partial file may remain.
+    /// If no folder has room for the preload library, the message must name every folder that was tried, the exit
+    /// status must be 126, and no partial file may remain.
     #[test]
     fn missing_room_for_the_library_is_explained() {
         let place = TestFolder::in_target_folder();
@@ -633,7 +637,7 @@ mod obstacles {
         }
     }
 
-    /// If `XDG_RUNTIME_DIR` does not exist, the published files must be in another folder.
+    /// If the folder that `XDG_RUNTIME_DIR` names does not exist, the published files must be in another folder.
     #[test]
     fn the_runtime_folder_may_be_missing() {
         let place = TestFolder::new();
@@ -677,8 +681,8 @@ mod limits {
     }
 
     /// Threads allocate random sizes, in total far more than the limit allows. Resident memory may exceed the limit by
-    /// two of the largest allocations for each thread: `realloc` uses two at a time, and each can be admitted untouched
-    /// while there is room.
+    /// two of the largest allocations for each thread: `realloc` needs two at a time, and both can be admitted before
+    /// they are touched.
     #[test]
     fn the_peak_stays_near_the_limit() {
         let place = TestFolder::new();
@@ -742,12 +746,12 @@ mod limits {
     }
 
     #[test]
-    fn more_processes_than_places_in_the_tree_page_work() {
+    fn more_processes_than_entries_of_the_tree_page_work() {
         assert_succeeds("4G", "crowd.c", &["1100"]);
     }
 
-    /// The command and its program are killed while another process of the tree still runs. After that process has
-    /// ended, the next command must remove the tree's files.
+    /// The command and its program are killed while another process of the process tree is still running. After that
+    /// process has ended, the next command must remove the files of the tree.
     #[test]
     fn the_next_command_removes_files_of_a_killed_one() {
         let place = TestFolder::new();

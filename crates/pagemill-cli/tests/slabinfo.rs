@@ -4,8 +4,9 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::slab_program::{
-    self, CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN, COUNT, KEPT, NAMES, as_program, assert_refused, cache,
-    cache_names, list, number, printed_numbers, requests, show, slabinfo, start,
+    self, CACHE_NAMES, CONTROL_CHARACTER_NAME, CONTROL_CHARACTER_NAME_SHOWN, INSERTED_OBJECTS, KEPT_OBJECTS,
+    as_program, assert_refused, cache, cache_names, list, number, printed_numbers, request_files, show, slabinfo,
+    start,
 };
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
 use pagemill_core::listing;
@@ -29,15 +30,15 @@ fn program() {
     slab_program::run();
 }
 
-/// Caches must be listed with the values that their program reads from the library. Movable caches must come first, and
-/// sums must be correct. Control characters in names must be replaced.
+/// `slabinfo` must list the slab caches of a program with the values that the program reads from the library. Movable
+/// caches must come first, and sums must be correct. Control characters in names must be replaced.
 #[test]
 fn caches_are_listed() {
     let place = TestFolder::new();
     let holder = start(&place);
     let info = list(&place, &holder, &[]);
     assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN]);
-    for name in NAMES {
+    for name in CACHE_NAMES {
         let (row, printed) = (cache(&info, name), printed_numbers(&holder, name));
         let shown = ["objects", "slabs", "partial", "resident_bytes", "defrag_used_ratio", "remote_node_defrag_ratio"];
         assert_eq!(shown.map(|column| number(row, column)), printed, "{row}");
@@ -53,16 +54,16 @@ fn caches_are_listed() {
         assert_eq!(number(&info["totals"], name), sum(name), "{name}");
     }
     let nodes = cache(&info, "nodes");
-    assert_eq!((number(nodes, "objects"), number(nodes, "in_use_bytes")), (KEPT, KEPT * 192));
+    assert_eq!((number(nodes, "objects"), number(nodes, "in_use_bytes")), (KEPT_OBJECTS, KEPT_OBJECTS * 192));
     assert_eq!(number(cache(&info, "boxes"), "objects"), 100);
-    assert!(number(cache(&info, "entries"), "handle_bytes") >= COUNT * 8);
+    assert!(number(cache(&info, "entries"), "handle_bytes") >= INSERTED_OBJECTS * 8);
 
     let text = show(&place, &holder, &[]);
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
     assert_eq!(lines[1].join(" "), "NAME OBJECTS OBJSIZE SPACE SLABS/PART/EMPTY O/S O %FR %EF FLG");
     let entries = printed_numbers(&holder, "entries")[0];
     let starts = [2, 3].map(|row: usize| lines[row][..3].join(" "));
-    assert_eq!(starts, [format!("entries {entries} 192"), format!("nodes {KEPT} 192")]);
+    assert_eq!(starts, [format!("entries {entries} 192"), format!("nodes {KEPT_OBJECTS} 192")]);
     let flags = |row: &str| text.lines().find(|line| line.trim_start().starts_with(row)).unwrap().trim_end().to_owned();
     assert!(
         flags("entries").ends_with(" M") && flags("nodes").ends_with(" MC") && flags("boxes").ends_with(" D"),
@@ -70,7 +71,7 @@ fn caches_are_listed() {
     );
     assert!(text.contains(&format!("  {CONTROL_CHARACTER_NAME_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
     assert!(
-        lines[lines.len() - 2].join(" ").starts_with(&format!("4 caches: {} objects, ", entries + KEPT + 100)),
+        lines[lines.len() - 2].join(" ").starts_with(&format!("4 caches: {} objects, ", entries + KEPT_OBJECTS + 100)),
         "{text}"
     );
 
@@ -83,7 +84,8 @@ fn caches_are_listed() {
     place.assert_no_files_left();
 }
 
-/// A report must show one cache. The cache must be found by its real name and by its displayed name.
+/// `slabinfo -r NAME` must show the details of one cache. The cache must be found by its real name and by its displayed
+/// name.
 #[test]
 fn a_cache_is_reported() {
     let place = TestFolder::new();
@@ -108,8 +110,8 @@ fn a_cache_is_reported() {
     holder.end();
 }
 
-/// Tables of caches with usual names must fit 80 columns. Names must be truncated on a narrower terminal, but not in a
-/// pipe. `-v` must show exact numbers.
+/// Tables of caches with usual names must fit into 80 columns. Names must be truncated on a narrower terminal, but not
+/// in a pipe. `-v` must show exact numbers.
 #[test]
 fn tables_fit_the_terminal() {
     let place = TestFolder::new();
@@ -140,8 +142,8 @@ fn tables_fit_the_terminal() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Shrinking a cache by name must return only the slabs of that cache. Without a name, all caches must be shrunk. No
-/// object may be lost.
+/// Shrinking a cache by name must return only the empty slabs of that cache. Without a name, all caches must be shrunk.
+/// No object may be lost.
 #[test]
 fn caches_are_shrunk() {
     let place = TestFolder::new();
@@ -150,11 +152,12 @@ fn caches_are_shrunk() {
     let shrunk = list(&place, &holder, &["--shrink=nodes"]);
     holder.next();
     let [row] = &shrunk["shrunk"].as_array().unwrap()[..] else { panic!("{shrunk}") };
-    let at = |numbers: &[u64], name: &str| numbers[1 + 6 * NAMES.iter().position(|known| *known == name).unwrap() + 1];
+    let at =
+        |numbers: &[u64], name: &str| numbers[1 + 6 * CACHE_NAMES.iter().position(|known| *known == name).unwrap() + 1];
     let (slabs_before, slabs) = (at(&before, "nodes"), at(&holder.numbers, "nodes"));
     assert_eq!((number(row, "slabs_before"), number(row, "slabs"), &row["error"]), (slabs_before, slabs, &Value::Null));
     assert!(slabs <= slabs_before / 5, "{shrunk}");
-    assert!(number(row, "moved") > KEPT / 2 && number(row, "freed_bytes") > 0, "{shrunk}");
+    assert!(number(row, "moved") > KEPT_OBJECTS / 2 && number(row, "freed_bytes") > 0, "{shrunk}");
     assert_eq!(number(row, "resident_bytes"), printed_numbers(&holder, "nodes")[3]);
     assert_eq!(number(&shrunk["totals"], "freed_bytes"), number(row, "freed_bytes"));
     assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "no command shrank this cache");
@@ -162,7 +165,7 @@ fn caches_are_shrunk() {
     let text = show(&place, &holder, &["-s"]);
     holder.next();
     assert!(printed_numbers(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
-    assert_eq!((text.lines().count(), printed_numbers(&holder, "entries")[0]), (7, KEPT), "{text}");
+    assert_eq!((text.lines().count(), printed_numbers(&holder, "entries")[0]), (7, KEPT_OBJECTS), "{text}");
     assert!(text.lines().last().unwrap().ends_with(" returned"), "{text}");
     let again = list(&place, &holder, &["-s", "-C"]);
     assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only caches with a constructor");
@@ -174,7 +177,7 @@ fn caches_are_shrunk() {
     place.assert_no_files_left();
 }
 
-/// Sends a command to a process without `pagemill slabinfo`.
+/// Sends a command for a slab cache to a process, as `pagemill slabinfo` does.
 fn send_command(figures: &FigurePath, identity: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
     listing::command(figures, identity, ControlCommand::Slab { action, cache }, || false)
 }
@@ -184,7 +187,7 @@ fn figures_of(place: &TestFolder, identity: Identity) -> FigurePath {
     published::file_of(place.path("runtime/pagemill").to_str().unwrap(), identity).unwrap()
 }
 
-/// It must be possible to set the ratios of a running program. The command and the process must both refuse invalid
+/// The options must set the ratios of a running program's caches. The command and the process must both refuse invalid
 /// ratios.
 #[test]
 fn ratios_are_set() {
@@ -230,7 +233,7 @@ fn ratios_are_set() {
 }
 
 /// A shrink that takes longer than the command waits must continue in the process. The process must answer other
-/// requests meanwhile. The result of the shrink must be the same.
+/// requests meanwhile. The result of the shrink must be the same as without the wait.
 #[test]
 fn a_long_shrink_continues_after_the_command() {
     let place = TestFolder::new();
@@ -259,8 +262,8 @@ fn a_long_shrink_continues_after_the_command() {
     place.assert_no_files_left();
 }
 
-/// A callback holds the lock of a node. That node must be left out of the list, with a message, and the others must be
-/// shown.
+/// A callback of a cache holds the lock of a memory node. That node must be omitted from the list, with a message, and
+/// the other nodes must be shown.
 #[test]
 fn locked_nodes_are_left_out() {
     let place = TestFolder::new();
@@ -271,7 +274,7 @@ fn locked_nodes_are_left_out() {
     assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), TIMEOUT).code(), 1);
     let info = list(&place, &holder, &[]);
     assert_eq!(
-        NAMES.map(|name| &cache(&info, name)["in_part"]),
+        CACHE_NAMES.map(|name| &cache(&info, name)["in_part"]),
         [false, true, false, false].map(Value::from).each_ref()
     );
     let entries = printed_numbers(&holder, "entries")[0];
@@ -287,8 +290,9 @@ fn locked_nodes_are_left_out() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A callback panics. The panic must take one slab out of use and must not end the process. `slabinfo` must show that.
-/// It must also show that background defragmentation skips the cache until its ratio is set or it is shrunk.
+/// A callback of a cache panics. The panic must take one slab out of use and must not end the process. `slabinfo` must
+/// show the lost slab. It must also show that background defragmentation skips the cache until its ratio is set or the
+/// cache is shrunk.
 #[test]
 fn panics_of_callbacks_are_shown() {
     let place = TestFolder::new();
@@ -332,14 +336,14 @@ fn panics_of_callbacks_are_shown() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A program that uses the crate and also has the preload library contains two Pagemill instances. The files that they
-/// publish are in the folder of a process tree. The command must send requests to the instance with the caches.
+/// A program that uses the crate and also has the preload library contains two Pagemill instances. The published files
+/// of both are in the folder of a process tree. The command must send its requests to the instance that has the caches.
 #[test]
 fn caches_of_a_preloaded_program_are_shrunk() {
     let place = TestFolder::new();
     let mut holder =
         ObservedProgram::start(as_program(&place, place.pagemill_run(&[], std::env::current_exe().unwrap())));
-    assert_eq!(cache_names(&list(&place, &holder, &[])), NAMES);
+    assert_eq!(cache_names(&list(&place, &holder, &[])), CACHE_NAMES);
     let all = finish(slabinfo(&place, &["-M"]), TIMEOUT);
     assert_eq!(all.out, show(&place, &holder, &["-M"]), "the process is found without its id");
     let slabs = printed_numbers(&holder, "nodes")[1];
@@ -349,7 +353,8 @@ fn caches_of_a_preloaded_program_are_shrunk() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A child that is forked during a command must list and shrink its own caches, but none of its parent's.
+/// A process forks a child while it executes a command from `slabinfo`. The child must list and shrink its own caches,
+/// but no cache of its parent.
 #[test]
 fn a_child_answers_for_itself() {
     let place = TestFolder::new();
@@ -393,12 +398,12 @@ fn concurrent_requests_are_answered() {
             });
         }
     });
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
     assert_eq!(holder.end(), [1]);
 }
 
-/// The error must say whether a process is stopped, publishes no statistics, or ended during the request. A process
-/// without slab caches must get no request.
+/// The error message must say whether a process is stopped, publishes no statistics, or ended during the request. A
+/// process without slab caches must get no request.
 #[test]
 fn errors_say_why_there_is_no_list() {
     let place = TestFolder::new();
@@ -426,18 +431,18 @@ fn errors_say_why_there_is_no_list() {
     assert_refused(&finish(slabinfo(&place, &[&pid]), TIMEOUT), "does not answer within 2 s");
     let end = thread::scope(|scope| {
         let asking = scope.spawn(|| finish(slabinfo(&place, &[&pid]), TIMEOUT));
-        while requests(&place).is_empty() {
+        while request_files(&place).is_empty() {
             thread::sleep(Duration::from_millis(1));
         }
         assert!(shell(&format!("kill -s KILL {pid}")).success());
         asking.join().unwrap()
     });
     assert_refused(&end, "it has ended");
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
 }
 
-/// All requests must be sent before the command waits for the first answer, so that two stopped processes delay it no
-/// longer than one. The two stopped processes must be reported, and a running one must be listed.
+/// All requests must be sent before the command waits for the first answer, so that two stopped processes delay the
+/// command no longer than one. The two stopped processes must be reported, and a running process must be listed.
 #[test]
 fn stopped_processes_do_not_delay_others() {
     let place = TestFolder::new();
@@ -452,7 +457,7 @@ fn stopped_processes_do_not_delay_others() {
     let titles: Vec<&str> = end.out.lines().filter(|line| !line.starts_with(' ')).collect();
     let listed = titles.iter().all(|title| title.starts_with(&format!("{} ", holders[1].pid())));
     assert!(titles.len() == 1 && listed, "{}", end.out);
-    assert_eq!((end.err.lines().count(), requests(&place)), (2, Vec::new()), "{}", end.err);
+    assert_eq!((end.err.lines().count(), request_files(&place)), (2, Vec::new()), "{}", end.err);
 
     let identities = stopped.map(|holder| process::identity(holder.pid()).unwrap());
     let figures = identities.map(|identity| figures_of(&place, identity));
@@ -460,18 +465,18 @@ fn stopped_processes_do_not_delay_others() {
     let asked = Cell::new(0);
     // Counts the requests that exist when the wait begins.
     let should_stop = || {
-        asked.set(requests(&place).len());
+        asked.set(request_files(&place).len());
         true
     };
     let told = pagemill_slab::ask_for_slabs(&targets, should_stop);
     assert!(told.iter().all(|told| matches!(told, Err(Unanswered::Stopped))), "{told:?}");
-    assert_eq!((asked.get(), told.len(), requests(&place)), (2, 2, Vec::new()));
+    assert_eq!((asked.get(), told.len(), request_files(&place)), (2, 2, Vec::new()));
     stopped.iter().for_each(|holder| holder.continue_process());
     holders.into_iter().for_each(|holder| assert_eq!(holder.end(), [1]));
 }
 
-/// Another user must be able neither to list nor to shrink the caches, by the command or by a request in the process's
-/// folder. Root must be able to shrink them with the identity of the process's user.
+/// Another user must be able neither to list nor to shrink the caches of a process, by the command or by a request file
+/// in the process's folder. Root must be able to shrink the caches when it acts as the user of the process.
 #[test]
 fn other_users_are_refused() {
     if !is_root() || is_missing("setpriv") {
@@ -503,10 +508,10 @@ fn other_users_are_refused() {
         holder.stop();
         let outcome = thread::scope(|scope| {
             let asking = scope.spawn(|| send_command(&figures, identity, Action::SetUsedRatio(77), 1));
-            while requests(&place).is_empty() {
+            while request_files(&place).is_empty() {
                 thread::sleep(Duration::from_millis(1));
             }
-            change(&requests(&place)[0]);
+            change(&request_files(&place)[0]);
             holder.continue_process();
             asking.join().unwrap()
         });
@@ -543,7 +548,7 @@ fn other_users_are_refused() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Writes a forged published file, by which a process seems to have slab caches.
+/// Writes a forged published file. According to that file, the process has slab caches.
 fn forge_figures(place: &TestFolder, identity: Identity) {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -559,7 +564,8 @@ fn forge_figures(place: &TestFolder, identity: Identity) {
     fs::write(figures_of(place, identity).as_str(), page).unwrap();
 }
 
-/// The command must not trust answers that another process may have written. The test writes such answers itself.
+/// The command must not trust the contents of answers, because another process may have written them. The test writes
+/// invalid answers itself.
 #[test]
 fn invalid_answers_are_refused() {
     let place = TestFolder::new();
@@ -590,10 +596,10 @@ fn invalid_answers_are_refused() {
         forge_figures(&place, identity);
         let told = thread::scope(|scope| {
             let asking = scope.spawn(ask);
-            while requests(&place).is_empty() && !asking.is_finished() {
+            while request_files(&place).is_empty() && !asking.is_finished() {
                 thread::sleep(Duration::from_millis(1));
             }
-            if let Some(path) = requests(&place).first() {
+            if let Some(path) = request_files(&place).first() {
                 // The file is opened without `create`, since the command may have removed it. The loop waits because a
                 // request is complete only some time after its file was created.
                 while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
@@ -602,7 +608,7 @@ fn invalid_answers_are_refused() {
             }
             asking.join().unwrap()
         });
-        assert_eq!(requests(&place), Vec::<PathBuf>::new());
+        assert_eq!(request_files(&place), Vec::<PathBuf>::new());
         told
     };
     for (answer, words) in &answers {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::slab_program::{self, assert_refused, printed_numbers, requests, show, slabinfo, start};
+use common::slab_program::{self, assert_refused, printed_numbers, request_files, show, slabinfo, start};
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish};
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -17,8 +17,8 @@ fn program() {
     slab_program::run();
 }
 
-/// The output must have the results of the caches that were shrunk in time. It must have no result for a shrink that
-/// continues or was not begun.
+/// Several caches are shrunk. The output must have the results of the caches that were shrunk in time. It must have no
+/// result for a shrink that is still running or was not started.
 #[test]
 fn unfinished_shrinks_have_no_result() {
     let place = TestFolder::new();
@@ -43,8 +43,7 @@ fn unfinished_shrinks_have_no_result() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Errors about an unknown cache name, or about a cache name in the place of a process id, must show the right command
-/// line.
+/// Errors about an unknown cache name, or about a cache name instead of a process id, must show the right command line.
 #[test]
 fn errors_show_the_right_command_line() {
     let place = TestFolder::new();
@@ -75,8 +74,8 @@ fn errors_show_the_right_command_line() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A signal must end a waiting command like any other program, so that a shell or service manager gets the usual
-/// status. No request may be left behind.
+/// A signal must end a waiting command like any other program, so that a shell or service manager gets the usual exit
+/// status. No request file may be left behind.
 #[test]
 fn a_signal_ends_a_waiting_command() {
     let place = TestFolder::new();
@@ -90,7 +89,7 @@ fn a_signal_ends_a_waiting_command() {
             let mut command = place.command(PAGEMILL);
             command.args(options).stdout(Stdio::null()).stderr(Stdio::null());
             let mut asking = Guard::new(command);
-            let has_asked = || !requests(&place).is_empty();
+            let has_asked = || !request_files(&place).is_empty();
             while options[0] == "slabinfo" && !has_asked() {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -99,15 +98,15 @@ fn a_signal_ends_a_waiting_command() {
             }
             asking.signal(name);
             assert_eq!(asking.wait(TIMEOUT).signal(), Some(signal), "{options:?}");
-            assert_eq!(requests(&place), Vec::<PathBuf>::new());
+            assert_eq!(request_files(&place), Vec::<PathBuf>::new());
         }
     }
     holder.continue_process();
     assert_eq!(holder.end(), [1]);
 }
 
-/// The help must explain each column of the table and each letter of the column `FLG`, and have an example command line.
-/// No line may be longer than 100 characters.
+/// The help text must explain each column of the table and each letter of the column `FLG`, and have an example of a
+/// command line. No line may be longer than 100 characters.
 #[test]
 fn help_explains_columns_and_flags() {
     let place = TestFolder::new();

@@ -14,8 +14,8 @@ fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/foreign").join(name)
 }
 
-/// Access to a purged page must raise `SIGBUS`. All other faults must raise their usual signal, no matter how and when
-/// handlers are installed.
+/// Access to a purged page of a strict range must raise `SIGBUS`. All other faults must raise their usual signal, no
+/// matter how and when the program installs handlers.
 #[test]
 fn handlers_receive_their_own_signals() {
     let place = TestFolder::new();
@@ -27,7 +27,7 @@ fn handlers_receive_their_own_signals() {
     }
 }
 
-/// Without a handler, a program must end by the same signal as without Pagemill.
+/// A program without a signal handler must end by the same signal as without Pagemill.
 #[test]
 fn programs_end_by_the_right_signal() {
     let place = TestFolder::new();
@@ -52,7 +52,8 @@ fn programs_end_by_the_right_signal() {
     }
 }
 
-/// The first process of a PID namespace ignores signals that it sends to itself, but its own faults must end it.
+/// The first process of a PID namespace ignores signals that it sends to itself. Nevertheless its own faults must end
+/// it.
 #[test]
 fn the_first_process_of_a_namespace_ends_by_its_faults() {
     let place = TestFolder::new();
@@ -70,7 +71,8 @@ fn the_first_process_of_a_namespace_ends_by_its_faults() {
     assert!([128 + SIGBUS, 128 + SIGSEGV].contains(&end.code()), "{:?} {}", end.status, end.err);
 }
 
-/// If a program is compiled accordingly, its C++ signal handler must be able to throw an exception out of a fault.
+/// A C++ program is compiled so that its signal handlers may throw exceptions. A handler must be able to throw an
+/// exception out of a fault.
 #[test]
 fn handlers_may_throw() {
     let place = TestFolder::new();
@@ -78,8 +80,8 @@ fn handlers_may_throw() {
     finish(place.pagemill_run(&[], &program), TIMEOUT).assert_success();
 }
 
-/// Returns `pagemill run` of a program with a preloaded library. The library purges pages before the program starts,
-/// and accesses them at the program's end.
+/// Returns the command `pagemill run` for a program, with a second preloaded library. That library purges pages of
+/// strict ranges before the program starts, and accesses them at the program's end.
 fn with_purged_pages(place: &TestFolder, program: &Path, arguments: &[&str]) -> Option<Command> {
     let library = place.compile("strict_first.c", &["-shared", "-fPIC"])?;
     let mut command = place.pagemill_run(&[], program);
@@ -87,7 +89,7 @@ fn with_purged_pages(place: &TestFolder, program: &Path, arguments: &[&str]) -> 
     Some(command)
 }
 
-/// A Java program must still handle its null references and stack overflows.
+/// Under Pagemill, a Java program must still handle its null references and stack overflows.
 #[test]
 fn java_handles_its_faults() {
     let place = TestFolder::new();
@@ -106,7 +108,7 @@ fn java_handles_its_faults() {
     assert!(end.err.contains("looked once more"), "{}", end.err);
 }
 
-/// A Go program with cgo must still handle nil references, on several threads.
+/// Under Pagemill, a Go program with cgo must still handle its nil references, on several threads.
 #[test]
 fn go_handles_its_faults() {
     let place = TestFolder::new();
@@ -127,7 +129,7 @@ fn go_handles_its_faults() {
     assert_eq!(end.out, format!("[1000 1000 1000 1000] {SIGBUS}\n"));
 }
 
-/// Rust must still detect and report a stack overflow.
+/// Under Pagemill, a Rust program must still detect and report a stack overflow.
 #[test]
 fn rust_reports_stack_overflows() {
     let place = TestFolder::new();

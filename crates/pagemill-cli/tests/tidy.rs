@@ -10,21 +10,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Maximum number of lines of a file.
+/// Maximum number of lines of a source file.
 const MAX_FILE_LINES: usize = 800;
 
-/// Maximum number of lines of a function. A longer function causes a warning.
+/// Number of lines of a function above which the test prints a warning.
 const LONG_FN_LINES: usize = 70;
-/// A function with more lines makes the test fail.
+/// Number of lines of a function above which the test fails.
 const MAX_FN_LINES: usize = 100;
 
-/// The crates of the library, from bottom to top. Cargo enforces their order. `pagemill`, which is not in the list,
-/// re-exports them.
-const LIBRARY: &[&str] = &["core", "heap", "volatile", "xarray", "store", "slab", "cache"];
+/// The crates of the library, from the lowest to the highest layer, without the prefix `pagemill-`. Cargo enforces
+/// their order. `pagemill`, which is not in the list, re-exports their public items.
+const LIBRARY_CRATES: &[&str] = &["core", "heap", "volatile", "xarray", "store", "slab", "cache"];
 
-/// Modules of `crates/pagemill-core/src` and their layers. The code of a module may name the module itself and modules
-/// of lower layers.
-const LAYERS: &[(&str, usize)] = &[
+/// Modules of `crates/pagemill-core/src`, each with its layer. The code of a module may name the module itself and
+/// modules of lower layers.
+const CORE_LAYERS: &[(&str, usize)] = &[
     ("units", 0),
     ("error", 1),
     ("trace", 2),
@@ -39,14 +39,15 @@ const LAYERS: &[(&str, usize)] = &[
     ("instance", 8),
 ];
 
-/// Exceptions from the layers. Each is a module, another module that it may name although the layers forbid that, and
-/// the reason.
-const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events is on the page of the counters")];
+/// Exceptions from the layers of the core. Each has a module, another module that it may name although the layers
+/// forbid it, and the reason.
+const LAYER_EXCEPTIONS: &[(&str, &str, &str)] =
+    &[("trace", "stats", "the ring of events is on the page of the counters")];
 
-/// Pronouns for people, which CONVENTIONS.md rejects: the thread, the caller or the function is named instead.
+/// Pronouns for people, which CONVENTIONS.md rejects. A comment names the thread, the caller or the function instead.
 const PERSON_PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
 
-/// Maximum number of [`PERSON_PRONOUNS`] in all comments and Markdown files. CONVENTIONS.md quotes some.
+/// Maximum number of [`PERSON_PRONOUNS`] in all comments and Markdown files together. CONVENTIONS.md quotes some.
 const MAX_PERSON_PRONOUNS: usize = 5;
 
 /// Files that may contain retired terms.
@@ -63,18 +64,19 @@ const RETIRED_ALLOWED: &[&str] = &[
     "crates/pagemill-cache/src/mapping/registered.rs",
 ];
 
-/// Identifiers that may contain a retired term, because they are part of an interface: the name of a counter.
+/// Identifiers that may contain a retired term, because they are part of an interface. The only one is the name of a
+/// counter.
 const RETIRED_NAMES: &[&str] = &["books_mended", "BooksMended"];
 
 const GLOSSARY: &str = "docs/glossary.md";
 
 const ALLOW_UNSAFE: &str = "#![allow(unsafe_code)]";
 
-fn root() -> PathBuf {
+fn workspace_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// A file of the workspace: its path from the root, and its text.
+/// A file of the workspace: its path, relative to the root of the workspace, and its text.
 struct File {
     path: String,
     text: String,
@@ -89,16 +91,16 @@ impl File {
         self.path.starts_with("crates/")
     }
 
-    /// Returns whether the file is part of a product. Integration tests are not.
+    /// Returns whether the file is part of a product, which integration tests are not.
     fn is_product(&self) -> bool {
         self.is_rust() && self.is_in_crates() && !self.path.contains("/tests/")
     }
 
-    /// Returns whether the file belongs to a crate of the library and is in the folder `inside` of that crate.
+    /// Returns whether the file belongs to a crate of the library, and to the folder `inside` of that crate.
     fn is_in_library(&self, inside: &str) -> bool {
         let Some(rest) = self.path.strip_prefix("crates/pagemill") else { return false };
         let name = rest.split('/').next().unwrap_or("");
-        let is_crate = name.is_empty() || name.strip_prefix('-').is_some_and(|name| LIBRARY.contains(&name));
+        let is_crate = name.is_empty() || name.strip_prefix('-').is_some_and(|name| LIBRARY_CRATES.contains(&name));
         is_crate && rest[name.len()..].starts_with(inside)
     }
 
@@ -106,8 +108,8 @@ impl File {
         blank_comments_and_strings(&self.text)
     }
 
-    /// Returns the text that is written for readers: the whole text of a Markdown file, or the comments of a Rust file
-    /// without code examples.
+    /// Returns the text that is written for readers: all text of a Markdown file, or the comments of a Rust file
+    /// without their code examples.
     fn prose(&self) -> String {
         if self.path.ends_with(".md") {
             self.text.clone()
@@ -121,7 +123,7 @@ impl File {
 
 /// Returns the files of the repository that git does not ignore. Without git, returns all files except build output.
 fn files() -> Vec<File> {
-    let root = root();
+    let root = workspace_root();
     let listed = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])
         .current_dir(&root)
@@ -150,29 +152,29 @@ fn walk(root: &Path, below: &str) -> Vec<String> {
     paths
 }
 
-/// The kinds of text in a source file.
+/// The kinds of text in a Rust source file.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum TextKind {
     Code,
     Comment,
-    /// A string or a character.
+    /// A string or character literal.
     Literal,
 }
 
-/// Replaces comments, strings and characters by spaces, and keeps newlines.
+/// Replaces comments, strings and characters by spaces. Keeps newlines, so that line numbers stay the same.
 fn blank_comments_and_strings(text: &str) -> String {
-    blank_all_but(Part::Code, text)
+    blank_all_but(TextKind::Code, text)
 }
 
-/// Replaces all text of other kinds than `kept` by spaces, and keeps newlines.
-fn blank_all_but(kept: Part, text: &str) -> String {
+/// Replaces all text except that of the kind `kept` by spaces. Keeps newlines.
+fn blank_all_but(kept: TextKind, text: &str) -> String {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
         let before = &text[..text.len() - rest.len()];
-        let comment = len_of_comment(rest).map(|len| (Part::Comment, len));
-        let literal = || len_of_literal(rest, before).map(|len| (Part::Literal, len));
-        let (part, len) = comment.or_else(literal).unwrap_or((Part::Code, first.len_utf8()));
+        let comment = len_of_comment(rest).map(|len| (TextKind::Comment, len));
+        let literal = || len_of_literal(rest, before).map(|len| (TextKind::Literal, len));
+        let (part, len) = comment.or_else(literal).unwrap_or((TextKind::Code, first.len_utf8()));
         let (piece, after) = rest.split_at(len);
         if part == kept {
             result.push_str(piece);
@@ -184,9 +186,9 @@ fn blank_all_but(kept: Part, text: &str) -> String {
     result
 }
 
-/// Returns the comments of a source file, without the code blocks of its documentation.
+/// Returns the comments of a Rust source file, without the code blocks of its documentation.
 fn comments_without_code(text: &str) -> String {
-    let comments = blank_all_but(Part::Comment, text);
+    let comments = blank_all_but(TextKind::Comment, text);
     let mut is_code = false;
     let is_prose = |line: &&str| {
         is_code ^= line.trim_start().trim_start_matches(['/', '!']).trim_start().starts_with("```");
@@ -210,7 +212,7 @@ fn len_of_comment(rest: &str) -> Option<usize> {
 }
 
 /// Returns the length of the string or character literal at the start of `rest`; `None` if `rest` starts with other
-/// text. `before` is the text before `rest`.
+/// text. `before` is the text that precedes `rest`.
 fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     let is_in_word = before.ends_with(|last: char| last.is_alphanumeric() || last == '_');
     if !is_in_word && let Some(raw) = rest.trim_start_matches(['b', 'c']).strip_prefix('r') {
@@ -237,7 +239,7 @@ fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     Some(rest.len())
 }
 
-/// Returns the code before the test module. The test module must be at the end of the file.
+/// Returns the code that precedes the test module, which must be at the end of the file.
 fn without_tests(code: &str) -> &str {
     let mut at = 0;
     let mut lines = code.split_inclusive('\n').peekable();
@@ -251,8 +253,8 @@ fn without_tests(code: &str) -> &str {
     code
 }
 
-/// Returns the offsets at which `word` occurs as a whole word.
-fn words<'code>(code: &'code str, word: &'code str) -> impl Iterator<Item = usize> + 'code {
+/// Returns the offsets in `code` at which `word` occurs as a whole word.
+fn word_offsets<'code>(code: &'code str, word: &'code str) -> impl Iterator<Item = usize> + 'code {
     let is_part = |character: char| character.is_alphanumeric() || character == '_';
     code.match_indices(word)
         .filter(move |(at, _)| !code[..*at].ends_with(is_part) && !code[at + word.len()..].starts_with(is_part))
@@ -267,14 +269,14 @@ fn assert_none(problems: &[String]) {
     assert!(problems.is_empty(), "{} problem(s):\n  {}\n", problems.len(), problems.join("\n  "));
 }
 
-/// Returns the first name after `crate::` in each path, with its offset.
+/// Returns the first name after `crate::` in each path in the code, with its offset.
 fn crate_names(code: &str) -> Vec<(usize, &str)> {
     let name_at = |at: usize| {
         let rest = &code[at..];
         &rest[..rest.find(|character: char| !character.is_alphanumeric() && character != '_').unwrap_or(rest.len())]
     };
     let mut names = Vec::new();
-    for at in words(code, "crate").filter(|at| code[at + 5..].starts_with("::")) {
+    for at in word_offsets(code, "crate").filter(|at| code[at + 5..].starts_with("::")) {
         let start = at + 7;
         if !code[start..].starts_with('{') {
             names.push((start, name_at(start)));
@@ -300,10 +302,10 @@ fn crate_names(code: &str) -> Vec<(usize, &str)> {
     names
 }
 
-/// Modules of the core must name only modules of lower layers.
+/// Modules of the crate `pagemill-core` must name only modules of lower layers.
 #[test]
 fn modules_name_only_lower_modules() {
-    let layer = |name: &str| LAYERS.iter().find(|(module, _)| *module == name).map(|(_, layer)| *layer);
+    let layer = |name: &str| CORE_LAYERS.iter().find(|(module, _)| *module == name).map(|(_, layer)| *layer);
     let mut problems = Vec::new();
     for file in files() {
         let Some(inside) = file.path.strip_prefix("crates/pagemill-core/src/") else { continue };
@@ -317,7 +319,7 @@ fn modules_name_only_lower_modules() {
         };
         let code = file.code();
         for (at, name) in crate_names(without_tests(&code)) {
-            let is_exception = EXCEPTIONS.iter().any(|(from, to, _)| (*from, *to) == (module, name));
+            let is_exception = LAYER_EXCEPTIONS.iter().any(|(from, to, _)| (*from, *to) == (module, name));
             let is_lower = name == module || layer(name).is_some_and(|layer| layer < own);
             if !is_lower && !is_exception {
                 problems.push(format!("{}:{}: {module} names {name}", file.path, line_of(&code, at)));
@@ -327,14 +329,14 @@ fn modules_name_only_lower_modules() {
     assert_none(&problems);
 }
 
-/// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. A reason must follow on that line
-/// (`#![allow(unsafe_code)] // the C ABI`). A file without unsafe code must not have the line.
+/// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. A reason must follow on that line, as in
+/// `#![allow(unsafe_code)] // the C ABI`. A file without unsafe code must not have the line.
 #[test]
 fn unsafe_is_allowed_with_a_reason() {
     let mut problems = Vec::new();
     for file in files().iter().filter(|file| file.is_rust() && file.is_in_crates()) {
         let code = file.code();
-        let uses = words(&code, "unsafe").next();
+        let uses = word_offsets(&code, "unsafe").next();
         let allowed = file.text.lines().find(|line| line.starts_with(ALLOW_UNSAFE));
         let reason = allowed.and_then(|line| line[ALLOW_UNSAFE.len()..].trim().strip_prefix("// "));
         match (uses, allowed, reason) {
@@ -350,7 +352,7 @@ fn unsafe_is_allowed_with_a_reason() {
 /// Returns the number of [`PERSON_PRONOUNS`] in a text, in upper or lower case.
 fn pronouns_in(text: &str) -> usize {
     let text = text.to_ascii_lowercase();
-    PERSON_PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
+    PERSON_PRONOUNS.iter().map(|pronoun| word_offsets(&text, pronoun).count()).sum()
 }
 
 /// Comments and Markdown files must name threads, callers and functions instead of [`PERSON_PRONOUNS`]. If there are
@@ -371,9 +373,9 @@ fn sentences_name_their_subject() {
     );
 }
 
-/// Returns line and name of the public types of a file of the core that have no example. A type has an example in two
-/// cases: its documentation, or that of its re-export, contains a code block; or it names the type with the example
-/// (``Example: [`Cache`].``).
+/// Returns line and name of the public types in a file that have no example. A type has an example in two cases: its
+/// documentation, or that of its re-export, contains a code block; or it names the type with the example (``Example:
+/// [`Cache`].``).
 fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize, &'text str)> {
     let (mut missing, mut documentation) = (Vec::new(), String::new());
     for (number, line) in text.lines().enumerate().map(|(number, line)| (number + 1, line.trim())) {
@@ -384,7 +386,7 @@ fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize
             let name = ["struct ", "enum ", "trait "].iter().find_map(|kind| item?.strip_prefix(*kind));
             let name = name.map(|name| name.split(|part: char| !part.is_alphanumeric()).next().unwrap());
             let is_shown = documentation.contains("```") || documentation.contains("Example");
-            let missed = name.filter(|name| !is_shown && words(reexports, name).next().is_none());
+            let missed = name.filter(|name| !is_shown && word_offsets(reexports, name).next().is_none());
             missing.extend(missed.map(|name| (number, name)));
             documentation.clear();
         }
@@ -392,14 +394,14 @@ fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize
     missing
 }
 
-/// Returns the `pub use` lines that directly follow an example.
+/// Returns the `pub use` lines of a file that directly follow an example.
 fn reexports_with_example(text: &str) -> String {
     let is_example = |line: &str| line.starts_with("/// ```") || line.starts_with("/// Example");
     let follows = |(before, line): &(&str, &str)| is_example(before) && line.starts_with("pub use ");
     text.lines().zip(text.lines().skip(1)).filter(follows).map(|(_, line)| line).collect()
 }
 
-/// Every public type of the core must have an example that compiles, or name the type whose example shows it.
+/// Every public type of the library must have an example that compiles, or name the type whose example shows it.
 #[test]
 fn public_types_have_examples() {
     let files = files();
@@ -419,17 +421,18 @@ fn public_types_have_examples() {
     assert_eq!(types_without_example(text, &reexports_with_example("/// ```\npub use c::{B, E};")), [(8, "C")]);
 }
 
-/// Where a retired term of the glossary is rejected.
+/// Where the test rejects a retired term of the glossary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RejectedAs {
-    /// In identifiers.
+    /// The term is rejected in identifiers.
     Identifier,
-    /// In identifiers, and as a word in comments and Markdown files.
+    /// The term is rejected in identifiers, and as a word in comments and Markdown files.
     Word,
 }
 
-/// Returns the retired terms that the glossary rejects. Each row of its chapter "Retired terms" has the form `| term,
-/// term | replacement | identifier |`, or `word` in the last cell.
+/// Returns the retired terms that the glossary lists, with the places where they are rejected. Each row of the
+/// glossary's chapter "Retired terms" has the form `| term, term | replacement | identifier |`, or `word` in the last
+/// cell.
 fn retired_terms(glossary: &str) -> Vec<(String, RejectedAs)> {
     let chapter = glossary.split_once("\n## Retired terms").map_or("", |(_, rest)| rest);
     let chapter = chapter.split("\n## ").next().unwrap_or("");
@@ -455,7 +458,7 @@ fn identifiers(code: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Returns the words of an identifier in lower case: *retire* and *list* for `RetireList` and `retire_list`.
+/// Returns the words of an identifier in lower case, such as *retire* and *list* for `RetireList` and `retire_list`.
 fn words_of(identifier: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut was_lower = false;
@@ -471,7 +474,7 @@ fn words_of(identifier: &str) -> Vec<String> {
     words
 }
 
-/// Returns the retired terms in a file, each with its line.
+/// Returns the retired terms that a file contains, each with its line number.
 fn retired_in(file: &File, terms: &[(String, RejectedAs)]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     if file.is_rust() {
@@ -484,12 +487,12 @@ fn retired_in(file: &File, terms: &[(String, RejectedAs)]) -> Vec<(usize, String
     }
     let prose = file.prose().to_lowercase();
     for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == RejectedAs::Word) {
-        found.extend(words(&prose, term).map(|at| (line_of(&prose, at), term.clone())));
+        found.extend(word_offsets(&prose, term).map(|at| (line_of(&prose, at), term.clone())));
     }
     found
 }
 
-/// Code, comments and Markdown files must use the current terms of the glossary, and no retired ones.
+/// Code, comments and Markdown files must use the current terms of the glossary, and no retired terms.
 #[test]
 fn retired_terms_are_not_used() {
     let files = files();
@@ -504,8 +507,8 @@ fn retired_terms_are_not_used() {
     assert_none(&problems.collect::<Vec<_>>());
 }
 
-/// The check must find retired terms in identifiers of both styles and, if the glossary says so, in text. It must find
-/// none in strings and in longer words.
+/// The check for retired terms must find them in identifiers of both styles and, if the glossary says so, in text. It
+/// must find none in strings and in longer words.
 #[test]
 fn retired_terms_are_found() {
     let glossary = "## Terms\n| none | x | word |\n\n## Retired terms\n\n| retired | term | rejected as |\n|---|---|---|\n\
@@ -532,11 +535,11 @@ fn files_are_short() {
     assert_none(&files().iter().filter(|file| file.is_rust()).filter_map(long).collect::<Vec<_>>());
 }
 
-/// Returns line, name and number of lines of each function with a body. The lines are counted from the signature to the
-/// closing brace.
+/// Returns line number, name and number of lines of each function with a body. The lines are counted from the signature
+/// to the closing brace.
 fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     let mut functions = Vec::new();
-    for at in words(code, "fn") {
+    for at in word_offsets(code, "fn") {
         let signature = &code[at..];
         let name_end = signature[3..].find(|character: char| !character.is_alphanumeric() && character != '_');
         let name = &signature[3..3 + name_end.unwrap_or(0)];
@@ -576,7 +579,7 @@ fn functions_are_short() {
     assert_none(&problems);
 }
 
-/// The sizes of the OS page and of the block are named constants, and must not occur as numbers.
+/// The sizes of the OS page and of the block have named constants. Code must not contain these sizes as numbers.
 #[test]
 fn page_and_block_sizes_are_named() {
     let mut problems = Vec::new();
@@ -587,7 +590,7 @@ fn page_and_block_sizes_are_named() {
         let code = file.code();
         let code = without_tests(&code);
         for literal in ["4096", "4_096", "0x1000", "2097152", "2_097_152", "2 << 20"] {
-            for at in words(code, literal) {
+            for at in word_offsets(code, literal) {
                 problems.push(format!("{}:{}: {literal}", file.path, line_of(code, at)));
             }
         }
@@ -603,7 +606,7 @@ fn no_unfinished_work_is_left() {
     let mut problems = Vec::new();
     for file in files().iter().filter(|file| file.is_in_crates()) {
         for (number, line) in file.text.lines().enumerate() {
-            let found = marks.iter().find(|mark| words(line, mark).next().is_some());
+            let found = marks.iter().find(|mark| word_offsets(line, mark).next().is_some());
             let found = found.or_else(|| macros.iter().find(|word| line.contains(**word)));
             if let Some(found) = found {
                 problems.push(format!("{}:{}: {found}", file.path, number + 1));
@@ -622,7 +625,8 @@ fn tests_in(text: &str) -> Vec<&str> {
     after_marks.filter_map(|after| name(after).map(|(start, end)| &after[start..end])).collect()
 }
 
-/// Each cell of the table of operations on a folio must name a test. Every test that the chapter names must exist.
+/// The table of operations on a folio is in docs/states-and-locks.md. Each of its cells must name a test. Every test
+/// that the chapter names must exist.
 #[test]
 fn the_tests_of_the_lock_table_exist() {
     let files = files();
@@ -652,7 +656,7 @@ fn the_tests_of_the_lock_table_exist() {
     assert_none(&problems);
 }
 
-/// No file may contain a path of the machine on which it was written.
+/// No file may contain a path of the machine on which the file was written.
 #[test]
 fn no_file_names_a_machine() {
     let paths = ["work", "root", "home"].map(|folder| format!("/{folder}/"));
@@ -686,10 +690,10 @@ fn every_package_has_the_lints() {
 fn code_comments_and_strings_are_distinguished() {
     let text = "fn a<'x>() { \"unsafe\"; 'u'; '\\''; r#\"unsafe \" \"#; b\"unsafe\" } // unsafe\n/* unsafe /* */ unsafe */ unsafe";
     let code = blank_comments_and_strings(text);
-    assert_eq!(words(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);
+    assert_eq!(word_offsets(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);
     assert!(code.contains("fn a<'x>() {") && code.len() == text.len());
-    let comments = blank_all_but(Part::Comment, text);
-    assert_eq!(words(&comments, "unsafe").count(), 3);
+    let comments = blank_all_but(TextKind::Comment, text);
+    assert_eq!(word_offsets(&comments, "unsafe").count(), 3);
     assert_eq!(
         comments_without_code("/// a\n/// ```\n/// b\n/// ```\nfn c() {} // d").matches(char::is_alphabetic).count(),
         2

@@ -1,5 +1,5 @@
 //! Another local user must not be able to affect a run, although the folders of both users are in the same parent
-//! folder. The tests run as root and start programs as other users.
+//! folder. The tests need root, and start programs as other users.
 
 mod common;
 
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Id of the user that runs programs. The user owns no files on this machine.
-const USER: u32 = 65_432;
-/// Id of the other user, which also owns no files on this machine.
-const OTHER: u32 = 65_433;
+/// Id of the user that runs programs. On this machine, the user owns no files.
+const USER_ID: u32 = 65_432;
+/// Id of another user, which also owns no files on this machine.
+const OTHER_USER_ID: u32 = 65_433;
 
-/// Folders with the names of the user's folders, which another user created first. Dropping the value removes them.
-/// Only one test at a time can have this value.
+/// The two folders that Pagemill would create for the user `USER_ID`, created first by another user. Dropping the value
+/// removes the folders. Only one test at a time can have such a value.
 struct ForeignFolders {
     folders: [PathBuf; 2],
     _one: MutexGuard<'static, ()>,
@@ -26,10 +26,10 @@ impl ForeignFolders {
     fn new() -> Self {
         static ONE: Mutex<()> = Mutex::new(());
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let folders = ["/dev/shm", "/tmp"].map(|folder| Path::new(folder).join(format!("pagemill-{USER}")));
+        let folders = ["/dev/shm", "/tmp"].map(|folder| Path::new(folder).join(format!("pagemill-{USER_ID}")));
         for folder in &folders {
             fs::DirBuilder::new().mode(0o777).create(folder).unwrap();
-            chown(folder, Some(OTHER), Some(OTHER)).unwrap();
+            chown(folder, Some(OTHER_USER_ID), Some(OTHER_USER_ID)).unwrap();
         }
         Self { folders, _one: one }
     }
@@ -48,7 +48,8 @@ fn cannot_change_user() -> bool {
     !is_root() || is_missing("setpriv")
 }
 
-/// Returns the command under test, run as a user that can reach the test's folders and has no runtime folder.
+/// Returns the command under test, which runs as the user `USER_ID`. That user can reach the test's folders and has no
+/// runtime folder.
 fn as_user(place: &TestFolder) -> Command {
     let (program, cache) = (place.path("pagemill"), place.path("cache"));
     if !program.exists() {
@@ -57,23 +58,24 @@ fn as_user(place: &TestFolder) -> Command {
     for path in [place.path("."), program.clone()] {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     }
-    chown(&cache, Some(USER), Some(USER)).unwrap();
+    chown(&cache, Some(USER_ID), Some(USER_ID)).unwrap();
     let mut command = place.command("setpriv");
-    let user = USER.to_string();
+    let user = USER_ID.to_string();
     command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).env_remove("XDG_RUNTIME_DIR");
     command
 }
 
-/// Returns the folders with random names in `/dev/shm` and `/tmp`. Pagemill creates one for `USER` if another user owns
-/// the usual names.
+/// Returns the folders with random names in `/dev/shm` and `/tmp`. Pagemill creates such a folder for `USER_ID` if
+/// another user owns the folder `pagemill-USER_ID` there.
 fn own_folders() -> Vec<PathBuf> {
     let of = |folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let is_own = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(&format!("pagemill-{USER}-"));
+    let is_own =
+        |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(&format!("pagemill-{USER_ID}-"));
     of("/dev/shm").chain(of("/tmp")).filter(is_own).collect()
 }
 
-/// Another user has created both folders with the usual names. A limit must still apply, the processes must be found,
-/// and no folder may be left.
+/// Another user has created both folders in which Pagemill would publish files for this user. A limit must still apply,
+/// `meminfo` must find the processes, and no folder may be left.
 #[test]
 fn another_user_cannot_stop_a_limit() {
     if cannot_change_user() {
@@ -90,7 +92,7 @@ fn another_user_cannot_stop_a_limit() {
     assert_eq!(own_folders(), Vec::<PathBuf>::new());
 }
 
-/// The next command must remove the files that a killed run left.
+/// A `pagemill run` is killed. The next command must remove the files that it left.
 #[test]
 fn files_of_a_killed_run_are_removed() {
     if cannot_change_user() {
@@ -109,7 +111,8 @@ fn files_of_a_killed_run_are_removed() {
     }
 }
 
-/// `sudo -E` keeps `XDG_RUNTIME_DIR`. Root must then write no file into the other user's folder.
+/// `sudo -E` keeps the variable `XDG_RUNTIME_DIR` of the other user. Root must then write no file into the runtime
+/// folder of that user.
 #[test]
 fn the_runtime_folder_of_another_user_is_not_used() {
     if cannot_change_user() {
@@ -117,7 +120,7 @@ fn the_runtime_folder_of_another_user_is_not_used() {
     }
     let place = TestFolder::new();
     let runtime = place.path("runtime");
-    chown(&runtime, Some(USER), Some(USER)).unwrap();
+    chown(&runtime, Some(USER_ID), Some(USER_ID)).unwrap();
     let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
     command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
     assert_eq!(finish(command, TIMEOUT).code(), 6);

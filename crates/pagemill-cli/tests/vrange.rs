@@ -1,5 +1,5 @@
 //! `pagemill_vrange` in preloaded C programs: calls that end a mark, and more volatile memory than the limit of the
-//! program's group allows.
+//! program's control group allows.
 
 mod common;
 
@@ -8,8 +8,8 @@ use common::{TIMEOUT, TestFolder, finish};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory that is unmapped, replaced, moved, discarded or freed must no longer be volatile, both in a grown program and
-/// on the libc fallback.
+/// Memory that is marked volatile is unmapped, replaced, moved, discarded or freed. It must then no longer be volatile,
+/// both in a grown program and on the libc fallback.
 #[test]
 fn released_memory_is_no_longer_volatile() {
     let place = TestFolder::new();
@@ -20,8 +20,8 @@ fn released_memory_is_no_longer_volatile() {
     finish(not_grown, TIMEOUT).assert_success();
 }
 
-/// A program marks twice as much memory as its group's limit allows. Pagemill did not allocate this memory. The program
-/// must not be killed, and the memory marked last must not be purged.
+/// A program marks twice as much memory as the limit of its control group allows. Pagemill did not allocate this
+/// memory. The program must not be killed, and the memory marked last must not be purged.
 #[test]
 fn volatile_memory_survives_a_groups_limit() {
     let place = TestFolder::new();

@@ -37,7 +37,7 @@ fn list(place: &TestFolder, pid: u32) -> Value {
     serde_json::from_str(&end.out).unwrap()
 }
 
-/// Returns the listed ranges that begin inside these addresses.
+/// Returns the ranges of the list that begin at or after `addr`, and before `addr + len`.
 fn ranges_in(list: &Value, addr: u64, len: u64) -> Vec<&Value> {
     let is_inside = |range: &&Value| (addr..addr + len).contains(&range["address"].as_u64().unwrap());
     list["ranges"].as_array().unwrap().iter().filter(is_inside).collect()
@@ -51,8 +51,8 @@ fn sum(ranges: &[&Value], of: &str) -> u64 {
     ranges.iter().map(|range| range[of].as_u64().unwrap()).sum()
 }
 
-/// Returns the request files that are left in the folder.
-fn requests(place: &TestFolder) -> Vec<PathBuf> {
+/// Returns the request files that are left in the folder of published files.
+fn request_files(place: &TestFolder) -> Vec<PathBuf> {
     walk(&place.path("runtime")).into_iter().filter(|path| path.to_string_lossy().contains(".vranges-")).collect()
 }
 
@@ -61,7 +61,7 @@ fn assert_refused(end: &End, words: &str) {
     assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
 }
 
-/// A forked child uses Pagemill only to mark memory. The child must be listed, too.
+/// A forked child uses Pagemill only to mark memory. `vranges` must list the child's ranges, too.
 #[test]
 fn a_child_that_only_marks_is_listed() {
     let place = TestFolder::new();
@@ -74,8 +74,8 @@ fn a_child_that_only_marks_is_listed() {
     holder.end();
 }
 
-/// A preloaded program in a process tree exceeds its limit. The list must show as many purged bytes as the program gets
-/// when it unmarks the ranges.
+/// A preloaded program in a process tree exceeds its limit. The list must show as many purged bytes as the program
+/// learns when it unmarks its ranges.
 #[test]
 fn a_preloaded_program_is_listed() {
     const LEN: u64 = 16 * MIB;
@@ -102,7 +102,7 @@ fn a_preloaded_program_is_listed() {
     let row = text.out.lines().find(|line| line.contains(&format!("{:012x}-", holder.numbers[1]))).unwrap();
     assert!(row.contains("16 MiB  marked  volatile  full") && row.ends_with("  all"), "{row}");
     assert!(text.out.lines().last().unwrap().contains("ranges, 48 MiB:"), "{}", text.out);
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
     assert_eq!(holder.end(), [1, is_new_purged, 0]);
     place.assert_no_files_left();
 }
@@ -115,8 +115,8 @@ fn program_age_seconds(holder: &ObservedProgram) -> f64 {
     up - ticks / 100.0 + 1.0
 }
 
-/// More ranges than one answer can hold must be listed in order, each once, also if several commands run at the same
-/// time. If the reader of the output stops reading, the command must succeed.
+/// A program has more ranges than one answer can hold. They must be listed in order, each once, even if several
+/// commands run at the same time. If the reader of the output stops reading, the command must succeed.
 #[test]
 fn many_ranges_are_listed_to_many_commands() {
     const COUNT: u64 = 3000;
@@ -148,7 +148,7 @@ fn many_ranges_are_listed_to_many_commands() {
         thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(status(), "0\n");
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
     holder.end();
 }
 
@@ -156,9 +156,9 @@ fn many_ranges_are_listed_to_many_commands() {
 /// program that the tests observe.
 const PROGRAM_VARIABLE: &str = "VRANGES_TEST_PROGRAM";
 
-/// State, behaviour, and purged bytes of the program's ranges. There are five handles, and one range that is also
-/// marked by address.
-const EXPECTED: [(&str, &str, &str, u64); 6] = [
+/// State, behaviour, purged part and purged bytes of the program's ranges. Five ranges have handles. The sixth has a
+/// handle and is also marked by address.
+const EXPECTED_RANGES: [(&str, &str, &str, u64); 6] = [
     ("held", "full", "no", 0),
     ("volatile", "full", "all", 3 * MIB),
     ("volatile", "partial", "in part", MIB),
@@ -210,7 +210,7 @@ fn as_program(command: &mut Command) {
 
 fn assert_handles(place: &TestFolder, holder: &ObservedProgram) {
     let list = list(place, holder.pid());
-    for (addr, (state, behaviour, purged, purged_bytes)) in holder.numbers[1..].iter().zip(EXPECTED) {
+    for (addr, (state, behaviour, purged, purged_bytes)) in holder.numbers[1..].iter().zip(EXPECTED_RANGES) {
         let is_marked = addr == holder.numbers.last().unwrap();
         let at = ranges_in(&list, *addr, 1);
         // The last handle is held, and its memory is also marked by address.
@@ -228,7 +228,8 @@ fn assert_handles(place: &TestFolder, holder: &ObservedProgram) {
     assert_eq!(range_at(&list, holder.numbers[1])["size"], MIB);
 }
 
-/// A program that uses only the crate must publish statistics, be listed, and leave no file behind.
+/// A program uses only the crate, without the preload library. It must publish statistics, its ranges must be listed,
+/// and it must leave no file behind.
 #[test]
 fn a_program_with_handles_is_listed() {
     let place = TestFolder::new();
@@ -243,8 +244,8 @@ fn a_program_with_handles_is_listed() {
     place.assert_no_files_left();
 }
 
-/// A program that uses the crate and has the preload library contains two Pagemill instances. Both must be listed,
-/// whether their files are in the folder of a process tree or in the user's folder.
+/// A program that uses the crate and has the preload library contains two Pagemill instances. The ranges of both must
+/// be listed, whether the published files are in the folder of a process tree or in the user's folder.
 #[test]
 fn a_preloaded_program_with_handles_is_listed() {
     let place = TestFolder::new();
@@ -264,7 +265,7 @@ fn a_preloaded_program_with_handles_is_listed() {
     }
 }
 
-/// A stopped process does not answer. The command must report that in time and leave no file behind, also after Ctrl-C.
+/// A stopped process does not answer. The command must report that in time and leave no file behind, even after Ctrl-C.
 /// The process must answer again once it continues.
 #[test]
 fn a_stopped_process_does_not_answer() {
@@ -275,22 +276,22 @@ fn a_stopped_process_does_not_answer() {
     holder.stop();
     let end = finish(vranges(&place, holder.pid(), &[]), TIMEOUT);
     assert_refused(&end, "does not answer within 2 s");
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
     let mut asking = Guard::new(vranges(&place, holder.pid(), &[]));
-    while requests(&place).is_empty() {
+    while request_files(&place).is_empty() {
         assert!(!asking.has_ended(), "the command ended before it was interrupted");
         thread::sleep(Duration::from_millis(1));
     }
     asking.signal("INT");
     assert_eq!(asking.wait(TIMEOUT).signal(), Some(libc::SIGINT));
-    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(&place), Vec::<PathBuf>::new());
     holder.continue_process();
     assert_handles(&place, &holder);
     holder.end();
 }
 
-/// The error must say whether a process does not exist or publishes no statistics. A process without ranges must get no
-/// request.
+/// The error message must say whether a process does not exist or publishes no statistics. A process without ranges
+/// must get no request.
 #[test]
 fn errors_say_why_there_is_no_list() {
     let place = TestFolder::new();
@@ -318,7 +319,7 @@ fn errors_say_why_there_is_no_list() {
     assert!(end.out.contains("PURGED"), "{}", end.out);
 }
 
-/// Writes a forged published file, by which a process seems to have ranges.
+/// Writes a forged published file. According to that file, the process has volatile ranges.
 fn forge_figures(place: &TestFolder, identity: Identity) -> PathBuf {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -336,7 +337,8 @@ fn forge_figures(place: &TestFolder, identity: Identity) -> PathBuf {
     path.as_str().into()
 }
 
-/// The command must not trust lists that another process may have written. The test writes such lists itself.
+/// The command must not trust the contents of lists, because another process may have written them. The test writes
+/// invalid lists itself.
 #[test]
 fn invalid_lists_are_refused() {
     let place = TestFolder::new();
@@ -363,10 +365,10 @@ fn invalid_lists_are_refused() {
     for (answer, words) in answers {
         let end = thread::scope(|scope| {
             let asking = scope.spawn(|| finish(vranges(&place, sleeper.id(), &[]), TIMEOUT));
-            while requests(&place).is_empty() && !asking.is_finished() {
+            while request_files(&place).is_empty() && !asking.is_finished() {
                 thread::sleep(Duration::from_millis(1));
             }
-            if let Some(path) = requests(&place).first() {
+            if let Some(path) = request_files(&place).first() {
                 // The file is opened without `create`, since the command may have removed it.
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.and_then(|mut file| file.write_all(&answer));
@@ -374,7 +376,7 @@ fn invalid_lists_are_refused() {
             asking.join().unwrap()
         });
         assert_refused(&end, words);
-        assert_eq!(requests(&place), Vec::<PathBuf>::new());
+        assert_eq!(request_files(&place), Vec::<PathBuf>::new());
         // With a new published file, the numbers of the requests start again.
         forge_figures(&place, identity);
     }

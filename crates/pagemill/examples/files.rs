@@ -1,4 +1,5 @@
-//! Files in memory: one without a store, and one on disk, larger than the cache, fetched many pages at a time.
+//! Two files of a page cache: one in memory only, and one on disk. The file on disk may be larger than the cache, and
+//! is fetched many pages at a time.
 //!
 //! `cargo run --release -p pagemill --example files -- FILE`
 
@@ -9,25 +10,26 @@ use pagemill::{PageCache, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Memory limit of the cache.
+/// Memory limit of the page cache in bytes.
 const CACHE_BYTES: u64 = 64 << 20;
-const LONG: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() -> Result<()> {
     let page = PageSize::new(64 << 10).expect("a page size");
     let cache = PageCache::builder("tiles").limit(CACHE_BYTES).page(page).build()?;
-    in_memory(&cache)?;
+    use_file_in_memory(&cache)?;
     if let Some(path) = std::env::args_os().nth(1) {
         let file = cache.open(Arc::new(FileStore::open_read_only(path)?))?;
-        println!("{} bytes, of which {} differ from 0", file.size_bytes(), count_bytes(&cache, &file)?);
-        assert_eq!(count_in_order(&file)?, count_bytes(&cache, &file)?);
+        println!("{} bytes, of which {} differ from 0", file.size_bytes(), count_by_queue(&cache, &file)?);
+        assert_eq!(count_in_order(&file)?, count_by_queue(&cache, &file)?);
     }
     println!("{:?}", cache.usage());
     Ok(())
 }
 
-/// Writes to a file, whose data stays within the limit, and punches a hole, which frees its memory.
-fn in_memory(cache: &PageCache) -> Result<()> {
+/// Writes to a file without a store, whose pages stay in memory within the limit. Then punches a hole into the file,
+/// which frees memory.
+fn use_file_in_memory(cache: &PageCache) -> Result<()> {
     let file = cache.create()?;
     let mut bytes = [7; 1000];
     assert_eq!(file.write_at(&bytes, 5_000_000)?, bytes.len());
@@ -40,8 +42,8 @@ fn in_memory(cache: &PageCache) -> Result<()> {
     Ok(())
 }
 
-/// Reads a whole file in order. Readahead fetches the next part during the count, and pages that were read are evicted
-/// first.
+/// Counts the bytes of a file that are not zero, in the order of the file. Readahead fetches the next part during the
+/// count. Pages that were read are evicted first.
 fn count_in_order(file: &Mapping) -> Result<usize> {
     file.advise(Advice::Sequential);
     file.advise_reuse(Reuse::Once);
@@ -56,8 +58,8 @@ fn count_in_order(file: &Mapping) -> Result<usize> {
     }
 }
 
-/// Reads a whole file, with as many pages in flight as the queue holds.
-fn count_bytes(cache: &PageCache, file: &Mapping) -> Result<usize> {
+/// Counts the bytes of a file that are not zero, with as many pages in flight as the queue holds.
+fn count_by_queue(cache: &PageCache, file: &Mapping) -> Result<usize> {
     let mut queue = cache.queue(32)?;
     let mut page = vec![0; cache.page().bytes()];
     let mut count = |offset: u64| -> Result<usize> {
@@ -72,7 +74,7 @@ fn count_bytes(cache: &PageCache, file: &Mapping) -> Result<usize> {
             }
             next += cache.page().bytes() as u64;
         }
-        queue.wait(1, LONG)?;
+        queue.wait(1, WAIT_TIMEOUT)?;
         while let Some(fetched) = queue.next() {
             fetched.result?;
             sum += count(fetched.token)?;

@@ -1,5 +1,5 @@
-//! A cache of values that defragments itself: inserts many values, removes nine of ten at random, and prints the
-//! resident memory. The memory should be little more than the remaining values need.
+//! Slab caches that defragment themselves. The example inserts many values, removes nine of ten at random, and prints
+//! the resident memory. The memory should be little more than the remaining values need.
 //!
 //! `cargo run --release -p pagemill --example slabs -- [VALUES]`
 #![allow(unsafe_code)] // an owner of objects
@@ -14,37 +14,37 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// A value of some words; the first is its number.
+/// A value of `WORDS` words. The first word is the index of the value.
 type Value<const WORDS: usize> = [u64; WORDS];
 
-/// Resident bytes of this process, as the kernel reports them.
-fn resident() -> u64 {
+/// Returns the resident bytes of this process, as the kernel reports them.
+fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("Rss:")).unwrap_or_default();
     line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// Whether the value with this number is in the tenth that is not removed.
+/// Returns whether the value with this index is one of the tenth that is not removed.
 fn is_kept(number: u64) -> bool {
     let mixed = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32 & 1023 < 102
 }
 
-/// The measurements of one case: live values, resident bytes before and after defragmentation, and the work of moving
-/// values.
+/// The measurements of one case: live values, resident bytes before and after defragmentation, and how many values were
+/// moved in what time.
 struct Outcome {
     /// Bytes of the values that were not removed.
     live: u64,
     before: u64,
     after: u64,
-    /// Bytes of the cache's handle table, which the resident bytes exclude; 0 for a cache without handles.
+    /// Bytes of the cache's handle table, which are not part of the resident bytes; 0 for a cache without handles.
     handle_bytes: u64,
     moved: u64,
     /// Duration of the defragmentation.
     duration: Duration,
 }
 
-fn print(what: &str, outcome: &Outcome) {
+fn print_outcome(what: &str, outcome: &Outcome) {
     let Outcome { live, before, after, handle_bytes, moved, duration } = outcome;
     let ratio = |bytes: u64| bytes as f64 / *live as f64;
     println!(
@@ -61,7 +61,7 @@ fn print(what: &str, outcome: &Outcome) {
 
 fn by_handle<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
     let mut handles: Vec<Handle<Value<WORDS>>> = vec![Handle::from_bits(0); values as usize];
-    let at_first = resident();
+    let at_first = resident_bytes();
     let cache = HandleMap::<Value<WORDS>>::with(Settings::new("by handle").defrag_used_ratio(0))?;
     for (number, handle) in handles.iter_mut().enumerate() {
         *handle = cache.insert([number as u64; WORDS])?;
@@ -71,11 +71,11 @@ fn by_handle<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>>
             cache.remove(*handle)?;
         }
     }
-    let before = resident() - at_first - cache.handle_bytes();
+    let before = resident_bytes() - at_first - cache.handle_bytes();
     let began = Instant::now();
     cache.shrink()?;
     let duration = began.elapsed();
-    let after = resident() - at_first - cache.handle_bytes();
+    let after = resident_bytes() - at_first - cache.handle_bytes();
     let guard = slab::enter();
     let mut left = 0;
     for (number, handle) in handles.iter().enumerate() {
@@ -87,10 +87,10 @@ fn by_handle<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>>
     Ok(Outcome { live, before, after, handle_bytes: cache.handle_bytes(), moved: cache.info()?.moved, duration })
 }
 
-/// Stores the only references to the objects, by the objects' numbers.
+/// The owner of the objects. It stores the only reference to each object, at the object's index.
 struct References<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
-/// An object. Its first word is its number plus one while the object is live, else 0.
+/// An object. Its first word is its index plus one while the object is live, and zero while it is free.
 struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 // SAFETY: all calls of this example come from one thread, so live objects stay live while they are isolated and moved.
@@ -125,7 +125,7 @@ unsafe impl<const WORDS: usize> Migrate for References<WORDS> {
 
 fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
     let references = References((0..values).map(|_| AtomicPtr::default()).collect());
-    let at_first = resident();
+    let at_first = resident_bytes();
     let cache: OwnerSlab<References<WORDS>> =
         OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), references)?;
     // SAFETY: the referenced objects are live, and belong to this thread.
@@ -142,11 +142,11 @@ fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> 
             cache.free(gone);
         }
     }
-    let before = resident() - at_first;
+    let before = resident_bytes() - at_first;
     let began = Instant::now();
     cache.shrink()?;
     let duration = began.elapsed();
-    let after = resident() - at_first;
+    let after = resident_bytes() - at_first;
     let live = cache.owner().0.iter().filter_map(object).count() as u64;
     for (number, at) in cache.owner().0.iter().enumerate() {
         let words = object(at).into_iter().flat_map(|object| &object.0);
@@ -156,7 +156,8 @@ fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> 
     Ok(Outcome { live, before, after, handle_bytes: 0, moved: cache.info()?.moved, duration })
 }
 
-/// The cases. Each runs in a separate process, so that its resident bytes are its own.
+/// The names of the cases. Each case runs in a process of its own, so that the process's resident bytes belong to that
+/// case.
 const CASES: [&str; 4] = ["owner-192", "owner-576", "handle-192", "handle-576"];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -176,6 +177,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         "handle-576" => by_handle::<72>(values),
         other => Err(format!("{other} is none of {CASES:?}").into()),
     };
-    print(&case, &outcome?);
+    print_outcome(&case, &outcome?);
     Ok(())
 }

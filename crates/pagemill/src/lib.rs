@@ -1,7 +1,8 @@
 //! Big, fast memory that gives itself back: page caches, volatile memory and slab caches for data-heavy Linux programs.
 //!
-//! All products of a process share one memory manager. It uses huge pages, observes the limits of the process, of its
-//! control groups and of the machine, and returns memory before a limit is reached. It is created on first use.
+//! All products of a process share one memory manager. The first use of a product creates it. It uses huge pages,
+//! observes the limits of the process, of its control groups and of the machine, and returns memory before a limit is
+//! reached.
 //!
 //! | use | start with | |
 //! |---|---|---|
@@ -31,11 +32,11 @@
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! The examples of types come from the crates of the products. A program that depends on `pagemill` writes
-//! `pagemill::cache` for `pagemill_cache`, `pagemill::slab` for `pagemill_slab`, `pagemill::store` for `pagemill_store`,
-//! `pagemill::volatile` for `pagemill_volatile`, and `pagemill` for `pagemill_core`.
+//! The examples in the documentation of a type come from the crate that defines the type. A program that depends on
+//! `pagemill` writes `pagemill::cache` for `pagemill_cache`, `pagemill::slab` for `pagemill_slab`, `pagemill::store`
+//! for `pagemill_store`, `pagemill::volatile` for `pagemill_volatile`, and `pagemill` for `pagemill_core`.
 //!
-//! [`Error`] converts to [`std::io::Error`], which keeps it as its source.
+//! [`Error`] converts to [`std::io::Error`], which has the original error as its source.
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
@@ -48,7 +49,7 @@ pub use pagemill_core::{Error, Result};
 pub use pagemill_slab::HandleMap;
 pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 
-/// Files in memory: the page cache.
+/// The page cache: files in memory, with or without a store from which their pages are read.
 ///
 /// ```
 /// use pagemill::PageCache;
@@ -71,7 +72,8 @@ pub mod cache {
     pub use pagemill_cache::Source;
 }
 
-/// Many small objects: slab caches, which pack their objects into fewer pages to give memory back.
+/// Slab caches for many small objects. They move objects together into fewer pages, and return the memory of the
+/// others.
 ///
 /// ```
 /// use pagemill::{HandleMap, slab};
@@ -89,7 +91,8 @@ pub mod slab {
     };
 }
 
-/// Stores, from which cached files are read: files and block devices, memory, and the program's own types.
+/// Stores, from which the page cache reads its files and to which it writes them: files and block devices, memory, and
+/// the program's own types.
 ///
 /// ```no_run
 /// use pagemill::PageCache;
@@ -108,7 +111,7 @@ pub mod store {
     };
 }
 
-/// Memory whose contents may be purged.
+/// Volatile memory: its contents may be purged under memory pressure, because the program can compute them again.
 ///
 /// ```
 /// use pagemill::VolatileCache;
@@ -128,21 +131,21 @@ pub mod volatile {
     pub use pagemill_volatile::handle_fault;
 }
 
-/// Owners of memory that reclaim calls, and when free memory returns to the system.
+/// What a program needs to register memory of its own for reclaim, and to set when free memory returns to the system.
 ///
 /// Example: [`Pagemill`].
 pub mod reclaim {
     pub use pagemill_core::reclaim::{Cost, Return, Shrinker, Urgency, Which};
 }
 
-/// Statistics of the process.
+/// Statistics of the memory that this process holds, and counters of events.
 ///
 /// Example: [`Pagemill`].
 pub mod stats {
     pub use pagemill_core::stats::{Counter, CounterKind, MemoryAmounts, Row, Snapshot, TABLE, Unit};
 }
 
-/// Sizes in bytes and pages.
+/// Types for sizes in bytes and in pages.
 ///
 /// Example: [`cache::Builder`].
 pub mod units {

@@ -1,4 +1,4 @@
-//! [`Pagemill`]: the process's memory manager as a whole.
+//! [`Pagemill`]: the memory manager of a process.
 
 use pagemill_core::error::Result;
 use pagemill_core::instance::Instance;
@@ -7,7 +7,7 @@ use pagemill_core::stats::Snapshot;
 
 /// The memory manager of this process, which all products share.
 ///
-/// A program needs it only for statistics and settings: the products find it by themselves.
+/// A program needs this type only for statistics and settings. The products find the memory manager by themselves.
 ///
 /// ```
 /// use pagemill::stats::Counter;
@@ -24,8 +24,8 @@ pub struct Pagemill(&'static Instance);
 impl Pagemill {
     /// Returns the memory manager of this process; the first call creates it. Its helper thread observes the limits of
     /// the memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep
-    /// it consistent. Its statistics are published in the user's folder until the process ends, for `pagemill meminfo`
-    /// and other commands.
+    /// its state consistent. Its statistics are published in the user's folder until the process ends, for `pagemill
+    /// meminfo` and other commands.
     ///
     /// In a fork child, the first call of this function starts the helper thread and publishes the statistics.
     ///
@@ -33,35 +33,39 @@ impl Pagemill {
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if address space cannot be reserved, or the exit or fork handlers cannot be registered.
+    /// [`crate::Error::System`] if address space cannot be reserved, or if the exit or fork handlers cannot be
+    /// registered.
     pub fn of_process() -> Result<Self> {
         Instance::of_process().map(Self)
     }
 
-    /// Measures and returns the statistics: memory that the process holds, how much of it could be returned at once,
-    /// and the counters of all events. `pagemill meminfo` and `pagemill vmstat` show the same figures.
+    /// Measures and returns the statistics: the memory that the process holds, how much of it could be returned at
+    /// once, and the counters of all events. `pagemill meminfo` and `pagemill vmstat` show the same values.
     ///
-    /// Cost: some 20 us for each 64 MiB that is overcommitted or volatile; at most 20 ms for volatile memory.
+    /// Cost: some 20 us for each 64 MiB of overcommitted or volatile memory; at most 20 ms for volatile memory.
     pub fn figures(self) -> Snapshot {
         self.0.figures()
     }
 
-    /// Sets after which time free memory returns to the system even without a request or pressure. The default is
-    /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile memory and caches.
+    /// Sets the policy that says after which time free memory returns to the system without a request or pressure. The
+    /// default is [`Return::BALANCED`]. The policy does not apply to the contents of volatile memory and of page
+    /// caches.
     pub fn set_return(self, policy: Return) {
         self.0.set_return(policy);
     }
 
-    /// Returns all memory that is free, and purges all volatile memory. Returns the number of bytes.
+    /// Returns all free memory to the system, and purges all volatile memory. Returns the number of bytes that went
+    /// back.
     pub fn give_all_back(self) -> u64 {
         self.0.account.give_all_back()
     }
 
-    /// Registers memory of the program that Pagemill takes back when a limit or pressure needs memory.
+    /// Registers an owner of memory in the program. When a limit or pressure needs memory, Pagemill calls the owner to
+    /// return some.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::TooMany`] if three shrinkers of this cost were registered.
+    /// [`crate::Error::TooMany`] if three shrinkers of the same cost are registered already.
     pub fn register(self, shrinker: &'static dyn Shrinker) -> Result<()> {
         self.0.account.register_for_program(shrinker)
     }

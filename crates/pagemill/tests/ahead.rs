@@ -1,5 +1,5 @@
-//! Tests of readahead: which streams are read ahead, the effect of hints, and how little memory is taken from other
-//! files.
+//! Tests of readahead: which streams are read ahead, the effect of hints, and how little memory readahead takes from
+//! other files.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Advice, Mapping, PageCache, Policy, Reuse, Writeback};
@@ -49,7 +49,7 @@ fn open(cache: &PageCache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Reads a range, and checks three of its bytes.
+/// Reads a range of the file, and checks its first, middle and last byte.
 fn read(file: &Mapping, offset: usize, len: usize) {
     let mut found = vec![0; len];
     assert_eq!(file.read_at(&mut found, offset as u64).unwrap(), len);
@@ -58,7 +58,7 @@ fn read(file: &Mapping, offset: usize, len: usize) {
     }
 }
 
-/// The values of the readahead counters at one time, from which later changes are computed.
+/// The values of the readahead counters at one time, to compute later how much they have increased.
 struct CountersBefore([u64; 4]);
 
 const COUNTERS: [Counter; 4] =
@@ -69,7 +69,7 @@ impl CountersBefore {
         Self(COUNTERS.map(stats::get))
     }
 
-    fn get(&self) -> [u64; 4] {
+    fn increases(&self) -> [u64; 4] {
         let mut now = Self::now().0;
         now.iter_mut().zip(self.0).for_each(|(now, before)| *now -= before);
         now
@@ -101,7 +101,7 @@ fn readahead_waits_for_no_other_store() {
 }
 
 /// A file is read sequentially, forward and backward, in small and large reads. Nearly all bytes must be read ahead in
-/// few transfers, and must be used.
+/// few transfers. Nearly all bytes that were read ahead must be used.
 #[test]
 fn sequential_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -116,7 +116,7 @@ fn sequential_reads_are_read_ahead() {
         } else {
             offsets.iter().for_each(|at| read(&file, *at, step));
         }
-        let [ahead, used, unused, transfers] = since.get();
+        let [ahead, used, unused, transfers] = since.increases();
         let least = (LEN - 4 * step.max(PAGE)) as u64 * 15 / 16;
         assert!(ahead >= least && used >= least && unused == 0, "{step}: {ahead} came, {used} were used");
         assert!(transfers <= 2 * 32, "{transfers} transfers for 32 MiB");
@@ -125,8 +125,8 @@ fn sequential_reads_are_read_ahead() {
     }
 }
 
-/// Records are read at regular distances, forward and backward. The records must be read ahead, and the bytes between
-/// them must not.
+/// Records are read at regular distances, forward and backward. The records must be read ahead, but not the bytes
+/// between them.
 #[test]
 fn strided_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -138,7 +138,7 @@ fn strided_reads_are_read_ahead() {
             let nth = if is_backward { 299 - nth } else { nth };
             read(&file, 1000 + nth * 50_000, 3000);
         }
-        let [ahead, used, ..] = since.get();
+        let [ahead, used, ..] = since.increases();
         let pages = |bytes: u64| bytes / PAGE as u64;
         assert!(pages(used) >= 290 && pages(ahead) <= 2 * 300, "{} of {} pages", pages(used), pages(ahead));
         assert!(cache.charged_bytes() <= 2 * 310 * PAGE as u64);
@@ -160,17 +160,17 @@ fn random_reads_start_no_readahead() {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         file.read_at(&mut [0; PAGE], (seed >> 20) / PAGE as u64 * PAGE as u64 % LEN as u64).unwrap();
     }
-    assert_eq!(since.get(), [0; 4]);
+    assert_eq!(since.increases(), [0; 4]);
     // With `Advice::Random`, sequential reads start no readahead either.
     file.advise(Advice::Random);
     (0..1000).for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE], page * PAGE as u64).unwrap(), PAGE));
-    assert_eq!(since.get(), [0; 4]);
+    assert_eq!(since.increases(), [0; 4]);
     file.advise(Advice::Sequential);
     file.read_at(&mut [0; PAGE], (LEN / 2) as u64).unwrap();
     assert!(
-        since.get()[0] > (400 << 10),
+        since.increases()[0] > (400 << 10),
         "believed at once, and what is there already is passed over: {:?}",
-        since.get()
+        since.increases()
     );
 }
 
@@ -199,7 +199,8 @@ impl Store for ZeroStore {
     }
 }
 
-/// A file larger than the cache is read twice. Pages must be used before they are evicted, and the limit must hold.
+/// A file that is larger than the cache is read twice. Pages that were read ahead must be used before they are evicted,
+/// and the cache must not exceed its limit.
 #[test]
 fn readahead_continues_when_the_cache_is_full() {
     let _exclusive = exclusive_test();
@@ -211,7 +212,7 @@ fn readahead_continues_when_the_cache_is_full() {
         (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
         assert!(cache.charged_bytes() <= 8 * MIB as u64);
     }
-    let [ahead, used, unused, transfers] = since.get();
+    let [ahead, used, unused, transfers] = since.increases();
     assert!(used >= 2 * LEN as u64 * 9 / 10 && unused <= ahead / 20, "{ahead} came, {used} used, {unused} not");
     assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
 }
@@ -225,13 +226,13 @@ fn huge_folios_are_read_ahead() {
     let file = open(&cache, &store);
     let since = CountersBefore::now();
     (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
-    let [ahead, used, _, transfers] = since.get();
+    let [ahead, used, _, transfers] = since.increases();
     let folios = (LEN / cache.huge_bytes()) as u64;
     assert_eq!((store.calls().reads, transfers), (folios, folios - 3));
     assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
-/// Three threads read a system file in different orders. All bytes must be right, and pages must be read ahead.
+/// Three threads read a regular file in different orders. All bytes must be right, and pages must be read ahead.
 #[test]
 fn system_files_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -247,7 +248,7 @@ fn system_files_are_read_ahead() {
             scope.spawn(|| (0..LEN / PAGE).rev().for_each(|nth| read(&file, nth * PAGE, PAGE)));
             scope.spawn(|| (0..100).for_each(|nth| read(&file, nth * 150_000, 100)));
         });
-        assert!(since.get()[1] > MIB as u64, "{:?}", since.get());
+        assert!(since.increases()[1] > MIB as u64, "{:?}", since.increases());
         assert!(cache.charged_bytes() <= limit as u64);
         read(&file, LEN - 900, 900);
         file.will_need(0, LEN as u64).unwrap();
@@ -258,8 +259,8 @@ fn system_files_are_read_ahead() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A reader of a page that is being read ahead must wait for that read. If the read fails, the reader must read the
-/// page itself, and get only the error of its own read.
+/// A thread reads a page that is being read ahead. The thread must wait for the transfer in flight. If that transfer
+/// fails, the thread must read the page itself, and get only the error of its own read.
 #[test]
 fn a_reader_of_an_in_flight_page_waits_for_it() {
     let _exclusive = exclusive_test();
@@ -279,7 +280,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     let since = CountersBefore::now();
     assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), MIB as u64);
-    assert_eq!((since.get()[0], cache.charged_bytes()), (0, MIB as u64), "nothing came, nothing is kept");
+    assert_eq!((since.increases()[0], cache.charged_bytes()), (0, MIB as u64), "nothing came, nothing is kept");
     let error = file.read_at(&mut [0; 8], 2 * MIB as u64).unwrap_err();
     assert!(matches!(error, Error::Store { .. }) && error.errno() == 5);
     store.set_faults(Faults::default());
@@ -293,7 +294,8 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert!((1..=256).contains(&good));
 }
 
-/// A file is truncated or closed with many reads in flight. No old bytes may appear, and no memory may leak.
+/// A file is truncated or closed while many transfers of readahead are in flight. No truncated bytes may appear, and no
+/// memory may leak.
 #[test]
 fn truncation_during_readahead_leaks_nothing() {
     let _exclusive = exclusive_test();
@@ -319,10 +321,10 @@ fn truncation_during_readahead_leaks_nothing() {
     }
 }
 
-/// Readahead must stay within its share of the cache and within the free room. Pinned pages must stay, and other
-/// readers must find room.
+/// Readahead must use no more than its share of the cache and the free memory. Pinned pages must stay in memory, and
+/// other readers must get memory.
 #[test]
-fn readahead_is_limited() {
+fn readahead_uses_only_its_share_of_the_cache() {
     let _exclusive = exclusive_test();
     let (cache, store) = (cache(MIB), delayed_store(4 * MIB));
     let file = open(&cache, &store);
@@ -344,7 +346,8 @@ fn readahead_is_limited() {
     assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
 }
 
-/// A file is scanned with `Reuse::Once`. Its pages must be evicted first, so that another file stays in memory.
+/// A file is scanned with `Reuse::Once`. Its pages must be evicted before other pages, so that another file stays in
+/// memory.
 #[test]
 fn pages_used_once_are_evicted_first() {
     let _exclusive = exclusive_test();
@@ -362,8 +365,8 @@ fn pages_used_once_are_evicted_first() {
     assert_eq!(other.calls().reads, reads, "pages of the other file went");
 }
 
-/// `dont_need` must drop clean pages that lie completely inside the range. Dirty, pinned and neighbouring pages must
-/// stay.
+/// `dont_need` must drop the clean pages that lie completely inside its range. Dirty pages, pinned pages and pages
+/// outside the range must stay.
 #[test]
 fn dont_need_drops_clean_pages() {
     let _exclusive = exclusive_test();

@@ -46,17 +46,17 @@ fn open(cache: &PageCache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Waker of an executor with one task. It wakes the thread that sleeps until the task can continue.
-struct Unpark(Thread);
+/// The waker of an executor that has a single task and runs it on one thread. It unparks that thread.
+struct UnparkWaker(Thread);
 
-impl Wake for Unpark {
+impl Wake for UnparkWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
 }
 
 fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let waker = Waker::from(Arc::new(UnparkWaker(thread::current())));
     let mut future = pin!(future);
     loop {
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
@@ -66,7 +66,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// A waker that counts its calls.
+/// A waker that counts how often it is called.
 #[derive(Default)]
 struct CountingWaker(AtomicUsize);
 
@@ -76,7 +76,7 @@ impl CountingWaker {
         (count.clone(), Waker::from(count))
     }
 
-    fn get(&self) -> usize {
+    fn count(&self) -> usize {
         self.0.load(SeqCst)
     }
 }
@@ -111,8 +111,8 @@ fn futures_can_be_sent_between_threads() {
     require_send_and_sync::<Pin<'static>>();
 }
 
-/// Two threads poll one future with different wakers. When the bytes are in memory, only the waker of the last poll
-/// must be called.
+/// Two threads poll one future with different wakers. When the bytes are in memory, only the waker of the latest poll
+/// may be called.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
@@ -127,14 +127,14 @@ fn the_latest_waker_is_called() {
         let poll = || assert!(reading.as_mut().poll(&mut Context::from_waker(&second_waker)).is_pending());
         scope.spawn(poll).join().unwrap();
     });
-    assert_eq!((first.get(), second.get()), (0, 0));
+    assert_eq!((first.count(), second.count()), (0, 0));
     store.release();
-    wait_until(|| second.get() > 0);
+    wait_until(|| second.count() > 0);
     let polled = reading.as_mut().poll(&mut Context::from_waker(&first_waker));
     assert!(matches!(polled, Poll::Ready(Ok(len)) if len == 3 * PAGE));
     drop(reading);
     assert!(to[..] == bytes(MIB / 2)[100..100 + 3 * PAGE]);
-    assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
+    assert_eq!((first.count(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
 /// Many tasks run in an executor with two threads. The executor creates a waker for each poll and moves tasks between
@@ -205,8 +205,8 @@ fn many_tasks_run_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread need one page. The store must be read only once for all three. Other pages must be readable
-/// at the same time.
+/// Two tasks and a thread need the same page. The store must be read only once for all three. Other pages must be
+/// readable while that read is in flight.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
@@ -225,13 +225,13 @@ fn a_page_is_read_once() {
         store.release();
         reading.join().unwrap();
     });
-    wait_until(|| one.get() == 1);
+    wait_until(|| one.count() == 1);
     assert!(first.as_mut().poll(&mut context).is_ready() && second.as_mut().poll(&mut context).is_ready());
     assert_eq!(store.calls().reads, 2);
 }
 
-/// A fetch must start reads of the whole range, with up to a sixteenth of the cache in flight. A pin of a range must
-/// need only one transfer.
+/// A fetch of a range must start reads of the whole range, while at most a sixteenth of the cache is in flight. A pin
+/// of a range must need only one transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
     let (cache, store) = (cache(16 * MIB), delayed_store(8 * MIB));
@@ -252,7 +252,8 @@ fn ranges_are_read_by_few_transfers() {
     assert_eq!(store.calls().reads, reads + 1);
 }
 
-/// A future is dropped after it started a read. The read must continue, and the next reader must find its bytes.
+/// A future is dropped after it has started a read of the store. The read must continue, and the next reader must find
+/// its bytes in memory.
 #[test]
 fn reads_of_dropped_futures_continue() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
@@ -266,7 +267,7 @@ fn reads_of_dropped_futures_continue() {
     drop(pinning);
     store.release();
     wait_until(|| cache.charged_bytes() == PAGE as u64 && file.pin_present(0).unwrap().is_some());
-    assert_eq!((count.get(), store.calls().reads), (0, 1));
+    assert_eq!((count.count(), store.calls().reads), (0, 1));
     let pin = block_on(file.pin_async(0)).unwrap();
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
@@ -296,8 +297,8 @@ fn only_the_task_that_started_a_read_gets_its_error() {
     assert_eq!(block_on(file.read_async(&mut [0; 8], MIB as u64)).unwrap(), 0);
 }
 
-/// A file is truncated or dropped with a read in flight. No old bytes may appear, no memory may leak, and the store
-/// must be released.
+/// A file is truncated or dropped while a read is in flight. No truncated bytes may appear, no memory may leak, and the
+/// store must be released.
 #[test]
 fn truncation_and_drop_during_a_read_leak_nothing() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
@@ -323,8 +324,8 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     store.release();
 }
 
-/// Without room, the future must fail and nothing may be read. Futures must also work with a blocking store, and
-/// without a store.
+/// A future that finds no room in the cache must fail without reading. Futures must also work for files with a blocking
+/// store, and for files without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
     let (cache, store) = (cache(8 * PAGE), delayed_store(MIB));
@@ -347,7 +348,7 @@ fn futures_work_with_every_kind_of_file() {
     assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
 }
 
-/// Futures read a system file, in small and huge folios. All bytes must be right.
+/// Futures read a regular file, in small and in huge folios. All bytes must be right.
 #[test]
 fn system_files_are_read_by_futures() {
     let len = 8 * MIB + 5000;
@@ -368,8 +369,8 @@ fn system_files_are_read_by_futures() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// The store hangs. Calls must fail at the end of their timeout. Their reads must continue, and later calls must find
-/// the bytes.
+/// The store hangs. Calls must fail when their timeout has passed. The reads that they started must continue, and later
+/// calls must find the bytes.
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));

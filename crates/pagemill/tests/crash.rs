@@ -1,8 +1,8 @@
-//! Tests that all bytes that a program synced are in the file, at whatever time the program is killed.
+//! Tests that all bytes that a program has synced are in the file, no matter when the program is killed.
 //!
 //! The program is a child process that runs this test again. In some rounds it first truncates or extends the file. In
-//! each round it writes some ranges, syncs the whole file or one range, and reports the sync. The operations follow
-//! from a seed and the number of the round, so the parent knows the expected contents.
+//! each round it writes some ranges, syncs the whole file or one range, and reports the sync. The operations depend
+//! only on a seed and the number of the round, so the parent knows the expected contents.
 
 use pagemill_cache::mapping::PageCache;
 use pagemill_store::FileStore;
@@ -23,7 +23,7 @@ const MAX_FILE_BYTES: usize = 300_000;
 const FILE_ENV: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED_ENV: &str = "PAGEMILL_TEST_CRASH_SEED";
 
-/// Returns a pseudo-random number for a seed, a round and an index.
+/// Returns a pseudo-random number that depends only on a seed, a round and an index.
 fn random_number(seed: u64, round: u64, at: u64) -> u64 {
     let mut word = (seed << 32 ^ round << 8 ^ at).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     for shift in [30, 27, 31] {
@@ -32,12 +32,12 @@ fn random_number(seed: u64, round: u64, at: u64) -> u64 {
     word
 }
 
-/// The operations of a round.
+/// The operations that the program makes in one round.
 struct Round {
-    /// New length of the file, set before the round's writes.
+    /// New length of the file in bytes, which is set before the writes of the round. `None`: the length stays.
     size: Option<usize>,
     ranges: Vec<(Range<usize>, u8)>,
-    /// The round syncs only its last range.
+    /// Whether the round syncs only the range that it wrote last.
     is_partial: bool,
 }
 
@@ -58,7 +58,7 @@ impl Round {
     }
 }
 
-/// Runs rounds until the process is killed.
+/// Runs rounds on the file until this process is killed.
 fn run_rounds_until_killed(path: &Path, seed: u64) -> ! {
     let cache = PageCache::builder("crash").limit(1 << 20).build_in(Testbed::of_process().unwrap().caches).unwrap();
     let file = cache.open(Arc::new(FileStore::create(path).unwrap())).unwrap();
@@ -81,7 +81,7 @@ fn run_rounds_until_killed(path: &Path, seed: u64) -> ! {
     unreachable!("rounds have no end")
 }
 
-/// The child process, which is killed when the test ends.
+/// The child process that runs the program. Dropping the value kills the process.
 struct KilledChild(Child);
 
 impl Drop for KilledChild {
@@ -91,15 +91,15 @@ impl Drop for KilledChild {
     }
 }
 
-/// The allowed values of each byte, the current length, and the allowed lengths. A byte beyond the end of the file has
-/// the value 0.
-struct Expected {
+/// The expected file: the allowed values of each byte, the current length, and the allowed lengths. Bytes beyond the
+/// end of the file have the value 0.
+struct ExpectedFile {
     bytes: Vec<Vec<u8>>,
     size: usize,
     sizes: Range<usize>,
 }
 
-impl Expected {
+impl ExpectedFile {
     fn new(bytes: Vec<u8>) -> Self {
         let size = bytes.len();
         let padded = bytes.into_iter().chain(std::iter::repeat(0)).take(MAX_FILE_BYTES);
@@ -134,16 +134,16 @@ impl Expected {
         }
     }
 
-    /// Removes all allowed values except the latest one from each byte in `range`.
+    /// Removes all allowed values of each byte in `range` except the latest value.
     fn keep_latest_value(&mut self, range: Range<usize>) {
         self.bytes[range].iter_mut().for_each(|values| drop(values.drain(..values.len() - 1)));
     }
 }
 
-/// Runs the program on the file, kills it after some time, and checks each byte. Returns the number of rounds that were
-/// synced.
+/// Runs the program on the file, kills it after some time, and checks each byte of the file. Returns the number of
+/// rounds whose sync the program reported.
 fn kill_once(path: &Path, seed: u64) -> u64 {
-    let mut expected = Expected::new(fs::read(path).unwrap());
+    let mut expected = ExpectedFile::new(fs::read(path).unwrap());
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", "synced_bytes_survive_kills", "--nocapture"]);
     command.env(FILE_ENV, path).env(SEED_ENV, seed.to_string()).stdout(Stdio::piped());
@@ -162,7 +162,7 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
     }
     expected.begin(&Round::of(seed, rounds));
     let found = fs::read(path).unwrap();
-    let Expected { bytes, sizes, .. } = expected;
+    let ExpectedFile { bytes, sizes, .. } = expected;
     let (least, most) = (sizes.start, sizes.end);
     assert!(
         (least..=most).contains(&found.len()),
@@ -179,7 +179,8 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
     rounds
 }
 
-/// After each kill, every byte must have its last synced value or a later one.
+/// A program is killed many times. After each kill, every byte of the file must have its last synced value or a later
+/// one.
 #[test]
 fn synced_bytes_survive_kills() {
     if let (Some(path), Ok(seed)) = (env::var_os(FILE_ENV), env::var(SEED_ENV)) {

@@ -1,4 +1,4 @@
-//! Tests of invalid input and failures: each must have its own error and change nothing. A later request may succeed.
+//! Tests of invalid input and failures. Each must have an error of its own and change nothing. Later calls may succeed.
 //!
 //! The tests run one after the other, because some read the counters of the process, and some fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
@@ -45,7 +45,7 @@ fn fill(addr: usize, size: usize, byte: u8) {
     unsafe { std::ptr::write_bytes(addr as *mut u8, byte, size) };
 }
 
-/// Returns the position of the first byte that is not `byte`.
+/// Returns the offset of the first byte in the range that is not `byte`; `None` if there is no such byte.
 fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
     // SAFETY: callers pass live allocations that no thread writes meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, size) };
@@ -68,7 +68,7 @@ fn purge(pagemill: &Testbed) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-/// Measures overcommitted memory. Returns the charged bytes.
+/// Measures overcommitted memory, so that it is charged. Returns the charged bytes of the account.
 fn charge_of(pagemill: &Testbed) -> u64 {
     pagemill.account.reconcile();
     pagemill.account.resident()
@@ -81,7 +81,7 @@ fn resident(addr: usize, len: usize) -> u64 {
     (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
 }
 
-/// Alignments that are not a power of two, or are larger than the address space, must lead to errors without a charge.
+/// Alignments that are not a power of two, or are larger than the address space, must be refused without a charge.
 #[test]
 fn bad_alignments_are_refused() {
     let _exclusive = exclusive_test();
@@ -101,8 +101,8 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// An allocation of size 0 must have an address of its own. Sizes beyond the address space must be refused, and an
-/// allocation that cannot grow must stay as it is.
+/// An allocation of size 0 must have an address of its own. Sizes beyond the address space must be refused. An
+/// allocation that cannot grow to such a size must stay unchanged.
 #[test]
 fn impossible_sizes_are_errors() {
     let _exclusive = exclusive_test();
@@ -128,7 +128,7 @@ fn impossible_sizes_are_errors() {
     assert_eq!(charge_of(pagemill), before);
 }
 
-/// The second free of a slot must lead to an error with its address and size, before and after a purge. Other slots
+/// A second free of a slot must return an error with the slot's address and size, before and after a purge. Other slots
 /// must stay unchanged.
 #[test]
 fn a_double_free_is_reported() {
@@ -159,7 +159,7 @@ fn a_double_free_is_reported() {
     }
 }
 
-/// The heap must reject addresses inside of an allocation, between slots, and outside of the heap.
+/// The heap must refuse to free addresses inside of an allocation, between slots, and outside of the heap.
 #[test]
 fn foreign_and_interior_frees_are_reported() {
     let _exclusive = exclusive_test();
@@ -202,8 +202,8 @@ fn foreign_and_interior_frees_are_reported() {
     free(pagemill, big);
 }
 
-/// Allocations fill a heap with 128 MiB of addresses. Further allocations must fail. After a free, the memory must be
-/// allocated again.
+/// Allocations use up a heap that has 128 MiB of addresses. Further allocations must fail. After a free, the freed
+/// memory must be allocated again.
 #[test]
 fn exhausted_address_space_recovers() {
     let _exclusive = exclusive_test();
@@ -237,7 +237,7 @@ fn exhausted_address_space_recovers() {
     assert!(matches!(error, Error::NoAddresses { .. }), "{error}");
 }
 
-/// Without huge pages, the heap must use small pages, charge them when it measures resident memory, and count them.
+/// Without huge pages, the heap must use small pages, charge those that a measurement finds resident, and count them.
 #[test]
 fn small_pages_are_used_and_counted() {
     let _exclusive = exclusive_test();
@@ -254,7 +254,7 @@ fn small_pages_are_used_and_counted() {
     assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A slot that was never touched is purged. At its next use, the slot must be made resident and charged.
+/// A slot that was never touched is purged. When the slot is allocated again, it must be made resident and charged.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
@@ -295,7 +295,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A software page must become resident as a whole: when its slot is allocated, or one of its OS pages is committed.
+/// A software page must become resident as a whole, when its slot is allocated or one of its OS pages is committed.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
@@ -331,8 +331,8 @@ fn run_on_cpu(cpu: usize) -> bool {
     }
 }
 
-/// With three logical NUMA nodes, slots of two nodes must lie in separate spans, return to their own node, and serve
-/// other nodes if needed.
+/// The heap has three logical NUMA nodes. Slots of two nodes must lie in separate spans and return to their own node.
+/// They must serve other nodes if needed.
 #[test]
 fn slots_return_to_their_node() {
     let _exclusive = exclusive_test();
@@ -359,7 +359,7 @@ fn slots_return_to_their_node() {
     .unwrap();
 }
 
-/// An allocation over the limit must fail with the numbers in the error, and must charge nothing. After all allocations
+/// An allocation over the limit must fail with the amounts in the error, and must charge nothing. After all allocations
 /// are freed, a larger allocation within the limit must succeed.
 #[test]
 fn a_failed_allocation_reports_the_numbers() {
@@ -401,8 +401,8 @@ fn a_limit_of_zero_refuses_everything() {
     assert_eq!(pagemill.account.resident(), 0);
 }
 
-/// A free 32 MiB slot was used before, and other allocations fill the limit. A calloc of that size may fail, or be
-/// granted untouched. The slot must not be lost: after the other allocations are freed, an allocation must return it.
+/// A slot of 32 MiB was used and freed, and other allocations fill the limit. A calloc of 32 MiB may fail, or be
+/// granted untouched. The slot must not be lost: once the others are freed, an allocation must return it.
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
     let _exclusive = exclusive_test();
@@ -421,8 +421,8 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// Two allocations were overcommitted and touched later, so the limit is exceeded. One of them is resized to a smaller
-/// size. The resize must succeed, or all bytes must still be there.
+/// Two allocations were overcommitted and touched later, so the limit is exceeded. A resize of one to a smaller size
+/// must succeed, or fail without the loss of a byte.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _exclusive = exclusive_test();
@@ -462,7 +462,7 @@ fn locked_memory_is_not_treated_as_zero() {
     }
 }
 
-/// An allocation is shrunk to one block, and grown again by moving pages. Bytes that are written afterwards must be
+/// An allocation is shrunk to one block, and grown again by moving its pages. Bytes that are written afterwards must be
 /// charged.
 #[test]
 fn a_moved_allocation_is_charged() {
@@ -477,7 +477,7 @@ fn a_moved_allocation_is_charged() {
     assert_eq!(charge_of(pagemill), 32 << 20);
 }
 
-/// An allocation is moved, freed and purged. A calloc must then return the slot with all bytes zero.
+/// An allocation is moved, freed and purged. A calloc must then return its slot with all bytes zero.
 #[test]
 fn a_moved_allocation_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -498,8 +498,8 @@ fn a_moved_allocation_is_purged_completely() {
     assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
 }
 
-/// The program may use the bytes of a slot beyond the requested size. The test writes such bytes, frees the slot and
-/// purges it. The written bytes must then be gone.
+/// A program may use all bytes of a slot, even beyond the requested size. The test writes such bytes, frees the slot
+/// and purges it. The bytes must then be gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _exclusive = exclusive_test();
@@ -514,8 +514,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A purge of one slot splits the huge page. When the other slot of the block is free, a purge must return the whole
-/// block, including the bytes that were never allocated.
+/// Two slots share a huge page. A purge of one splits the huge page. When the other slot is free, a purge must return
+/// the whole block, including bytes that were never allocated.
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -530,8 +530,8 @@ fn a_split_block_is_purged_completely() {
     assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that lies partly in a huge page and partly in a split one must be purged in both. The slots have 384 KiB, and
-/// the sixth lies across the first two blocks.
+/// A slot lies partly in a huge page and partly in a split one. A purge must purge both parts. The slots have 384 KiB,
+/// so the sixth lies across the first two blocks.
 #[test]
 fn a_slot_across_blocks_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -548,8 +548,8 @@ fn a_slot_across_blocks_is_purged_completely() {
     assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A block was once a huge page and was overcommitted later. One touch may make all of it resident. A purge must then
-/// return the whole block.
+/// A block was a huge page and was overcommitted later, so that one touch may make all of it resident. A purge must
+/// then return the whole block.
 #[test]
 fn a_block_populated_by_a_touch_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -568,8 +568,8 @@ fn a_block_populated_by_a_touch_is_purged_completely() {
     assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that was purged because of the limit must be charged again before it is reused. For this, half of each block
-/// is purged, and other blocks use up the room below the limit. So there is no room left for the purged halves.
+/// Half of each block is purged, and other blocks use up the room below the limit. So the purged halves can be reused
+/// only if memory is returned first. A purged slot must be charged again before it is reused.
 #[test]
 fn a_purged_part_is_admitted_again() {
     let _exclusive = exclusive_test();
@@ -595,8 +595,8 @@ fn a_purged_part_is_admitted_again() {
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
-/// A block that the helper makes resident ahead of need must belong to the span that needs it. An adjacent free big
-/// slot must not be changed.
+/// The helper thread makes blocks resident ahead of need. Such a block must belong to the span that needs it. An
+/// adjacent free big slot must not be changed.
 #[test]
 fn prefaulted_blocks_belong_to_their_span() {
     let _exclusive = exclusive_test();
@@ -617,7 +617,7 @@ fn prefaulted_blocks_belong_to_their_span() {
     assert_eq!((pagemill.heap.free_bytes(), resident(big, BLOCK_BYTES)), (0, 0), "free bytes, resident bytes");
 }
 
-/// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
+/// Runs `act` in a fork child. Returns whether `act` panicked there; the message goes to standard error.
 fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
@@ -648,7 +648,7 @@ fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
 
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
-/// A fork child uses, frees and purges inherited memory. The parent's bytes must stay unchanged.
+/// A fork child uses, frees and purges inherited memory. The bytes of the parent must stay unchanged.
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
     let _exclusive = exclusive_test();
@@ -689,7 +689,7 @@ fn a_fork_child_leaves_the_parent_alone() {
 }
 
 /// A fork child frees inherited memory, purges, and allocates again. Its account must charge nothing at first and after
-/// the purge, and then all bytes that the child wrote.
+/// the purge. Then it must charge all bytes that the child wrote.
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();
@@ -747,7 +747,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     }
 }
 
-/// Overcommitted memory can exceed the limit when it is touched. Once a measurement has charged it, the next request
+/// When overcommitted memory is touched, it can exceed the limit. Once a measurement has charged it, the next request
 /// must be refused.
 #[test]
 fn touched_overcommitted_memory_is_charged() {
@@ -764,8 +764,8 @@ fn touched_overcommitted_memory_is_charged() {
     filled(pagemill, MIB, 1);
 }
 
-/// A fork child shares most pages of a slot, so only the first pages move into another slot. The heap must not treat
-/// the pages that did not move as zero.
+/// A fork child shares most pages of a slot, so only the first pages move to another slot. The heap must not treat the
+/// pages that did not move as zero.
 #[test]
 fn partly_moved_pages_are_not_treated_as_zero() {
     let _exclusive = exclusive_test();

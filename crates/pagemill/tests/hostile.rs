@@ -1,5 +1,5 @@
-//! Tests stores, policies and callers that break their contract. They must not harm other files, the process or waiting
-//! threads.
+//! Tests of stores, policies and callers that break their contract. They must not harm other files, the process or
+//! waiting threads.
 
 #[path = "common/stores.rs"]
 mod stores;
@@ -21,7 +21,7 @@ use stores::BrokenStore;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// A byte of one file that reads of another file must never find.
+/// The value of all bytes in one file. Reads of other files must never find it.
 const SECRET: u8 = 0x5a;
 
 fn settings(limit_bytes: usize) -> Builder {
@@ -41,7 +41,7 @@ fn wait_until(condition: impl Fn() -> bool) {
     }
 }
 
-/// A store that claims to be a system file, and reports reads as successful without filling any bytes.
+/// A store that claims to be a regular file, and reports reads as successful without filling any bytes.
 struct NoDataStore {
     file: FileStore,
     size_bytes: u64,
@@ -84,8 +84,8 @@ fn assert_no_secret(file: &Mapping, access: &str) {
     assert!(len == bytes.len() && !bytes.contains(&SECRET), "{access}: bytes of a dropped file");
 }
 
-/// A store fills no bytes. The free memory of its cache has the bytes of a dropped file. The store's file must read as
-/// zeros, whichever call brings its pages into memory, in huge and small folios.
+/// A store fills no bytes when it is read. The free memory of its cache has the bytes of a dropped file. The store's
+/// file must read as zeros, whichever call brings its pages into memory, in huge and in small folios.
 #[test]
 fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,8 +125,8 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
     }
 }
 
-/// A store panics in background writeback. The panic must be counted, and other files must be written back. Once a sync
-/// of that store's file has succeeded, the file must be written back again.
+/// A store panics in background writeback. The panic must be counted, and other files must be written back. After a
+/// successful sync of the store's file, that file must be written back in the background again.
 #[test]
 fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback::default().age(Duration::from_millis(1));
@@ -150,7 +150,7 @@ fn a_panic_of_a_store_in_the_background_is_counted() {
     wait_until(|| panics.inner.bytes() == [9; PAGE]);
 }
 
-/// Chooses small folios. If its flag is set, panics at the decision about a collapse.
+/// A policy that chooses small folios. If its flag is set, it panics when it decides about a collapse.
 struct PanickingPolicy(Arc<AtomicBool>);
 
 impl Policy for PanickingPolicy {
@@ -163,8 +163,8 @@ impl Policy for PanickingPolicy {
     }
 }
 
-/// A policy panics in the background. The panic must be counted, the range must stay in small folios, and later ranges
-/// must be collapsed.
+/// A policy panics when the background thread asks it about a collapse. The panic must be counted, the range must stay
+/// in small folios, and later ranges must be collapsed.
 #[test]
 fn a_panic_of_a_policy_in_the_background_is_counted() {
     let does_panic = Arc::new(AtomicBool::new(true));
@@ -184,7 +184,7 @@ fn a_panic_of_a_policy_in_the_background_is_counted() {
     assert!(bytes.iter().all(|byte| *byte == 3));
 }
 
-/// A completion callback panics on the store's thread. The next transfer must complete nevertheless.
+/// The completion callback of a transfer panics on the store's thread. The next transfer must complete nevertheless.
 #[test]
 fn transfers_continue_after_a_callback_panics() {
     let folder = tempfile::tempdir().unwrap();
@@ -199,13 +199,13 @@ fn transfers_continue_after_a_callback_panics() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store does not complete its writes. With a timeout, syncs must fail. They must succeed once the writes have
+/// A store does not complete its writes. Syncs with a timeout must fail. Later syncs must succeed once the writes have
 /// completed.
 #[test]
 fn a_sync_times_out_if_the_store_completes_nothing() {
     let timeout = Some(Duration::from_millis(30));
     let cache = cache_without_threads(settings(4 * MIB).timeout(timeout).policy(Never));
-    let store = Arc::new(BrokenStore::that_completes_nothing(PAGE));
+    let store = Arc::new(BrokenStore::that_completes_no_transfer(PAGE));
     let file = cache.open(store.clone()).unwrap();
     file.write_at(&[8; 3 * PAGE], 0).unwrap();
     let is_busy = |result: pagemill_core::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
@@ -221,7 +221,7 @@ fn a_sync_times_out_if_the_store_completes_nothing() {
     assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
-/// No offset and no length, however large, may make a call panic. The call must fail, or stop at the end of the file.
+/// Calls get extreme offsets and lengths. No call may panic. Each must fail, or stop at the end of the file.
 #[test]
 fn extreme_offsets_and_lengths_do_not_panic() {
     let page = PAGE as u64;

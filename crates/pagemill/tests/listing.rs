@@ -1,4 +1,5 @@
-//! Tests of the lists that a process writes: their layout in bytes, and their contents while the listed objects change.
+//! Tests of the lists of volatile ranges that a process writes on request: their layout in bytes, and their contents
+//! while the listed ranges change.
 #![allow(unsafe_code)] // maps memory and marks it
 
 mod common;
@@ -15,7 +16,7 @@ use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Writes a list of volatile ranges into a new file, and returns the file's bytes.
-fn written() -> Vec<u8> {
+fn write_list() -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
@@ -28,7 +29,7 @@ fn number(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-fn handles() -> Vec<Listed> {
+fn list_handles() -> Vec<Listed> {
     let (mut found, mut part, mut from) = (Vec::new(), [Listed::NONE; 16], Some(0));
     while let Some(start) = from {
         let copied = pagemill().ranges.list(start, &mut part);
@@ -38,20 +39,20 @@ fn handles() -> Vec<Listed> {
     found
 }
 
-/// A list must have the layout that ARCHITECTURE.md documents: a head, then a record for each range.
+/// A list must have the layout that ARCHITECTURE.md documents: a header, then a record for each range.
 #[test]
 fn a_list_has_the_documented_layout() {
     let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(3 << 20, Behaviour::Full).unwrap();
     range.mark().unwrap();
-    let bytes = written();
+    let bytes = write_list();
     assert_eq!(&bytes[..16], b"pm-vrng1\x09\0\0\0\0\0\0\0");
     assert_eq!((number(&bytes, 16), number(&bytes, 24), bytes.len()), (1, 0, 64));
     assert_eq!((number(&bytes, 32), number(&bytes, 40), number(&bytes, 48)), (range.addr() as u64, 3 << 20, 0));
     assert_eq!(bytes[60..], [0, 1, 0, 0], "a handle, volatile, goes as a whole");
 }
 
-/// The list must distinguish strict marks from plain ones, if strict marks are supported.
+/// The list must distinguish strictly marked ranges from others, if the kernel supports strict marks.
 #[test]
 fn strict_marks_are_listed_as_strict() {
     let _exclusive = exclusive_test();
@@ -69,7 +70,7 @@ fn strict_marks_are_listed_as_strict() {
         listed.iter().map(|mark| (mark.addr, mark.is_strict)).collect::<Vec<_>>(),
         [(range.addr(), true), (range.addr() + half, false)]
     );
-    let bytes = written();
+    let bytes = write_list();
     let tails: Vec<&[u8]> = bytes[32..].chunks_exact(32).map(|record| &record[28..]).collect();
     assert_eq!(tails, [[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], "the handle, and its marked halves");
     for at in [0, half] {
@@ -77,8 +78,8 @@ fn strict_marks_are_listed_as_strict() {
     }
 }
 
-/// More ranges are marked than a list can contain. The length of the file must be limited, and the list must report the
-/// number of missing marks.
+/// More ranges are marked by address than a list can contain. The length of the file must be limited, and the list must
+/// report the number of ranges that it does not contain.
 #[test]
 fn the_length_of_a_list_is_limited() {
     let _exclusive = exclusive_test();
@@ -92,7 +93,7 @@ fn the_length_of_a_list_is_limited() {
     // SAFETY: there are no references to this memory of the test, which is unmarked before it is unmapped.
     let call = |at: usize, len, mode| unsafe { pagemill().vranges.vrange(area as usize + at, len, mode, How::Full) };
     (0..count).for_each(|index| _ = call(2 * index * page, page, Mode::Volatile).unwrap());
-    let bytes = written();
+    let bytes = write_list();
     assert_eq!((number(&bytes, 16), number(&bytes, 24)), (MOST_RECORDS, more as u64));
     assert_eq!(bytes.len() as u64, 32 + 32 * MOST_RECORDS);
     let starts: Vec<u64> = bytes[32..].chunks_exact(32).map(|record| number(record, 0)).collect();
@@ -104,8 +105,8 @@ fn the_length_of_a_list_is_limited() {
     unsafe { libc::munmap(area, len) };
 }
 
-/// Ranges are allocated, marked, pinned and dropped while they are listed. Each list must have every range that exists
-/// during the whole listing exactly once. It must have no range that never existed.
+/// Ranges are allocated, marked, pinned and dropped while other threads list them. Each list must have exactly once
+/// every range that exists during the whole listing. It must have no range that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();
@@ -123,7 +124,7 @@ fn handles_are_listed_while_they_change() {
             }
         });
         for _ in 0..2000 {
-            let found = handles();
+            let found = list_handles();
             for range in &kept {
                 let listed: Vec<_> = found.iter().filter(|listed| listed.addr == range.addr()).collect();
                 let expected = if range.addr() == kept[0].addr() { RangeState::Pinned } else { RangeState::Held };
@@ -137,5 +138,5 @@ fn handles_are_listed_while_they_change() {
     });
     drop(pin);
     drop(kept);
-    assert!(handles().is_empty(), "free ones are not listed");
+    assert!(list_handles().is_empty(), "free ones are not listed");
 }

@@ -1,4 +1,4 @@
-//! Tests of files in a cache: their bytes equal those of a vector, invalid input fails, limits hold, and memory is
+//! Tests of files in a page cache: their bytes equal those of a vector, invalid input fails, limits hold, and memory is
 //! returned.
 
 mod common;
@@ -23,7 +23,7 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Builder {
     PageCache::builder("test").limit(limit_bytes as u64).page(PageSize::new(page_bytes).unwrap())
 }
 
-/// Returns a Pagemill without background threads, so that counters depend on the test only.
+/// Returns a Pagemill instance without background threads, so that its counters depend only on the test.
 fn pagemill_without_threads() -> &'static Testbed {
     let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
@@ -41,7 +41,7 @@ fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// An operation on a file and on a vector of bytes, which must have the same result.
+/// An operation on a file and on a vector of bytes. Both must give the same result.
 #[derive(Clone, Debug)]
 enum Step {
     Write { at: Offset, len: Length, byte: u8 },
@@ -56,15 +56,15 @@ enum Step {
     Pin { at: Offset, byte: u8 },
 }
 
-/// An offset, mostly near the border of a page or a block.
+/// An offset in a file, mostly near the border of a page or a block.
 #[derive(Clone, Debug)]
 struct Offset(Index, i8);
 
-/// The length of a range in a step.
+/// The length of a range that a step reads or changes.
 #[derive(Clone, Debug)]
 struct Length(Index, u8);
 
-/// Maximum size of files in the model.
+/// Maximum length of the file in the model tests.
 const MAX_FILE_BYTES: usize = 11 * MIB;
 
 impl Offset {
@@ -94,7 +94,7 @@ fn random_length() -> impl Strategy<Value = Length> {
     (any::<Index>(), any::<u8>()).prop_map(|(index, kind)| Length(index, kind))
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn random_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         5 => (random_offset(), random_length(), 1..=255u8).prop_map(|(at, len, byte)| Step::Write { at, len, byte }),
         4 => (random_offset(), random_length()).prop_map(|(at, len)| Step::Read { at, len }),
@@ -170,7 +170,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
     assert_eq!(file.size_bytes() as usize, model.len());
 }
 
-/// The offset at which the folio that contains `offset` ends.
+/// Returns the offset at which the folio that contains `offset` ends.
 fn folio_end(file: &Mapping, offset: usize, _page: usize) -> usize {
     let pin = file.pin(offset as u64).unwrap();
     offset + pin.len_bytes()
@@ -183,7 +183,7 @@ fn clear(model: &mut [u8], at: usize, len: usize) {
     }
 }
 
-/// Asserts that `seek_data` and `seek_hole` find no data where the model has zeros, and skip no data.
+/// Asserts that `seek_data` and `seek_hole` report holes only where the model has zeros.
 fn assert_seeks_agree(file: &Mapping, model: &[u8]) {
     let mut at = 0;
     while at < model.len() {
@@ -201,7 +201,7 @@ fn assert_seeks_agree(file: &Mapping, model: &[u8]) {
     }
 }
 
-fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps: &[Step]) {
+fn assert_file_equals_vector(page: usize, choose: impl Fn(Builder) -> Builder, steps: &[Step]) {
     let pagemill = pagemill_without_threads();
     let cache = choose(settings(page, 64 * MIB)).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
@@ -225,30 +225,30 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps:
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn files_of_small_pages_equal_vectors(steps in prop::collection::vec(step(), 1..40)) {
-        assert_same_as_bytes(4 * KIB, |settings| settings, &steps);
+    fn files_of_small_pages_equal_vectors(steps in prop::collection::vec(random_step(), 1..40)) {
+        assert_file_equals_vector(4 * KIB, |settings| settings, &steps);
     }
 
     #[test]
-    fn files_in_huge_folios_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
-        assert_same_as_bytes(4 * KIB, |settings| settings.policy(Always), &steps);
+    fn files_in_huge_folios_equal_vectors(steps in prop::collection::vec(random_step(), 1..40)) {
+        assert_file_equals_vector(4 * KIB, |settings| settings.policy(Always), &steps);
     }
 
     #[test]
-    fn files_whose_folios_are_never_split_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
+    fn files_whose_folios_are_never_split_equal_vectors(steps in prop::collection::vec(random_step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
         let choose = |settings: Builder| settings.policy(Always).split(false);
-        assert_same_as_bytes(64 * KIB, choose, &steps);
+        assert_file_equals_vector(64 * KIB, choose, &steps);
     }
 
     #[test]
-    fn files_of_pages_of_a_block_equal_vectors(steps in prop::collection::vec(step(), 1..30)) {
-        assert_same_as_bytes(BLOCK_BYTES, |settings| settings, &steps);
+    fn files_of_pages_of_a_block_equal_vectors(steps in prop::collection::vec(random_step(), 1..30)) {
+        assert_file_equals_vector(BLOCK_BYTES, |settings| settings, &steps);
     }
 
     #[test]
-    fn files_of_pages_of_four_blocks_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
-        assert_same_as_bytes(4 * BLOCK_BYTES, |settings| settings.policy(Never), &steps);
+    fn files_of_pages_of_four_blocks_equal_vectors(steps in prop::collection::vec(random_step(), 1..30)) {
+        assert_file_equals_vector(4 * BLOCK_BYTES, |settings| settings.policy(Never), &steps);
     }
 }
 
@@ -288,8 +288,8 @@ fn invalid_requests_fail() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// Writes continue until the limit is reached. The last write must be short, and the next one must fail with the
-/// numbers in the error. Existing data must stay, and freed pages must be usable again.
+/// Writes continue until the limit of the cache is reached. The last write must be short, and the next one must fail
+/// with the amounts in the error. Existing data must stay, and freed pages must be usable again.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -306,7 +306,7 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// If no huge folio fits, the cache must use small folios and count that. The write must succeed.
+/// If no huge folio fits into the cache, the cache must use small folios and count that. The write must succeed.
 #[test]
 fn huge_folios_fall_back_to_small_ones() {
     let pagemill = pagemill_without_threads();
@@ -325,7 +325,7 @@ fn huge_folios_fall_back_to_small_ones() {
     assert_eq!(cache.usage().huge, 0, "switched off");
 }
 
-/// A cache is full of huge folios with unused parts. A write must free these parts before it is refused.
+/// A cache is full of huge folios that have unused pages. A write must free these pages instead of failing.
 #[test]
 fn unused_pages_of_huge_folios_make_room() {
     let pagemill = pagemill_without_threads();
@@ -340,7 +340,8 @@ fn unused_pages_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks must be returned to the system on request, and be usable again.
+/// Free blocks of a cache must be returned to the system on request. Afterwards the cache must be able to use them
+/// again.
 #[test]
 fn free_blocks_are_returned() {
     let pagemill = pagemill_without_threads();
@@ -359,7 +360,8 @@ fn free_blocks_are_returned() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// At the limit of the process, unused pages of huge folios must be freed, so that many sparse huge folios fit.
+/// At the limit of the process, unused pages of huge folios must be freed, so that many huge folios with little data
+/// fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Testbed::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -374,7 +376,7 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
     }
 }
 
-/// The last possible pages of a file must be freed like all others.
+/// The pages with the highest possible indices in a file must be freed like all others.
 #[test]
 fn the_last_possible_pages_are_freed() {
     let pagemill = pagemill_without_threads();
@@ -389,7 +391,7 @@ fn the_last_possible_pages_are_freed() {
     assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
 }
 
-/// Holes must read as zeros and use no memory, even if the policy prefers a folio for a hole.
+/// Holes must read as zeros and use no memory, even if the policy would choose a folio for the range of a hole.
 #[test]
 fn holes_need_no_memory() {
     let pagemill = Testbed::new(Layout::for_test(), MIB as u64).unwrap();
@@ -401,7 +403,7 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write through a pin must fail if the page was removed from the file.
+/// A page is pinned and then removed from its file. A write through the pin must fail.
 #[test]
 fn writes_to_a_removed_page_fail() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -412,10 +414,10 @@ fn writes_to_a_removed_page_fail() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// Creating a cache far larger than the machine's memory must succeed, because its addresses become accessible only
-/// when they are used.
+/// A cache is created whose limit is far above the machine's memory. The creation must succeed, because the cache's
+/// addresses become accessible only when they are used.
 #[test]
-fn large_limits_cost_nothing() {
+fn caches_larger_than_memory_can_be_created() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
     let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let cache = settings(64 * KIB, 1 << 40).build_in(pagemill.caches).unwrap();
@@ -424,8 +426,8 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A page is truncated while it is pinned. Its bytes must stay readable through the pin, and its memory must be freed
-/// when the pin is dropped.
+/// A page is truncated while it is pinned. Its bytes must stay readable through the pin. Its memory must be freed when
+/// the pin is dropped.
 #[test]
 fn pinned_bytes_survive_truncation() {
     let pagemill = pagemill_without_threads();
@@ -454,8 +456,8 @@ fn pinned_bytes_survive_truncation() {
     }
 }
 
-/// While a folio is held, other accesses must fail after a second, and so must a truncation inside the folio. A
-/// truncation that removes the whole folio must succeed.
+/// A folio is held exclusively. Other accesses to the folio must fail after a second, and so must a truncation inside
+/// the folio. A truncation that removes the whole folio must succeed.
 #[test]
 fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);
@@ -476,9 +478,9 @@ fn held_folios_are_exclusive() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
-/// A pin of a range must have one pin for each folio, beginning at the first byte of the range.
+/// A pin of a range must return one pin for each folio. The first must begin at the first byte of the range.
 #[test]
-fn ranges_are_pinned_folio_by_folio() {
+fn a_pin_of_a_range_has_one_pin_per_folio() {
     let pagemill = pagemill_without_threads();
     let cache = settings(4 * KIB, 64 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
@@ -494,9 +496,10 @@ fn ranges_are_pinned_folio_by_folio() {
     assert_eq!(file.pin_range(100, 64 * KIB).unwrap().len(), 17);
 }
 
-/// One call must write several buffers, and one call must read them, with the result of a single buffer.
+/// One call writes several buffers, and another call reads them. Both must have the same result as calls with a single
+/// buffer.
 #[test]
-fn vectored_calls_are_as_plain_ones() {
+fn vectored_calls_equal_calls_with_one_buffer() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
     let parts = [IoSlice::new(&[1; 3000]), IoSlice::new(&[]), IoSlice::new(&[2; 3000])];
     assert_eq!(file.write_vectored_at(&parts, 10).unwrap(), 6000);
@@ -527,7 +530,7 @@ fn dense_ranges_become_huge() {
     assert_eq!(cache.usage().huge as usize, 8 * MIB, "from here on at once");
 }
 
-/// Whether this process can create a cache and use a file of it.
+/// Returns whether this process can create a cache and use a file of that cache.
 fn can_use_own_cache() -> bool {
     let Ok(cache) = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches) else { return false };
     let Ok(file) = cache.create() else { return false };
@@ -535,8 +538,8 @@ fn can_use_own_cache() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// Collapses must leave room for a writer. Each page of a file as long as the limit is written, with collapses in
-/// between.
+/// A writer writes each page of a file as long as the cache's limit, and folios are collapsed in between. The collapses
+/// must leave room for the writer.
 #[test]
 fn collapsing_leaves_room_for_writers() {
     let pagemill = pagemill_without_threads();
@@ -559,7 +562,7 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// In a fork child, calls on the parent's cache must fail. The child must be able to create a cache of its own.
+/// In a fork child, calls on the cache of the parent must fail. The child must be able to create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let cache = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches).unwrap();

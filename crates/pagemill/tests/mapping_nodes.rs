@@ -1,4 +1,5 @@
-//! Tests of the index of a page cache. It must return memory when files become sparse, also during reads and writes.
+//! Tests of the index of a page cache. The index must return the memory of its nodes when files become sparse, even
+//! during reads and writes.
 #![allow(unsafe_code)] // fork
 
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -12,13 +13,13 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Number of pages in an index node of the lowest level.
-const SPAN: u64 = 64;
+/// Number of pages that an index node of the lowest level covers.
+const NODE_PAGES: u64 = 64;
 
-/// Number of bytes that are written to a page.
-const SAMPLE: usize = 16;
+/// Number of bytes that a test writes to a page.
+const SAMPLE_BYTES: usize = 16;
 
-/// Lets one test at a time run. Memory is freed only once the readers of all tests have finished, one test forks, and
+/// Lets one test at a time run: memory is freed only when the readers of all tests have finished, one test forks, and
 /// the counters belong to the process.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
@@ -31,31 +32,31 @@ fn cache(pagemill: &Testbed) -> PageCache {
     PageCache::builder("sparse").limit(64 << 20).page(page).huge(false).build_in(pagemill.caches).unwrap()
 }
 
-/// The bytes that are written to a page.
-fn sample(at: u64) -> [u8; SAMPLE] {
+/// Returns the bytes that a test writes to the page in node `at`.
+fn sample(at: u64) -> [u8; SAMPLE_BYTES] {
     std::array::from_fn(|byte| (at * 31 + byte as u64 + 1) as u8)
 }
 
 fn offset(at: u64) -> u64 {
-    at * SPAN * PAGE as u64
+    at * NODE_PAGES * PAGE as u64
 }
 
 fn write(file: &Mapping, at: u64) {
-    assert_eq!(file.write_at(&sample(at), offset(at)).unwrap(), SAMPLE);
+    assert_eq!(file.write_at(&sample(at), offset(at)).unwrap(), SAMPLE_BYTES);
 }
 
 fn punch(file: &Mapping, at: u64) {
     assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
 }
 
-/// Asserts that a page has the bytes of [`sample`] if `is_there`, and reads as zeros otherwise.
+/// Asserts that the page in node `at` has the bytes of [`sample`] if `is_there`, and reads as zeros otherwise.
 fn assert_has(file: &Mapping, at: u64, is_there: bool) {
-    let mut bytes = [0xEE; SAMPLE];
-    assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");
-    assert_eq!(bytes, if is_there { sample(at) } else { [0; SAMPLE] }, "{at}");
+    let mut bytes = [0xEE; SAMPLE_BYTES];
+    assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE_BYTES, "{at}");
+    assert_eq!(bytes, if is_there { sample(at) } else { [0; SAMPLE_BYTES] }, "{at}");
 }
 
-/// Creates a file with a page in each of `pages` nodes, then removes five of six pages.
+/// Creates a file with one page in each of `pages` index nodes, then removes five of six pages.
 fn sparse_file(cache: &PageCache, pages: u64) -> Mapping {
     let file = cache.create().unwrap();
     (0..pages).for_each(|at| write(&file, at));
@@ -68,7 +69,7 @@ fn info(pagemill: &Testbed) -> SlabInfo {
     pagemill.nodes.cache().unwrap().info().unwrap()
 }
 
-/// Shrinks the slab cache of nodes until at most one slab is partial. Readers of other tests may delay that.
+/// Shrinks the slab cache of index nodes until at most one slab is partial. Readers of other tests may delay that.
 fn shrink(pagemill: &Testbed) -> NodeInfo {
     let is_packed = |info: &NodeInfo| info.partial <= 1;
     for _ in 0..20 {
@@ -80,8 +81,8 @@ fn shrink(pagemill: &Testbed) -> NodeInfo {
     info(pagemill).total
 }
 
-/// Five of six index nodes become empty. After a shrink, five of six slabs must be free, all bytes must be right, and
-/// the counters of the index must add up.
+/// Five of six index nodes of a file become empty. After a shrink, five of six slabs must be free, all bytes must be
+/// right, and the counters of the index must add up.
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
@@ -106,10 +107,10 @@ fn the_index_of_a_sparse_file_is_packed() {
     assert_eq!(shrink(pagemill), NodeInfo::default());
 }
 
-/// Stops the other threads on drop, also if this thread has failed.
-struct Done<'a>(&'a AtomicBool);
+/// Makes the other threads end when the value is dropped, even if this thread has failed.
+struct StopOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Done<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -130,7 +131,7 @@ fn threads_use_files_while_their_index_is_packed() {
         scope.spawn(move || {
             let nodes = pagemill.nodes.cache().unwrap();
             nodes.set_defrag_used_ratio(100).unwrap();
-            let _done = Done(is_done);
+            let _done = StopOnDrop(is_done);
             while !is_done.load(Relaxed) {
                 nodes.shrink().unwrap();
                 pagemill.slabs.defrag_step(Duration::from_millis(1));

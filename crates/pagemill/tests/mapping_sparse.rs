@@ -1,5 +1,5 @@
-//! Tests of the background scan for sparse huge folios. Sparse huge folios that were not written for a while must be
-//! split, and other folios must not.
+//! Tests of the background scan for sparse huge folios. The scan must split sparse huge folios that were not written
+//! for a while, and no others.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn settings() -> Builder {
     PageCache::builder("thin").limit(64 << 20).page(page).policy(Always)
 }
 
-/// Creates a cache that uses huge folios wherever possible. The test does the cache's background work by calls.
+/// Creates a cache that uses huge folios wherever possible, and no background thread. The tests call the scan.
 fn cache() -> PageCache {
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
@@ -49,7 +49,7 @@ fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// The second round over the chunks must split sparse folios and no dense ones. Later rounds must not check the dense
+/// The second round of the scan must split sparse folios and no dense ones. Later rounds must not check the dense
 /// folios again.
 #[test]
 fn sparse_folios_are_split_and_dense_ones_stay() {
@@ -68,7 +68,7 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     assert_contents(&file, &full);
 }
 
-/// A step must check no more folios than requested. Together, successive steps must check each folio once.
+/// A step of the scan must check no more folios than requested. Successive steps together must check each folio once.
 #[test]
 fn a_step_checks_the_requested_number_of_folios() {
     let cache = cache();
@@ -81,8 +81,8 @@ fn a_step_checks_the_requested_number_of_folios() {
     assert_contents(&file, &full);
 }
 
-/// A folio that is written between two rounds must not be split, even if it is sparse, until a round without a write. A
-/// pinned folio must not be split either.
+/// A sparse folio that is written between two rounds of the scan must not be split until there was no write for a whole
+/// round. A pinned folio must not be split either.
 #[test]
 fn folios_in_use_are_not_split() {
     let cache = cache();
@@ -101,7 +101,7 @@ fn folios_in_use_are_not_split() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// Folios that were found dense are zeroed or truncated. They must then be checked again.
+/// Folios that the scan found dense are zeroed or truncated. The scan must then check them again.
 #[test]
 fn zeroed_folios_are_checked_again() {
     let cache = cache();
@@ -117,8 +117,8 @@ fn zeroed_folios_are_checked_again() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// The policy chooses huge folios wherever one fits. But no huge folio may be allocated again where a sparse one was
-/// split, neither by reads of holes nor by writes to existing pages.
+/// The policy chooses huge folios wherever one fits. But where a sparse huge folio was split, no huge folio may be
+/// allocated again, neither by reads of holes nor by writes to existing pages.
 #[test]
 fn split_folios_are_not_allocated_as_huge_again() {
     let cache = cache();
@@ -146,7 +146,7 @@ fn split_folios_are_not_allocated_as_huge_again() {
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }
 
-/// A store in memory.
+/// A store in memory, without holes.
 #[derive(Default)]
 struct VecStore(Mutex<Vec<u8>>);
 
@@ -199,7 +199,8 @@ fn folios_of_files_with_a_store_are_not_split() {
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// Huge folios that may not be split, and folios of one large page, must not be split even if they are sparse.
+/// A cache's settings forbid splits, and another cache has pages of the size of a huge folio. The scan must not split
+/// their folios, even if these are sparse.
 #[test]
 fn unsplittable_folios_are_not_split() {
     let caches = Testbed::for_test().caches;
@@ -216,8 +217,8 @@ fn thread_count() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The background thread must split sparse folios without a call, some seconds after the last write. A fork child must
-/// have no background thread until one of its own caches needs it.
+/// The background thread must split sparse folios without a call, some seconds after their last write. A fork child
+/// must have no background thread until one of its own caches needs the thread.
 #[test]
 fn the_background_thread_splits_sparse_folios() {
     let cache = settings().build_in(common::pagemill().caches).unwrap();

@@ -1,4 +1,5 @@
-//! Tests of files that many threads use at the same time. No thread may find bytes of another file, or stale bytes.
+//! Tests of files that many threads use at the same time. No thread may find bytes of another file, or bytes that were
+//! removed.
 
 use pagemill_cache::mapping::policy::{Always, Auto};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};
@@ -21,7 +22,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
-/// Returns the value of every word of a page, which identifies the file and the page.
+/// Returns the value of every word in a page. It identifies the file and the page.
 fn stamp(file: u64, page: u64) -> u64 {
     (file + 1) << 32 | (page + 1)
 }
@@ -43,8 +44,8 @@ fn write(file: &Mapping, number: u64, page: u64, pages: u64) -> bool {
     }
 }
 
-/// Asserts that each word is zero, or the stamp of its page.
-fn check(bytes: &[u8], number: u64, page: u64) {
+/// Asserts that each word of the bytes is zero, or the stamp of its page.
+fn assert_stamps(bytes: &[u8], number: u64, page: u64) {
     for (at, word) in bytes.chunks_exact(WORD).enumerate() {
         let word = u64::from_le_bytes(word.try_into().unwrap());
         let expected = stamp(number, page + (at * WORD / PAGE) as u64);
@@ -52,7 +53,7 @@ fn check(bytes: &[u8], number: u64, page: u64) {
     }
 }
 
-/// Removes, zeroes, splits or collapses folios at random.
+/// Removes, zeroes, splits or collapses folios of the file at random.
 fn change_folios_randomly(file: &Mapping, seed: &mut u64) {
     // Offsets and lengths are whole words, so that each word is one stamp, or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
@@ -72,8 +73,8 @@ fn change_folios_randomly(file: &Mapping, seed: &mut u64) {
 }
 
 /// Two files of one cache share its memory. Threads write, read and pin pages, while another thread truncates, punches
-/// holes, splits and collapses. All words found must be right.
-fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
+/// holes, splits and collapses. Every word that a thread finds must be zero or the stamp of its page.
+fn use_two_files_concurrently(cache: &PageCache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -94,7 +95,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
                     let file = &files[number as usize];
                     if !random(&mut seed).is_multiple_of(4) {
                         let len = file.read_at(&mut bytes, page * PAGE as u64).unwrap();
-                        check(&bytes[..len], number, page);
+                        assert_stamps(&bytes[..len], number, page);
                     } else if let Ok(Some(pin)) = file.pin_present(page * PAGE as u64) {
                         let word = pin.read_u64(0);
                         assert!(word == 0 || word == stamp(number, page), "{word:#x}");
@@ -120,12 +121,12 @@ fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
     for (number, file) in files.iter().enumerate() {
         let mut bytes = vec![0; file.size_bytes() as usize];
         file.read_at(&mut bytes, 0).unwrap();
-        check(&bytes, number as u64, 0);
+        assert_stamps(&bytes, number as u64, 0);
         file.truncate(0).unwrap();
     }
 }
 
-/// Asserts that the cache returns all memory after its files were dropped.
+/// Asserts that the cache returns all its memory after its files were dropped.
 fn assert_all_memory_returned(cache: &PageCache) {
     // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
@@ -136,27 +137,27 @@ fn assert_all_memory_returned(cache: &PageCache) {
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
 
-/// No thread may see bytes of another page, with small folios.
+/// Threads use two files in small folios. No thread may see bytes of another page.
 #[test]
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
-    no_reader_sees_bytes_of_another_page(&cache);
+    use_two_files_concurrently(&cache);
     assert_all_memory_returned(&cache);
 }
 
-/// No thread may see bytes of another page, with huge folios.
+/// Threads use two files in huge folios. No thread may see bytes of another page.
 #[test]
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
-    no_reader_sees_bytes_of_another_page(&cache);
+    use_two_files_concurrently(&cache);
     assert_all_memory_returned(&cache);
 }
 
-/// No thread may see bytes of another page, with too little memory: huge folios become small, writes are short, and
-/// unused pages are freed.
+/// Threads use two files in a cache that is too small for them: huge folios become small, writes are short, and unused
+/// pages are freed. No thread may see bytes of another page.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
-    no_reader_sees_bytes_of_another_page(&cache);
+    use_two_files_concurrently(&cache);
     assert_all_memory_returned(&cache);
 }

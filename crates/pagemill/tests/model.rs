@@ -1,7 +1,7 @@
-//! Model tests of the heap and of extents: random operations, after each of which all contents are checked.
+//! Model tests of the heap and of extents. A test makes random operations and checks all contents after each of them.
 //!
-//! Each run prints its seed, and `PAGEMILL_TEST_SEED` repeats a run. The kernel reports the resident bytes, so the
-//! account is compared with an independent count.
+//! Each run prints its seed, and `PAGEMILL_TEST_SEED` repeats a run. The account is compared with the resident bytes
+//! that the kernel reports.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
 use pagemill_core::Error;
@@ -18,19 +18,19 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
 
-/// Allocations up to this size are filled and compared completely. Larger ones are written and compared at some
-/// offsets.
+/// Allocations up to this size are filled and compared completely. Larger allocations are written and compared at some
+/// offsets only.
 const FILLED_BYTES: usize = 1 << 20;
 
-/// Number of offsets of a larger allocation that are written and compared.
+/// Number of offsets at which a larger allocation is written and compared.
 const CHECKED_OFFSETS: u64 = 8;
 
 /// Maximum number of bytes of live allocations.
 const MAX_LIVE_BYTES: usize = 256 << 20;
-/// Number of resident bytes above which the test purges.
+/// Number of resident bytes above which the test purges free memory.
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
-/// Mixes the bits of a number.
+/// Returns a number whose bits depend on all bits of `value`.
 fn mix(mut value: u64) -> u64 {
     value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -40,8 +40,8 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// Returns a generator and prints its seed. The seed is that in `PAGEMILL_TEST_SEED`, or a new one for each run and
-    /// `salt`.
+    /// Returns a generator and prints its seed. The seed is taken from `PAGEMILL_TEST_SEED`. Without that variable, it
+    /// is new for each run and each `salt`.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
@@ -49,16 +49,17 @@ impl Random {
         Self(seed)
     }
 
-    fn next(&mut self) -> u64 {
+    fn next_number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.0)
     }
 
     fn random_below(&mut self, end: u64) -> u64 {
-        self.next() % end.max(1)
+        self.next_number() % end.max(1)
     }
 
-    /// Returns a size whose logarithm is uniformly distributed, so that small sizes are as frequent as large ones.
+    /// Returns a size between `min` and `max` whose logarithm is uniformly distributed, so that small sizes are as
+    /// frequent as large ones.
     fn size(&mut self, min: usize, max: usize) -> usize {
         let octaves = u64::from((max / min).ilog2());
         let low = min << self.random_below(octaves);
@@ -66,7 +67,7 @@ impl Random {
     }
 }
 
-/// Size of an allocation, and the seed of the bytes that were written to it.
+/// What an allocation contains: its size, and the seed of the bytes that were written to it.
 #[derive(Clone, Copy, Debug)]
 struct Contents {
     size: usize,
@@ -107,7 +108,7 @@ impl Contents {
         }
     }
 
-    /// Asserts that the first `len` bytes are unchanged.
+    /// Asserts that the first `len` bytes of the allocation at `addr` are unchanged.
     ///
     /// # Safety
     ///
@@ -129,7 +130,8 @@ impl Contents {
         }
     }
 
-    /// Returns how many bytes must at least be resident for these contents.
+    /// Returns how many bytes of the allocation at `addr` must at least be resident, because the test wrote these
+    /// contents.
     fn least_resident_bytes(self, addr: usize) -> usize {
         let page = os_page_bytes();
         if self.size <= FILLED_BYTES {
@@ -155,9 +157,9 @@ fn resident_bytes(base: usize, len: usize) -> u64 {
     (counts.sum::<usize>() * page) as u64
 }
 
-/// Returns the memory of a range in bytes, without the shared zero page. A read of untouched memory maps that page at
-/// no cost, and [`resident_bytes`] counts it.
-fn resident_in_memory(start: usize, end: usize) -> u64 {
+/// Returns the resident bytes of a range without the shared zero page. A read of an untouched page maps the zero page,
+/// which costs no memory but is counted by [`resident_bytes`].
+fn resident_bytes_without_zero_page(start: usize, end: usize) -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_inside, mut kib) = (false, 0);
     for line in text.lines() {
@@ -172,7 +174,7 @@ fn resident_in_memory(start: usize, end: usize) -> u64 {
     kib << 10
 }
 
-/// Asserts that a range reads zero.
+/// Asserts that a range contains only zeros.
 ///
 /// # Safety
 ///
@@ -199,11 +201,11 @@ struct HeapModel {
     pagemill: &'static Testbed,
     random: Random,
     live: BTreeMap<usize, LiveAllocation>,
-    /// The end of the highest allocation so far.
+    /// The end of the highest allocation so far, as an offset in the heap.
     highest_end: usize,
     /// The limit of the account in bytes.
     limit: u64,
-    /// Number of requests that the heap refused.
+    /// Number of requests that the heap has refused.
     refusals: usize,
     max_bytes: usize,
 }
@@ -285,7 +287,7 @@ impl HeapModel {
     }
 
     fn add_live(&mut self, addr: usize, size: usize, align: usize) {
-        let contents = Contents { size, seed: self.random.next() };
+        let contents = Contents { size, seed: self.random.next_number() };
         // SAFETY: the memory was allocated just now, and only this test uses it.
         unsafe { contents.write(addr) };
         let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
@@ -372,35 +374,35 @@ impl HeapModel {
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
 
-    /// Frees and purges everything. No bytes may be charged, free or resident afterwards.
+    /// Frees all allocations and purges all free memory. No bytes may be charged, free or resident afterwards.
     fn free_all(&mut self) {
         while !self.live.is_empty() {
             self.free();
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
         self.pagemill.account.reconcile();
-        let there = resident_in_memory(self.pagemill.heap.base(), self.highest_end);
+        let there = resident_bytes_without_zero_page(self.pagemill.heap.base(), self.highest_end);
         let (charged, free) = (self.pagemill.account.resident(), self.pagemill.heap.free_bytes());
         assert_eq!((charged, free, there), (0, 0, 0), "charged, free, resident bytes at the end");
     }
 }
 
-/// Makes random operations on a heap in huge pages. After each one, contents and charges must be right.
+/// A heap in huge pages gets random operations. After each of them, contents and charges must be right.
 #[test]
 fn random_operations_on_huge_pages() {
     HeapModel::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
 }
 
-/// Makes random operations on a heap in small pages, where slots are purged page by page. Contents and charges must be
-/// right.
+/// A heap in small pages, where slots are purged page by page, gets random operations. After each of them, contents and
+/// charges must be right.
 #[test]
 fn random_operations_on_small_pages() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
     HeapModel::new("small pages", layout, UNLIMITED, 64 << 20).run(350);
 }
 
-/// Random operations on a heap as in a program: small pages at first, huge ones from 32 MiB on, and three logical NUMA
-/// nodes. Contents and charges must be right.
+/// A heap gets random operations. As in a program, it uses small pages at first, and huge pages from 32 MiB on. It has
+/// three logical NUMA nodes. Contents and charges must be right.
 #[test]
 fn random_operations_on_both_kinds_of_pages() {
     let layout = Layout {
@@ -411,14 +413,14 @@ fn random_operations_on_both_kinds_of_pages() {
     HeapModel::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
 }
 
-/// Makes random operations on a heap with software pages of 64 KiB. Contents and charges must be right.
+/// A heap with software pages of 64 KiB gets random operations. After each of them, contents and charges must be right.
 #[test]
 fn random_operations_on_software_pages() {
     let layout = Layout { use_huge: false, page: PageSize::new(64 << 10).unwrap(), ..Layout::for_test() };
     HeapModel::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
 }
 
-/// With allocations that are charged before they are used, the limit must never be exceeded by more than two blocks. A
+/// All allocations are charged before they are used. The limit must never be exceeded by more than two blocks. A
 /// request that was refused must succeed once there is room.
 #[test]
 fn the_limit_is_not_exceeded_by_charged_allocations() {
@@ -444,8 +446,8 @@ fn the_limit_is_not_exceeded_by_charged_allocations() {
     assert_eq!(all.len(), 20);
 }
 
-/// With overcommitted allocations, resident memory may exceed the limit by at most the overcommitted amount. Refusals
-/// must report the amounts, and memory must become available again.
+/// Some allocations are overcommitted. Resident memory may exceed the limit by at most the overcommitted bytes. The
+/// errors of refused requests must have the amounts, and memory must become available again.
 #[test]
 fn only_overcommitted_memory_exceeds_the_limit() {
     const LIMIT: u64 = 64 << 20;
@@ -508,7 +510,8 @@ impl ExtentModel {
         self.addr + page * os_page_bytes()
     }
 
-    /// Returns start and length of a run of pages that fulfil a condition. The search begins at a random page.
+    /// Returns first page and number of pages of a run of pages that fulfil a condition. The search begins at a random
+    /// page.
     fn run_of(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
         let start = self.random.random_below(self.pages.len() as u64) as usize;
         let longest = self.random.size(1, 1024);
@@ -521,7 +524,7 @@ impl ExtentModel {
         // SAFETY: pages of the model's extent that are not committed.
         unsafe { self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()) }.unwrap();
         for page in start..start + len {
-            let (addr, value) = (self.addr_of(page), self.random.next() | 1);
+            let (addr, value) = (self.addr_of(page), self.random.next_number() | 1);
             // SAFETY: the pages were committed just now.
             unsafe {
                 if page % 16 == 0 || len < 64 {
@@ -560,7 +563,7 @@ impl ExtentModel {
     }
 
     /// Returns how many bytes may be resident without a charge. If the allocation of a huge page fails, the kernel may
-    /// leave the block's first small page resident.
+    /// leave the first small page of the block resident.
     fn spare_bytes(&self) -> u64 {
         let is_possible = stats::get(Counter::BlocksFallback) > 0;
         if is_possible { (self.pages.len() * 16) as u64 } else { 0 }
@@ -590,23 +593,24 @@ impl ExtentModel {
     }
 }
 
-/// In huge pages, committed pages must keep their contents, and recommitted pages must read as zeros.
+/// Extents in huge pages get random operations. Committed pages must keep their contents, and recommitted pages must
+/// read as zeros.
 #[test]
-fn extents_in_huge_pages() {
+fn extents_in_huge_pages_keep_contents() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
 }
 
-/// In small pages, and in software pages of three sizes, committed pages must keep their contents, and recommitted
-/// pages must read zero.
+/// Extents in small pages, and in software pages of three sizes, get random operations. Committed pages must keep their
+/// contents, and recommitted pages must read as zeros.
 #[test]
-fn extents_in_small_and_software_pages() {
+fn extents_in_small_pages_keep_contents() {
     for bytes in [os_page_bytes(), 64 << 10, 2 << 20, 8 << 20] {
         let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
         ExtentModel::new(&format!("extents, {bytes} byte pages"), layout).run(200);
     }
 }
 
-/// A commit over the limit must be refused as a whole. After a decommit, a commit must succeed again.
+/// A commit that would exceed the limit must be refused as a whole. After a decommit, a commit must succeed again.
 #[test]
 fn extents_over_the_limit_are_refused() {
     let pagemill = Testbed::new(Layout::for_test(), 8 << 20).unwrap();
@@ -630,7 +634,7 @@ fn extents_over_the_limit_are_refused() {
     commit(committed, BLOCK_BYTES).unwrap();
 }
 
-/// Allocations that threads pass to each other.
+/// Allocations that one thread has passed on and that another thread may take.
 struct SharedAllocations {
     allocations: Mutex<Vec<(usize, Contents)>>,
     stop: AtomicBool,
@@ -641,7 +645,7 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
     while !shared.stop.load(Relaxed) {
         match random.random_below(8) {
             0..3 if own.len() < 12 => {
-                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
+                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next_number() };
                 let addr = if random.random_below(3) == 0 {
                     let addr = pagemill.heap.allocate_zeroed(contents.size, 1).unwrap().as_ptr() as usize;
                     // SAFETY: the memory was allocated just now, and only this test uses it.
@@ -656,7 +660,7 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
             }
             3 if !own.is_empty() => {
                 let (addr, old) = own.swap_remove(random.random_below(own.len() as u64) as usize);
-                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
+                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next_number() };
                 // SAFETY: the allocation is live, and only this thread uses it.
                 unsafe {
                     let addr = pagemill.heap.resize(addr, contents.size).unwrap().as_ptr() as usize;
@@ -687,7 +691,7 @@ fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random
     }
 }
 
-fn stress(what: &str, layout: Layout, millis: u64) {
+fn use_heap_by_four_threads(what: &str, layout: Layout, millis: u64) {
     let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let shared = SharedAllocations { allocations: Mutex::new(Vec::new()), stop: AtomicBool::new(false) };
     std::thread::scope(|scope| {
@@ -719,15 +723,16 @@ fn stress(what: &str, layout: Layout, millis: u64) {
     assert_eq!(free, 0, "{what}: free bytes at the end");
 }
 
-/// Four threads use the heap and pass allocations to each other while memory is purged. No contents may change, and no
-/// memory may leak.
+/// Four threads use the heap and pass allocations to each other, while free memory is purged. No contents may change,
+/// and no memory may leak.
 #[test]
 fn purges_do_not_change_slots_that_threads_use() {
-    stress("stress, huge", Layout::for_test(), 1500);
+    use_heap_by_four_threads("stress, huge", Layout::for_test(), 1500);
 }
 
-/// Four threads use a heap in small pages while memory is purged. No contents may change, and no memory may leak.
+/// Four threads use a heap in small pages and pass allocations to each other, while free memory is purged. No contents
+/// may change, and no memory may leak.
 #[test]
 fn purges_do_not_change_slots_in_small_pages() {
-    stress("stress, small pages", Layout { use_huge: false, ..Layout::for_test() }, 1500);
+    use_heap_by_four_threads("stress, small pages", Layout { use_huge: false, ..Layout::for_test() }, 1500);
 }

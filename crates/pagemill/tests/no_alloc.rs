@@ -1,7 +1,7 @@
 //! Tests of invariant 3 of ARCHITECTURE.md: arena, heap, reclaim, volatile, stats and trace must never use the global
 //! allocator.
 //!
-//! The global allocator of this program aborts if a thread uses it in a forbidden section. A thread begins such a
+//! The global allocator of this test program aborts if a thread uses it in a forbidden section. A thread runs such a
 //! section by [`without_allocations`]. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
@@ -33,12 +33,12 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Token of the thread that must not allocate now; 0 if there is none.
+/// Token of the thread that must not use the global allocator now; 0 if there is no such thread.
 static FORBIDDEN_THREAD: AtomicUsize = AtomicUsize::new(0);
 
 struct CheckedAllocator;
 
-fn check(what: &str, bytes: usize) {
+fn abort_if_forbidden(what: &str, bytes: usize) {
     if FORBIDDEN_THREAD.load(Relaxed) == mem::thread_token() {
         fatal(format_args!("invariant 3 is broken: {what} of {bytes} bytes through the global allocator"));
     }
@@ -47,28 +47,29 @@ fn check(what: &str, bytes: usize) {
 // SAFETY: the system's allocator, with a check of the thread before each call.
 unsafe impl GlobalAlloc for CheckedAllocator {
     unsafe fn alloc(&self, request: Request) -> *mut u8 {
-        check("allocation", request.size());
+        abort_if_forbidden("allocation", request.size());
         // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(request) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, request: Request) {
-        check("free", request.size());
+        abort_if_forbidden("free", request.size());
         // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(pointer, request) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, request: Request, size: usize) -> *mut u8 {
-        check("reallocation", size);
+        abort_if_forbidden("reallocation", size);
         // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(pointer, request, size) }
     }
 }
 
 #[global_allocator]
-static CHECKED: CheckedAllocator = CheckedAllocator;
+static CHECKED_ALLOCATOR: CheckedAllocator = CheckedAllocator;
 
-/// Runs `act`, in which this thread must not use the global allocator. Only one thread at a time can do this.
+/// Runs `act` as a forbidden section, in which this thread must not use the global allocator. Only one thread at a time
+/// can run such a section.
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     static ONE_THREAD_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_THREAD_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -78,7 +79,7 @@ fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Aborts if a condition is false. Makes no allocation for the message.
+/// Aborts if the condition `holds` is false. Makes no allocation for the message.
 fn require(holds: bool, what: &str) {
     if !holds {
         fatal(format_args!("not so: {what}"));
@@ -136,7 +137,8 @@ fn use_whole_heap_api(pagemill: &Testbed) {
     require(unsafe { pagemill.heap.free(7) }.is_err(), "foreign free");
 }
 
-/// Creates Pagemills and makes every call of the heap, including calls that fail. No call may use the global allocator.
+/// Creates Pagemill instances and makes every call of the heap, including calls that fail. No call may use the global
+/// allocator.
 #[test]
 fn the_heap_allocates_nothing_elsewhere() {
     let layouts = layouts();
@@ -182,7 +184,8 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
     });
 }
 
-/// The helper writes a list that another process requested. It must not use the global allocator.
+/// Another process requests a list of volatile ranges. The helper thread must write the list without using the global
+/// allocator.
 #[test]
 fn listing_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -206,7 +209,7 @@ fn listing_allocates_nothing_elsewhere() {
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// Listing the memory of page caches in the helper must not use the global allocator.
+/// The helper thread writes a list of the memory of page caches. It must not use the global allocator.
 #[test]
 fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -228,7 +231,7 @@ fn listing_page_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// Listing slab caches in the helper must not use the global allocator.
+/// The helper thread writes a list of slab caches. It must not use the global allocator.
 #[test]
 fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -248,7 +251,7 @@ fn listing_slab_caches_allocates_nothing() {
     assert_eq!((&bytes[32..40], &bytes[288..294]), (&b"entries\0"[..], &b"boxes\0"[..]));
 }
 
-/// Allocations over the limit cause reclaim, errors, and debts of nested charges. None of these may use the global
+/// Allocations over the limit cause reclaim, errors, and debts of nested charges. None of this may use the global
 /// allocator.
 #[test]
 fn reclaim_allocates_nothing_elsewhere() {
@@ -311,7 +314,8 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// Joining a tree, sending a request, answering, sweeping and leaving the tree must not use the global allocator.
+/// A process joins a process tree, sends a request, answers, sweeps and leaves the tree. None of this may use the
+/// global allocator.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -339,8 +343,8 @@ fn the_tree_allocates_nothing_elsewhere() {
     });
 }
 
-/// Counters and events are published, and a starting program searches for its figures files. Neither may use the global
-/// allocator.
+/// A process publishes counters and events. A process that starts searches for its figures files. Neither may use the
+/// global allocator.
 #[test]
 fn counters_and_events_allocate_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -362,7 +366,8 @@ fn counters_and_events_allocate_nothing_elsewhere() {
     });
 }
 
-/// Reading the kernel's limits must not allocate, whether the files exist or not, because it happens inside malloc.
+/// Reading the kernel's limits must not use the global allocator, whether the kernel's files exist or not, because
+/// malloc may call it.
 #[test]
 fn limits_are_sampled_without_allocating() {
     let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));
@@ -412,7 +417,7 @@ fn fork_handlers_allocate_nothing() {
     assert_eq!(status, 0);
 }
 
-/// Tests the check itself: a child process allocates in a forbidden section, and must be aborted.
+/// A child process allocates in a forbidden section. The global allocator of this test program must abort the child.
 #[test]
 fn a_forbidden_allocation_aborts() {
     // SAFETY: the child allocates once and ends in either case.

@@ -1,4 +1,5 @@
-//! Tests of caches with OS pages of 16 or 64 KiB. Child processes simulate these page sizes on any kernel.
+//! Tests of page caches on kernels with OS pages of 16 or 64 KiB. Child processes simulate these page sizes on any
+//! kernel.
 
 use pagemill_cache::mapping::policy::{Always, Auto, Policy};
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -9,13 +10,13 @@ use std::process::Command;
 
 const KIB: usize = 1 << 10;
 
-/// Environment variable with the OS page size that a child process simulates.
+/// Environment variable with the OS page size in bytes that a child process simulates.
 const OS_PAGE_ENV: &str = "OS_PAGE_TEST_BYTES";
 
-/// Maximum length of the file.
+/// Maximum length of the test's file.
 const MAX_FILE_BYTES: usize = 5 * BLOCK_BYTES / 2;
 
-/// Runs [`caches_here`] in a child process that simulates OS pages of this size. The child must succeed.
+/// Runs [`caches_here`] in a child process that simulates OS pages of `bytes` bytes. The child must succeed.
 fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);
@@ -34,7 +35,7 @@ fn caches_where_os_pages_are_64_kib() {
     run_with_os_pages_of(64 * KIB);
 }
 
-/// The part of the tests that child processes run, with the OS page size of [`OS_PAGE_ENV`].
+/// The part of the tests that runs in the child processes, with the OS page size of [`OS_PAGE_ENV`].
 #[test]
 #[ignore = "for other tests"]
 fn caches_here() {
@@ -45,13 +46,14 @@ fn caches_here() {
     for page in [bytes, 4 * bytes, BLOCK_BYTES, 4 * BLOCK_BYTES] {
         for is_always in [false, true] {
             let policy: Box<dyn Policy> = if is_always { Box::new(Always) } else { Box::new(Auto) };
-            files_are_bytes(PageSize::new(page).unwrap(), policy);
+            assert_file_equals_vector(PageSize::new(page).unwrap(), policy);
         }
     }
 }
 
-/// Random calls on a file must have the same results as on a vector of bytes. Afterwards all memory must be returned.
-fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
+/// Random calls on a file must have the same results as on a vector of bytes. Afterwards the cache must return all
+/// memory.
+fn assert_file_equals_vector(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
     let settings = PageCache::builder("os pages").limit(64 << 20).page(page).policy(policy);
@@ -64,35 +66,38 @@ fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
         assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "step {step}: {usage:?}");
         assert_eq!(usage.charged + usage.free, pagemill.account.resident(), "step {step}: {usage:?}");
     }
-    assert_is(&file, &model);
+    assert_same_bytes(&file, &model);
     assert!(cache.usage().frames > 0 && cache.usage().frames.is_multiple_of(os_page_bytes() as u64));
     drop(file);
     cache.give_back();
     assert_eq!((cache.charged_bytes(), cache.usage().free, pagemill.account.resident()), (0, 0, 0));
 }
 
-fn assert_is(file: &Mapping, model: &[u8]) {
+fn assert_same_bytes(file: &Mapping, model: &[u8]) {
     let mut bytes = vec![0xEE; model.len() + 1];
     let len = file.read_at(&mut bytes, 0).unwrap();
     assert!(bytes[..len] == *model, "{len} bytes of {}", model.len());
 }
 
-fn below(seed: &mut u64, end: usize) -> usize {
+fn random_below(seed: &mut u64, end: usize) -> usize {
     *seed ^= *seed << 13;
     *seed ^= *seed >> 7;
     *seed ^= *seed << 17;
     (*seed >> 8) as usize % end
 }
 
-/// Makes one random call on the file and on the model. Offsets lie near borders of pages and of OS pages.
+/// Makes one random call on the file and on its model, a vector of bytes. Offsets lie near borders of pages and of OS
+/// pages.
 fn apply(cache: &PageCache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
-    let unit = [page, 4 * KIB][below(seed, 2)];
-    let at = (below(seed, MAX_FILE_BYTES / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MAX_FILE_BYTES);
-    let len = [below(seed, 2 * page), page, below(seed, BLOCK_BYTES)][below(seed, 3)];
+    let unit = [page, 4 * KIB][random_below(seed, 2)];
+    let at = (random_below(seed, MAX_FILE_BYTES / unit + 1) * unit + random_below(seed, 3))
+        .saturating_sub(1)
+        .min(MAX_FILE_BYTES);
+    let len = [random_below(seed, 2 * page), page, random_below(seed, BLOCK_BYTES)][random_below(seed, 3)];
     let end = (at + len).min(model.len());
-    match below(seed, 9) {
+    match random_below(seed, 9) {
         0..=2 => {
-            let byte = below(seed, 255) as u8 + 1;
+            let byte = random_below(seed, 255) as u8 + 1;
             assert_eq!(file.write_at(&vec![byte; len], at as u64).unwrap(), len);
             if len > 0 {
                 model.resize(model.len().max(at + len), 0);

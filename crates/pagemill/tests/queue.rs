@@ -1,4 +1,4 @@
-//! Tests of queues: one thread fetches many pages at the same time, from system files and from other stores.
+//! Tests of queues: one thread fetches many pages at the same time, from regular files and from other stores.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
@@ -46,7 +46,8 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
-/// Waits for all in-flight reads. Each request id must be reported only once.
+/// Waits for all in-flight reads of the queue, and records the request ids that it reports. Each id must be reported
+/// only once.
 fn drain(queue: &mut Queue, reported: &mut BTreeSet<u64>) {
     while !queue.is_empty() {
         queue.wait(1, WAIT_LIMIT).unwrap();
@@ -67,8 +68,8 @@ fn assert_bytes(file: &Mapping, expected: &[u8]) {
     assert!(found[..expected.len()] == *expected);
 }
 
-/// Fetches every page of a file in a mixed order by a queue that is always full. Each page, also a partial last page,
-/// must be reported once and be cached.
+/// A full queue fetches every page of a file in a mixed order. Each page, including a partial last page, must be
+/// reported once and be cached.
 #[test]
 fn every_page_is_reported_once() {
     let len = 4 * MIB + 100;
@@ -96,8 +97,8 @@ fn every_page_is_reported_once() {
     }
 }
 
-/// More pages are fetched than the cache can contain, so that others must be evicted. Huge folios must be read as a
-/// whole.
+/// A queue fetches more pages than the cache can contain, so that earlier pages must be evicted. Huge folios must be
+/// read as a whole.
 #[test]
 fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
@@ -123,8 +124,8 @@ fn fetches_beyond_the_limit_evict_pages() {
     }
 }
 
-/// A thread directly reads a page that a queue is reading. The thread must not wait for the queue, even if it owns the
-/// queue. The queue must still report the page, and must not undo concurrent writes.
+/// A thread directly reads a page that a queue is reading. The thread must not wait for the queue, even if the thread
+/// owns the queue. The queue must still report the page, and must not undo concurrent writes.
 #[test]
 fn reads_do_not_wait_for_a_queue() {
     let len = 64 * PAGE;
@@ -147,7 +148,7 @@ fn reads_do_not_wait_for_a_queue() {
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues fetch the same pages. Each page must be read only once, and both queues must report it.
+/// Two queues fetch the same pages. Each page must be read from the store only once, and both queues must report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;
@@ -168,8 +169,8 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page is requested again while the queue is reading it. The page must be read only once, and must be reported once
-/// for each request.
+/// A page is requested again from a queue that is reading it. The page must be read only once, and must be reported
+/// once for each request.
 #[test]
 fn repeated_requests_share_a_read() {
     let scratch = TempFile::new("twice", 8 * PAGE);
@@ -185,8 +186,8 @@ fn repeated_requests_share_a_read() {
     assert_eq!(reported, BTreeSet::from([0, 1, 2]));
 }
 
-/// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No old bytes may appear, and no
-/// memory may leak.
+/// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No truncated bytes may appear,
+/// and no memory may leak.
 #[test]
 fn dropping_files_and_queues_leaks_nothing() {
     let len = 64 * PAGE;
@@ -225,7 +226,7 @@ fn dropping_files_and_queues_leaks_nothing() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Invalid requests must fail without an effect.
+/// Invalid requests to a queue must fail without an effect.
 #[test]
 fn invalid_requests_fail() {
     let scratch = TempFile::new("bad", 4 * PAGE);

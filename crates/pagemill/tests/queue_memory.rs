@@ -1,5 +1,5 @@
-//! Tests of cache memory that queues have registered with the kernel: reads must find the right bytes, and the memory
-//! must be returned on request. Also tests queues on stores that are not system files.
+//! Tests of cache memory that queues have registered with the kernel. Reads into this memory must find the right bytes,
+//! and the memory must be returned on request. Also tests queues on stores that are not regular files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
 use pagemill_cache::mapping::policy::{Always, Never};
@@ -23,7 +23,7 @@ const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Length of a file that does not fit into its cache.
+/// Length of a file that does not fit into its cache, in bytes.
 const FILE_BYTES: usize = 20 * MIB;
 
 /// Environment variable that makes a child process run its part of a test. Its value is the path of the test's file.
@@ -33,7 +33,7 @@ fn pattern(at: usize, seed: u8) -> u8 {
     (at / 509 % 251) as u8 ^ seed
 }
 
-/// Writes a file of `FILE_BYTES` whose pages all differ.
+/// Writes a file of `FILE_BYTES` bytes whose pages all differ.
 fn write_test_file(folder: &Path, seed: u8) -> PathBuf {
     let path = folder.join(format!("file-{seed}"));
     fs::write(&path, (0..FILE_BYTES).map(|at| pattern(at, seed)).collect::<Vec<_>>()).unwrap();
@@ -55,7 +55,8 @@ fn open(cache: &PageCache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open_read_only(path).unwrap())).unwrap()
 }
 
-/// Waits for at least one page, and checks each page that was read. The request id of a page is its offset.
+/// Waits until the queue reports at least one page, and checks each page that it reports. The request id of a page is
+/// the page's offset.
 fn check_completed(queue: &mut Queue, file: &Mapping, seed: u8) {
     queue.wait(1, WAIT_LIMIT).unwrap();
     while let Some(fetched) = queue.next() {
@@ -64,7 +65,7 @@ fn check_completed(queue: &mut Queue, file: &Mapping, seed: u8) {
     }
 }
 
-/// Compares the page at `offset`, and the first and last page of its huge folio, with the pattern.
+/// Compares the page at `offset`, and the first and last page of its huge folio, with the pattern of the file.
 fn check_huge_folio(file: &Mapping, offset: usize, seed: u8) {
     let mut bytes = [0; PAGE];
     for offset in [offset, offset / HUGE * HUGE, offset / HUGE * HUGE + HUGE - PAGE] {
@@ -74,7 +75,8 @@ fn check_huge_folio(file: &Mapping, offset: usize, seed: u8) {
     }
 }
 
-/// Reads all of a file in order, which evicts earlier pages, and compares them with the pattern.
+/// Reads all of a file in order by the queue, which evicts earlier pages, and compares the bytes with the pattern of
+/// the file.
 fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
     for offset in (0..FILE_BYTES).step_by(step) {
         while queue.is_full() {
@@ -89,8 +91,8 @@ fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
     }
 }
 
-/// Reads until the queue has registered memory. If that is not possible here, returns the reason.
-fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
+/// Reads until the queue has registered memory. If the kernel does not register memory here, returns the reason.
+fn register_memory(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
     for _ in 0..4 {
         read_all(queue, file, HUGE, seed);
         if queue.registered_bytes() > 0 {
@@ -112,8 +114,9 @@ fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) == 1 }
 }
 
-/// Reclaim requests registered memory. The memory must not be returned to the system before its queue has released it.
-/// Later reads must use new pages, also after these were registered. The test uses huge folios and then small ones.
+/// Reclaim requests memory that a queue has registered. The memory must not be returned to the system before the queue
+/// has released it. Later reads must use new pages, even after these are registered. The test uses huge folios and then
+/// small ones.
 #[test]
 fn registered_memory_is_returned_after_its_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,7 +128,7 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
             let seed = (round % 2) as u8 + 1;
             let mapping = open(&cache, path);
             read_all(&mut queue, &mapping, step, seed);
-            if let Err(reason) = register(&mut queue, &mapping, seed) {
+            if let Err(reason) = register_memory(&mut queue, &mapping, seed) {
                 return println!("skipped: {reason}");
             }
             read_all(&mut queue, &mapping, step, seed);
@@ -143,8 +146,8 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
     }
 }
 
-/// Memory is requested while a queue reads. All bytes must be right, and all memory must be returned between two calls
-/// of the queue.
+/// Reclaim requests memory while a queue reads. All bytes must be right, and all memory must be returned between two
+/// calls of the queue.
 #[test]
 fn a_busy_queue_releases_memory_on_request() {
     let folder = tempfile::tempdir().unwrap();
@@ -153,7 +156,7 @@ fn a_busy_queue_releases_memory_on_request() {
     let mut queue = cache.queue(2).unwrap();
     for _ in 0..3 {
         let [one, two] = paths.each_ref().map(|path| open(&cache, path));
-        if let Err(reason) = register(&mut queue, &one, 1) {
+        if let Err(reason) = register_memory(&mut queue, &one, 1) {
             return println!("skipped: {reason}");
         }
         drop(one);
@@ -179,8 +182,8 @@ fn a_busy_queue_releases_memory_on_request() {
     }
 }
 
-/// Two queues have registered the same memory. That memory must be returned only after both queues have released it.
-/// Dropping a queue must release the queue's registration.
+/// Two queues have registered the same memory. The memory must be returned only after both queues have released it.
+/// Dropping a queue must release what the queue has registered.
 #[test]
 fn memory_is_returned_after_the_last_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -189,7 +192,7 @@ fn memory_is_returned_after_the_last_queue_released_it() {
     let mut queues = [cache.queue(2).unwrap(), cache.queue(2).unwrap()];
     let mapping = open(&cache, &path);
     for queue in &mut queues {
-        if let Err(reason) = register(queue, &mapping, 3) {
+        if let Err(reason) = register_memory(queue, &mapping, 3) {
             return println!("skipped: {reason}");
         }
     }
@@ -212,7 +215,7 @@ fn an_idle_event_loop_is_woken_to_release_memory() {
     let cache = cache(Box::new(Always), 8 * MIB);
     let mut queue = cache.queue(4).unwrap();
     let mapping = open(&cache, &path);
-    if let Err(reason) = register(&mut queue, &mapping, 4) {
+    if let Err(reason) = register_memory(&mut queue, &mapping, 4) {
         return println!("skipped: {reason}");
     }
     for _ in 0..3 {
@@ -229,12 +232,13 @@ fn an_idle_event_loop_is_woken_to_release_memory() {
         assert_eq!(queue.registered_bytes(), 0);
         assert!(cache.give_back() > 0);
         let reopened = open(&cache, &path);
-        register(&mut queue, &reopened, 4).unwrap();
+        register_memory(&mut queue, &reopened, 4).unwrap();
     }
 }
 
-/// A fork child does not have the registered memory. Calls in the child must fail before any access, and the child must
-/// be able to drop the objects that it inherited. Calls of the parent must continue to work.
+/// A fork child does not have the registered memory of its parent. Calls on the queue must fail in the child before
+/// they access that memory, and the child must be able to drop the objects that it inherited. Calls of the parent must
+/// continue to work.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let folder = tempfile::tempdir().unwrap();
@@ -242,7 +246,7 @@ fn calls_of_a_fork_child_fail() {
     let (pagemill, cache) = pagemill_cache(Box::new(Always), 8 * MIB);
     let mut queue = cache.queue(4).unwrap();
     let mapping = open(&cache, &path);
-    if let Err(reason) = register(&mut queue, &mapping, 5) {
+    if let Err(reason) = register_memory(&mut queue, &mapping, 5) {
         return println!("skipped: {reason}");
     }
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
@@ -279,8 +283,8 @@ fn calls_of_a_fork_child_fail() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// If the system does not allow locked memory, a queue must try the registration only once, and must then read without
-/// registered memory.
+/// If the system does not allow locked memory, a queue must try to register memory only once, and must then read
+/// without registered memory.
 #[test]
 fn a_queue_reads_without_registered_memory() {
     const TEST: &str = "a_queue_reads_without_registered_memory";
@@ -288,7 +292,7 @@ fn a_queue_reads_without_registered_memory() {
         let cache = cache(Box::new(Always), 8 * MIB);
         let mut queue = cache.queue(4).unwrap();
         let mapping = open(&cache, Path::new(&path));
-        assert!(register(&mut queue, &mapping, 6).is_err());
+        assert!(register_memory(&mut queue, &mapping, 6).is_err());
         read_all(&mut queue, &mapping, HUGE, 6);
         assert_eq!((stats::get(Counter::RegionsRegistered), queue.registered_bytes()), (0, 0));
         if stats::get(Counter::RingsRefused) == 0 {
@@ -313,7 +317,7 @@ fn a_queue_reads_without_registered_memory() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Opens a file on a store whose reads the test can delay.
+/// Opens a file on a store whose reads the test can delay. Returns the store and the file.
 fn open_delayed_store(cache: &PageCache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
     let bytes = (0..len).map(|at| pattern(at, 7)).collect();
     let store = FaultyStore::new(MemoryStore::new(bytes, 512));
@@ -321,8 +325,8 @@ fn open_delayed_store(cache: &PageCache, len: usize) -> (FaultyStore<MemoryStore
     (store, file)
 }
 
-/// All reads of a delayed store must begin before the first one ends. The completions must arrive by a wait for the
-/// queue, and by its file descriptor.
+/// All reads of a delayed store must begin before the first one ends. Both a wait for the queue and a poll of its file
+/// descriptor must report their completions.
 #[test]
 fn reads_of_a_delayed_store_overlap() {
     const COUNT: usize = 32;
@@ -367,8 +371,8 @@ fn reads_of_a_delayed_store_overlap() {
     }
 }
 
-/// A failed read must be reported and not cached, and truncated data must not come back. Reads that are in flight when
-/// their queue is dropped must be cancelled, and their memory must be freed.
+/// A read that fails must be reported and must not be cached. Truncated data must not come back. Reads that are in
+/// flight when their queue is dropped must be cancelled, and their memory must be freed.
 #[test]
 fn delayed_reads_may_fail_or_be_cancelled() {
     let cache = cache(Box::new(Always), 16 * MIB);

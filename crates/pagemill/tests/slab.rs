@@ -25,10 +25,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-/// Held by each test that forks, because a child inherits the pinned epoch of a reader on another thread.
+/// Lock that each test that forks holds, because a child inherits the pinned epoch of a reader on another thread.
 static FORK_LOCK: Mutex<()> = Mutex::new(());
 
-/// Runs `act` in a fork child. Returns whether it completed without a panic.
+/// Runs `act` in a fork child. Returns whether `act` completed without a panic.
 fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
@@ -50,8 +50,8 @@ fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
     status == 0
 }
 
-/// A fork child must be able to read the objects that it inherited. Operations on caches of its parent must fail,
-/// caches of the child must work, and nothing of the parent may change.
+/// A fork child must be able to read the objects that it inherited. Operations on slab caches of its parent must fail,
+/// caches that the child creates must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = FORK_LOCK.lock();
@@ -85,8 +85,8 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A thread of the parent reads during the fork. The child must not wait for that thread. It must wait for a guard that
-/// its own thread has kept since before the fork.
+/// A thread of the parent reads an object during the fork. Reclamation in the child must not wait for that thread, but
+/// must wait for a guard that the child's own thread has kept since before the fork.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = FORK_LOCK.lock();
@@ -125,7 +125,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 }
 
 /// A fork child must count free blocks of the parent neither as charged nor as giveable. When the child uses such a
-/// block, the block must be charged to it, and the child must be able to free the block afterwards.
+/// block, the block must be charged to the child, and the child must be able to free the block afterwards.
 #[test]
 fn a_fork_child_is_charged_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
@@ -157,14 +157,15 @@ fn a_fork_child_is_charged_for_free_blocks_of_its_parent() {
     assert!(is_done, "see the child's message above");
 }
 
-/// Signals between an owner's callback and the test.
+/// Flags by which an owner's callback and the test signal to each other.
 #[derive(Default)]
 struct Flags {
     is_in_callback: AtomicBool,
     may_return: AtomicBool,
 }
 
-/// An owner whose `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a node.
+/// An owner whose callback `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a
+/// memory node.
 #[derive(Default)]
 struct SlowOwner {
     flags: Arc<Flags>,
@@ -204,7 +205,7 @@ unsafe impl Migrate for SlowOwner {
     }
 }
 
-/// Waits until another thread makes `is_so` return true.
+/// Waits until `is_so` returns true, because of another thread.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -213,7 +214,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Allocates objects and frees nine of ten.
+/// Allocates `objects` objects and frees nine of ten.
 fn remove_most<M: Migrate>(cache: &OwnerSlab<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
@@ -223,14 +224,14 @@ fn remove_most<M: Migrate>(cache: &OwnerSlab<M>, objects: usize) {
     }
 }
 
-/// Returns settings with the ratio 0, with which the background thread moves no objects.
+/// Returns settings with a used ratio of 0, so that the background thread moves no objects.
 fn without_background(name: &str) -> Settings {
     Settings::new(name).defrag_used_ratio(0)
 }
 
-/// A cache is dropped while the background thread is in its callback. The drop may wait at most a second. So the
-/// background thread drops the owner later, and the owner's destructor panics. The process and the thread must
-/// continue.
+/// A slab cache is dropped while the background thread is in a callback of the cache's owner. The drop may wait at most
+/// a second, so the background thread drops the owner later. The owner's destructor panics. The process and the
+/// background thread must continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let _alone = FORK_LOCK.lock();
@@ -245,11 +246,11 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     assert_eq!(Arc::strong_count(&flags), 2, "the owner is in use");
     flags.may_return.store(true, SeqCst);
     wait_until("the owner's end", || Arc::strong_count(&flags) == 1);
-    wait_for_memory(&fragmented(pagemill.slabs));
+    wait_for_memory(&fragmented_cache(pagemill.slabs));
 }
 
-/// A process forks while another thread is inside `isolate`. In the child, calls of that cache must fail without
-/// waiting for a lock that is never released.
+/// A process forks while another thread is inside the callback `isolate` of a slab cache. In the child, calls on that
+/// cache must fail without waiting for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = FORK_LOCK.lock();
@@ -305,8 +306,8 @@ unsafe impl Migrate for WaitingOwner {
 }
 
 /// A process forks while the background thread is in a callback that waits for the forking thread. The fork may wait
-/// only briefly. The child must be able to use caches with a background thread of its own, and the parent's thread must
-/// continue afterwards.
+/// only briefly. The child must be able to use slab caches with a background thread of its own, and the parent's
+/// background thread must continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
     let _alone = FORK_LOCK.lock();
@@ -335,19 +336,19 @@ fn fork_does_not_deadlock_with_a_callback() {
         own.owner().flags.may_return.store(true, SeqCst);
         remove_most(&own, 20_000);
         wait_until("a thread of its own", || own.owner().flags.is_in_callback.load(SeqCst));
-        wait_for_memory(&fragmented(pagemill.slabs));
+        wait_for_memory(&fragmented_cache(pagemill.slabs));
     });
     assert!(is_done, "see the child's message above");
     assert!(cache.info().unwrap().busy == 0, "it waits still");
     drop(held);
-    wait_for_memory(&fragmented(pagemill.slabs));
+    wait_for_memory(&fragmented_cache(pagemill.slabs));
     assert!(cache.info().unwrap().busy > 0);
 }
 
-/// Number of calls of `SleepingOwner::isolate`.
-static CALLS: AtomicU32 = AtomicU32::new(0);
+/// Number of calls of the callback `SleepingOwner::isolate`.
+static ISOLATE_CALLS: AtomicU32 = AtomicU32::new(0);
 
-/// An owner whose `isolate` keeps the background thread busy for some time.
+/// An owner whose callback `isolate` keeps the background thread busy for some time.
 struct SleepingOwner;
 
 // SAFETY: the objects are plain words, and none is ever moved.
@@ -360,7 +361,7 @@ unsafe impl Migrate for SleepingOwner {
     }
 
     fn isolate(&self, objects: &mut Candidates<'_, [u64; 24]>) {
-        CALLS.fetch_add(1, SeqCst);
+        ISOLATE_CALLS.fetch_add(1, SeqCst);
         std::thread::sleep(Duration::from_millis(2));
         objects.retain(|_| false);
     }
@@ -375,19 +376,19 @@ unsafe impl Migrate for SleepingOwner {
     }
 }
 
-/// An exit handler of the program. Such a handler may destroy data that callbacks use. Ends the process with status 7
-/// if a callback runs during the handler.
+/// An exit handler of the program. Such a handler may destroy data that callbacks use. It ends the process with status
+/// 7 if a callback runs while the handler runs.
 extern "C" fn fail_if_callbacks_run() {
-    let before = CALLS.load(SeqCst);
+    let before = ISOLATE_CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
-    if CALLS.load(SeqCst) != before {
+    if ISOLATE_CALLS.load(SeqCst) != before {
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(7) };
     }
 }
 
-/// A program registers its exit handler after all other handlers. No callback may run in the background once that
-/// handler is called.
+/// A program registers an exit handler after all other handlers, so that it runs first. Once it is called, no callback
+/// may run in the background.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
     let _alone = FORK_LOCK.lock();
@@ -401,7 +402,7 @@ fn no_callback_runs_during_exit_handlers() {
             // SAFETY: the function is never unloaded.
             assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
             remove_most(&cache, 100_000);
-            wait_until("a callback", || CALLS.load(SeqCst) > 0);
+            wait_until("a callback", || ISOLATE_CALLS.load(SeqCst) > 0);
         });
         // SAFETY: no other thread exists here.
         unsafe { libc::exit(i32::from(is_ready.is_err())) };
@@ -412,8 +413,8 @@ fn no_callback_runs_during_exit_handlers() {
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// The fork handler of a second Pagemill instance runs on another thread of this process. That handler must not end
-/// guards of this process.
+/// The fork handler of a second Pagemill instance runs on another thread of this process. The handler must not end
+/// guards that threads of this process hold.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = FORK_LOCK.lock();
@@ -434,11 +435,11 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
     assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
 }
 
-/// Environment variable that makes this process the child process of one of the tests below.
+/// Environment variable that makes this process the child process of one of the tests below. Its value says which.
 const CHILD_TEST_ENV: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Another process requests a shrink. The shrink drops a removed value with an open file. The file must be closed,
-/// which shows that the destructor ran on a thread that shares the program's files.
+/// Another process requests a shrink of a slab cache. The shrink drops a removed value that has an open file. The file
+/// must be closed, which shows that the destructor ran on a thread that shares the program's files.
 #[test]
 fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
@@ -478,8 +479,8 @@ fn a_program_with_files() {
     }
 }
 
-/// Makes 32 threads use a cache by handle, so that each thread has a thread slot, and drops the cache. Returns the size
-/// of the handle table, and a function that ends the threads.
+/// Makes 32 threads use a slab cache by handle, so that each thread has a thread slot. Then drops the cache. Returns
+/// the size of its handle table in bytes, and a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
@@ -510,8 +511,8 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// The threads of the parent do not exist in a fork child. Threads of the child must reuse their thread slots and
-/// stocks. The test runs in a process of its own, without threads of other tests.
+/// The threads of the parent do not exist in a fork child. Threads of the child must reuse the thread slots and stocks
+/// of these threads. The test runs in a process of its own, without threads of other tests.
 #[test]
 fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -539,8 +540,9 @@ fn a_program_with_threads() {
 
 const VALUES: u64 = 60_000;
 
-/// Creates a cache and removes nine tenths of its values. Returns the cache and the other handles.
-fn fragmented(slabs: &'static Slabs) -> (HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
+/// Creates a slab cache and removes nine tenths of its values. Returns the cache and the handles of the remaining
+/// values.
+fn fragmented_cache(slabs: &'static Slabs) -> (HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
     for (handle, number) in handles.iter().zip(0..) {
@@ -550,8 +552,8 @@ fn fragmented(slabs: &'static Slabs) -> (HandleMap<[u64; 24]>, Vec<Handle<[u64; 
     (cache, handles)
 }
 
-/// Waits until three of six blocks are freed without a call. Of the remaining three blocks, two are used above the
-/// ratio and one is idle.
+/// Waits until the background thread has freed three of the cache's six blocks. Of the remaining blocks, two are used
+/// above the ratio and one is idle.
 fn wait_for_memory((cache, handles): &(HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {
@@ -564,18 +566,18 @@ fn wait_for_memory((cache, handles): &(HandleMap<[u64; 24]>, Vec<Handle<[u64; 24
     }
 }
 
-/// A process with a background thread forks at any time. The child must have no such thread until it creates a cache,
-/// and the memory of both processes must be freed.
+/// A process with a background thread forks at any time. The child must have no background thread until it creates a
+/// slab cache. The background threads must free the memory of both processes.
 #[test]
 fn fork_child_has_its_own_background_thread() {
     let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {
-        let own = fragmented(pagemill.slabs);
+        let own = fragmented_cache(pagemill.slabs);
         let is_done = in_child(pagemill, || {
             assert_eq!(threads(), 1);
-            wait_for_memory(&fragmented(pagemill.slabs));
+            wait_for_memory(&fragmented_cache(pagemill.slabs));
             assert_eq!(threads(), 2);
         });
         assert!(is_done, "see the child's message above");
@@ -583,8 +585,8 @@ fn fork_child_has_its_own_background_thread() {
     }
 }
 
-/// Reads a freed object of an owner, which is valid until its slab is freed. Then reads the memory of the freed slab,
-/// which is not valid.
+/// Reads a freed object of an owner while the object's slab exists, which is valid. Then frees the slab and reads the
+/// object's memory again, which is not valid.
 fn read_after_slab_is_freed(slabs: &'static Slabs) {
     let slow = SlowOwner { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
@@ -599,7 +601,8 @@ fn read_after_slab_is_freed(slabs: &'static Slabs) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Reads a value after it was freed. The value is fixed or by handle, and its memory is in a magazine or in a slab.
+/// Reads a value after it was freed. `case` says whether the value is fixed or by handle, and whether its memory is in
+/// a magazine or in a slab.
 fn read_after_free(case: &str) {
     let slabs = Testbed::for_test().slabs;
     if case == "owner" {
@@ -624,7 +627,7 @@ fn read_after_free(case: &str) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// A child process reads freed memory. AddressSanitizer must report the read.
+/// A child process reads freed memory of a slab cache. AddressSanitizer must report the read.
 #[test]
 fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";

@@ -1,4 +1,4 @@
-//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the number
+//! A million random calls on slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the number
 //! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their order across threads. `pagemill-bench __slab
 //! torture` runs the same workload.
 
@@ -8,17 +8,17 @@ mod torture;
 use std::time::{Duration, Instant};
 use torture::{TorturePlan, TortureResult};
 
-fn named(name: &str) -> Option<u64> {
+fn env_number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Runs the calls with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds
-/// until enough objects have moved. The thread that moves objects is one of several, so on a small machine it may
-/// rarely run.
+/// Makes random calls with two adjacent seeds, which select whole and sparse blocks, and then with further seeds until
+/// `least_moved` objects have moved. Returns the number of moved objects. Only one of several threads moves objects, so
+/// on a small machine that thread may rarely run.
 fn torture(run: fn(TorturePlan) -> pagemill_core::Result<TortureResult>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
-    let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
-    let operations = named("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;
+    let first = env_number("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
+    let operations = env_number("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;
     for round in 0.. {
         if round >= 2 && moved >= least_moved {
             break;

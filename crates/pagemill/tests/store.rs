@@ -13,13 +13,13 @@ use std::sync::{Arc, Mutex};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// A store in memory that fails on demand.
+/// A store in memory whose calls fail when the test requests it.
 struct TestStore {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
-    /// Number of calls until one fails; with 0 no call fails.
+    /// Number of calls until one fails; 0 if no call fails.
     calls_until_failure: AtomicU64,
-    /// A read at this offset copies the old bytes, and then waits until the test releases it.
+    /// Offset at which a read copies the bytes of the store, and then waits until the test releases it.
     stop_offset: AtomicU64,
     is_stopped: AtomicBool,
 }
@@ -36,8 +36,8 @@ impl TestStore {
         })
     }
 
-    /// Counts a call. Returns an error if this is the call that must fail.
-    fn may_fail(&self) -> io::Result<()> {
+    /// Counts a call of the store. Returns an error if this is the call that must fail.
+    fn count_call(&self) -> io::Result<()> {
         let left = self.calls_until_failure.load(Relaxed);
         self.calls_until_failure.store(left.saturating_sub(1), Relaxed);
         if left == 1 { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
@@ -54,7 +54,7 @@ impl Store for TestStore {
     }
 
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.may_fail()?;
+        self.count_call()?;
         self.reads.fetch_add(1, Relaxed);
         let bytes = self.bytes.lock().unwrap();
         let from = bytes.get(offset as usize..).unwrap_or_default();
@@ -72,7 +72,7 @@ impl Store for TestStore {
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.may_fail()?;
+        self.count_call()?;
         let mut bytes = self.bytes.lock().unwrap();
         let (at, end) = (offset as usize, offset as usize + from.len());
         if bytes.len() < end {
@@ -83,13 +83,13 @@ impl Store for TestStore {
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.may_fail()?;
+        self.count_call()?;
         self.bytes.lock().unwrap().resize(size_bytes as usize, 0);
         Ok(())
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.may_fail()
+        self.count_call()
     }
 }
 
@@ -129,7 +129,8 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes must be read from the store only once. Changes must be visible at once, and must be in the store after a sync.
+/// Bytes must be read from the store only once. Changes must be visible to readers at once, and must be in the store
+/// after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
     let store = TestStore::new(5 * MIB + 100);
@@ -160,10 +161,10 @@ fn reads_fill_and_syncs_write_back() {
     assert!(read(&file) == expected);
 }
 
-/// A file six times as large as the cache is read completely, which evicts clean folios. Written data must stay in
-/// memory until it is synced.
+/// A file six times as large as the cache is read completely, which evicts clean folios. Data that was written must
+/// stay in memory until it is synced.
 #[test]
-fn clean_folios_make_room() {
+fn clean_folios_are_evicted_for_new_pages() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
         let policy: Box<dyn Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
         let store = TestStore::new(24 * MIB);
@@ -186,9 +187,9 @@ fn clean_folios_make_room() {
     }
 }
 
-/// A file of a quarter of the cache's size is read repeatedly. A file of four times the cache's size is scanned in
-/// small reads. The first file must stay in memory, in small and in huge folios. Dirty pages of the scanned file must
-/// also stay.
+/// A file that fills a quarter of the cache is read repeatedly. Meanwhile a file four times as large as the cache is
+/// scanned in small reads. The first file must stay in memory, in small and in huge folios. Dirty pages of the scanned
+/// file must also stay.
 #[test]
 fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
@@ -220,7 +221,7 @@ fn a_scan_does_not_evict_pages_in_use() {
     }
 }
 
-/// A page that was evicted and is soon read again must count as used, so that a scan does not evict it again.
+/// A page that was evicted and is read again soon must count as used, so that a scan does not evict it again.
 #[test]
 fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
@@ -240,7 +241,7 @@ fn pages_that_return_soon_are_kept() {
     }
 }
 
-/// After errors of the store, the cache must have no wrong bytes, and no written bytes may be lost.
+/// Calls of the store fail. Afterwards the cache must have no wrong bytes, and no written bytes may be lost.
 #[test]
 fn errors_of_the_store_lose_no_data() {
     let store = TestStore::new(MIB);
@@ -275,7 +276,7 @@ fn errors_of_the_store_lose_no_data() {
     }
 }
 
-/// Some pages of a range are only in the store when the range is collapsed. The collapse must not replace them by
+/// A range is collapsed while some of its pages are only in the store. The collapse must not replace these pages by
 /// zeros.
 #[test]
 fn a_collapse_keeps_bytes_of_the_store() {
@@ -291,7 +292,8 @@ fn a_collapse_keeps_bytes_of_the_store() {
     assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
 }
 
-/// Bytes that were read from the store before a truncation must not appear in memory after the truncation.
+/// A page is read from the store while the file is truncated. Bytes from before the truncation must not appear in
+/// memory.
 #[test]
 fn reads_from_before_a_truncation_are_discarded() {
     let store = TestStore::new(8 * KIB);
@@ -301,7 +303,7 @@ fn reads_from_before_a_truncation_are_discarded() {
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// A thread reads or writes a page while another thread reads the page from the store. The first thread must wait for
+/// A thread reads or writes a page while another thread reads that page from the store. The first thread must wait for
 /// that read. The store must be read only once, even if other pages of the file are evicted at the same time.
 #[test]
 fn a_page_is_read_once() {
@@ -325,8 +327,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
-/// Adjacent dirty folios must be written by one transfer, other folios separately, and the last block in part. No data
-/// may be lost if the store fails, shortens and reorders transfers.
+/// Adjacent dirty folios must be written by one transfer, other folios separately, and of the last block only the part
+/// inside the file. No data may be lost if the store fails, shortens and reorders transfers.
 #[test]
 fn folios_are_written_back_together() {
     let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
@@ -356,8 +358,8 @@ fn folios_are_written_back_together() {
     }
 }
 
-/// Syncs run concurrently with appends and splits. After the last sync, the store must have everything that was
-/// appended, or was written before a split.
+/// Syncs run concurrently with appends and splits. After the last sync, the store must have all data that was appended
+/// or that was written before a split.
 #[test]
 fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {
@@ -389,8 +391,8 @@ fn syncs_during_appends_and_splits_lose_no_data() {
     }
 }
 
-/// A store that breaks its contract (an impossible size, blocks larger than a page, a panic, short reads) must harm no
-/// other file.
+/// A store breaks its contract by an impossible size, blocks larger than a page, a panic, or short reads. Other files
+/// must not be harmed.
 #[test]
 fn a_store_that_breaks_its_contract_harms_no_other_file() {
     struct ContractBreaker {
@@ -454,8 +456,8 @@ fn data_written_through_pins_is_written_back() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads read in a full cache, and each evicts pages to get room for its read. No read may fail because another
-/// thread has used that room.
+/// Many threads read in a full cache. Each thread evicts pages to get room for its read. No read may fail because
+/// another thread has used that room.
 #[test]
 fn threads_that_make_room_are_not_refused() {
     let store = TestStore::new(2 * MIB);

@@ -33,7 +33,7 @@ fn cache() -> PageCache {
     cache_of(Box::new(Never))
 }
 
-/// Returns a cache with small folios, and one with huge ones.
+/// Returns two caches, one with small folios and one with huge folios.
 fn caches() -> [PageCache; 2] {
     [cache(), cache_of(Box::new(Always))]
 }
@@ -69,8 +69,8 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Another process truncates the file. Bytes in memory must stay, and other bytes must read as zeros. A sync without
-/// changes must not extend the file again. A refresh must use the new length.
+/// Another process truncates the file of a store. Bytes in memory must stay, and bytes that are only in the file must
+/// read as zeros. A sync without changes must not extend the file again. A refresh must use the new length.
 #[test]
 fn bytes_cut_off_by_another_process_read_zero() {
     for cache in caches() {
@@ -102,8 +102,8 @@ fn bytes_cut_off_by_another_process_read_zero() {
     }
 }
 
-/// Another process appends to the file. A sync must not remove the new bytes. A refresh must show them, also in a page
-/// that contains earlier bytes.
+/// Another process appends to the file of a store. A sync must not remove the new bytes. A refresh must show them, even
+/// in a page that already contains bytes of the file.
 #[test]
 fn bytes_appended_by_another_process_stay() {
     for cache in caches() {
@@ -132,8 +132,8 @@ fn bytes_appended_by_another_process_stay() {
     }
 }
 
-/// A refresh must fail if there are changes that are not synced, or a pinned page. Neither the changes nor the pinned
-/// page may be lost.
+/// A refresh must fail while the file has changes that are not synced, or a pinned page. Neither the changes nor the
+/// pinned page may be lost.
 #[test]
 fn a_refresh_keeps_local_changes() {
     let (cache, folder) = (cache(), folder());
@@ -194,8 +194,8 @@ fn reads_during_refreshes_find_the_files_bytes() {
     });
 }
 
-/// Another file takes over the path, or the file is unlinked. The mapping must continue to use the file that was
-/// opened, and the other file must not be changed.
+/// After a file is opened, another file takes over its path, or the file is unlinked. The mapping must continue to use
+/// the file that was opened, and the other file must not be changed.
 #[test]
 fn a_mapping_keeps_the_file_that_it_opened() {
     let (cache, folder) = (cache(), folder());
@@ -224,16 +224,16 @@ fn a_mapping_keeps_the_file_that_it_opened() {
     assert!(!path.exists());
 }
 
-fn faulty(bytes: Vec<u8>) -> FaultyStore<MemoryStore> {
+fn faulty_store(bytes: Vec<u8>) -> FaultyStore<MemoryStore> {
     FaultyStore::new(MemoryStore::new(bytes, 512))
 }
 
-fn failing(errno: i32) -> Faults {
+fn always_failing(errno: i32) -> Faults {
     Faults { fail_per_mille: 1000, errno, ..Faults::default() }
 }
 
-/// Fetches the first page by a queue, and returns the result of the read.
-fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
+/// Fetches the first page of the file by a queue. Returns the result of the fetch.
+fn fetch_first_page(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
     }
@@ -241,15 +241,15 @@ fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     queue.next().unwrap().result
 }
 
-/// A read error must reach the thread that needs the page: by a read, a partial write, a pin or a queue. The page must
-/// not be cached, and the next access must read it again.
+/// A read error of the store must reach the thread that needs the page: by a read, a partial write, a pin or a queue.
+/// The page must not be cached, and the next access must read it again.
 #[test]
 fn read_errors_are_reported_and_not_cached() {
     for cache in caches() {
-        let store = faulty(pattern(4 * MIB, 1));
+        let store = faulty_store(pattern(4 * MIB, 1));
         let file = cache.open(Arc::new(store.clone())).unwrap();
         for round in 1..3 {
-            store.set_faults(failing(libc::EIO));
+            store.set_faults(always_failing(libc::EIO));
             let mut queue = cache.queue(1).unwrap();
             let errors = [
                 file.read_at(&mut [0; 10], 0).unwrap_err(),
@@ -257,7 +257,7 @@ fn read_errors_are_reported_and_not_cached() {
                 file.pin(0).map(drop).unwrap_err(),
                 file.hold(0).map(drop).unwrap_err(),
                 file.zero_range(10, 10).unwrap_err(),
-                fetched(&mut queue, &file).unwrap_err(),
+                fetch_first_page(&mut queue, &file).unwrap_err(),
             ];
             assert!(errors.iter().all(|error| errno(error) == Some(libc::EIO)), "{errors:?}");
             assert_eq!((cache.charged_bytes(), store.calls().failed), (0, 6 * round));
@@ -270,13 +270,13 @@ fn read_errors_are_reported_and_not_cached() {
     }
 }
 
-/// Each sync must report a write error. Written data must still be readable, and must reach the store once writes
-/// succeed again.
+/// A write error of the store must be reported by each sync. Data that was written must still be readable, and must
+/// reach the store once its writes succeed again.
 #[test]
 fn write_errors_lose_no_data() {
     for cache in caches() {
         for number in [libc::EIO, libc::ENOSPC] {
-            let store = faulty(pattern(4 * MIB, 1));
+            let store = faulty_store(pattern(4 * MIB, 1));
             let file = cache.open(Arc::new(store.clone())).unwrap();
             let mut expected = pattern(4 * MIB, 1);
             for (round, at) in [100, 2 * MIB - 50, 4 * MIB - 10].into_iter().enumerate() {
@@ -284,7 +284,7 @@ fn write_errors_lose_no_data() {
                 write(&file, &bytes, at);
                 expected.resize(expected.len().max(at + 100), 0);
                 expected[at..at + 100].copy_from_slice(&bytes);
-                store.set_faults(failing(number));
+                store.set_faults(always_failing(number));
                 let errors = [file.sync().unwrap_err(), file.sync_range(at as u64, 1).unwrap_err()];
                 assert!(errors.iter().all(|error| errno(error) == Some(number)), "{errors:?}");
                 assert!(matches!(file.refresh(), Err(Error::WrongState { .. })), "it is not synced");
@@ -304,7 +304,7 @@ fn write_errors_lose_no_data() {
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
-    let store = faulty(pattern(16 * PAGE, 1));
+    let store = faulty_store(pattern(16 * PAGE, 1));
     let file = cache.open(Arc::new(store.clone())).unwrap();
     assert!(read(&file, 0, PAGE) == pattern(PAGE, 1));
     write(&file, b"dirty", 4 * PAGE);
@@ -335,7 +335,7 @@ fn a_store_that_hangs_blocks_only_its_callers() {
     assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
 }
 
-/// A file with a read-only store must be readable. Every change must fail without an effect.
+/// A file with a read-only store must be readable. Every change of the file must fail without an effect.
 #[test]
 fn read_only_files_reject_changes() {
     for cache in caches() {
@@ -367,8 +367,8 @@ fn read_only_files_reject_changes() {
     }
 }
 
-/// One cache writes a file, and another cache reads it. A second writer must fail. After a refresh, the reader must see
-/// synced data.
+/// One cache writes a regular file, and another cache reads it. A second writer must fail. After a refresh, the reader
+/// must see synced data.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();
@@ -391,12 +391,12 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio that extends beyond the end of a file is split. A sync must not write the pages beyond the end. It must
-/// make them clean, so that they can be evicted.
+/// A huge folio that extends beyond the end of its file is split. A sync must not write the pages beyond the end. It
+/// must make them clean, so that they can be evicted.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();
-    let store = faulty(Vec::new());
+    let store = faulty_store(Vec::new());
     let file = cache.open(Arc::new(store.clone())).unwrap();
     file.truncate(2 * MIB as u64).unwrap();
     write(&file, &pattern(PAGE + 100, 1), 0);

@@ -21,14 +21,14 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Environment variable that makes a child process run its part of a test.
+/// Environment variable that makes a child process run its part of a test. Its value is the argument of that part.
 const CHILD_ENV: &str = "STORE_FILE_PART";
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Returns bytes of which any two neighbours differ.
+/// Returns bytes in which any two adjacent bytes differ.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at / 7 % 251) as u8 ^ seed | 1).collect()
 }
@@ -45,7 +45,7 @@ fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// Returns the error of an open that must fail: the error number of the system, or the error itself if there is none.
+/// Returns the error of an open that must fail: the error number of the system or, if there is none, the error itself.
 fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     match opened.expect_err("the store was opened") {
         Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
@@ -53,7 +53,7 @@ fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     }
 }
 
-/// Whether an open failed because another store writes to the file.
+/// Returns whether an open failed because another store writes to the file.
 fn is_busy(opened: Result<FileStore>) -> bool {
     matches!(open_error(opened), Err(Error::Busy { .. }))
 }
@@ -62,7 +62,7 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// A generator of pseudorandom numbers that are the same in each run.
+/// A generator of pseudo-random numbers, which are the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -72,8 +72,8 @@ impl Random {
     }
 }
 
-/// Writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file must have
-/// exactly the written length, and bytes past its end must read zero.
+/// A test writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file
+/// must have exactly the written length, and bytes past its end must read as zeros.
 #[test]
 fn partial_last_blocks_of_every_length_are_written() {
     let folder = folder();
@@ -101,7 +101,7 @@ fn partial_last_blocks_of_every_length_are_written() {
     }
 }
 
-/// Random transfers with unaligned memory and offsets must have the same results as a copy in memory.
+/// Random transfers with unaligned addresses and offsets must have the same results as copies in memory.
 #[test]
 fn unaligned_addresses_and_offsets_work() {
     let folder = folder();
@@ -126,8 +126,8 @@ fn unaligned_addresses_and_offsets_work() {
     assert!(fs::read(folder.path().join("file")).unwrap() == model);
 }
 
-/// One thread rewrites the partial last block of a file continually, while another appends behind it. No data may be
-/// lost, and padding must never be visible.
+/// One thread continually rewrites the partial last block of a file, while another thread appends after it. No data may
+/// be lost, and padding must never be visible.
 #[test]
 fn rewriting_the_last_block_keeps_appended_data() {
     let folder = folder();
@@ -146,8 +146,8 @@ fn rewriting_the_last_block_keeps_appended_data() {
     (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
 }
 
-/// Truncated data must not come back, and added bytes must read zero, also if another process changes the file's
-/// length.
+/// A store changes the length of its file, or another process does. Truncated data must not come back, and added bytes
+/// must read as zeros.
 #[test]
 fn files_can_grow_and_shrink() {
     let folder = folder();
@@ -174,7 +174,7 @@ fn files_can_grow_and_shrink() {
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
 }
 
-/// If another file takes over the path, the store must continue to use the file that it opened.
+/// If another file takes over the path of a store's file, the store must continue to use the file that it opened.
 #[test]
 fn a_store_keeps_the_file_that_it_opened() {
     let folder = folder();
@@ -188,8 +188,8 @@ fn a_store_keeps_the_file_that_it_opened() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// If direct transfers are refused, files must be read through the kernel's page cache. The store must report that, and
-/// a counter must count it.
+/// If the file system refuses direct transfers, the store must use the kernel's page cache. The store must report that,
+/// and a counter must count it.
 #[test]
 fn refused_direct_transfers_become_buffered() {
     let path = "/proc/version";
@@ -252,8 +252,8 @@ fn read_only_stores_reject_writes() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// Only one store may write to a file at a time, by whatever path it was opened. Any number of stores may read. Once
-/// the writing store is dropped, another store may write.
+/// Only one store may write to a file at a time, by whatever path the file was opened. Any number of stores may read
+/// the file. Once the writing store is dropped, another store may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();
@@ -278,8 +278,8 @@ fn a_second_writer_is_refused() {
     assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"other"));
 }
 
-/// Returns a command that runs this test again in a child process.
-fn child(test: &str, argument: &Path) -> Command {
+/// Returns a command that runs the test `test` again in a child process, with `argument`.
+fn child_command(test: &str, argument: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]).env(CHILD_ENV, argument);
     command
@@ -296,7 +296,7 @@ fn assert_passes(mut command: Command) -> String {
     stdout
 }
 
-/// Two processes open a file. A second writer must be refused, and a reader must not be refused.
+/// Two processes open a file as a store. The second writer must be refused, but a reader must not be refused.
 #[test]
 fn a_writer_of_another_process_is_refused() {
     if let Some(path) = child_argument() {
@@ -307,11 +307,11 @@ fn a_writer_of_another_process_is_refused() {
     let path = folder.path().join("file");
     let store = FileStore::create(&path).unwrap();
     store.write(0, b"bytes").unwrap();
-    assert_passes(child("a_writer_of_another_process_is_refused", &path));
+    assert_passes(child_command("a_writer_of_another_process_is_refused", &path));
 }
 
-/// In a child with `RLIMIT_FSIZE`, exceeding the limit must lead to an error instead of a deadly signal, and write
-/// nothing.
+/// A child process runs with a limit of the file size (`RLIMIT_FSIZE`). A write beyond the limit must lead to an error
+/// instead of a deadly signal, and must write nothing.
 #[test]
 fn exceeding_the_file_size_limit_is_an_error() {
     const TEST: &str = "exceeding_the_file_size_limit_is_an_error";
@@ -330,14 +330,14 @@ fn exceeding_the_file_size_limit_is_an_error() {
         return;
     }
     let folder = folder();
-    let inner = child(TEST, &folder.path().join("file"));
+    let inner = child_command(TEST, &folder.path().join("file"));
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -f 64; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
     limited.env(CHILD_ENV, folder.path().join("file"));
     assert_passes(limited);
 }
 
-/// Offsets beyond the maximum must lead to errors, also for reads.
+/// Offsets beyond the maximum must lead to errors, even for reads.
 #[test]
 fn offsets_beyond_the_maximum_are_errors() {
     let folder = folder();
@@ -353,7 +353,7 @@ fn ring(engine: Engine) -> Ring<Aligned> {
     Ring::new(&Settings { depth: 16, engine, ..Settings::default() }).unwrap()
 }
 
-/// Waits for the next completed transfer, and returns it.
+/// Waits for the next completed transfer of the ring, and returns its buffer and its result.
 fn next_completion(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     ring.wait(1, WAIT_LIMIT).unwrap();
     match ring.next() {
@@ -362,8 +362,8 @@ fn next_completion(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     }
 }
 
-/// The same random transfers by a ring and by threads must produce the same file. Within a round the transfers do not
-/// overlap.
+/// A ring and threads make the same random transfers. Both must produce the same file. Within a round the transfers do
+/// not overlap.
 #[test]
 fn threads_and_rings_produce_the_same_file() {
     let folder = folder();
@@ -397,7 +397,7 @@ fn threads_and_rings_produce_the_same_file() {
     assert!(files[0] == files[1]);
 }
 
-/// An environment variable must select threads instead of io_uring.
+/// An environment variable is set so that rings use threads instead of io_uring. A ring must then use threads.
 #[test]
 fn an_environment_variable_selects_threads() {
     const TEST: &str = "an_environment_variable_selects_threads";
@@ -405,12 +405,12 @@ fn an_environment_variable_selects_threads() {
         assert!(!ring(Engine::Best).is_kernel());
         return assert_eq!(stats::get(Counter::RingsRefused), 0, "threads were selected, so no ring was refused");
     }
-    let mut command = child(TEST, Path::new("yes"));
+    let mut command = child_command(TEST, Path::new("yes"));
     command.env("PAGEMILL_IO", "threads");
     assert_passes(command);
 }
 
-/// For an unprivileged user without lockable memory, registering memory must fail, and transfers must work.
+/// An unprivileged user may not lock memory. Registering memory must fail, and transfers must still work.
 #[test]
 fn transfers_work_without_registered_memory() {
     const TEST: &str = "transfers_work_without_registered_memory";
@@ -446,8 +446,8 @@ fn transfers_work_without_registered_memory() {
     print!("{}", assert_passes(limited));
 }
 
-/// Of many transfers that are started together, each must complete once, with the right bytes. Transfers that are
-/// cancelled before they begin must complete as cancelled.
+/// Many transfers are started together. Each must complete once, with the right bytes. Transfers that are cancelled
+/// before they begin must complete as cancelled.
 #[test]
 fn each_started_transfer_completes_once() {
     let folder = folder();
@@ -482,7 +482,7 @@ fn each_started_transfer_completes_once() {
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
 
-/// Transfers that are cancelled at any time must complete once: successfully, or as cancelled.
+/// Transfers are cancelled at any time. Each must complete once: successfully, or as cancelled.
 #[test]
 fn cancelled_transfers_complete_once() {
     let folder = folder();
@@ -512,8 +512,8 @@ fn cancelled_transfers_complete_once() {
     }
 }
 
-/// Rings are dropped with transfers in flight. Before the drop frees the memory of the transfers, it must wait for them
-/// or cancel them.
+/// A ring is dropped while transfers are in flight. The drop must wait for the transfers or cancel them before it frees
+/// their memory.
 #[test]
 fn rings_are_dropped_with_transfers_in_flight() {
     let folder = folder();
@@ -533,8 +533,8 @@ fn rings_are_dropped_with_transfers_in_flight() {
     assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
 }
 
-/// Errors of a store must reach the caller unchanged, from blocking and from queued calls. Data that was not written
-/// must stay unchanged.
+/// Errors of a store must reach the caller unchanged, from blocking and from queued calls. A write that fails must
+/// leave the file unchanged.
 #[test]
 fn errors_of_a_store_reach_the_caller() {
     let folder = folder();

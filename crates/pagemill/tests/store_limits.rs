@@ -1,7 +1,7 @@
-//! Tests of files with a store when the system refuses resources: rings, threads, locked memory, file descriptors, file
-//! length. Also tests devices with large sectors.
+//! Tests of files with a store when the system refuses resources: rings, threads, locked memory, file descriptors, or
+//! longer files. Also tests devices with large sectors.
 //!
-//! Each refusal happens in a child process, which runs this program again. The tests also check the table that
+//! Each refusal happens in a child process, which runs this test program again. The tests also check the table that
 //! `pagemill doctor` prints.
 #![allow(unsafe_code)] // filters system calls, sets limits
 
@@ -24,7 +24,7 @@ const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Environment variable with the path of the file that a child process works on.
+/// Environment variable with the path of the file that a child process uses.
 const CHILD_FILE_ENV: &str = "STORE_LIMITS_FILE";
 
 fn cache() -> PageCache {
@@ -38,7 +38,8 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 100) as u8 | 1).collect()
 }
 
-/// Uses a file with a store in all ways: reads it directly and by a queue, writes, extends and syncs it.
+/// Uses a file with a store in all ways: reads it directly and by a queue, writes it, extends it and syncs it. All must
+/// succeed.
 fn assert_works(path: &Path) {
     let cache = cache();
     let store = Arc::new(FileStore::open(path).unwrap());
@@ -69,8 +70,8 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// Runs this test again in a child process that `prepare` sets up. With `as_other_user`, the child is an unprivileged
-/// user if that is possible.
+/// Runs the test `test` again in a child process, after `prepare` has run in the child. With `as_other_user`, the child
+/// is an unprivileged user if that is possible.
 fn run_in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
@@ -109,7 +110,7 @@ fn set_limit(resource: libc::__rlimit_resource_t, most: u64) -> std::io::Result<
     }
 }
 
-/// Makes `io_uring_setup` fail in this process and its children.
+/// Makes the system call `io_uring_setup` fail in this process and its children.
 fn forbid_rings(errno: i32) -> std::io::Result<()> {
     let instruction = |code: u32, jt: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf: 0, k };
     let filter = [
@@ -129,7 +130,7 @@ fn forbid_rings(errno: i32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Asserts that a store works although the kernel refuses io_uring: its rings then use threads. The counter
+/// Asserts that a store works although the kernel refuses io_uring, because its rings then use threads. The counter
 /// `RingsRefused` and the row `io_uring` of the table of `doctor` must report the refusal.
 fn assert_works_without_rings(path: &Path) {
     assert_works(path);
@@ -139,7 +140,7 @@ fn assert_works_without_rings(path: &Path) {
     assert_ne!(row.state, pagemill_sys::probe::Availability::Available, "{}", row.found);
 }
 
-/// A sandbox filters the system calls for rings, as most sandboxes do. The store must work with threads.
+/// A filter refuses the system calls for rings, as most sandboxes do. A store must work with threads instead.
 #[test]
 fn stores_work_if_a_sandbox_forbids_rings() {
     if let Some(path) = file_for_child() {
@@ -151,7 +152,7 @@ fn stores_work_if_a_sandbox_forbids_rings() {
 
 const RINGS_SETTING: &str = "/proc/sys/kernel/io_uring_disabled";
 
-/// The value of a kernel setting, which is restored on drop.
+/// The original value of the kernel setting for rings, which is restored on drop.
 struct RestoreSetting(String);
 
 impl Drop for RestoreSetting {
@@ -160,7 +161,7 @@ impl Drop for RestoreSetting {
     }
 }
 
-/// A kernel setting refuses new rings to unprivileged users. The store must work with threads.
+/// A kernel setting refuses new rings to unprivileged users. A store must work with threads instead.
 #[test]
 fn stores_work_if_the_kernel_refuses_rings() {
     if let Some(path) = file_for_child() {
@@ -177,7 +178,7 @@ fn stores_work_if_the_kernel_refuses_rings() {
     run_in_child("stores_work_if_the_kernel_refuses_rings", true, || Ok(()));
 }
 
-/// An unprivileged user may not lock memory, and then has no rings either. The store must work.
+/// An unprivileged user may not lock memory, and then has no rings either. A store must still work.
 #[test]
 fn stores_work_without_locked_memory() {
     const TEST: &str = "stores_work_without_locked_memory";
@@ -191,7 +192,8 @@ fn stores_work_without_locked_memory() {
     });
 }
 
-/// The user may not start threads, and then has no rings either. The thread that syncs must write the pages itself.
+/// The user may not start threads, and then has no rings either. The thread that calls sync must write the pages
+/// itself.
 #[test]
 fn stores_work_without_threads() {
     if let Some(path) = file_for_child() {
@@ -206,8 +208,8 @@ fn stores_work_without_threads() {
     run_in_child("stores_work_without_threads", true, || forbid_rings(libc::EPERM));
 }
 
-/// The process may not open file descriptors. Opening a file must report that. It must be possible to read, write and
-/// sync a file that is already open, without a ring.
+/// The process may not open file descriptors. Opening a file must report that. A file that is already open must be
+/// readable, writable and syncable, without a ring.
 #[test]
 fn open_files_work_without_new_descriptors() {
     let Some(path) = file_for_child() else {
@@ -228,7 +230,7 @@ fn open_files_work_without_new_descriptors() {
     file.sync().unwrap();
 }
 
-/// Files may not grow. A plain write would raise a deadly signal. A sync must report the problem instead, and must
+/// Files may not grow, so a plain write would raise a deadly signal. A sync must report the problem instead, and must
 /// write the bytes that fit.
 #[test]
 fn a_sync_reports_that_files_may_not_grow() {
@@ -249,13 +251,13 @@ fn a_sync_reports_that_files_may_not_grow() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 0);
 }
 
-/// Locked by a test while it changes settings of the whole machine.
+/// Lets one test at a time change settings of the whole machine.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A command that undoes a change to the system on drop.
+/// A command that undoes a change to the system. It runs when this value is dropped.
 struct UndoCommand(&'static str, Vec<String>);
 
 impl Drop for UndoCommand {
@@ -270,7 +272,7 @@ fn run_command(program: &str, arguments: &[&str]) -> Result<String, String> {
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Creates a loop device whose sectors have the size of a page.
+/// Creates a loop device whose sectors have the size of an OS page.
 fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("image");
     fs::File::create(&path).and_then(|file| file.set_len(16 * MIB as u64)).map_err(|error| error.to_string())?;
@@ -279,7 +281,7 @@ fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), St
     Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// Asserts that transfers with unaligned offsets, lengths and addresses have the same result as a copy in memory. Also
+/// Asserts that transfers with unaligned offsets, lengths and addresses have the same results as copies in memory. Also
 /// checks accesses through a mapping.
 fn assert_transfers_are_right(path: &Path, len: usize) {
     let store = FileStore::open(path).unwrap();
@@ -309,8 +311,8 @@ fn assert_transfers_are_right(path: &Path, len: usize) {
     assert!(fs::read(path).unwrap() == expected);
 }
 
-/// Transfers must be right on a device with sectors of 4 KiB, and on a file of odd length on a file system on the
-/// device.
+/// Transfers must be right on a device with sectors of 4 KiB. They must also be right on a file of odd length, in a
+/// file system on that device.
 #[test]
 fn transfers_to_large_sectors_are_right() {
     let _exclusive = exclusive_test();

@@ -1,5 +1,5 @@
 //! Tests of races on files with a store: one thread truncates, collapses, fetches or writes a file while another thread
-//! uses it.
+//! uses the file.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
 use pagemill_cache::mapping::policy::Never;
@@ -27,21 +27,21 @@ fn cache(limit_bytes: usize) -> PageCache {
 
 type Hook = Box<dyn Fn(u64) + Send + Sync>;
 
-/// A store whose reads and writes call a hook.
-struct Hooked {
+/// A store whose reads and writes call a hook of the test with the offset.
+struct HookedStore {
     store: MemoryStore,
     on_read: Hook,
     on_write: Hook,
     fills: bool,
 }
 
-impl Hooked {
+impl HookedStore {
     fn new(bytes: Vec<u8>, on_read: Hook, on_write: Hook) -> Arc<Self> {
         Arc::new(Self { store: MemoryStore::new(bytes, PAGE), on_read, on_write, fills: true })
     }
 }
 
-impl Store for Hooked {
+impl Store for HookedStore {
     fn size_bytes(&self) -> io::Result<u64> {
         self.store.size_bytes()
     }
@@ -65,7 +65,7 @@ impl Store for Hooked {
     }
 }
 
-/// Bytes that are truncated during their writeback must not come back when the file grows again.
+/// Bytes that are truncated while they are being written back must not come back when the file grows again.
 #[test]
 fn bytes_truncated_during_writeback_do_not_come_back() {
     let cache = cache(8 * MIB);
@@ -78,7 +78,7 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
             may_go_on.lock().unwrap().recv().unwrap();
         }
     });
-    let store = Hooked::new(vec![7; PAGE], Box::new(|_| {}), hook);
+    let store = HookedStore::new(vec![7; PAGE], Box::new(|_| {}), hook);
     let file = cache.open(store).unwrap();
     file.write_at(&[9; PAGE], 2 * PAGE as u64).unwrap();
     std::thread::scope(|scope| {
@@ -96,27 +96,27 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
 
 // A buffer whose first touch waits: a page that is closed until a signal handler opens it.
 
-/// Whether a thread has touched the closed page and waits in the signal handler.
+/// Whether a thread has touched the inaccessible page and waits in the signal handler.
 static IS_FAULTING: AtomicBool = AtomicBool::new(false);
-/// Whether the signal handler may open the closed page.
-static MAY_OPEN_PAGE: AtomicBool = AtomicBool::new(false);
-/// Address of the closed page.
-static CLOSED_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
+/// Whether the signal handler may make the page accessible.
+static MAY_GRANT_ACCESS: AtomicBool = AtomicBool::new(false);
+/// Address of the inaccessible page.
+static INACCESSIBLE_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Lets one test at a time use the signal handler.
 static HANDLER_USE: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
     IS_FAULTING.store(true, SeqCst);
-    while !MAY_OPEN_PAGE.load(SeqCst) {
+    while !MAY_GRANT_ACCESS.load(SeqCst) {
         std::hint::spin_loop();
         // SAFETY: `usleep` may be called in a signal handler.
         unsafe { libc::usleep(1000) };
     }
-    // SAFETY: the page of `closed_page`, which stays mapped.
-    unsafe { libc::mprotect(CLOSED_PAGE_ADDR.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+    // SAFETY: the page of `inaccessible_page`, which stays mapped.
+    unsafe { libc::mprotect(INACCESSIBLE_PAGE_ADDR.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
 }
 
-fn closed_page(byte: u8) -> &'static [u8] {
+fn inaccessible_page(byte: u8) -> &'static [u8] {
     // SAFETY: the mapping is separate and is never unmapped. It is opened before any byte is read.
     unsafe {
         let at = libc::mmap(
@@ -129,9 +129,9 @@ fn closed_page(byte: u8) -> &'static [u8] {
         );
         std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE);
         libc::mprotect(at, PAGE, libc::PROT_NONE);
-        CLOSED_PAGE_ADDR.store(at as usize, SeqCst);
+        INACCESSIBLE_PAGE_ADDR.store(at as usize, SeqCst);
         IS_FAULTING.store(false, SeqCst);
-        MAY_OPEN_PAGE.store(false, SeqCst);
+        MAY_GRANT_ACCESS.store(false, SeqCst);
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_fault as *const () as usize;
         libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut());
@@ -139,15 +139,15 @@ fn closed_page(byte: u8) -> &'static [u8] {
     }
 }
 
-/// Waits until another thread sets `what`.
+/// Waits until another thread sets the flag.
 fn wait_until_set(what: &AtomicBool) {
     while !what.load(SeqCst) {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// A collapse fills missing pages while a write to one of them is in progress. Data that is written, written back and
-/// evicted during the collapse must not be overwritten.
+/// A collapse reads missing pages from the store while a write to one of these pages is in progress. Data that is
+/// written, written back and evicted during the collapse must not be overwritten.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
     let _guard = HANDLER_USE.lock();
@@ -157,7 +157,7 @@ fn a_collapse_during_a_write_loses_no_data() {
     file.truncate(2 * MIB as u64).unwrap();
     file.write_at(&[1; PAGE], 0).unwrap();
     let last = (2 * MIB - PAGE) as u64;
-    let slow = closed_page(5);
+    let slow = inaccessible_page(5);
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
         wait_until_set(&IS_FAULTING);
@@ -171,7 +171,7 @@ fn a_collapse_during_a_write_loses_no_data() {
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
-        MAY_OPEN_PAGE.store(true, SeqCst);
+        MAY_GRANT_ACCESS.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         if !is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
@@ -183,13 +183,13 @@ fn a_collapse_during_a_write_loses_no_data() {
 }
 
 /// A write copies from a buffer of the caller, which causes a page fault. The fault handler reads the page that is
-/// being written. The read must not wait for the writer.
+/// being written. That read must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _guard = HANDLER_USE.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE))).unwrap();
-    let slow = closed_page(5);
+    let slow = inaccessible_page(5);
     let is_read = &AtomicBool::new(false);
     let in_time = std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], 0));
@@ -204,22 +204,22 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let in_time = is_read.load(SeqCst);
-        MAY_OPEN_PAGE.store(true, SeqCst);
+        MAY_GRANT_ACCESS.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         in_time
     });
     assert!(in_time, "the server of the fault waits for the faulting thread");
 }
 
-/// A store reads less than it reports. In the place of the missing bytes, a queue must not expose bytes of another
-/// file.
+/// A store fills fewer bytes than it reports. A queue must not expose bytes of another file in the place of the missing
+/// bytes.
 #[test]
 fn a_queue_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
     let secret = cache.create().unwrap();
     secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
     secret.truncate(0).unwrap();
-    let short = Arc::new(Hooked {
+    let short = Arc::new(HookedStore {
         store: MemoryStore::new(vec![0; 64 * PAGE], PAGE),
         on_read: Box::new(|_| {}),
         on_write: Box::new(|_| {}),
@@ -235,7 +235,8 @@ fn a_queue_exposes_no_bytes_of_other_files() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// A system file must expose no other file's bytes behind its end, in a partial page and in whole pages.
+/// In the range after the end of a regular file, no reader may see bytes of other files, neither in the partial last
+/// page nor in whole pages.
 #[test]
 fn a_file_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -269,7 +270,8 @@ impl Drop for TempFile {
     }
 }
 
-/// A queue that no thread polls has a read of a page in flight. The page must still be delivered to another queue.
+/// A queue has a read of a page in flight, and no thread polls that queue. Another queue that fetches the page must
+/// still report it.
 #[test]
 fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
@@ -281,8 +283,8 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue that no thread polls has a read of a dropped file in flight. Another file reuses the id of the dropped file.
-/// A page of that file must still be delivered.
+/// A queue has a read of a dropped file in flight, and no thread polls that queue. Another file reuses the id of the
+/// dropped file. A page of that file must still be read and reported.
 #[test]
 fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
@@ -296,8 +298,8 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue reads a page, and its thread directly reads the same page before the queue's read ends. The queue's
-/// descriptor must then become readable, and `wait` with a timeout of 0 must deliver the page.
+/// A queue is reading a page. Before that read ends, the queue's thread reads the same page directly. The queue's
+/// descriptor must then become readable, and `wait` with a timeout of 0 must report the page.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;
@@ -319,8 +321,8 @@ fn an_event_loop_is_notified_of_every_page() {
     }
 }
 
-/// Another thread reads the page that an event loop needs. The loop must get the page if it polls until the time that
-/// the queue reports as due.
+/// Another thread is reading the page that an event loop needs. The event loop must get the page if it polls until the
+/// time that the queue reports as due.
 #[test]
 fn an_event_loop_is_notified_of_reads_by_other_threads() {
     use std::os::fd::AsRawFd;
@@ -331,7 +333,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
         reading.store(true, SeqCst);
         wait_until_set(&ending);
     });
-    let file = cache.open(Hooked::new(vec![7; PAGE], hook, Box::new(|_| {}))).unwrap();
+    let file = cache.open(HookedStore::new(vec![7; PAGE], hook, Box::new(|_| {}))).unwrap();
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| file.read_at(&mut [0; 8], 0).unwrap());
         wait_until_set(&is_reading);
@@ -354,12 +356,12 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
     });
 }
 
-/// A panic of the store in the middle of a batch must leak no memory.
+/// A store panics in the middle of a batch of transfers. No memory may leak.
 #[test]
 fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
     let hook: Hook = Box::new(|offset| assert!(offset != 9 * PAGE as u64, "the store panics"));
-    let file = cache.open(Hooked::new(vec![7; 16 * PAGE], hook, Box::new(|_| {}))).unwrap();
+    let file = cache.open(HookedStore::new(vec![7; 16 * PAGE], hook, Box::new(|_| {}))).unwrap();
     let bytes = vec![1; 9 * PAGE + 100];
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| file.write_at(&bytes, 0)));
     assert!(result.is_err());
@@ -373,7 +375,7 @@ fn a_panic_in_a_batch_leaks_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write to a folio during a sync must wait only for the writeback of that folio, not of all folios.
+/// A write to a folio during a slow sync must wait only for the writeback of that folio, not of all folios.
 #[test]
 fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);
@@ -386,7 +388,7 @@ fn a_write_during_a_slow_sync_succeeds() {
             wait_until_set(&end);
         }
     });
-    let file = cache.open(Hooked::new(Vec::new(), Box::new(|_| {}), hook)).unwrap();
+    let file = cache.open(HookedStore::new(Vec::new(), Box::new(|_| {}), hook)).unwrap();
     for page in 0..20 {
         file.write_at(&[1; 8], 2 * page * PAGE as u64).unwrap();
     }

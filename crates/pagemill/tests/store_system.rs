@@ -1,4 +1,4 @@
-//! Tests of stores that need root or a fork: devices, full file systems, and registered memory in children.
+//! Tests of stores that need root or a fork: devices, full file systems, and registered memory in fork children.
 #![allow(unsafe_code)] // forks
 
 use pagemill_core::{Error, Result};
@@ -22,20 +22,20 @@ fn aligned(len: usize, fill: u8) -> Aligned {
     memory
 }
 
-/// Lets one test at a time run, because a child of one test has the open files of other tests for a short time.
+/// Lets one test at a time run, because a child process of one test has the open files of other tests for a short time.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the output of a command, or the reason why it failed.
+/// Returns the output of a command, or the reason why the command failed.
 fn run_command(program: &str, arguments: &[&str]) -> std::result::Result<String, String> {
     let output = Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// A command that undoes a change to the system on drop.
+/// A command that undoes a change to the system. It runs when this value is dropped.
 struct UndoCommand(&'static str, Vec<String>);
 
 impl Drop for UndoCommand {
@@ -44,7 +44,7 @@ impl Drop for UndoCommand {
     }
 }
 
-fn text(path: &Path) -> &str {
+fn path_text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
@@ -54,10 +54,10 @@ fn text(path: &Path) -> &str {
 fn writes_to_full_file_systems_fail() {
     let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
-    if let Err(reason) = run_command("mount", &["-t", "tmpfs", "-o", "size=1m", "none", text(folder.path())]) {
+    if let Err(reason) = run_command("mount", &["-t", "tmpfs", "-o", "size=1m", "none", path_text(folder.path())]) {
         return println!("skipped: {reason}");
     }
-    let _undo = UndoCommand("umount", vec![text(folder.path()).to_owned()]);
+    let _undo = UndoCommand("umount", vec![path_text(folder.path()).to_owned()]);
     let store = FileStore::create(folder.path().join("file")).unwrap();
     store.write(0, &aligned(512 * KIB, 1)).unwrap();
     for engine in [Engine::Best, Engine::Threads] {
@@ -77,20 +77,20 @@ fn writes_to_full_file_systems_fail() {
     store.write(0, &aligned(512 * KIB, 3)).unwrap();
 }
 
-/// Creates a loop device on a file.
-fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, UndoCommand), String> {
+/// Creates a loop device on a file of `len_bytes` bytes. Returns the path of the device, and a command that removes it.
+fn create_loop_device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("device");
     fs::File::create(&path).and_then(|file| file.set_len(len_bytes)).map_err(|error| error.to_string())?;
-    let device = run_command("losetup", &["--find", "--show", text(&path)])?;
+    let device = run_command("losetup", &["--find", "--show", path_text(&path)])?;
     Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// A block device has a fixed length. Writes behind its end must fail, and only one store may write to it.
+/// A block device has a fixed length. Writes beyond its end must fail, and only one store may write to it.
 #[test]
 fn devices_are_stores_of_fixed_length() {
     let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
-    let (path, _undo) = match device(folder.path(), MIB as u64 + 512) {
+    let (path, _undo) = match create_loop_device(folder.path(), MIB as u64 + 512) {
         Ok(device) => device,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -114,17 +114,17 @@ fn devices_are_stores_of_fixed_length() {
     FileStore::open(&path).unwrap();
 }
 
-/// Opening a mounted device for writing must fail.
+/// Opening a block device for writing must fail while the device is mounted.
 #[test]
 fn mounted_devices_cannot_be_opened_for_writing() {
     let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
-    let made = device(folder.path(), 8 * MIB as u64).and_then(|(path, undo)| {
-        run_command("mkfs.ext4", &["-q", text(&path)])?;
+    let made = create_loop_device(folder.path(), 8 * MIB as u64).and_then(|(path, undo)| {
+        run_command("mkfs.ext4", &["-q", path_text(&path)])?;
         let point = folder.path().join("mounted");
         fs::create_dir(&point).map_err(|error| error.to_string())?;
-        run_command("mount", &[text(&path), text(&point)])?;
-        Ok((path, undo, UndoCommand("umount", vec![text(&point).to_owned()])))
+        run_command("mount", &[path_text(&path), path_text(&point)])?;
+        Ok((path, undo, UndoCommand("umount", vec![path_text(&point).to_owned()])))
     });
     let (path, detach, unmount) = match made {
         Ok(made) => made,
@@ -140,7 +140,7 @@ fn mounted_devices_cannot_be_opened_for_writing() {
     drop(detach);
 }
 
-/// Runs `act` in a fork child, and returns whether it returned true.
+/// Runs `act` in a fork child. Returns whether `act` returned true.
 fn run_in_child(act: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child makes some calls and ends without unwinding.
     match unsafe { libc::fork() } {
@@ -159,9 +159,9 @@ fn run_in_child(act: impl FnOnce() -> bool) -> bool {
     }
 }
 
-/// Registered memory must not be mapped in fork children, and must be mapped again in children that are forked after it
-/// was unregistered. In a child, the parent's ring must report errors and be droppable, and a new ring must work. The
-/// parent's ring must continue to work.
+/// Fork children must not map the registered memory of a ring. Children that are forked after the memory was
+/// unregistered must map it again. In a child, the parent's ring must report errors and be droppable, and a new ring
+/// must work. The parent's ring must continue to work.
 #[test]
 fn registered_memory_is_not_mapped_in_children() {
     let _exclusive = exclusive_test();
@@ -180,7 +180,7 @@ fn registered_memory_is_not_mapped_in_children() {
         Ok(id) => id,
         Err((error, _)) => return println!("skipped: {error}"),
     };
-    /// The memory of the first ring, used as a buffer of the second ring.
+    /// A buffer for the second ring that is the memory of the first ring.
     struct SameMemory(std::ptr::NonNull<u8>);
     // SAFETY: lives as long as it is registered with the first ring, and no transfer uses it.
     unsafe impl Buffer for SameMemory {

@@ -1,5 +1,5 @@
-//! Tests of strict ranges. An access to a purged page must raise `SIGBUS`, other accesses must not, and faults of the
-//! program must reach its own handlers.
+//! Tests of strict volatile ranges. An access to a purged page must raise `SIGBUS`, other accesses must not, and faults
+//! of the program must reach its own handlers.
 #![allow(unsafe_code)] // handlers, and a function that faults
 
 #[path = "common/area.rs"]
@@ -26,8 +26,8 @@ const GOT_SIGSEGV: i32 = -2;
 /// Result of [`probe`] if the read raised a signal whose information was wrong.
 const GOT_WRONG_INFO: i32 = -3;
 
-/// Reads a byte by a single instruction, and returns it. The instruction may fault. A signal handler can then skip the
-/// instruction and set the result.
+/// Reads a byte by a single instruction, and returns the byte. If the instruction faults, a signal handler can skip it
+/// and set the result.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn load(addr: usize) -> i32 {
@@ -41,7 +41,7 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
 }
 
 /// If the instruction of [`load`] caused the fault, skips it and sets its result to `value`. Returns the address that
-/// was read; `None` for another instruction.
+/// [`load`] was reading; `None` for another instruction.
 fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
@@ -77,7 +77,7 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     }
 }
 
-/// Acts like the handler of a program that installs it after Pagemill's handler.
+/// Handles a signal like a handler that the program has installed after Pagemill's handler.
 extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the arguments of this handler.
     let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
@@ -100,8 +100,8 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// Sets the stack for signal handlers of this thread, and returns the previous stack. The stack must exist while the
-/// thread uses it.
+/// Sets the alternate signal stack of this thread, and returns the previous one. The stack must exist while the thread
+/// uses it.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     // SAFETY: the structures are plain data.
     unsafe {
@@ -111,8 +111,8 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// Returns the byte at an address, or [`GOT_SIGBUS`], [`GOT_SIGSEGV`] or [`GOT_WRONG_INFO`]. The first call installs
-/// signal handlers of the program.
+/// Returns the byte at an address. If the read faults, returns [`GOT_SIGBUS`], [`GOT_SIGSEGV`] or [`GOT_WRONG_INFO`].
+/// The first call installs signal handlers of the program.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
@@ -123,15 +123,15 @@ fn probe(addr: usize) -> i32 {
     unsafe { load(addr) }
 }
 
-fn page(area: &Area, index: usize) -> i32 {
+fn probe_page(area: &Area, index: usize) -> i32 {
     probe(area.page_ptr(index) as usize)
 }
 
-fn pages(area: &Area) -> Vec<i32> {
-    (0..area.pages()).map(|index| page(area, index)).collect()
+fn probe_pages(area: &Area) -> Vec<i32> {
+    (0..area.pages()).map(|index| probe_page(area, index)).collect()
 }
 
-/// Marks pages as strictly volatile. Returns false if strict marks are not supported here.
+/// Marks pages of the area as strictly volatile. Returns false if the kernel does not support strict marks.
 fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     probe(area.addr);
     match area.vrange(first, count, Mode::VolatileStrict, how) {
@@ -144,7 +144,8 @@ fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
 }
 
 /// An access to a purged page must raise `SIGBUS` with the page's address, and fail with `EFAULT` in system calls,
-/// until the page is unmarked. After that, the page must read zero and be writable. Other pages must not be affected.
+/// until the page is unmarked. After that, the page must read as zeros and be writable. Other pages must not be
+/// affected.
 #[test]
 fn purged_pages_raise_sigbus() {
     let _exclusive = exclusive_test();
@@ -152,11 +153,11 @@ fn purged_pages_raise_sigbus() {
     if !mark(&area, 16, 16, How::Full) {
         return;
     }
-    assert!(pages(&area).iter().all(|byte| *byte == 1), "nothing is purged yet");
+    assert!(probe_pages(&area).iter().all(|byte| *byte == 1), "nothing is purged yet");
     let counted = stats::get(Counter::PurgedTouched);
     assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
     let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { GOT_SIGBUS } else { 1 }).collect();
-    assert_eq!(pages(&area), expected);
+    assert_eq!(probe_pages(&area), expected);
     assert_eq!(probe(area.page_ptr(20) as usize + 777), GOT_SIGBUS, "in the midst of a page");
     assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
     let mut ends = [0; 2];
@@ -171,14 +172,14 @@ fn purged_pages_raise_sigbus() {
     }
     assert_eq!(area.mark(40, 8), marked(8, false), "another part, and not strict");
     assert_eq!(area.unmark(16, 4), marked(4, true));
-    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, GOT_SIGBUS));
+    assert_eq!((probe_page(&area, 16), probe_page(&area, 19), probe_page(&area, 20)), (0, 0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 64), marked(20, true));
     area.fill(2);
     assert!(area.is_filled_with(2));
 }
 
-/// Purged pages are marked strictly again. Their guard pages must stay. A plain mark must remove the guard pages, and
-/// so must `forget`.
+/// Purged pages are marked strictly again. Their guard pages must stay. Both a plain mark and `forget` must remove the
+/// guard pages.
 #[test]
 fn guards_stay_until_a_plain_mark_or_unmark() {
     let _exclusive = exclusive_test();
@@ -188,18 +189,21 @@ fn guards_stay_until_a_plain_mark_or_unmark() {
     }
     purge(usize::MAX);
     assert!(mark(&area, 0, 16, How::Partial));
-    assert_eq!((page(&area, 0), page(&area, 31)), (GOT_SIGBUS, GOT_SIGBUS));
+    assert_eq!((probe_page(&area, 0), probe_page(&area, 31)), (GOT_SIGBUS, GOT_SIGBUS));
     assert_eq!(purge(usize::MAX), 0, "there is nothing to purge");
     area.mark(8, 8);
-    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (GOT_SIGBUS, 0, 0, GOT_SIGBUS));
+    assert_eq!(
+        (probe_page(&area, 7), probe_page(&area, 8), probe_page(&area, 15), probe_page(&area, 16)),
+        (GOT_SIGBUS, 0, 0, GOT_SIGBUS)
+    );
     pagemill().vranges.forget(area.addr..area.page_ptr(4) as usize);
-    assert_eq!((page(&area, 3), page(&area, 4)), (0, GOT_SIGBUS));
+    assert_eq!((probe_page(&area, 3), probe_page(&area, 4)), (0, GOT_SIGBUS));
     assert_eq!(area.unmark(0, 32), marked(28, true));
-    assert!(pages(&area).iter().all(|byte| *byte == 0));
+    assert!(probe_pages(&area).iter().all(|byte| *byte == 0));
 }
 
-/// Marked memory in huge pages must be purged, also in parts of a huge page. After unmarking, the memory must be able
-/// to get huge pages again.
+/// Strictly marked memory in huge pages must be purged, even in parts of a huge page. After it is unmarked, the memory
+/// must be able to get huge pages again.
 #[test]
 fn unmarked_memory_gets_huge_pages_again() {
     let _exclusive = exclusive_test();
@@ -215,7 +219,7 @@ fn unmarked_memory_gets_huge_pages_again() {
     }
     assert_eq!(purge(usize::MAX), 3 * BLOCK_BYTES);
     let is_gone = |index: &usize| (per_block / 2..7 * per_block / 2).contains(index);
-    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { GOT_SIGBUS } else { 1 }));
+    assert!((0..area.pages()).all(|index| probe_page(&area, index) == if is_gone(&index) { GOT_SIGBUS } else { 1 }));
     assert!(area.unmark(0, area.pages()).purged);
     let (major, minor) = pagemill_sys::process::kernel_release();
     // Since Linux 6.14, the kernel frees empty page tables.
@@ -224,10 +228,11 @@ fn unmarked_memory_gets_huge_pages_again() {
         purge(usize::MAX);
         assert!(is_huge(&area, per_block) || !is_huge(&other, 0), "the refault was in small pages");
     }
-    assert!((0..per_block / 2).all(|index| page(&area, index) == 1), "beside it nothing changed");
+    assert!((0..per_block / 2).all(|index| probe_page(&area, index) == 1), "beside it nothing changed");
 }
 
-/// Locked pages cannot be purged. They must keep their bytes, raise no signal, and never read as zeros.
+/// Locked pages of a strict range cannot be purged. They must keep their bytes, raise no signal, and never read as
+/// zeros.
 #[test]
 fn locked_pages_raise_no_signal() {
     let _exclusive = exclusive_test();
@@ -241,7 +246,7 @@ fn locked_pages_raise_no_signal() {
             return;
         }
         purge(usize::MAX);
-        let found = pages(&area);
+        let found = probe_pages(&area);
         assert!(found[8..16].iter().all(|byte| *byte == 7));
         assert!(found.iter().all(|byte| [7, GOT_SIGBUS].contains(byte)), "no zeros");
         assert_eq!(area.unmark(0, 32).purged, found.contains(&GOT_SIGBUS));
@@ -253,7 +258,8 @@ fn locked_pages_raise_no_signal() {
     }
 }
 
-/// Faults of the program must reach its own handler with the kernel's information, near strict ranges and elsewhere.
+/// Faults of the program must reach the program's own handler with the kernel's information, near strict ranges and
+/// elsewhere.
 #[test]
 fn faults_of_the_program_reach_its_handler() {
     let _exclusive = exclusive_test();
@@ -264,19 +270,26 @@ fn faults_of_the_program_reach_its_handler() {
     // SAFETY: the mapping belongs to this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
+    assert_eq!(
+        (probe_page(&protected, 3), probe(os_page_bytes()), probe_page(&area, 3)),
+        (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS)
+    );
     // A handler that was installed later must pass on faults that are not its own.
     let before = install(libc::SIGSEGV, on_late_signal);
-    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS));
+    assert_eq!(
+        (probe_page(&protected, 3), probe(os_page_bytes()), probe_page(&area, 3)),
+        (GOT_SIGSEGV, GOT_SIGSEGV, GOT_SIGBUS)
+    );
     // SAFETY: the call restores the previous handler; the mapping belongs to this test.
     unsafe {
         libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
         libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
     }
-    assert_eq!((page(&protected, 3), page(&area, 3)), (1, GOT_SIGBUS));
+    assert_eq!((probe_page(&protected, 3), probe_page(&area, 3)), (1, GOT_SIGBUS));
 }
 
-/// A fork child inherits guards and handler. Removing guards in the child must change nothing for the parent.
+/// A fork child inherits guard pages and the signal handler. If the child removes its guard pages, the guard pages of
+/// the parent must stay.
 #[test]
 fn guards_of_a_fork_child_are_separate() {
     let _exclusive = exclusive_test();
@@ -286,10 +299,10 @@ fn guards_of_a_fork_child_are_separate() {
     }
     purge(usize::MAX);
     assert_in_child(|| {
-        let is_guarded = (0..16).all(|index| page(&area, index) == GOT_SIGBUS);
-        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == GOT_SIGBUS
+        let is_guarded = (0..16).all(|index| probe_page(&area, index) == GOT_SIGBUS);
+        is_guarded && area.unmark(0, 8).purged && probe_page(&area, 0) == 0 && probe_page(&area, 8) == GOT_SIGBUS
     });
-    assert!((0..16).all(|index| page(&area, index) == GOT_SIGBUS));
+    assert!((0..16).all(|index| probe_page(&area, index) == GOT_SIGBUS));
 }
 
 /// A signal handler reads a purged page while its thread purges or unmarks memory. The handler must not deadlock with
@@ -343,7 +356,8 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     change_signal_stack(&own_stack);
 }
 
-/// A child that is forked while another thread removes guards must be able to access the pages that it unmarks.
+/// A child is forked while another thread removes guard pages. The child must be able to access the pages that it
+/// unmarks.
 #[test]
 fn a_child_forked_during_unmarking_can_access_its_pages() {
     let _exclusive = exclusive_test();
@@ -363,15 +377,15 @@ fn a_child_forked_during_unmarking_can_access_its_pages() {
         for _ in 0..100 {
             assert_in_child(|| {
                 area.unmark(0, area.pages());
-                (0..area.pages()).all(|index| [0, 3].contains(&page(&area, index)))
+                (0..area.pages()).all(|index| [0, 3].contains(&probe_page(&area, index)))
             });
         }
         is_over.store(true, Relaxed);
     });
 }
 
-/// A child does not inherit memory with `MADV_DONTFORK` and maps new memory there. Inherited records of marks must not
-/// change the new memory.
+/// A child does not inherit memory with `MADV_DONTFORK`, and maps new memory at the same address. Records of marks that
+/// the child inherits must not change the new memory.
 #[test]
 fn memory_that_a_child_does_not_inherit_is_not_changed() {
     let _exclusive = exclusive_test();
@@ -390,12 +404,12 @@ fn memory_that_a_child_does_not_inherit_is_not_changed() {
         };
         (0..area.pages()).for_each(|index| area.write(index, 9));
         area.unmark(0, area.pages());
-        mapped == area.addr && (0..area.pages()).all(|index| page(&area, index) == 9)
+        mapped == area.addr && (0..area.pages()).all(|index| probe_page(&area, index) == 9)
     });
 }
 
-/// A thread locks memory while another purges it. Purged pages must raise `SIGBUS`, other pages must keep their bytes,
-/// and no page may read zero.
+/// A thread locks memory while another thread purges it. Purged pages must raise `SIGBUS`, other pages must keep their
+/// bytes, and no page may read as zeros.
 #[test]
 fn purges_race_with_locking() {
     let _exclusive = exclusive_test();
@@ -416,7 +430,7 @@ fn purges_race_with_locking() {
         });
         for _ in 0..300 {
             purge(usize::MAX);
-            assert!(pages(&area).iter().step_by(16).all(|found| [1, GOT_SIGBUS].contains(found)), "no zeros");
+            assert!(probe_pages(&area).iter().step_by(16).all(|found| [1, GOT_SIGBUS].contains(found)), "no zeros");
             area.unmark(0, area.pages());
             area.fill(1);
             mark(&area, 0, area.pages(), How::Full);
@@ -425,7 +439,8 @@ fn purges_race_with_locking() {
     });
 }
 
-/// Slots of the heap are strictly marked like other memory. The account must stay correct.
+/// Slots of the heap are marked as strictly volatile and purged. They must behave like other memory, and the account
+/// must stay correct.
 #[test]
 fn heap_slots_can_be_marked_strictly() {
     let _exclusive = exclusive_test();
@@ -439,7 +454,7 @@ fn heap_slots_can_be_marked_strictly() {
         let is_marked = mark(&area, 0, area.pages(), How::Full);
         if is_marked {
             assert_eq!((purge(usize::MAX), before - pagemill().account.resident()), (len, len as u64));
-            assert!(pages(&area).iter().all(|byte| *byte == GOT_SIGBUS));
+            assert!(probe_pages(&area).iter().all(|byte| *byte == GOT_SIGBUS));
             assert!(area.unmark(0, area.pages()).purged);
             area.fill(5);
             assert!(area.is_filled_with(5));
@@ -452,8 +467,9 @@ fn heap_slots_can_be_marked_strictly() {
     }
 }
 
-/// Two threads make a million reads of pages while a third thread purges. A page must have its byte or, once it raised
-/// `SIGBUS`, raise `SIGBUS` from then on. It must never read as zero. Unmarked memory must not raise a signal.
+/// Two threads make a million reads of pages while a third thread purges them. A page must have its byte or, once a
+/// read of it raised `SIGBUS`, raise `SIGBUS` from then on. It must never read as zero. Unmarked memory must not raise
+/// a signal.
 #[test]
 fn purges_race_with_reads() {
     const PROBES: usize = 1_000_000;
@@ -484,7 +500,7 @@ fn purges_race_with_reads() {
                                 random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                             let which = (random >> 33) % areas.len();
                             let index = (random >> 40) % areas[which].pages();
-                            let found = page(&areas[which], index);
+                            let found = probe_page(&areas[which], index);
                             let was_gone = std::mem::replace(&mut is_gone[which][index], found == GOT_SIGBUS);
                             assert!(
                                 found == GOT_SIGBUS || found == 1 && !was_gone,
@@ -492,7 +508,7 @@ fn purges_race_with_reads() {
                             );
                             signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                             let other = &others[which % others.len()];
-                            assert_eq!(page(other, index % other.pages()), 1, "not marked");
+                            assert_eq!(probe_page(other, index % other.pages()), 1, "not marked");
                         }
                         done.fetch_add(1000, Relaxed);
                     }
@@ -504,7 +520,7 @@ fn purges_race_with_reads() {
             is_over.store(true, Relaxed);
         });
         for area in &areas {
-            assert!(pages(area).iter().all(|found| *found == GOT_SIGBUS), "all were purged");
+            assert!(probe_pages(area).iter().all(|found| *found == GOT_SIGBUS), "all were purged");
             assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
             area.fill(1);
         }
@@ -513,8 +529,8 @@ fn purges_race_with_reads() {
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// Two threads mark, unmark and read the same memory while a third purges. A thread that faults while a guard page is
-/// removed must continue.
+/// Two threads mark, unmark and read the same memory while a third thread purges it. A thread that faults while a guard
+/// page is removed must continue.
 #[test]
 fn marks_race_with_reads() {
     let _exclusive = exclusive_test();
@@ -537,7 +553,7 @@ fn marks_race_with_reads() {
                     let first = (round * 37 + seed * 11) % (area.pages() - 40);
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
                     for index in first..first + 40 {
-                        let found = page(area, index);
+                        let found = probe_page(area, index);
                         assert!([0, 1, GOT_SIGBUS].contains(&found), "{found}");
                         signals.fetch_add(usize::from(found == GOT_SIGBUS), Relaxed);
                     }
@@ -554,7 +570,7 @@ fn marks_race_with_reads() {
     assert!(area.is_filled_with(1));
 }
 
-/// Invalid strict ranges must be rejected like plain ones, before anything changes.
+/// Invalid ranges must be rejected for strict marks as for plain marks, before anything changes.
 #[test]
 fn invalid_ranges_are_rejected() {
     let _exclusive = exclusive_test();
@@ -580,7 +596,7 @@ proptest! {
         }
         area.unmark(0, 1);
         let mut model = [PageState::Nonvolatile; 64];
-        let mut before = pages(&area);
+        let mut before = probe_pages(&area);
         for (first, count, act) in steps {
             let count = count.min(64 - first);
             let part = first..first + count;
@@ -599,7 +615,7 @@ proptest! {
                 6 => drop(purge(usize::MAX)),
                 _ => drop(purge(count * os_page_bytes())),
             }
-            let now = pages(&area);
+            let now = probe_pages(&area);
             for at in 0..64 {
                 let (was, is) = (before[at], now[at]);
                 let allowed = match (part.contains(&at), act, model[at]) {
@@ -626,7 +642,7 @@ proptest! {
             for at in (0..64).filter(|at| model[*at] == PageState::Nonvolatile) {
                 area.write(at, 1);
             }
-            before = pages(&area);
+            before = probe_pages(&area);
         }
     }
 }

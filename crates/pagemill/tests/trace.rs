@@ -13,8 +13,8 @@ use std::ffi::CString;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The event of a new huge folio must have its page index, its file, its order and its cache in the right fields. A drop
-/// that waits for a store must leave an event with the dirty bytes.
+/// A huge folio is created. Its event must have the page index, the file, the order and the cache in the right fields.
+/// The drop of a file that waits for its store must leave an event with the number of dirty bytes.
 #[test]
 fn events_describe_new_huge_folios_and_slow_drops() {
     let folder = tempfile::tempdir().unwrap();

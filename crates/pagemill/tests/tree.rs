@@ -1,8 +1,8 @@
-//! Tests with real processes that share the page of a process tree. A member must return memory for another member,
-//! killed and stopped members must be tolerated, and no contents of the page may end a member.
+//! Tests with real processes that share the page of a process tree. A member of the tree must return memory for another
+//! member, killed and stopped members must be tolerated, and no contents of the shared page may end a member.
 //!
-//! A member is this test program, started again. It runs only the test [`member`], which executes commands from its
-//! standard input.
+//! A member is this test program, started again. It runs only the test [`member`], which executes the commands that it
+//! reads from its standard input.
 #![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
 
 use pagemill_core::arena::Layout;
@@ -19,10 +19,10 @@ use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 
-/// Environment variable with the path of the page's file, for a member.
+/// Environment variable with the path of the file of the shared page, for a member.
 const PAGE_PATH_ENV: &str = "PAGEMILL_TEST_TREE";
 
-/// Upper bound of every wait, even on a loaded machine.
+/// Upper bound of every wait in these tests, even on a loaded machine.
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 /// Runs a member process, which executes the commands that [`Member`] sends.
@@ -54,14 +54,14 @@ fn member() {
     pagemill.account.leave();
 }
 
-/// Allocated slots of 1 MiB. Each is filled with its number.
+/// Allocated slots of 1 MiB. Each slot is filled with its index.
 struct Slots {
     pagemill: &'static Testbed,
     addrs: Vec<(usize, u8)>,
 }
 
 impl Slots {
-    /// Allocates up to `count` slots, and returns their number. Stops at the first allocation that fails.
+    /// Allocates up to `count` slots. Stops at the first allocation that fails. Returns the number of allocated slots.
     fn allocate(&mut self, count: usize) -> usize {
         for done in 0..count {
             let Ok(found) = self.pagemill.heap.allocate(MIB, 1) else { return done };
@@ -93,7 +93,7 @@ impl Slots {
         }
     }
 
-    /// Allocates and frees slots for some time. Returns the number of rounds.
+    /// Allocates and frees slots for this time. Returns the number of rounds.
     fn allocate_and_free_for(&mut self, time: Duration) -> usize {
         let (start, mut rounds) = (Instant::now(), 0);
         while start.elapsed() < time {
@@ -107,7 +107,7 @@ impl Slots {
     }
 }
 
-/// A member process, as its parent controls it.
+/// A member process of the tree, as its parent controls it.
 struct Member {
     child: Child,
     input: ChildStdin,
@@ -140,19 +140,20 @@ impl Member {
         writeln!(self.input, "{word} {number}").unwrap();
     }
 
-    /// Waits for the reply to the oldest command that has no reply yet.
+    /// Waits for the reply to the oldest command that was not replied to, and returns the number in the reply.
     fn receive_reply(&mut self) -> usize {
         self.replies.recv_timeout(WAIT_LIMIT).expect("the member answers")
     }
 
-    /// Sends a command and waits for its reply.
+    /// Sends a command to the member, waits for the reply, and returns the number in the reply.
     fn request(&mut self, word: &str, number: usize) -> usize {
         self.send(word, number);
         self.receive_reply()
     }
 
-    /// Allocates `count` slots. Repeats the request, because on a busy machine a sibling may answer too late.
-    fn must_allocate(&mut self, count: usize) {
+    /// Makes the member allocate `count` slots. Repeats the command until it succeeds, because on a busy machine a
+    /// sibling may answer too late.
+    fn allocate_with_retries(&mut self, count: usize) {
         let (began, mut done) = (Instant::now(), 0);
         while done < count {
             assert!(began.elapsed() < WAIT_LIMIT, "{done} of {count} allocations were granted");
@@ -165,8 +166,8 @@ impl Member {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops the member and waits until all its threads are stopped. Without the wait, its helper could still answer a
-    /// request.
+    /// Stops the member and waits until all its threads are stopped. Without the wait, the member's helper thread could
+    /// still answer a request.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let is_stopped = |task: std::fs::DirEntry| {
@@ -184,7 +185,7 @@ impl Member {
         let _ = self.child.wait();
     }
 
-    /// Makes the member check its slots and end. The member must succeed.
+    /// Makes the member check its slots and end. The member must end with success.
     fn end(mut self) {
         self.send("end", 0);
         let status = self.child.wait().unwrap();
@@ -198,7 +199,7 @@ impl Drop for Member {
     }
 }
 
-/// The page of a process tree in a file, with a limit.
+/// The shared page of a process tree, in a file, with a memory limit.
 struct Tree {
     _folder: tempfile::TempDir,
     path: String,
@@ -214,16 +215,16 @@ impl Tree {
     }
 }
 
-/// Member A has 48 of 64 MiB, all free, and member B needs 48 MiB. A's helper must return the missing memory, but not
-/// all of A's memory.
+/// Member A has 48 of 64 MiB, all of them free, and member B needs 48 MiB. The helper thread of A must return the
+/// missing memory, but not all of A's memory.
 #[test]
 fn a_sibling_returns_its_free_memory() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
-    a.must_allocate(48);
+    a.allocate_with_retries(48);
     assert_eq!(a.request("free", 48), 48);
     assert_eq!(a.request("resident", 0), 48 * MIB, "free, but still there");
-    b.must_allocate(48);
+    b.allocate_with_retries(48);
     let (began, mut a_holds, b_holds) = (Instant::now(), a.request("resident", 0), b.request("resident", 0));
     assert_eq!(b_holds, 48 * MIB);
     // A's helper may still answer a request for which the sender no longer waits.
@@ -239,76 +240,77 @@ fn a_sibling_returns_its_free_memory() {
     assert_eq!(tree.page.totals().resident, 0);
 }
 
-/// Member A uses its memory, so allocations of member B fail. B must keep its own memory, and must get more after A has
-/// freed some.
+/// Member A uses its memory, so allocations of member B fail. B must keep its own memory. After A has freed some
+/// memory, B must get more.
 #[test]
 fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
-    a.must_allocate(48);
+    a.allocate_with_retries(48);
     assert_eq!(b.request("allocate", 48), 16);
     assert_eq!(b.request("allocate", 1), 0);
     a.request("free", 20);
-    b.must_allocate(20);
+    b.allocate_with_retries(20);
     assert_eq!(b.request("allocate", 10), 0);
     a.end();
     b.end();
 }
 
-/// Two of three members have free memory. Together they must return what the third one needs.
+/// Two of three members have free memory. Together they must return what the third member needs.
 #[test]
 fn siblings_return_memory_together() {
     let tree = Tree::new(96 * MIB);
     let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
     for member in &mut members[..2] {
-        member.must_allocate(44);
+        member.allocate_with_retries(44);
         member.request("free", 44);
     }
-    members[2].must_allocate(80);
+    members[2].allocate_with_retries(80);
     assert!(tree.page.totals().resident <= (96 * MIB) as u64);
     members.into_iter().for_each(Member::end);
 }
 
-/// The charge of a killed member must end with the next sweep. A request over the limit must start a sweep.
+/// A member is killed. Its charge must end with the next sweep of the tree. A request over the limit must start a
+/// sweep.
 #[test]
 fn the_charge_of_a_killed_member_ends() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
-    a.must_allocate(48);
+    a.allocate_with_retries(48);
     a.kill();
     assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "no process has swept the page yet");
-    b.must_allocate(60);
+    b.allocate_with_retries(60);
     let totals = tree.page.totals();
     assert_eq!((totals.members, totals.resident), (1, (60 * MIB) as u64));
     b.end();
     let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
-    c.must_allocate(10);
+    c.allocate_with_retries(10);
     // Kills the member in the middle of its work.
     d.send("allocate_and_free_for", 10_000);
     std::thread::sleep(Duration::from_millis(50));
     d.kill();
     assert_eq!(tree.page.sweep(), 1);
     assert_eq!(tree.page.totals().resident, (10 * MIB) as u64);
-    c.must_allocate(50);
+    c.allocate_with_retries(50);
     c.end();
 }
 
-/// A stopped member cannot answer. A member that needs its memory must wait only for a bounded time. After the stopped
-/// member continues, the other member must get the memory.
+/// A stopped member cannot answer requests. Another member that needs its memory must wait only for a bounded time.
+/// After the stopped member continues, the other member must get the memory.
 #[test]
 fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
-    a.must_allocate(48);
+    a.allocate_with_retries(48);
     a.request("free", 48);
-    b.must_allocate(16);
+    b.allocate_with_retries(16);
     a.stop();
     for attempt in 0..5 {
         // The reply proves that the wait is bounded, because the stopped member does not answer.
         assert_eq!(b.request("allocate", 1), 0, "attempt {attempt}: given by a stopped process?");
     }
     a.signal(libc::SIGCONT);
-    b.must_allocate(40);
+    b.allocate_with_retries(40);
     a.end();
     b.end();
 }
@@ -319,8 +321,8 @@ fn mix(mut value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Random words, ones and zeros are written all over the page while members work. No member may crash, hang or lose a
-/// byte.
+/// Random words, ones and zeros are written all over the shared page while members work. No member may crash, hang or
+/// lose a byte.
 #[test]
 fn random_contents_of_the_page_harm_no_member() {
     let tree = Tree::new(48 * MIB);

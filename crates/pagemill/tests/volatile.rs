@@ -1,9 +1,10 @@
-//! Tests of volatile ranges with handles: which bytes are kept and purged, the order of purges, and what is reported.
+//! Tests of volatile ranges with handles: which bytes are kept and purged, the order of purges, and what an unmark
+//! reports.
 #![allow(unsafe_code)] // locks pages, counts faults, forks
 
 mod common;
 
-use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
+use common::{EPOCH_DISTANCE, assert_in_child, exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::reclaim::{Shrinker, Urgency, Which};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
@@ -22,14 +23,14 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 /// Duration of tests with concurrent threads.
 const RACE_TIME: Duration = Duration::from_secs(2);
 
-fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> VolatileBuf {
+fn new_range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> VolatileBuf {
     let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
     range.bytes_mut().unwrap().fill(byte);
     range
 }
 
-fn full(len_bytes: usize, byte: u8) -> VolatileBuf {
-    range(len_bytes, Behaviour::Full, byte)
+fn new_full_range(len_bytes: usize, byte: u8) -> VolatileBuf {
+    new_range(len_bytes, Behaviour::Full, byte)
 }
 
 fn purge(want_bytes: usize) -> usize {
@@ -40,9 +41,9 @@ fn purge_all() -> usize {
     purge(usize::MAX)
 }
 
-/// Returns the page faults of this thread, as counted by the kernel. Makes no allocation, because an allocation could
-/// fault.
-fn faults() -> i64 {
+/// Returns the number of page faults of this thread, as counted by the kernel. Makes no allocation, because an
+/// allocation could fault.
+fn page_faults() -> i64 {
     // SAFETY: plain data, filled by the call.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
@@ -56,12 +57,12 @@ fn resident_bytes(range: &VolatileBuf) -> usize {
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
-/// Without memory pressure nothing may be purged. After a mark and an unmark, all bytes must be there.
+/// Without memory pressure no range may be purged. After a mark and an unmark, all bytes must be there.
 #[test]
 fn nothing_is_purged_without_pressure() {
     let _exclusive = exclusive_test();
     for len in [1, os_page_bytes(), 64 * KIB, MIB, 2 * MIB, 5 * MIB + 1] {
-        let range = full(len, 7);
+        let range = new_full_range(len, 7);
         for _ in 0..1000 {
             range.mark().unwrap();
             assert_eq!(range.unmark().unwrap(), Contents::Kept);
@@ -76,27 +77,27 @@ fn nothing_is_purged_without_pressure() {
 #[test]
 fn marking_touches_no_page() {
     let _exclusive = exclusive_test();
-    let range = full(2 * MIB, 7);
+    let range = new_full_range(2 * MIB, 7);
     let round_trips = || {
         for _ in 0..1000 {
             range.mark().unwrap();
             range.unmark().unwrap();
         }
-        faults()
+        page_faults()
     };
     // Code causes a fault at its first use, and the kernel sometimes samples or migrates pages. So a single round
     // without a fault is enough.
-    assert!((0..100).any(|_| faults() == round_trips()), "each round had page faults");
+    assert!((0..100).any(|_| page_faults() == round_trips()), "each round had page faults");
     assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
 
-/// A purge must not change nonvolatile or pinned ranges. Volatile ranges must be purged and reported as purged, and
-/// their memory must return to the kernel.
+/// A purge must not change held or pinned ranges. Volatile ranges must be purged and reported as purged, and their
+/// memory must return to the kernel.
 #[test]
 fn only_volatile_ranges_are_purged_and_reported() {
     let _exclusive = exclusive_test();
     for len in [os_page_bytes(), 100 * KIB, MIB, 2 * MIB, 4 * MIB + 5] {
-        let (held, pinned, gone) = (full(len, 1), full(len, 2), full(len, 3));
+        let (held, pinned, gone) = (new_full_range(len, 1), new_full_range(len, 2), new_full_range(len, 3));
         pinned.mark().unwrap();
         gone.mark().unwrap();
         let pin = pinned.pin().unwrap();
@@ -119,11 +120,12 @@ fn only_volatile_ranges_are_purged_and_reported() {
     }
 }
 
-/// A purged range must be usable like a new one: writing, marking and unmarking must keep its bytes.
+/// A range that was purged must be usable like a new range: after it is written, marked and unmarked, it must have its
+/// bytes.
 #[test]
 fn a_purged_range_can_be_reused() {
     let _exclusive = exclusive_test();
-    let mut range = full(3 * MIB, 1);
+    let mut range = new_full_range(3 * MIB, 1);
     for byte in 2..6 {
         range.mark().unwrap();
         purge_all();
@@ -136,16 +138,16 @@ fn a_purged_range_can_be_reused() {
     }
 }
 
-/// Ranges must be purged in the order in which they were marked, not in that of their allocation. A range that is
-/// refreshed must count as marked at that time.
+/// Ranges must be purged in the order in which they were marked, not in the order of their allocation. A range that is
+/// refreshed must count as marked at the time of the refresh.
 #[test]
 fn the_least_recently_marked_range_is_purged_first() {
     let _exclusive = exclusive_test();
     purge_all();
-    let ranges: Vec<VolatileBuf> = (0..4).map(|byte| full(2 * MIB, byte)).collect();
+    let ranges: Vec<VolatileBuf> = (0..4).map(|byte| new_full_range(2 * MIB, byte)).collect();
     for index in [2, 0, 3, 1] {
         ranges[index].mark().unwrap();
-        sleep(EPOCH);
+        sleep(EPOCH_DISTANCE);
     }
     ranges[0].refresh().unwrap();
     let mut order = Vec::new();
@@ -157,21 +159,22 @@ fn the_least_recently_marked_range_is_purged_first() {
     assert_eq!(order, [2, 3, 1, 0]);
 }
 
-/// Partial ranges must lose chunks from their ends, one chunk of each range in turn. The bytes before the purged chunks
-/// must stay.
+/// Partial ranges must lose chunks from their ends, one chunk of each range in turn. The bytes in front of the purged
+/// chunks must stay.
 #[test]
 fn partial_ranges_lose_chunks_in_turn() {
     let _exclusive = exclusive_test();
     purge_all();
     let behaviour = Behaviour::Partial { chunk_bytes: 64 * KIB };
-    let ranges = [range(250 * KIB, behaviour, 1), range(3 * MIB, behaviour, 2), range(256 * KIB, behaviour, 3)];
+    let ranges =
+        [new_range(250 * KIB, behaviour, 1), new_range(3 * MIB, behaviour, 2), new_range(256 * KIB, behaviour, 3)];
     for range in &ranges {
         range.mark().unwrap();
     }
     let kept = || ranges.each_ref().map(|range| range.pin().unwrap().len() / KIB);
     // The last chunk of the range of 250 KiB has 58 KiB.
     for expected in [[192, 3008, 192], [128, 2944, 128]] {
-        sleep(EPOCH);
+        sleep(EPOCH_DISTANCE);
         assert_eq!(purge(3 * 50 * KIB).div_ceil(64 * KIB), 3);
         assert_eq!(kept(), expected);
     }
@@ -183,12 +186,12 @@ fn partial_ranges_lose_chunks_in_turn() {
     assert_eq!(kept(), [250, 0, 0], "a nonvolatile range has its whole length, partly zero");
 }
 
-/// A purge of a 2 MiB chunk must free a whole huge page.
+/// A purge of a chunk of 2 MiB must free a whole huge page.
 #[test]
 fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     let _exclusive = exclusive_test();
     purge_all();
-    let range = range(7 * MIB, Behaviour::Partial { chunk_bytes: BLOCK_BYTES }, 9);
+    let range = new_range(7 * MIB, Behaviour::Partial { chunk_bytes: BLOCK_BYTES }, 9);
     range.mark().unwrap();
     for kept in [6, 4, 2, 0] {
         assert!(purge(1) >= MIB);
@@ -197,7 +200,7 @@ fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     }
 }
 
-/// Calls in a wrong order must lead to errors, and change nothing.
+/// Calls in a wrong order, such as an unmark without a mark, must lead to errors and change nothing.
 #[test]
 fn calls_in_a_wrong_order_fail() {
     let _exclusive = exclusive_test();
@@ -208,7 +211,7 @@ fn calls_in_a_wrong_order_fail() {
         assert!(matches!(result, Err(Error::BadChunk { .. })), "chunks of {chunk_bytes}");
     }
     assert!(ranges.allocate(usize::MAX / 2, Behaviour::Full).is_err());
-    let mut range = full(MIB, 5);
+    let mut range = new_full_range(MIB, 5);
     let text_and_errno = |error: Error| (error.to_string(), error.errno());
     assert_eq!(text_and_errno(range.unmark().unwrap_err()), ("the range is not volatile".to_owned(), 22));
     assert!(range.refresh().is_err());
@@ -219,37 +222,37 @@ fn calls_in_a_wrong_order_fail() {
     assert_eq!(range.bytes_mut().unwrap()[0], 5);
 }
 
-/// Dropped ranges must leak nothing: their addresses must be reused, and a forgotten pin must not prevent that.
+/// Dropped ranges must leak nothing. Their addresses must be reused, even if a pin was leaked by `forget`.
 #[test]
 fn addresses_of_dropped_ranges_are_reused() {
     let _exclusive = exclusive_test();
     purge_all();
-    let addrs_of_dropped = |len| -> Vec<usize> { (0..100).map(|_| full(len, 1).addr()).collect() };
+    let addrs_of_dropped = |len| -> Vec<usize> { (0..100).map(|_| new_full_range(len, 1).addr()).collect() };
     for len in [os_page_bytes(), 2 * MIB] {
         let addrs = addrs_of_dropped(len);
         assert!(addrs.iter().all(|addr| *addr == addrs[0]), "all ranges get the same address");
     }
-    let range = full(MIB, 1);
+    let range = new_full_range(MIB, 1);
     range.mark().unwrap();
     std::mem::forget(range.pin().unwrap());
     let addr = range.addr();
     drop(range);
-    assert_eq!(full(MIB, 1).addr(), addr);
+    assert_eq!(new_full_range(MIB, 1).addr(), addr);
     // A purge must also return the memory that dropped small ranges left behind. Some of it is in resident blocks.
     purge_all();
-    drop((0..80).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
+    drop((0..80).map(|_| new_full_range(256 * KIB, 1)).collect::<Vec<_>>());
     assert!(purge_all() >= 15 * MIB);
 }
 
-/// Two threads use ranges while a third one purges continually. Bytes must be complete or reported as purged, and
-/// unmarking must not wait for a whole purge.
+/// Two threads use ranges while a third thread purges continually. The bytes of a range must be complete or be reported
+/// as purged, and an unmark must not wait for a whole purge.
 #[test]
 fn purges_race_with_users_of_ranges() {
     let _exclusive = exclusive_test();
     let is_over = AtomicBool::new(false);
     let purged = AtomicUsize::new(0);
     let user = |byte: u8, lens: &[usize]| {
-        let mut ranges: Vec<VolatileBuf> = lens.iter().map(|len| full(*len, byte)).collect();
+        let mut ranges: Vec<VolatileBuf> = lens.iter().map(|len| new_full_range(*len, byte)).collect();
         ranges.iter().for_each(|range| range.mark().unwrap());
         let begun = Instant::now();
         // Runs until some ranges were purged.
@@ -267,7 +270,7 @@ fn purges_race_with_users_of_ranges() {
                 range.mark().unwrap();
             }
             ranges.remove(0);
-            ranges.push(full(lens[0], byte));
+            ranges.push(new_full_range(lens[0], byte));
             ranges.last().unwrap().mark().unwrap();
         }
     };
@@ -289,13 +292,13 @@ fn purges_race_with_users_of_ranges() {
     assert!(purged.load(Relaxed) > 10, "nothing was purged");
 }
 
-/// The kernel refuses to discard locked pages. Bytes that were lost must be reported, and bytes reported as kept must
-/// be unchanged.
+/// The kernel refuses to discard locked pages. Lost bytes of a range must be reported, and bytes that are reported as
+/// kept must be unchanged.
 #[test]
 fn locked_pages_are_kept_and_reported() {
     let _exclusive = exclusive_test();
     for (len, locked) in [(8 * MIB, 5 * MIB..6 * MIB), (8 * MIB, 0..8 * MIB), (MIB, 0..MIB), (MIB, MIB / 2..MIB)] {
-        let range = full(len, 7);
+        let range = new_full_range(len, 7);
         // SAFETY: locks pages of the range, which stays mapped.
         if unsafe { libc::mlock((range.addr() + locked.start) as *const _, locked.len()) } != 0 {
             return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
@@ -311,8 +314,8 @@ fn locked_pages_are_kept_and_reported() {
     }
 }
 
-/// A range may reuse memory that the heap has offered to the kernel. The kernel must not take that memory from the
-/// range, even if no byte of the range was written.
+/// A range may reuse memory that the heap has offered to the kernel (`MADV_FREE`). The kernel must not take that memory
+/// from the range, even if no byte of the range was written.
 #[test]
 fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     let _exclusive = exclusive_test();
@@ -336,14 +339,14 @@ fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     assert!(range.pin().unwrap().iter().eq(before.iter()));
 }
 
-/// A fork child must not purge its parent's ranges, because purging shared pages would free nothing.
+/// A fork child must not purge its parent's ranges, because purging shared pages would free no memory.
 #[test]
 fn a_fork_child_keeps_inherited_ranges() {
     let _exclusive = exclusive_test();
     purge_all();
-    let (gone, range) = (full(4 * MIB, 4), full(4 * MIB, 5));
+    let (gone, range) = (new_full_range(4 * MIB, 4), new_full_range(4 * MIB, 5));
     gone.mark().unwrap();
-    sleep(EPOCH);
+    sleep(EPOCH_DISTANCE);
     range.mark().unwrap();
     // This purge fills the parent's purge queue before the fork.
     assert_eq!(purge(1), 4 * MIB);
@@ -354,7 +357,7 @@ fn a_fork_child_keeps_inherited_ranges() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
-/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could
+/// The helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could
 /// return.
 #[test]
 fn the_helper_thread_wakes_for_the_first_range() {
@@ -372,8 +375,8 @@ fn the_helper_thread_wakes_for_the_first_range() {
     }
 }
 
-/// An allocation exceeds the limit while ranges are volatile. The account must purge ranges, and the allocation must
-/// succeed.
+/// An allocation would exceed the limit of the account while ranges are volatile. The account must purge ranges, and
+/// the allocation must succeed.
 #[test]
 fn volatile_ranges_are_purged_over_a_limit() {
     let limited = Testbed::new(pagemill_core::arena::Layout::for_test(), 64 << 20).unwrap();
@@ -399,7 +402,8 @@ fn volatile_ranges_are_purged_over_a_limit() {
     assert!(matches!(error, Error::NoMemory { .. }), "{error}");
 }
 
-/// Many threads look up a value at the same time. The value must be created once, and once again after a purge.
+/// Many threads look up a value in a volatile cache at the same time. The value must be created once, and once again
+/// after a purge.
 #[test]
 fn a_volatile_cache_creates_each_value_once() {
     let _exclusive = exclusive_test();
@@ -425,8 +429,8 @@ fn a_volatile_cache_creates_each_value_once() {
     }
 }
 
-/// If the creation of a value fails or panics, no value may be stored, and the next lookup must create the value.
-/// Values may be empty.
+/// If the creation of a value fails or panics, the volatile cache must store no value, and the next lookup must create
+/// the value. Values may be empty.
 #[test]
 fn a_failed_creation_is_retried() {
     let _exclusive = exclusive_test();
@@ -443,7 +447,7 @@ fn a_failed_creation_is_retried() {
     assert!(cache.remove("a").is_some() && cache.remove("a").is_none() && cache.is_empty());
 }
 
-/// The keys of purged values must not accumulate.
+/// A volatile cache must drop the keys of purged values.
 #[test]
 fn keys_of_purged_values_are_dropped() {
     let _exclusive = exclusive_test();
@@ -493,7 +497,8 @@ struct Model {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// After any sequence of calls the contents must match the reports, and nonvolatile ranges must be unchanged.
+    /// After any sequence of calls, the contents of ranges must match the reports of unmarks, and held ranges must be
+    /// unchanged.
     #[test]
     fn contents_match_the_reports_for_any_calls(steps in prop::collection::vec(random_step(), 1..60)) {
         let _exclusive = exclusive_test();
@@ -503,7 +508,7 @@ proptest! {
             match step {
                 Step::Make(len, is_full) => {
                     let chunk = Behaviour::Partial { chunk_bytes: 64 * KIB };
-                    let range = range(len, if is_full { Behaviour::Full } else { chunk }, 1);
+                    let range = new_range(len, if is_full { Behaviour::Full } else { chunk }, 1);
                     models.push(Model { range, byte: 1, is_volatile: false, kept_bytes: len });
                 }
                 Step::Drop(index) => drop(at(index, &models).map(|index| models.remove(index))),

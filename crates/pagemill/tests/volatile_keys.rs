@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-/// Number of calls of the destructor that panic from now on.
+/// Number of further destructor calls that panic.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 static CACHE: OnceLock<VolatileCache<Key, Vec<u8>>> = OnceLock::new();
 
@@ -14,8 +14,8 @@ fn cache() -> &'static VolatileCache<Key, Vec<u8>> {
     CACHE.get_or_init(|| VolatileCache::new_in(Testbed::for_test().ranges))
 }
 
-/// A key whose destructor locks each part of the cache. It would deadlock if the thread that drops it had a part
-/// locked.
+/// A key whose destructor locks each part of the cache. It would deadlock if the thread that drops the key held the
+/// lock of a part.
 #[derive(PartialEq, Eq, Hash)]
 struct Key(u32);
 
@@ -27,13 +27,13 @@ impl Drop for Key {
     }
 }
 
-/// Looks up a value whose creation fails. This leaves a key without a value in the cache.
+/// Looks up a value whose creation fails. Each such lookup leaves a key without a value in the cache.
 fn look_up_without_value(number: u32) -> Result<Vec<u8>, ()> {
     cache().get_or_try_insert(Key(number), || Err(()))
 }
 
-/// Keys are dropped by removals and by the sweep of keys without values. No part of the cache may be locked during
-/// that. A panic of a key's destructor must not prevent later sweeps.
+/// The cache drops keys when a value is removed, and when it sweeps keys without values. It must hold no lock of a part
+/// at that time. A panic of a key's destructor must not prevent later sweeps.
 #[test]
 fn destructors_of_keys_may_use_the_cache_and_panic() {
     for number in 0..100 {

@@ -1,4 +1,5 @@
-//! Tests of `vrange` on all kinds of memory: what is marked, purged and rejected, and what never changes.
+//! Tests of `vrange`, which marks memory by its address, on all kinds of memory: what is marked, purged and rejected,
+//! and what never changes.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
 #[path = "common/area.rs"]
@@ -6,7 +7,7 @@ mod area;
 mod common;
 
 use area::{Area, marked, purge, vrange};
-use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
+use common::{EPOCH_DISTANCE, assert_in_child, exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
@@ -17,8 +18,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Without memory pressure nothing may change. Under pressure, marked memory must be purged, and the unmark must report
-/// the purge. Other memory must not change.
+/// Without memory pressure, no marked memory may change. Under pressure, marked memory must be purged, and the unmark
+/// must report the purge. Other memory must not change.
 #[test]
 fn only_marked_memory_is_purged() {
     let _exclusive = exclusive_test();
@@ -35,8 +36,8 @@ fn only_marked_memory_is_purged() {
     assert_eq!(area.unmark(0, 64), marked(0, false), "never marked is no error");
 }
 
-/// Marks may overlap, and must be split and merged. Marking twice must have the effect of marking once, and earlier
-/// purges must still be reported.
+/// Marked ranges may overlap, and must be split and merged. Marking a range twice must have the effect of marking it
+/// once. Purges from before the second mark must still be reported.
 #[test]
 fn marks_overlap_and_split() {
     let _exclusive = exclusive_test();
@@ -55,14 +56,15 @@ fn marks_overlap_and_split() {
     assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
 }
 
-/// Ranges must be purged in the order in which they were marked. Partial ranges must lose their ends in turn.
+/// Ranges must be purged in the order in which they were marked. Partial ranges must lose chunks from their ends, one
+/// chunk of each range in turn.
 #[test]
 fn ranges_are_purged_in_the_order_of_marking() {
     let _exclusive = exclusive_test();
     let areas: Vec<Area> = (0..3).map(|_| Area::plain(16, 1)).collect();
     for index in [1, 2, 0] {
         areas[index].mark(0, 16);
-        std::thread::sleep(EPOCH);
+        std::thread::sleep(EPOCH_DISTANCE);
     }
     for expected in [1, 2, 0] {
         assert_eq!(purge(1), 16 * os_page_bytes());
@@ -74,7 +76,7 @@ fn ranges_are_purged_in_the_order_of_marking() {
         area.vrange(0, area.pages(), Mode::Volatile, How::Partial).unwrap();
     }
     for round in 1..4 {
-        std::thread::sleep(EPOCH);
+        std::thread::sleep(EPOCH_DISTANCE);
         purge(1);
         purge(1);
         for (area, byte) in areas.iter().zip(1..) {
@@ -92,7 +94,7 @@ fn ranges_are_purged_in_the_order_of_marking() {
     }
 }
 
-/// A large range is purged in steps. At the end, it must be a single range that is completely purged.
+/// A large range is purged in steps. After the last step, it must be a single range that is completely purged.
 #[test]
 fn large_ranges_are_purged_completely() {
     let _exclusive = exclusive_test();
@@ -104,7 +106,7 @@ fn large_ranges_are_purged_completely() {
     assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
 }
 
-/// Invalid calls must report the cause and change nothing.
+/// Calls with an invalid range must report the cause and change nothing.
 #[test]
 fn invalid_ranges_are_rejected() {
     let _exclusive = exclusive_test();
@@ -123,8 +125,8 @@ fn invalid_ranges_are_rejected() {
     assert!(vrange(0usize.wrapping_sub(2 * page), page, Mode::Volatile, How::Full).is_err());
 }
 
-/// Shared, file-backed and similar memory can be marked but must never be purged, because its pages are not private to
-/// the process.
+/// Shared memory, file mappings, reserved huge pages and the stack can be marked but must never be purged, because
+/// Pagemill purges only ordinary memory that is private to the process.
 #[test]
 fn shared_and_file_memory_is_never_purged() {
     let _exclusive = exclusive_test();
@@ -175,8 +177,8 @@ fn locked_memory_is_never_purged() {
     assert!(!area.unmark(0, 16).purged && area.is_filled_with(7));
 }
 
-/// If a part of a range cannot be purged (locked pages, or a part of a huge page before the limit), the rest may be
-/// purged. Unmarking must report any purge.
+/// A part of a range cannot be purged: its pages are locked or, before a limit is reached, they are only a part of a
+/// huge page. The rest may be purged. Unmarking must report any purge.
 #[test]
 fn purges_of_partly_locked_memory_are_reported() {
     let _exclusive = exclusive_test();
@@ -222,8 +224,8 @@ fn purges_of_partly_locked_memory_are_reported() {
     }
 }
 
-/// A fork child must not purge memory that its parent marked, but may unmark it. Memory that the child marks must be
-/// purged.
+/// A fork child must not purge memory that its parent marked, but may unmark that memory. Memory that the child itself
+/// marks must be purged.
 #[test]
 fn a_fork_child_keeps_inherited_marks() {
     let _exclusive = exclusive_test();
@@ -238,8 +240,8 @@ fn a_fork_child_keeps_inherited_marks() {
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// The kernel has merged some marked pages (KSM), and a pipe refers to other marked pages. All of them must be purged
-/// for the program, and the reader of the pipe must still get the old bytes.
+/// The kernel has merged some marked pages with others (KSM), and a pipe refers to other marked pages. The program must
+/// find all of these pages purged, and the reader of the pipe must still get the old bytes.
 #[test]
 fn other_users_of_purged_pages_keep_their_bytes() {
     let _exclusive = exclusive_test();
@@ -267,8 +269,7 @@ fn other_users_of_purged_pages_keep_their_bytes() {
     assert!(area.unmark(0, 4).purged);
 }
 
-/// A range that was protected or unmapped while it was volatile must not be purged, and no call may fail because of
-/// that.
+/// A range is protected or unmapped while it is volatile. It must not be purged, and no call may fail because of it.
 #[test]
 fn protected_and_unmapped_ranges_are_not_purged() {
     let _exclusive = exclusive_test();
@@ -290,7 +291,7 @@ fn protected_and_unmapped_ranges_are_not_purged() {
     });
 }
 
-/// The memory of purged heap slots must be discharged from the account.
+/// When heap slots are marked volatile and purged, the account must discharge their memory.
 #[test]
 fn purged_heap_slots_are_discharged() {
     let _exclusive = exclusive_test();
@@ -312,7 +313,8 @@ fn purged_heap_slots_are_discharged() {
     }
 }
 
-/// One thread marks and unmarks memory while another purges. Bytes must be complete, or reported as purged.
+/// One thread marks and unmarks memory while another thread purges it. All bytes of the memory must be there, or be
+/// reported as purged.
 #[test]
 fn purges_race_with_marks() {
     let _exclusive = exclusive_test();
@@ -348,8 +350,8 @@ fn purges_race_with_marks() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Random calls must agree with a model of each page: whether the page is marked, may be purged, or must keep its
-    /// bytes.
+    /// Random calls must agree with a model of each page. The model says whether the page is marked, may be purged, or
+    /// must keep its bytes.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
         let _exclusive = exclusive_test();

@@ -18,13 +18,13 @@ const MIB: usize = 1 << 20;
 
 /// Upper bound of every wait in these tests.
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
-/// A time that no test reaches.
+/// An age that no page reaches during a test.
 const NEVER: Duration = Duration::from_secs(1 << 20);
 
-type Faulty = FaultyStore<MemoryStore>;
+type FaultyMemoryStore = FaultyStore<MemoryStore>;
 
-/// Returns settings with which pages are written back only if the share of dirty pages is too high, and never because
-/// of their age.
+/// Returns settings with which pages are written back only if the share of dirty pages in the cache is too high, and
+/// never because of their age.
 fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
     Writeback::default()
         .age(NEVER)
@@ -33,7 +33,8 @@ fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
         .timeout(WAIT_LIMIT)
 }
 
-/// Creates a cache with small folios. With `is_thread_disabled`, the test does the background work by calls.
+/// Creates a cache with small folios. With `is_thread_disabled`, the cache has no background thread, and the test calls
+/// writeback.
 fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> PageCache {
     let caches = Testbed::for_test().caches;
     if is_thread_disabled {
@@ -44,7 +45,7 @@ fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> 
     settings.policy(Never).page(page).writeback(writeback).build_in(caches).unwrap()
 }
 
-fn open(cache: &PageCache) -> (Faulty, Mapping) {
+fn open(cache: &PageCache) -> (FaultyMemoryStore, Mapping) {
     let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
     let file = cache.open(Arc::new(store.clone())).unwrap();
     (store, file)
@@ -63,7 +64,7 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill_core::error::Re
 }
 
 /// Pages that are dirty for longer than the configured age must be written back in the background. One thread serves
-/// all files. It must continue after a time without dirty pages.
+/// all files, and must continue after a time without dirty pages.
 #[test]
 fn old_pages_are_written_back() {
     let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::from_millis(30)), false);
@@ -83,8 +84,8 @@ fn old_pages_are_written_back() {
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
-/// With explicit calls, no page may be written before it is due. After that, all pages must be written, adjacent pages
-/// in one transfer.
+/// Writeback is called explicitly. No page may be written before it is due. Then all pages must be written, adjacent
+/// pages in one transfer.
 #[test]
 fn pages_are_written_back_only_when_due() {
     let fresh = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -101,8 +102,8 @@ fn pages_are_written_back_only_when_due() {
     assert_eq!(old.write_back_due(), 0);
 }
 
-/// Dirty pages above the background share must be written back, by the thread or by a call, whatever file they belong
-/// to.
+/// If the share of dirty pages is above the background share, dirty pages must be written back, by the background
+/// thread or by a call, whatever file they belong to.
 #[test]
 fn pages_above_the_background_share_are_written_back() {
     for is_thread_disabled in [false, true] {
@@ -121,8 +122,8 @@ fn pages_above_the_background_share_are_written_back() {
     }
 }
 
-/// The store hangs after dirty pages have reached the maximum share. A writer must wait until the store continues. At
-/// most one page more than the maximum may be dirty.
+/// The store hangs after the share of dirty pages has reached its maximum. A writer must wait until the store
+/// continues. At most one page more than the maximum may be dirty.
 #[test]
 fn writers_wait_for_a_store_that_hangs() {
     for is_thread_disabled in [false, true] {
@@ -153,7 +154,7 @@ fn writers_wait_for_a_store_that_hangs() {
     }
 }
 
-/// A store hangs for longer than the timeout of writers. Its writers must get an error, no data may be lost, and
+/// A store hangs for longer than the timeout of its writers. The writers must get an error, no data may be lost, and
 /// writers of other files must continue.
 #[test]
 fn writers_time_out_if_the_store_hangs() {
@@ -194,8 +195,8 @@ fn end_page(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
 
-/// A store fails. Writers above the share must get the store's error, their data must stay in memory, and each handle
-/// must report the error once. Once the store works again, all data must be written back.
+/// A store fails, and the share of dirty pages is too high. Writers must get the store's error, their data must stay in
+/// memory, and each handle must report the error once. Once the store works again, all data must be written back.
 #[test]
 fn no_data_is_lost_if_the_store_fails() {
     let cache = cache(4 * MIB, dirty_shares(10, 25), false);
@@ -226,7 +227,8 @@ fn no_data_is_lost_if_the_store_fails() {
     file.sync().unwrap();
 }
 
-/// One page cannot be written. Other pages must still be written back, and the page must be tried again.
+/// The store cannot write one page. Other pages must still be written back, and the write of that page must be tried
+/// again.
 #[test]
 fn a_page_that_fails_does_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::ZERO), true);
@@ -245,8 +247,8 @@ fn a_page_that_fails_does_not_block_other_pages() {
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty. A thread that needs a page must write some back. It may fail only if the store
-/// fails.
+/// All pages of a cache are dirty. A thread that needs a page must write some dirty pages back. It may fail only if the
+/// store fails.
 #[test]
 fn dirty_pages_are_written_back_to_make_room() {
     for is_thread_disabled in [false, true] {
@@ -285,10 +287,10 @@ fn dirty_pages_are_written_back_to_make_room() {
     }
 }
 
-/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page must get one: the
-/// next slice starts where the last one ended, finds nothing, and continues at the start of the file.
+/// All pages are dirty, and the last slice of writeback ended after the last of them. A thread that needs a page must
+/// get one: the next slice starts where the last one ended, finds nothing, and continues at the start of the file.
 #[test]
-fn room_is_made_wherever_the_last_slice_ended() {
+fn writeback_makes_room_wherever_the_last_slice_ended() {
     let cache = cache(8 * MIB, dirty_shares(100, 100), true);
     let (_, file) = open(&cache);
     let pages = 8 * MIB / PAGE;
@@ -306,7 +308,7 @@ fn room_is_made_wherever_the_last_slice_ended() {
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
 
-/// A truncation cannot split a pinned huge folio. The folio must be split later, and a sync must make its pages behind
+/// A truncation cannot split a pinned huge folio. The folio must be split later, and a sync must make its pages beyond
 /// the end of the file clean.
 #[test]
 fn pages_behind_the_end_become_clean() {
@@ -326,7 +328,7 @@ fn pages_behind_the_end_become_clean() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
-/// `write_back` must write a range to the store but not sync the store. A following sync must find nothing to write.
+/// `write_back` must write a range to the store without syncing the store. A following sync must find nothing to write.
 #[test]
 fn write_back_does_not_sync() {
     let cache = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -347,7 +349,8 @@ fn write_back_does_not_sync() {
     cache.create().unwrap().write_back(0, 1).unwrap();
 }
 
-/// Shares that are out of order or above 100 % must be rejected. 0 and 100 % must be valid.
+/// Shares of dirty pages that are above 100 %, or a background share above the maximum, must be rejected. 0 and 100 %
+/// must be valid.
 #[test]
 fn invalid_shares_are_rejected() {
     let caches = Testbed::for_test().caches;
@@ -410,8 +413,8 @@ fn concurrent_writers_lose_no_data() {
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
 
-/// Dropping the last handle must write dirty pages and the file's length to the store. If the store fails or hangs, the
-/// drop must wait for a limited time and count lost bytes. `close` must return the handle on failure.
+/// Dropping the last handle of a file must write dirty pages and the file's length to the store. If the store fails or
+/// hangs, the drop must wait for a limited time and count lost bytes. On failure, `close` must return the handle.
 #[test]
 fn dropping_the_last_handle_writes_back() {
     let cache_with_timeout = |timeout| cache(64 * MIB, dirty_shares(100, 100).timeout(timeout), true);
@@ -456,7 +459,7 @@ fn dropping_the_last_handle_writes_back() {
     assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
 }
 
-/// A system file is written back by many concurrent transfers. All data must arrive, and reopening the file immediately
+/// A regular file is written back by many concurrent transfers. All data must arrive. Reopening the file immediately
 /// after it was closed must succeed.
 #[test]
 fn files_are_written_back_and_reopened() {

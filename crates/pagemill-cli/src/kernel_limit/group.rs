@@ -4,7 +4,7 @@
 //! without further rights. The limits of the ancestors still apply to the process.
 
 use super::guard::Guard;
-use super::{LimitStatistics, PREFIX, owner_of};
+use super::{LimitStatistics, NAME_PREFIX, owner_of};
 use pagemill_core::units::Bytes;
 use pagemill_sys::cgroup::{self, Version};
 use pagemill_sys::process;
@@ -14,27 +14,27 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-/// Number of attempts to remove a group. `rmdir` fails with `EBUSY` until processes that have exited have left the
+/// Number of attempts to remove a group. `rmdir` fails with `EBUSY` while exited processes are still members of the
 /// group.
 const REMOVE_ATTEMPTS: usize = 100;
-/// Pause between two attempts.
+/// Pause between two attempts to remove a group.
 const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// A control group. Dropping the value removes the group. If this process is killed, the [`Guard`] process removes the
-/// group.
+/// A control group with a memory limit. Dropping the value removes the group. If this process is killed, the [`Guard`]
+/// process removes the group.
 pub struct Group {
     folder: PathBuf,
-    /// `None` in the simulated file system of a test.
+    /// The process that removes the group if this process is killed. `None` in the simulated file system of a test.
     guard: Option<Guard>,
 }
 
 impl Group {
-    /// Creates a group in the group of this process. `root` is prepended to every path: empty, or the folder of a
-    /// test's simulated file system.
+    /// Creates a group with this limit as a child of the control group of this process. `root` is prepended to every
+    /// path: it is empty, or the folder of a test's simulated file system.
     ///
     /// # Errors
     ///
-    /// A message with what is missing and how to provide it.
+    /// A message that says what is missing and how to provide it.
     pub fn new(root: &str, name: &str, limit_bytes: u64) -> Result<Self, String> {
         let (version, parent) = cgroup::own_group(root).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
@@ -66,7 +66,7 @@ impl Group {
         Ok(group)
     }
 
-    /// Opens the file through which processes enter the group.
+    /// Opens the file `cgroup.procs`. A process enters the group by writing to it.
     ///
     /// # Errors
     ///
@@ -93,7 +93,7 @@ impl Drop for Group {
         if let Some(guard) = self.guard.take() {
             guard.dismiss();
         }
-        if !remove(&self.folder) {
+        if !remove_when_empty(&self.folder) {
             let folder = self.folder.display();
             let _ = writeln!(
                 io::stderr(),
@@ -103,8 +103,8 @@ impl Drop for Group {
     }
 }
 
-/// Enables the memory controller for the children of `parent`: writes `+memory` to `cgroup.subtree_control`
-/// (version 2).
+/// Enables the memory controller for the child groups of `parent`, as version 2 requires: writes `+memory` to the
+/// parent's `cgroup.subtree_control`.
 fn enable_memory_controller(parent: &Path) -> Result<(), String> {
     let has_memory = |file: &str| {
         let names = fs::read_to_string(parent.join(file)).unwrap_or_default();
@@ -140,15 +140,15 @@ fn creation_error(parent: &Path, error: &io::Error) -> String {
     )
 }
 
-/// Removes a group and the groups in it, once no process is left in them. Returns `false` if processes remain.
-pub fn remove(folder: &Path) -> bool {
+/// Removes a group and its child groups as soon as they have no processes. Returns `false` if processes remain in them.
+pub fn remove_when_empty(folder: &Path) -> bool {
     for _ in 0..REMOVE_ATTEMPTS {
-        match remove_empty(folder) {
+        match remove_empty_group(folder) {
             Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
             _ => return true,
         }
         let has_members =
-            fs::read_to_string(folder.join("cgroup.procs")).is_ok_and(|members| has_running_process(&members));
+            fs::read_to_string(folder.join("cgroup.procs")).is_ok_and(|members| contains_running_process(&members));
         if has_members {
             return false;
         }
@@ -157,47 +157,48 @@ pub fn remove(folder: &Path) -> bool {
     false
 }
 
-fn has_running_process(members: &str) -> bool {
+fn contains_running_process(members: &str) -> bool {
     members.lines().filter_map(|pid| pid.parse().ok()).any(|pid| process::identity(pid).is_some())
 }
 
-fn remove_empty(folder: &Path) -> io::Result<()> {
-    for inner in inner_groups(folder) {
-        remove_empty(&inner)?;
+fn remove_empty_group(folder: &Path) -> io::Result<()> {
+    for inner in child_groups(folder) {
+        remove_empty_group(&inner)?;
     }
     fs::remove_dir(folder)
 }
 
-fn inner_groups(folder: &Path) -> Vec<PathBuf> {
+fn child_groups(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
 }
 
-/// Removes the empty groups of `run` commands that have ended. Examines the children of this process's group and of the
-/// group's ancestors.
+/// Removes the empty groups of `run` commands that have ended. Examines the child groups of this process's group and of
+/// all groups above it.
 ///
-/// Kills no process. A `run` in another PID namespace seems to have ended, but its group is not empty.
+/// Kills no process. A `run` in another PID namespace seems to have ended while its program still runs. But the group
+/// of such a `run` is not empty, so it is not removed.
 pub fn remove_dead_groups() {
     let Ok((_, own)) = cgroup::own_group("") else { return };
     let mut level = Some(Path::new(own.as_str()));
-    while let Some(folder) = level.filter(|folder| is_group(folder)) {
-        remove_dead_children(folder);
+    while let Some(folder) = level.filter(|folder| is_control_group(folder)) {
+        remove_dead_child_groups(folder);
         level = folder.parent();
     }
 }
 
-fn is_group(folder: &Path) -> bool {
+fn is_control_group(folder: &Path) -> bool {
     folder.join("cgroup.procs").exists()
 }
 
-fn remove_dead_children(folder: &Path) {
+fn remove_dead_child_groups(folder: &Path) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name();
-        let run = name.to_str().filter(|name| name.starts_with(PREFIX)).and_then(owner_of);
+        let run = name.to_str().filter(|name| name.starts_with(NAME_PREFIX)).and_then(owner_of);
         if run.is_some_and(|run| !process::is_alive(run)) {
             // The removal fails if the group still has processes. A later command then tries again.
-            let _ = remove_empty(&entry.path());
+            let _ = remove_empty_group(&entry.path());
         }
     }
 }
@@ -206,8 +207,8 @@ fn remove_dead_children(folder: &Path) {
 mod tests {
     use super::*;
 
-    /// Creates a simulated file system with this process in the group `/app`, and the given files in that
-    /// group's folder.
+    /// Creates a simulated file system in which this process is in the control group `/app`. The folder of that group
+    /// has the given files. Returns the simulated file system and the folder.
     fn simulated_system(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap().to_owned();
@@ -225,20 +226,20 @@ mod tests {
         (folder, root)
     }
 
-    fn read(path: &str) -> String {
+    fn read_file(path: &str) -> String {
         fs::read_to_string(path).unwrap()
     }
 
     /// A group is created in a simulated system of each version. The limit must be written to the files of that
-    /// version, and the statistics must be read from them.
+    /// version, and the statistics must be read from files of that version.
     #[test]
     fn a_group_of_either_version_is_limited() {
         let v2 = [("cgroup.controllers", "cpu memory\n"), ("cgroup.subtree_control", "cpu\n")];
         let (_folder, root) = simulated_system(Version::V2, &v2);
         let group = Group::new(&root, "new", 5 << 20).unwrap();
         let at = format!("{root}/groups/app/new");
-        assert_eq!(read(&format!("{at}/memory.max")), "5242880");
-        assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "+memory");
+        assert_eq!(read_file(&format!("{at}/memory.max")), "5242880");
+        assert_eq!(read_file(&format!("{root}/groups/app/cgroup.subtree_control")), "+memory");
         assert!(group.open_procs_file().is_err(), "cgroup.procs does not exist yet");
         for (name, text) in [("memory.peak", "77\n"), ("memory.events", "oom 3\noom_kill 2\n"), ("cgroup.procs", "")] {
             fs::write(format!("{at}/{name}"), text).unwrap();
@@ -252,7 +253,7 @@ mod tests {
         let (_folder, root) = simulated_system(Version::V1, &[("memory.limit_in_bytes", "1")]);
         let group = Group::new(&root, "new", 5 << 20).unwrap();
         let at = format!("{root}/groups/app/new");
-        assert_eq!(read(&format!("{at}/memory.limit_in_bytes")), "5242880");
+        assert_eq!(read_file(&format!("{at}/memory.limit_in_bytes")), "5242880");
         fs::write(format!("{at}/memory.max_usage_in_bytes"), "78\n").unwrap();
         fs::write(format!("{at}/memory.oom_control"), "under_oom 0\noom_kill 1\n").unwrap();
         let statistics = group.statistics();
@@ -260,8 +261,8 @@ mod tests {
         fs::remove_dir_all(&at).unwrap();
     }
 
-    /// If the memory controller is already enabled for children, it must not be enabled again. If it is missing, the
-    /// error must name it.
+    /// If the memory controller is already enabled for child groups, `cgroup.subtree_control` must not be written. If
+    /// the controller is missing, the error must name it.
     #[test]
     fn errors_name_the_missing_controller() {
         let (_folder, root) = simulated_system(Version::V2, &[("cgroup.controllers", "cpu\n")]);
@@ -270,7 +271,7 @@ mod tests {
         let v2 = [("cgroup.controllers", "memory\n"), ("cgroup.subtree_control", "memory\n")];
         let (_folder, root) = simulated_system(Version::V2, &v2);
         let group = Group::new(&root, "new", 1 << 20).unwrap();
-        assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "memory\n");
+        assert_eq!(read_file(&format!("{root}/groups/app/cgroup.subtree_control")), "memory\n");
         fs::remove_dir_all(&group.folder).unwrap();
         let (_folder, root) = simulated_system(Version::V1, &[]);
         let message = Group::new(&root, "new", 1 << 20).err().unwrap();
@@ -278,8 +279,8 @@ mod tests {
         assert!(Group::new("/nowhere/at/all", "new", 1).is_err());
     }
 
-    /// Empty groups of ended runs must be removed together with the groups in them. Groups of runs that are still
-    /// running, and other folders, must remain.
+    /// Empty groups of `run` commands that have ended must be removed together with their child groups. Groups of
+    /// commands that are still running, and other folders, must remain.
     #[test]
     fn groups_of_ended_runs_are_removed() {
         let folder = tempfile::tempdir().unwrap();
@@ -293,7 +294,7 @@ mod tests {
         make("pagemill-run-1073741824-1/pagemill-run-1073741825-2");
         let living = make(&format!("pagemill-run-{}-{}", own.pid, own.start_ticks));
         let foreign = make("other");
-        remove_dead_children(folder.path());
+        remove_dead_child_groups(folder.path());
         assert_eq!([dead, living, foreign].map(|path| path.exists()), [false, true, true]);
     }
 }

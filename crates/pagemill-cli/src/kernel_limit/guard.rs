@@ -15,20 +15,20 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread;
 use std::time::Duration;
 
-/// Number of attempts to remove the group.
+/// Number of attempts to remove the group after its processes were killed.
 const REMOVE_ATTEMPTS: usize = 200;
-/// Pause between two attempts.
+/// Pause between two attempts to remove the group.
 const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// The handle by which `run` controls the guard of a group.
+/// The handle with which `run` ends its guard process.
 pub struct Guard(Child);
 
 impl Guard {
-    /// Starts the guard of a group.
+    /// Starts the guard process for the control group with this folder.
     ///
     /// # Errors
     ///
-    /// Errors of starting the process.
+    /// The error if the process cannot be started.
     pub fn start(folder: &Path) -> io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.args([OsStr::new("run-guard"), folder.as_os_str()]);
@@ -39,7 +39,7 @@ impl Guard {
         command.spawn().map(Self)
     }
 
-    /// Ends the guard. The group is not changed.
+    /// Ends the guard process. The group and its processes remain.
     pub fn dismiss(mut self) {
         if let Some(mut input) = self.0.stdin.take() {
             let _ = input.write_all(b"x");
@@ -48,13 +48,13 @@ impl Guard {
     }
 }
 
-/// The main function of the guard's process.
+/// The main function of the guard process.
 pub fn main(folder: &Path) -> ExitCode {
-    wait_for_run(folder, &mut io::stdin());
+    wait_for_end_of_run(folder, &mut io::stdin());
     ExitCode::SUCCESS
 }
 
-fn wait_for_run(folder: &Path, input: &mut impl Read) {
+fn wait_for_end_of_run(folder: &Path, input: &mut impl Read) {
     let is_dismissed = input.read(&mut [0]).is_ok_and(|count| count > 0);
     if is_dismissed {
         return;
@@ -66,7 +66,7 @@ fn wait_for_run(folder: &Path, input: &mut impl Read) {
     // Killed processes need some time to exit. If that takes longer than all attempts, a later command removes the
     // group.
     for _ in 0..REMOVE_ATTEMPTS {
-        if group::remove(folder) {
+        if group::remove_when_empty(folder) {
             return;
         }
         thread::sleep(REMOVE_PAUSE);
@@ -77,20 +77,20 @@ fn wait_for_run(folder: &Path, input: &mut impl Read) {
 mod tests {
     use super::*;
 
-    /// The guard reads a byte, or the end of its input. After a byte it must do nothing. After the end without a byte,
-    /// it must write to `cgroup.kill`, if the file exists, and remove the group.
+    /// The input of the guard is a byte, or ends at once. After a byte, the guard must do nothing. After an end without
+    /// a byte, it must write to `cgroup.kill`, if that file exists, and remove the group.
     #[test]
-    fn the_end_of_input_without_a_byte_kills() {
+    fn the_end_of_input_without_a_byte_kills_the_group() {
         let folder = tempfile::tempdir().unwrap();
         let (group, kill) = (folder.path().join("group"), folder.path().join("group/cgroup.kill"));
         fs::create_dir(&group).unwrap();
         fs::write(&kill, "").unwrap();
-        wait_for_run(&group, &mut &b"x"[..]);
+        wait_for_end_of_run(&group, &mut &b"x"[..]);
         assert_eq!(fs::read_to_string(&kill).unwrap(), "");
-        wait_for_run(&group, &mut io::empty());
+        wait_for_end_of_run(&group, &mut io::empty());
         assert_eq!(fs::read_to_string(&kill).unwrap(), "1");
         fs::remove_file(&kill).unwrap();
-        wait_for_run(&group, &mut io::empty());
+        wait_for_end_of_run(&group, &mut io::empty());
         assert!(!group.exists(), "the empty group is removed");
     }
 }

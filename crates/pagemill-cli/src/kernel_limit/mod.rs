@@ -18,8 +18,9 @@ use scope::Scope;
 use std::ffi::OsString;
 use std::fs::File;
 
-/// Prefix of the names of groups and scopes. A name continues with the process id of `run` and its start time in ticks.
-const PREFIX: &str = "pagemill-run-";
+/// Prefix of the names of control groups and scopes. The rest of a name is the process id of `run` and its start time
+/// in clock ticks.
+const NAME_PREFIX: &str = "pagemill-run-";
 
 /// A memory limit for a process that is not started yet.
 pub enum KernelLimit {
@@ -29,21 +30,21 @@ pub enum KernelLimit {
 
 /// The kernel's statistics of a limit. A value is `None` if the kernel does not provide it.
 pub struct LimitStatistics {
-    /// Peak usage of the group, including file pages and kernel memory.
+    /// Peak usage of the control group, including file pages and kernel memory.
     pub peak_bytes: Option<u64>,
     /// Number of processes that were killed because the limit was reached.
     pub kills: Option<u64>,
 }
 
 impl KernelLimit {
-    /// Creates the limit.
+    /// Creates a systemd scope or a control group with this limit.
     ///
     /// # Errors
     ///
-    /// A message that names what is missing and how to provide it.
+    /// A message that says what is missing and how to provide it.
     pub fn new(limit_bytes: u64) -> Result<Self, String> {
         remove_dead_groups();
-        let name = name_of(process::own_identity());
+        let name = limit_name(process::own_identity());
         let mut missing = Vec::new();
         if scope::is_systemd_running() {
             match Scope::new(&name, limit_bytes) {
@@ -60,7 +61,8 @@ impl KernelLimit {
         }
     }
 
-    /// Returns the words of the command line before the program and its arguments.
+    /// Returns the words of the command line that precede the program and its arguments. They are empty unless systemd
+    /// starts the program.
     pub fn launcher(&self) -> &[OsString] {
         match self {
             Self::Scope(scope) => scope.launcher(),
@@ -68,12 +70,12 @@ impl KernelLimit {
         }
     }
 
-    /// Opens the file through which a process enters the limit's group. Returns none for a scope, because the launcher
-    /// of a scope enters it.
+    /// Opens the file through which a process enters the limit's control group. Returns `None` for a scope, because the
+    /// launcher of a scope enters it.
     ///
     /// # Errors
     ///
-    /// A message for the user.
+    /// A message for the user if the file cannot be opened.
     pub fn open_procs_file(&self) -> Result<Option<File>, String> {
         match self {
             Self::Scope(_) => Ok(None),
@@ -90,20 +92,21 @@ impl KernelLimit {
     }
 }
 
-/// Returns whether this process is already inside the limit of a `run`.
+/// Returns whether this process is already inside the limit of another `run`.
 pub fn is_inside_limit() -> bool {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     groups.lines().any(|line| line.split('/').any(|name| owner_of(name).is_some()))
 }
 
-fn name_of(run: Identity) -> String {
-    format!("{PREFIX}{}-{}", run.pid, run.start_ticks)
+fn limit_name(run: Identity) -> String {
+    format!("{NAME_PREFIX}{}-{}", run.pid, run.start_ticks)
 }
 
-/// Returns the `run` that owns a group or scope with this name.
+/// Returns the identity of the `run` that created a group or scope with this name; `None` if the name is not of this
+/// form.
 fn owner_of(name: &str) -> Option<Identity> {
     let name = name.strip_suffix(".scope").unwrap_or(name);
-    let (pid, start_ticks) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    let (pid, start_ticks) = name.strip_prefix(NAME_PREFIX)?.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
@@ -114,7 +117,7 @@ mod tests {
     #[test]
     fn a_name_identifies_its_run() {
         let run = Identity { pid: 12, start_ticks: 345 };
-        let name = name_of(run);
+        let name = limit_name(run);
         assert_eq!((name.as_str(), owner_of(&name)), ("pagemill-run-12-345", Some(run)));
         assert_eq!(owner_of("pagemill-run-12-345.scope"), Some(run));
         for other in ["pagemill-run-12", "pagemill-run-a-1", "pagemill-test-1-2", "run-1-2", ""] {

@@ -16,17 +16,17 @@ pub fn is_systemd_running() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-/// A scope for a process that is not started yet. The scope ends with its last process.
+/// A systemd scope for a process that is not started yet. The scope ends with its last process.
 pub struct Scope {
     launcher: Vec<OsString>,
 }
 
 impl Scope {
-    /// Prepares a scope with this limit. A trial scope checks that systemd applies the limit.
+    /// Prepares a scope with this memory limit. First creates a trial scope, to check that systemd applies the limit.
     ///
     /// # Errors
     ///
-    /// A message with the error of systemd, and how to fix it.
+    /// A message with the error that systemd reports, and how to fix it.
     pub fn new(name: &str, limit_bytes: u64) -> Result<Self, String> {
         check_trial_scope(&launcher(&format!("{name}-trial"), limit_bytes), limit_bytes)?;
         Ok(Self { launcher: launcher(name, limit_bytes) })
@@ -37,13 +37,14 @@ impl Scope {
     }
 }
 
-fn manager() -> &'static str {
+fn manager_option() -> &'static str {
     if process::user_id() == 0 { "--system" } else { "--user" }
 }
 
 fn launcher(name: &str, limit_bytes: u64) -> Vec<OsString> {
     let (unit, limit) = (format!("--unit={name}"), format!("--property=MemoryMax={limit_bytes}"));
-    let words = ["systemd-run", manager(), "--scope", "--quiet", "--collect", "--no-ask-password", &unit, &limit, "--"];
+    let words =
+        ["systemd-run", manager_option(), "--scope", "--quiet", "--collect", "--no-ask-password", &unit, &limit, "--"];
     words.map(OsString::from).to_vec()
 }
 
@@ -64,7 +65,7 @@ fn check_trial_scope(launcher: &[OsString], limit_bytes: u64) -> Result<(), Stri
         let _ = errors.read_to_string(&mut error_output);
     }
     let _ = child.wait();
-    let manager = manager();
+    let manager = manager_option();
     if line.trim() != "inside" {
         return Err(format!(
             "systemd refuses a scope (`systemd-run {manager} --scope true` prints: {})",

@@ -1,7 +1,7 @@
-//! Sends commands to a process, which then shrinks its slab caches or changes their settings.
+//! Sends commands to a process, which then shrinks its slab caches or changes their ratios.
 
 use super::table::{self, Style};
-use super::{Cache, Process, Slabinfo, unanswered_message, write};
+use super::{Cache, Process, Slabinfo, unanswered_message, write_to_stdout};
 use crate::fail;
 use crate::requests::Interrupt;
 use pagemill_core::listing;
@@ -10,15 +10,15 @@ use pagemill_core::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Exit status if the process refused a command, or still executes it.
-const NOT_DONE: u8 = 1;
+/// Exit status if the process refused a command, or is still executing it.
+const STATUS_NOT_DONE: u8 = 1;
 
 struct CommandResult {
     name: String,
     outcome: Outcome,
 }
 
-/// Sends commands for caches one after the other, until a command gets no answer. Returns the results. For an
+/// Sends commands for slab caches one after the other, until a command gets no answer. Returns the results. For an
 /// unanswered command, also returns the error.
 fn send_commands(
     process: &Process,
@@ -37,7 +37,7 @@ fn send_commands(
     (results, None)
 }
 
-/// Returns why a command was not executed; `None` if it was executed.
+/// Returns why a command was not executed, according to the error number of its result; `None` if it was executed.
 fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
@@ -50,8 +50,8 @@ fn failure_text(errno: i32) -> Option<String> {
     })
 }
 
-/// Sends commands, writes their results in the form that `text` returns, and returns the exit status. Commands that are
-/// still running, or that were not sent, are reported on standard error.
+/// Sends commands, writes their results to standard output in the form that `text` returns, and returns the exit
+/// status. A command that is still running, and commands that were not sent, are reported on standard error.
 fn run_commands(
     process: &Process,
     commands: &[(&Cache, Action)],
@@ -60,10 +60,10 @@ fn run_commands(
 ) -> ExitCode {
     let (results, error) = send_commands(process, commands, interrupt);
     let has_results = !results.is_empty() || error.is_none();
-    let written = if has_results { write(&text(&results)) } else { ExitCode::SUCCESS };
+    let written = if has_results { write_to_stdout(&text(&results)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
         let is_done = results.iter().all(|result| result.outcome.errno == 0);
-        return if is_done { written } else { ExitCode::from(NOT_DONE) };
+        return if is_done { written } else { ExitCode::from(STATUS_NOT_DONE) };
     };
     if matches!(error, Unanswered::Stopped) {
         return interrupt.end();
@@ -73,13 +73,13 @@ fn run_commands(
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
     // A command that was sent cannot be undone.
-    let status = if matches!(error, Unanswered::InProgress) { NOT_DONE } else { 2 };
+    let status = if matches!(error, Unanswered::InProgress) { STATUS_NOT_DONE } else { 2 };
     fail(status, &format!("{at}: {}{left}", unanswered_message(&process.found, &error)))
 }
 
-/// Shrinks the caches with this name, or all selected caches.
+/// Shrinks all slab caches with this name or, without a name, all selected slab caches.
 pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interrupt: &Interrupt) -> ExitCode {
-    let named = match name.map(|name| process.named(name)).transpose() {
+    let named = match name.map(|name| process.caches_named(name)).transpose() {
         Ok(named) => named.unwrap_or_else(|| process.caches.iter().collect()),
         Err(message) => return fail(2, &message),
     };
@@ -114,7 +114,7 @@ fn shrunk_text(results: &[CommandResult], style: Style) -> String {
             ]
         }
     }));
-    table::aligned(&rows, style, true) + &format!("  {} returned\n", Bytes(total_freed_bytes(results)))
+    table::aligned_rows(&rows, style, true) + &format!("  {} returned\n", Bytes(total_freed_bytes(results)))
 }
 
 fn shrunk_json(results: &[CommandResult]) -> Value {
@@ -129,20 +129,20 @@ fn shrunk_json(results: &[CommandResult]) -> Value {
     json!({"shrunk": caches.collect::<Vec<_>>(), "totals": {"freed_bytes": total_freed_bytes(results)}})
 }
 
-/// A ratio's name, its current value, and the command that sets it.
-type Setting = (&'static str, fn(&Cache) -> u32, fn(u32) -> Action);
+/// A ratio of a slab cache: its name, the function that returns its current value, and the command that sets it.
+type RatioSetting = (&'static str, fn(&Cache) -> u32, fn(u32) -> Action);
 
-const USED_RATIO: Setting = ("defrag_used_ratio", |cache| cache.info.defrag_used_ratio, Action::SetUsedRatio);
-const REMOTE_RATIO: Setting =
+const USED_RATIO: RatioSetting = ("defrag_used_ratio", |cache| cache.info.defrag_used_ratio, Action::SetUsedRatio);
+const REMOTE_RATIO: RatioSetting =
     ("remote_node_defrag_ratio", |cache| cache.info.remote_node_defrag_ratio, Action::SetRemoteRatio);
 
-/// Sets the ratios that the options give. Sets no ratio if one of the cache names is unknown.
-pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> ExitCode {
+/// Sets the ratios of slab caches as the options say. Sets no ratio if one of the names is unknown.
+pub fn set_ratios(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> ExitCode {
     let used = options.set_ratio.iter().map(|wanted| (USED_RATIO, wanted));
     let wanted = used.chain(options.set_remote_ratio.iter().map(|wanted| (REMOTE_RATIO, wanted)));
-    let mut plan: Vec<(Setting, &Cache, u32)> = Vec::new();
+    let mut plan: Vec<(RatioSetting, &Cache, u32)> = Vec::new();
     for (setting, (name, percent)) in wanted {
-        match process.named(name) {
+        match process.caches_named(name) {
             Ok(caches) => plan.extend(caches.into_iter().map(|cache| (setting, cache, *percent))),
             Err(message) => return fail(2, &message),
         }

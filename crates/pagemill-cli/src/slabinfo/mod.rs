@@ -52,7 +52,7 @@ them; root uses `setpriv --reuid=USER`.";
 pub struct Slabinfo {
     /// A running process that uses the crate. Default: all your processes that have slab caches.
     pid: Option<String>,
-    /// A second argument, which is rejected with an error.
+    /// A second argument, which is rejected with an error message.
     #[arg(hide = true)]
     other: Option<String>,
     /// Select only caches with a constructor.
@@ -82,28 +82,29 @@ pub struct Slabinfo {
     json: bool,
 }
 
-/// Parses `NAME=PERCENT`. The name may contain any characters.
+/// Parses `NAME=PERCENT`, where NAME is the name of a slab cache. The name may contain any character.
 fn parse_ratio(text: &str) -> Result<(String, u32), String> {
     let (name, percent) = text.rsplit_once('=').ok_or("expected NAME=PERCENT")?;
     let percent = percent.parse().map_err(|_| format!("{percent} is not a percentage"))?;
     if percent > 100 { Err(Error::BadRatio { percent }.to_string()) } else { Ok((name.to_owned(), percent)) }
 }
 
-/// A slab cache of a process. `at` is the index of its Pagemill instance in [`Process::found`].
+/// A slab cache of a process. `at` is the index of its Pagemill instance in [`Process::found`]; `id` is its number in
+/// that instance.
 struct Cache {
     at: usize,
     id: u64,
     info: SlabInfo,
 }
 
-/// A process's published files, and the slab caches that it reported.
+/// The published files of a process, and the slab caches that the process reported.
 struct Process {
     found: Vec<(Path, Snapshot)>,
     caches: Vec<Cache>,
 }
 
-/// Requests the slab caches of all these processes before it waits for the first answer. Returns each process with its
-/// caches. If a process did not answer, also returns an error for it.
+/// Requests reports about slab caches from all these processes before it waits for the first answer. Returns each
+/// process with its slab caches. If a process did not answer, also returns an error for that process.
 fn request_slab_caches(
     published: Vec<Vec<(Path, Snapshot)>>,
     interrupt: &Interrupt,
@@ -153,19 +154,19 @@ impl Process {
         format!("{object}\n")
     }
 
-    /// Returns all caches with this name. Names are compared in the form in which they are displayed. Returns an error
-    /// message if there is no such cache.
-    fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
+    /// Returns all slab caches with this name. Names are compared in the form in which they are displayed. Returns an
+    /// error message if there is no such cache.
+    fn caches_named(&self, name: &str) -> Result<Vec<&Cache>, String> {
         let shown = pagemill_slab::shown_name(name);
         let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
         if !named.is_empty() {
             return Ok(named);
         }
-        let instead = hints::suggestion(&shown, self.names());
+        let instead = hints::name_suggestion(&shown, self.cache_names());
         Err(format!("process {} has no slab cache {shown}{instead}", self.pid()))
     }
 
-    fn names(&self) -> impl Iterator<Item = &str> {
+    fn cache_names(&self) -> impl Iterator<Item = &str> {
         self.caches.iter().map(|cache| &*cache.info.name)
     }
 }
@@ -179,8 +180,8 @@ fn unanswered_message(found: &[(Path, Snapshot)], error: &Unanswered) -> String 
     format!("process {}: {error}{}", snapshot.identity.pid, unanswered_reason(error, snapshot))
 }
 
-/// Writes to standard output. It is no error if the reader (head, less) has closed the pipe.
-fn write(text: &str) -> ExitCode {
+/// Writes text to standard output. A pipe that its reader (`head`, `less`) has closed is not an error.
+fn write_to_stdout(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -190,12 +191,12 @@ fn write(text: &str) -> ExitCode {
     }
 }
 
-/// Returns all processes of the user that have slab caches, and an exit status. Reports processes that did not answer.
-/// Skips processes that have ended.
+/// Returns all processes of this user that have slab caches, and an exit status. Reports each process that did not
+/// answer on standard error. Skips processes that have ended.
 ///
 /// # Errors
 ///
-/// `Stopped` if a signal interrupted the request.
+/// `Stopped` if a signal interrupts the wait for the answers.
 fn all_processes(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
     let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.identity.pid).collect();
     pids.sort_unstable();
@@ -245,10 +246,10 @@ impl Slabinfo {
             return control::shrink(self, &process, name.as_deref(), interrupt);
         }
         if !self.set_ratio.is_empty() || !self.set_remote_ratio.is_empty() {
-            return control::set(self, &process, interrupt);
+            return control::set_ratios(self, &process, interrupt);
         }
         match self.text_of(&process) {
-            Ok(text) => write(&text),
+            Ok(text) => write_to_stdout(&text),
             Err(message) => fail(2, &message),
         }
     }
@@ -257,16 +258,16 @@ impl Slabinfo {
         let texts: Vec<String> = processes.iter().filter_map(|process| self.text_of(process).ok()).collect();
         match (&self.report, status == ExitCode::SUCCESS) {
             (_, false) => {
-                write(&texts.concat());
+                write_to_stdout(&texts.concat());
                 status
             }
             (Some(name), true) if texts.is_empty() => {
-                let names = processes.iter().flat_map(Process::names);
-                let instead = hints::suggestion(name, names);
+                let names = processes.iter().flat_map(Process::cache_names);
+                let instead = hints::name_suggestion(name, names);
                 fail(2, &format!("no process has a slab cache {}{instead}", pagemill_slab::shown_name(name)))
             }
-            (None, true) if texts.is_empty() && !self.json => write("no process of yours has slab caches\n"),
-            _ => write(&texts.concat()),
+            (None, true) if texts.is_empty() && !self.json => write_to_stdout("no process of yours has slab caches\n"),
+            _ => write_to_stdout(&texts.concat()),
         }
     }
 
@@ -276,7 +277,7 @@ impl Slabinfo {
 
     fn text_of(&self, process: &Process) -> Result<String, String> {
         let caches: Vec<&SlabInfo> = match &self.report {
-            Some(name) => process.named(name)?.into_iter().map(|cache| &cache.info).collect(),
+            Some(name) => process.caches_named(name)?.into_iter().map(|cache| &cache.info).collect(),
             None => process.caches.iter().map(|cache| &cache.info).filter(|info| self.is_selected(info)).collect(),
         };
         Ok(match &self.report {
@@ -292,8 +293,8 @@ pub(super) mod tests {
     use super::*;
     use pagemill_slab::NodeInfo;
 
-    /// Returns a cache with two memory nodes, the second without slabs.
-    pub fn info(name: &str, kind: SlabKind) -> SlabInfo {
+    /// Returns a report about a slab cache with two memory nodes. The second node has no slabs.
+    pub fn example_info(name: &str, kind: SlabKind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,
             cached: 60,
@@ -334,7 +335,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A name may contain any character. A percentage must be a number up to 100.
+    /// `NAME=PERCENT` is parsed. The name may contain any character. The percentage must be a number up to 100.
     #[test]
     fn ratios_are_parsed() {
         assert_eq!(parse_ratio("a=b=30"), Ok(("a=b".to_owned(), 30)));

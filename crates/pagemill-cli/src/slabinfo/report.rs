@@ -1,4 +1,4 @@
-//! Details of slab caches: as text for one cache, or as JSON for any number of caches.
+//! Details of slab caches: as text for one cache, or as JSON for several caches.
 
 use super::table::{self, Totals};
 use pagemill_core::units::Bytes;
@@ -116,7 +116,7 @@ fn cache_json(info: &SlabInfo) -> Value {
         "slab_bytes": info.slab_bytes, "objects_per_slab": info.objects_per_slab, "order": table::order(info),
         "slabs": total.slabs, "partial": total.partial, "empty": total.empty, "lost": total.lost,
         "blocks": total.blocks, "resident_bytes": total.resident_bytes, "in_use_bytes": table::in_use_bytes(info),
-        "handle_bytes": info.handle_bytes, "flags": table::flags(info), "given_up": info.is_given_up,
+        "handle_bytes": info.handle_bytes, "flags": table::flag_letters(info), "given_up": info.is_given_up,
         "defrag_used_ratio": info.defrag_used_ratio, "remote_node_defrag_ratio": info.remote_node_defrag_ratio,
         "moved": info.moved, "freed": info.freed, "busy": info.busy, "refused": info.refused,
         "failed": info.failed, "emptied": info.emptied, "from_remote": info.from_remote,
@@ -134,14 +134,14 @@ fn node_json(node: &NodeInfo) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::info;
+    use super::super::tests::example_info;
     use super::*;
 
-    /// The report of a cache must have the settings, the reasons why objects were not moved, and a row for each memory
-    /// node.
+    /// The text for a slab cache must have its settings, the reasons why objects were not moved, and a row for each
+    /// memory node.
     #[test]
     fn a_report_has_settings_reasons_and_nodes() {
-        let info = info("entries", SlabKind::ByHandle);
+        let info = example_info("entries", SlabKind::ByHandle);
         let text = text_of(&info);
         let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_default();
         for (name, value) in [

@@ -1,16 +1,16 @@
-//! The table of slab caches. It has one row for each cache, with the columns of Linux's `slabinfo`, and the sums below
-//! the rows.
+//! The table of slab caches. It has one row for each cache, with the columns of Linux's `slabinfo`, and sums below the
+//! rows.
 
 use pagemill_core::units::{Bytes, os_page_bytes};
 use pagemill_slab::{SlabInfo, SlabKind};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
-/// Sums over caches. The values come from another process and may be impossible, so additions saturate.
+/// Sums over several slab caches. The values come from another process and may be impossible, so additions saturate.
 #[derive(Default)]
 pub struct Totals {
     pub objects: u64,
-    /// Bytes of the objects in use.
+    /// Bytes of all objects in use.
     pub in_use_bytes: u64,
     pub resident: u64,
     pub slabs: u64,
@@ -46,12 +46,12 @@ fn percent_text(percent: Option<u64>) -> String {
     percent.map_or_else(|| "-".to_owned(), |percent| percent.to_string())
 }
 
-/// Returns the order of a cache's slabs: a slab has 2^order OS pages.
+/// Returns the order of the cache's slabs: a slab has 2^order OS pages.
 pub fn order(info: &SlabInfo) -> u32 {
     (info.slab_bytes / os_page_bytes()).checked_ilog2().unwrap_or(0)
 }
 
-pub fn flags(info: &SlabInfo) -> String {
+pub fn flag_letters(info: &SlabInfo) -> String {
     let flags = [
         ('M', info.kind != SlabKind::Fixed),
         ('C', info.has_constructor),
@@ -63,20 +63,21 @@ pub fn flags(info: &SlabInfo) -> String {
     flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag).collect()
 }
 
-/// How a table is formatted.
+/// How a table of slab caches is formatted.
 #[derive(Clone, Copy, Default)]
 pub struct Style {
-    /// Numbers have all digits, and units are not abbreviated.
+    /// Whether numbers have all digits, and units are not abbreviated.
     pub is_exact: bool,
-    /// Maximum width of a row. Longer names are truncated; with `None`, no name is truncated.
+    /// Maximum width of a row in columns. A cache name that does not fit is truncated. With `None`, no name is
+    /// truncated.
     pub max_columns: Option<usize>,
 }
 
 impl Style {
-    /// Returns the style for standard output. Names are truncated only on a terminal.
+    /// Returns the style for standard output. Names are truncated only if standard output is a terminal.
     pub fn of_output(is_exact: bool) -> Self {
         let is_terminal = std::io::stdout().is_terminal() && !is_exact;
-        let columns = || terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
+        let columns = || terminal_size::terminal_size().map_or(DEFAULT_LINE_COLUMNS, |(width, _)| width.0.into());
         Self { is_exact, max_columns: is_terminal.then(columns) }
     }
 
@@ -92,7 +93,7 @@ impl Style {
         }
     }
 
-    /// Formats a number with at most `digits` digits, in thousands, millions and so on.
+    /// Formats a number with at most `digits` digits, in thousands (K), millions (M) and so on.
     fn count(self, count: u64, digits: usize) -> String {
         const UNITS: [&str; 6] = ["K", "M", "G", "T", "P", "E"];
         let exact = count.to_string();
@@ -104,16 +105,16 @@ impl Style {
     }
 }
 
-/// Line width if the terminal does not report its width.
-const DEFAULT_COLUMNS: usize = 80;
+/// Line width in columns if the terminal does not report its width.
+const DEFAULT_LINE_COLUMNS: usize = 80;
 
-/// Minimum length of a truncated name.
+/// Minimum length of a truncated cache name.
 const MIN_NAME_LEN: usize = 8;
 
-const COLUMNS: [&str; 10] =
+const COLUMN_TITLES: [&str; 10] =
     ["NAME", "OBJECTS", "OBJSIZE", "SPACE", "SLABS/PART/EMPTY", "O/S", "O", "%FR", "%EF", "FLG"];
 
-fn row(info: &SlabInfo, style: Style) -> [String; COLUMNS.len()] {
+fn table_row(info: &SlabInfo, style: Style) -> [String; COLUMN_TITLES.len()] {
     let total = &info.total;
     let slabs = [total.slabs, total.partial, total.empty].map(|count| style.count(count.into(), 5));
     [
@@ -126,11 +127,11 @@ fn row(info: &SlabInfo, style: Style) -> [String; COLUMNS.len()] {
         order(info).to_string(),
         percent_text(percent(u64::from(total.partial), u64::from(total.slabs))),
         percent_text(percent(in_use_bytes(info), total.resident_bytes)),
-        flags(info),
+        flag_letters(info),
     ]
 }
 
-fn truncated(name: &str, most: usize) -> String {
+fn truncated_name(name: &str, most: usize) -> String {
     if name.chars().count() <= most { name.to_owned() } else { name.chars().take(most - 1).collect::<String>() + "…" }
 }
 
@@ -138,15 +139,15 @@ pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
     if caches.is_empty() {
         return "  no slab caches\n".to_owned();
     }
-    let mut rows = vec![COLUMNS.map(str::to_owned).to_vec()];
-    rows.extend(caches.iter().map(|info| row(info, style).to_vec()));
-    aligned(&rows, style, false) + &footer(caches)
+    let mut rows = vec![COLUMN_TITLES.map(str::to_owned).to_vec()];
+    rows.extend(caches.iter().map(|info| table_row(info, style).to_vec()));
+    aligned_rows(&rows, style, false) + &sums_text(caches)
 }
 
-/// Aligns the cells of rows, which are indented by two spaces. The first row has the titles of all columns. The first
-/// column is aligned to the left, and the others to the right. The last column is aligned to the right only if
-/// `is_last_right_aligned`. In a row with fewer cells, the last cell is not aligned.
-pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) -> String {
+/// Returns rows as text with aligned cells, indented by two spaces. The first row has the titles of all columns. The
+/// first column is aligned to the left, and the others to the right. The last column is aligned to the right only if
+/// `is_last_right_aligned`. In a row with fewer cells than titles, the last cell is not aligned.
+pub fn aligned_rows(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) -> String {
     let count = rows.first().map_or(0, Vec::len);
     let width_of = |column: usize| {
         let is_aligned = |row: &&Vec<String>| row.len() == count || column == 0;
@@ -160,7 +161,7 @@ pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) 
     }
     let mut text = String::new();
     for row in rows {
-        let mut line = format!("  {:<width$}", truncated(&row[0], widths[0]), width = widths[0]);
+        let mut line = format!("  {:<width$}", truncated_name(&row[0], widths[0]), width = widths[0]);
         for (column, cell) in row.iter().enumerate().skip(1) {
             let is_unaligned = column + 1 == row.len() && (row.len() < count || !is_last_right_aligned);
             let width = if is_unaligned { 0 } else { widths[column] };
@@ -172,7 +173,7 @@ pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) 
     text
 }
 
-fn footer(caches: &[&SlabInfo]) -> String {
+fn sums_text(caches: &[&SlabInfo]) -> String {
     let totals = Totals::of(caches);
     let count = if caches.len() == 1 { "1 cache".to_owned() } else { format!("{} caches", caches.len()) };
     let mut text = format!(
@@ -199,26 +200,26 @@ fn footer(caches: &[&SlabInfo]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::info;
+    use super::super::tests::example_info;
     use super::*;
 
     fn lines(text: &str) -> Vec<String> {
         text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
-    /// The table must have a row for each cache with Linux's columns, and the sums below. With `is_exact`, it must show
-    /// all digits.
+    /// The table must have a row for each slab cache with the columns of Linux's `slabinfo`, and the sums below the
+    /// rows. With `is_exact`, the table must show all digits.
     #[test]
     fn a_table_has_rows_and_sums() {
-        let (owner, handle) = (info("nodes", SlabKind::ByOwner), info("entries", SlabKind::ByHandle));
+        let (owner, handle) = (example_info("nodes", SlabKind::ByOwner), example_info("entries", SlabKind::ByHandle));
         let handle = SlabInfo { is_given_up: true, ..handle };
-        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", SlabKind::Fixed) };
+        let mut fixed = SlabInfo { is_partial: true, ..example_info("boxes", SlabKind::Fixed) };
         fixed.total = pagemill_slab::NodeInfo::default();
         fixed.active = 0;
         let order = ((64 << 10) / os_page_bytes()).ilog2();
         let text = text_of(&[&owner, &handle, &fixed], Style::default());
         let lines = lines(&text);
-        assert_eq!(lines[0], COLUMNS.join(" "));
+        assert_eq!(lines[0], COLUMN_TITLES.join(" "));
         assert_eq!(lines[1], format!("nodes 1000 192 256K 4/1/0 341 {order} 25 73 MCL"));
         assert_eq!(lines[2], format!("entries 1000 192 256K 4/1/0 341 {order} 25 73 MLF"));
         assert_eq!(lines[3], format!("boxes 0 192 0 0/0/0 341 {order} - - P"));
@@ -231,15 +232,15 @@ mod tests {
         assert_eq!(super::tests::lines(&exact)[1], expected);
     }
 
-    /// Usual names and numbers must fit into 80 columns. Long names must be truncated to the width, but not below the
-    /// minimum length.
+    /// Usual names and numbers must fit into 80 columns. Long names must be truncated to the maximum width, but not
+    /// below the minimum length.
     #[test]
     fn long_names_are_truncated_to_the_width() {
-        let mut large = info("directory_entries", SlabKind::ByOwner);
+        let mut large = example_info("directory_entries", SlabKind::ByOwner);
         (large.active, large.object_bytes, large.objects_per_slab) = (12_345_678, 4096, 1024);
         large.total.resident_bytes = 123 << 30;
         (large.total.slabs, large.total.partial, large.total.empty) = (98_765, 4321, 10);
-        let small = info("x", SlabKind::Fixed);
+        let small = example_info("x", SlabKind::Fixed);
         let widest = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
         let text = text_of(&[&large, &small], Style::default());
         assert!(widest(&text) <= 80 && lines(&text)[1].contains(" 12345678 4K 123G 98765/4321/10 "), "{text}");
@@ -251,7 +252,8 @@ mod tests {
         assert!(text_of(&[&large], Style::default()).contains(&*large.name));
     }
 
-    /// Numbers of all magnitudes must be printed with three or four digits and a unit.
+    /// A number must be exact up to the maximum number of digits. A larger number must have at most four digits and a
+    /// unit.
     #[test]
     fn numbers_are_short() {
         let short = Style::default();
@@ -261,19 +263,19 @@ mod tests {
         assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
     }
 
-    /// A row has fewer cells than the others. Its last cell must be unaligned, and must not widen a column.
+    /// A row has fewer cells than the title row. Its last cell must be unaligned, and must not widen its column.
     #[test]
     fn the_last_cell_of_a_short_row_is_unaligned() {
         let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
         let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
-        let text = aligned(&rows, Style::default(), true);
+        let text = aligned_rows(&rows, Style::default(), true);
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// The caches report impossible values. The table must be printed without overflow.
+    /// Slab caches report impossible values. The table must be printed without an overflow.
     #[test]
     fn impossible_values_do_not_overflow() {
-        let mut impossible = info("x", SlabKind::Fixed);
+        let mut impossible = example_info("x", SlabKind::Fixed);
         (impossible.active, impossible.object_bytes, impossible.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
         impossible.slab_bytes = 1;
         impossible.total.slabs = u32::MAX;

@@ -12,7 +12,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// Creates a group in this process's own group. If that is impossible, prints the reason and returns `None`.
+    /// Creates a group inside the control group of this process. If that is impossible, prints the reason and returns
+    /// `None`.
     pub fn new(name: &str, limit_bytes: u64) -> Option<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = |controller: &str| {

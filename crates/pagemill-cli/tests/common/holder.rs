@@ -4,8 +4,8 @@ use super::{Guard, TIMEOUT, shell, stop};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
-/// A program that prints a line of numbers when it is ready, with its process id as the first number. The program ends
-/// when its input is closed.
+/// A program that prints a line of numbers when it is ready. The first number is its process id. The program ends when
+/// its standard input is closed.
 pub struct ObservedProgram {
     guard: Guard,
     input: Option<ChildStdin>,
@@ -27,13 +27,15 @@ impl ObservedProgram {
         self.numbers[0] as u32
     }
 
-    /// Makes the program do its next step, and waits for the line of numbers that the program then prints.
+    /// Writes a line to the program's input, which starts its next step. Waits for the line of numbers that the program
+    /// then prints.
     pub fn next(&mut self) {
         self.input.as_mut().unwrap().write_all(b"\n").unwrap();
         self.numbers = next_numbers(&mut self.output);
     }
 
-    /// Closes the program's input and waits for its end. Returns the numbers that it prints at its end.
+    /// Closes the program's input and waits until the program ends. Returns the numbers that the program prints at its
+    /// end.
     pub fn end(mut self) -> Vec<u64> {
         drop(self.input.take());
         let numbers = next_numbers(&mut self.output);
@@ -41,7 +43,7 @@ impl ObservedProgram {
         numbers
     }
 
-    /// Stops the program's process; its parent processes continue.
+    /// Stops the program's process, but not its parent processes.
     pub fn stop(&self) {
         stop(self.pid());
     }
@@ -51,8 +53,8 @@ impl ObservedProgram {
     }
 }
 
-/// Returns the numbers of the next line that has only numbers, since a test harness may print other lines. Returns an
-/// empty list at the end of the output.
+/// Returns the numbers of the next line of the output that has only numbers, because a test harness may print other
+/// lines. Returns an empty list at the end of the output.
 fn next_numbers(output: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
     let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
     output.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()

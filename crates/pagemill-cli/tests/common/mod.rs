@@ -1,4 +1,5 @@
-//! Helpers of the end-to-end tests: private folders, compiled C programs, and processes that are ended in any case.
+//! Helpers of the end-to-end tests: private folders, compiled C programs, and processes that are killed when a test
+//! ends.
 #![allow(dead_code)] // no test file uses all of it
 
 pub mod group;
@@ -18,10 +19,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The command under test.
+/// Path of the command `pagemill` under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Timeout of all waits. Test programs need far less time, so a program that still runs after it is considered hung.
+/// Timeout of all waits. A test program needs far less time, so a program that is still running after the timeout is
+/// considered hung.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A folder for one test, with private runtime, cache and home folders. Dropping the value removes the folder.
@@ -51,15 +53,16 @@ impl TestFolder {
         self.folder.path().join(name)
     }
 
-    /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on. By
-    /// default the C library would serve most test programs, because they are small.
+    /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on.
+    /// Otherwise the C library would serve most test programs, because they are small.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.command_with_libc_fallback(program);
         command.env("PAGEMILL_AFTER", "0");
         command
     }
 
-    /// Returns a command that uses this test's folders and has no Pagemill settings in its environment.
+    /// Returns a command for `program` that uses the folders of this test and has no Pagemill settings in its
+    /// environment.
     pub fn command_with_libc_fallback(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
@@ -87,7 +90,8 @@ impl TestFolder {
         command
     }
 
-    /// Compiles a source file of `tests/c`. Without a compiler, prints a message and returns `None`.
+    /// Compiles a source file of `tests/c`. Returns the path of the program. Without a compiler, prints a message and
+    /// returns `None`.
     pub fn compile(&self, source: &str, flags: &[&str]) -> Option<PathBuf> {
         let compiler = if source.ends_with(".cpp") { "c++" } else { "cc" };
         if !is_installed(compiler) {
@@ -104,7 +108,7 @@ impl TestFolder {
         Some(to)
     }
 
-    /// Checks that no published file and no folder of a process tree is left.
+    /// Checks that no published file, and no folder of a process tree, is left in the folders of this test.
     pub fn assert_no_files_left(&self) {
         let left: Vec<_> = walk(&self.path("runtime")).into_iter().filter(|path| !path.is_dir()).collect();
         assert!(left.is_empty(), "left behind: {left:?}");
@@ -128,7 +132,7 @@ pub fn is_installed(program: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
-/// Returns whether a program is missing. If so, prints that the test is skipped.
+/// Returns whether a program is not installed. If so, prints that the test is skipped.
 pub fn is_missing(program: &str) -> bool {
     let is_missing = !is_installed(program);
     if is_missing {
@@ -161,7 +165,7 @@ pub struct End {
 }
 
 impl End {
-    /// Returns the exit status. Panics if a signal ended the process.
+    /// Returns the exit status. Panics if the process was ended by a signal.
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("killed by signal {:?}\n{}", self.status.signal(), self.err))
     }
@@ -202,7 +206,8 @@ impl Guard {
         self.wait_for(at_most).unwrap_or_else(|| panic!("still running after {at_most:?}"))
     }
 
-    /// Like [`Guard::wait`], but returns `None` if the process still runs after `at_most`.
+    /// Waits until the process has ended, like [`Guard::wait`], but returns `None` if the process is still running
+    /// after `at_most`.
     pub fn wait_for(&mut self, at_most: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         while start.elapsed() < at_most {
@@ -235,7 +240,8 @@ impl Drop for Guard {
     }
 }
 
-/// Stops a process. Returns only when all its threads are stopped, since some threads stop some time after the signal.
+/// Stops a process. Returns only when all its threads are stopped, because some threads stop later than the signal is
+/// sent.
 pub fn stop(pid: u32) {
     assert!(shell(&format!("kill -s STOP {pid}")).success());
     let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
@@ -256,7 +262,7 @@ pub fn finish(command: Command, at_most: Duration) -> End {
 }
 
 /// Like [`finish`], for a command that sends a request to a process. Repeats the command if the process did not answer
-/// in time, as may happen on a busy machine.
+/// in time, which may happen on a busy machine.
 pub fn finish_answered(command: impl Fn() -> Command) -> End {
     let begun = Instant::now();
     loop {
@@ -267,14 +273,14 @@ pub fn finish_answered(command: impl Fn() -> Command) -> End {
     }
 }
 
-/// Like [`finish`], with `input` as standard input. If `input` is empty, the command keeps the standard input that it
-/// has.
+/// Like [`finish`], with `input` as the command's standard input. If `input` is empty, the command's standard input is
+/// not changed.
 pub fn finish_with_input(mut command: Command, input: Vec<u8>, at_most: Duration) -> End {
     let (end, out) = finish_bytes(&mut command, input, at_most);
     End { out: String::from_utf8_lossy(&out).into_owned(), ..end }
 }
 
-/// Like [`finish_with_input`], but also returns the standard output as bytes.
+/// Like [`finish_with_input`], but also returns the standard output of the command as bytes.
 pub fn finish_bytes(command: &mut Command, input: Vec<u8>, at_most: Duration) -> (End, Vec<u8>) {
     let start = Instant::now();
     command.stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -1,4 +1,4 @@
-//! A `pagemill mount` for one test, and its controller.
+//! A `pagemill mount` for one test, and the controller of the mount.
 
 use super::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use serde_json::Value;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 pub const MIB: usize = 1 << 20;
 
-/// A mounted file system. Dropping the value unmounts it, even if it is busy.
+/// A mounted RAM file system. Dropping the value unmounts the file system, even if it is busy.
 pub struct Ram {
     pub place: TestFolder,
     pub point: PathBuf,
@@ -39,7 +39,7 @@ impl Ram {
         finish(command, TIMEOUT)
     }
 
-    /// Creates a folder with a mark, which applies to all files below it.
+    /// Creates a folder with marks, which apply to all files below the folder.
     pub fn folder(&self, name: &str, mark: &[&str]) -> PathBuf {
         let path = self.at(name);
         fs::create_dir(&path).unwrap();
@@ -61,7 +61,7 @@ impl Ram {
         self.status()["counts"][name].as_u64().unwrap()
     }
 
-    /// Purges this many MiB. Returns the bytes that were purged.
+    /// Purges `mib` MiB of volatile files. Returns the bytes that were purged.
     pub fn purge(&self, mib: usize) -> u64 {
         let end = self.command(&["purge", "--json", self.point.to_str().unwrap(), &format!("{mib}M")]);
         end.assert_success();
@@ -72,7 +72,7 @@ impl Ram {
         fs::metadata(&self.point).unwrap().dev() != fs::metadata(self.place.path("home")).unwrap().dev()
     }
 
-    /// Waits until the controller knows this many volatile files.
+    /// Waits until the controller has found `files` volatile files.
     pub fn wait_for_volatile(&self, files: u64) {
         wait_until("volatile files are known", || self.status()["volatile_files"] == files);
     }
@@ -97,7 +97,7 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Starts a controller, and waits until the file system is mounted.
+/// Starts the controller of a new mount, and waits until the file system is mounted.
 pub fn start(place: &TestFolder, point: &Path, options: &[&str]) -> Guard {
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(point).args(options);
@@ -111,7 +111,7 @@ pub fn start(place: &TestFolder, point: &Path, options: &[&str]) -> Guard {
     controller
 }
 
-/// Returns bytes that depend on the seed and on their position. No byte is zero.
+/// Returns `len` bytes that depend on the seed and on their position. No byte is zero.
 pub fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
 }

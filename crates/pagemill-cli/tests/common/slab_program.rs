@@ -1,5 +1,5 @@
-//! A program with slab caches of all kinds, whose callbacks tests can control. Also helpers for tests that observe the
-//! program.
+//! A program with slab caches of all kinds, and helpers for tests that observe the program. The tests control the
+//! callbacks of the caches by files.
 #![allow(unsafe_code)] // implements the owner of slab objects
 
 use super::holder::ObservedProgram;
@@ -17,25 +17,25 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// If this variable is set, the test `program` of a test file is the program that tests observe. The value is a folder.
-/// Files in it control the program's callbacks.
+/// If this variable is set, the test `program` of a test file acts as the program that the other tests observe. The
+/// value is a folder. Files in that folder control the callbacks of the program's caches.
 const PROGRAM_VARIABLE: &str = "SLABINFO_TEST_PROGRAM";
 
-/// Number of objects that are inserted into a cache.
-pub const COUNT: u64 = 20_000;
+/// Number of objects that the program inserts into each cache.
+pub const INSERTED_OBJECTS: u64 = 20_000;
 
-/// Number of objects that remain in each cache: one in ten.
-pub const KEPT: u64 = COUNT / 10;
+/// Number of objects that the program keeps in each cache: one in ten. It frees the others.
+pub const KEPT_OBJECTS: u64 = INSERTED_OBJECTS / 10;
 
 /// A cache name with control characters.
 pub const CONTROL_CHARACTER_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
-/// `CONTROL_CHARACTER_NAME` as it is displayed.
+/// The text of `CONTROL_CHARACTER_NAME` as `slabinfo` displays it.
 pub const CONTROL_CHARACTER_NAME_SHOWN: &str = "tab?red ?[31m?line=1";
 
-pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN];
+pub const CACHE_NAMES: [&str; 4] = ["entries", "nodes", "boxes", CONTROL_CHARACTER_NAME_SHOWN];
 
-/// The owner of the objects of the cache `nodes`. Files in the folder control its callbacks.
+/// The owner of the objects of the slab cache `nodes`. Files in the folder control its callbacks.
 struct NodeOwner {
     folder: PathBuf,
     objects: Vec<AtomicPtr<Object>>,
@@ -49,7 +49,8 @@ impl NodeOwner {
     }
 }
 
-/// An object. While it is in use, its first word is its number plus one. While it is free, the first word is zero.
+/// An object of the slab cache `nodes`. While it is in use, its first word is its index plus one. While it is free, the
+/// first word is zero.
 struct Object([AtomicU64; 24]);
 
 // SAFETY: except for helper threads, one thread makes all calls, and waits while they run. So objects in use
@@ -107,8 +108,8 @@ fn fill_nodes(cache: &OwnerSlab<NodeOwner>) {
     }
 }
 
-/// Prints the process id. Prints for each cache: objects in use, slabs, partial slabs, resident bytes, and the ratios
-/// `defrag_used_ratio` and `remote_node_defrag_ratio`.
+/// Prints the process id. Then prints for each cache: the numbers of objects in use, of slabs and of partial slabs, the
+/// resident bytes, and the ratios `defrag_used_ratio` and `remote_node_defrag_ratio`.
 fn print_state(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
@@ -128,18 +129,20 @@ fn print_state(infos: &[SlabInfo]) {
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
-/// Runs the program if this process was started as the program.
+/// Runs the observed program if this process was started as the observed program.
 pub fn run() {
     let Some(folder) = std::env::var_os(PROGRAM_VARIABLE) else { return };
     // With a ratio of 0, objects are moved only by commands.
     let settings = |name| Settings::new(name).defrag_used_ratio(0);
     let slabs = Testbed::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();
-    let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
+    let owner =
+        NodeOwner { folder: folder.into(), objects: (0..INSERTED_OBJECTS).map(|_| AtomicPtr::default()).collect() };
     let nodes: OwnerSlab<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
     let boxes = slabs.fixed::<u64>(Settings::new("boxes").debug(true)).unwrap();
     let odd = slabs.fixed::<u64>(Settings::new(CONTROL_CHARACTER_NAME)).unwrap();
-    let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();
+    let handles: Vec<Handle<[u64; 24]>> =
+        (0..INSERTED_OBJECTS).map(|number| entries.insert([number; 24]).unwrap()).collect();
     for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         assert!(entries.remove(*handle).unwrap().is_some(), "{number}");
     }
@@ -173,13 +176,14 @@ pub fn run() {
     std::io::stdout().write_all(b"1\n").unwrap();
 }
 
-/// Forks a child that creates a cache, prints a line, waits for input and ends. Waits for the child's end.
+/// Forks a child process that creates a slab cache, prints a line, waits for input and ends. Waits until the child has
+/// ended.
 fn fork_child() {
     // SAFETY: the child only creates a cache, writes a line, reads one and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let own = Testbed::of_process().unwrap().slabs.by_handle::<u64>(Settings::new("own")).unwrap();
-        let handles: Vec<_> = (0..COUNT).map(|number| own.insert(number).unwrap()).collect();
+        let handles: Vec<_> = (0..INSERTED_OBJECTS).map(|number| own.insert(number).unwrap()).collect();
         handles.iter().skip(1).for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         print_state(&[own.info().unwrap()]);
         let _ = std::io::stdin().read_line(&mut String::new());
@@ -202,9 +206,9 @@ pub fn as_program(place: &TestFolder, mut command: Command) -> Command {
     command
 }
 
-/// Returns the numbers that [`print_state`] printed for a cache.
+/// Returns the numbers that [`print_state`] printed for the cache with this name.
 pub fn printed_numbers<'holder>(holder: &'holder ObservedProgram, name: &str) -> &'holder [u64] {
-    let at = NAMES.iter().position(|known| *known == name).unwrap();
+    let at = CACHE_NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()
 }
 
@@ -214,12 +218,12 @@ pub fn slabinfo(place: &TestFolder, options: &[&str]) -> Command {
     command
 }
 
-/// Returns the output of `pagemill slabinfo` for the program.
+/// Returns the output of `pagemill slabinfo` for the observed program.
 pub fn show(place: &TestFolder, holder: &ObservedProgram, options: &[&str]) -> String {
     let pid = holder.pid().to_string();
     let end = finish_answered(|| slabinfo(place, &[&[pid.as_str()], options].concat()));
     end.assert_success();
-    assert_eq!(requests(place), Vec::<PathBuf>::new());
+    assert_eq!(request_files(place), Vec::<PathBuf>::new());
     end.out
 }
 
@@ -240,8 +244,8 @@ pub fn cache_names(list: &Value) -> Vec<&str> {
     list["caches"].as_array().unwrap().iter().map(|cache| cache["name"].as_str().unwrap()).collect()
 }
 
-/// Returns the request files that are left in the folder.
-pub fn requests(place: &TestFolder) -> Vec<PathBuf> {
+/// Returns the request files that are left in the folder of published files.
+pub fn request_files(place: &TestFolder) -> Vec<PathBuf> {
     walk(&place.path("runtime"))
         .into_iter()
         .filter(|path| [".slabs-", ".order-"].iter().any(|word| path.to_string_lossy().contains(word)))

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 
-/// Returns whether failures cannot be injected: `strace` is missing, or may not trace, as in most containers. If so,
-/// prints that the test is skipped.
+/// Returns whether no failures can be injected, because `strace` is missing or may not trace processes, as in most
+/// containers. If so, prints that the test is skipped.
 pub fn cannot_inject() -> bool {
     if super::is_missing("strace") {
         return true;
@@ -27,14 +27,14 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether the sweep is full (`FAULT_SWEEP=full`). Otherwise only a sample of the calls is to fail.
+/// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls fails.
 pub fn is_full() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
 
-/// Counts the calls of the first thread in a trace. Returns for each name of a call: the number of calls before the
-/// first call of `start`, and the number from there on.
-pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
+/// Counts the kernel calls of the first thread in a trace, by name. Returns for each name the number of calls before
+/// the first call of `start`, and the number of calls from there on.
+pub fn count_calls_by_name(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     let (mut found, mut has_started) = (BTreeMap::<String, (usize, usize)>::new(), false);
     for line in trace.lines() {
         let Some((name, _)) = line.split_once('(') else { continue };
@@ -45,12 +45,12 @@ pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     found
 }
 
-/// In a full sweep, each of the first 40 calls of a name fails in a run of its own. Of the later calls, the 80th, 160th
-/// and so on fail, and the last one.
+/// In a full sweep, each of the first 40 calls of one system call fails in a run of its own. Of its later calls, the
+/// 80th, 160th, 320th and so on fail, and the last one.
 const FIRST_CALLS: usize = 40;
 
-/// Returns which of `calls` calls of one name are to fail, as numbers from 1. In a sample only one call is to fail. It
-/// is chosen by `pair`, the index of the combination of call name and error.
+/// Returns which calls of one system call are to fail, as positions from 1 to `calls`. In a sample only one call fails,
+/// which is chosen by `pair`, the index of the combination of system call and error.
 pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     if !is_full() {
         return vec![1 + pair * 7 % calls.max(1)];
@@ -59,7 +59,7 @@ pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALLS)).chain(rare).chain((calls > FIRST_CALLS).then_some(calls)).collect()
 }
 
-/// The totals of a sweep, and the problems that it showed.
+/// The totals of a sweep over failing calls, and the problems that the runs showed.
 #[derive(Default)]
 pub struct Outcome {
     pub runs: usize,
@@ -70,13 +70,13 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    pub fn count(&mut self, trace: &str) {
+    pub fn count_run(&mut self, trace: &str) {
         self.runs += 1;
         self.injected += trace.matches("(INJECTED)").count();
     }
 
-    /// Prints the totals. Panics if there are problems, or if `strace` injected too few failures.
-    pub fn end(self, name: &str) {
+    /// Prints the totals of the sweep. Panics if there were problems, or if `strace` injected too few failures.
+    pub fn assert_no_problems(self, name: &str) {
         let Self { runs, injected, calls, pairs, problems } = self;
         let kind = if is_full() { "full" } else { "sampled" };
         println!(

@@ -10,10 +10,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const FOLDER: u32 = 0o040_755;
-const FILE: u32 = 0o100_755;
+const FOLDER_MODE: u32 = 0o040_755;
+const FILE_MODE: u32 = 0o100_755;
 
-/// An archive under construction, and the paths that it already contains.
+/// A cpio archive under construction, and the paths that it already contains.
 #[derive(Default)]
 pub struct Initramfs {
     bytes: Vec<u8>,
@@ -22,39 +22,40 @@ pub struct Initramfs {
 
 impl Initramfs {
     pub fn add_folder(&mut self, path: impl AsRef<Path>) {
-        self.add(path.as_ref(), FOLDER, &[]);
+        self.add(path.as_ref(), FOLDER_MODE, &[]);
     }
 
     pub fn add_file(&mut self, path: impl AsRef<Path>, contents: &[u8]) {
-        self.add(path.as_ref(), FILE, contents);
+        self.add(path.as_ref(), FILE_MODE, contents);
     }
 
-    /// Adds a program or library as `path`. Also adds every library that it needs, at the same path as on this machine.
+    /// Adds a program or library to the archive as `path`. Also adds every library that it needs, at the same path as
+    /// on this machine.
     pub fn add_program(&mut self, path: impl AsRef<Path>, from: &Path) {
         self.add_file(path, &fs::read(from).unwrap());
-        for library in libraries(from) {
+        for library in needed_libraries(from) {
             let contents = fs::read(&library).unwrap();
             self.add_file(library, &contents);
         }
     }
 
     pub fn finish(mut self) -> Vec<u8> {
-        self.write(Path::new("TRAILER!!!"), 0, &[]);
+        self.write_entry(Path::new("TRAILER!!!"), 0, &[]);
         self.bytes
     }
 
-    /// Adds a path, unless the archive already contains it. Adds its parent folders first, because the kernel does not
-    /// create them.
+    /// Adds a file or folder, unless the archive already contains its path. Adds its parent folders first, because the
+    /// kernel does not create them.
     fn add(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let path = path.strip_prefix("/").unwrap_or(path);
         if path.as_os_str().is_empty() || !self.names.insert(path.to_owned()) {
             return;
         }
         self.add_folder(path.parent().unwrap());
-        self.write(path, mode, contents);
+        self.write_entry(path, mode, contents);
     }
 
-    fn write(&mut self, path: &Path, mode: u32, contents: &[u8]) {
+    fn write_entry(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let name = path.as_os_str().as_bytes();
         // Inode, mode, user, group, links, time, length, device of the file (two fields), device number (two
         // fields), length of the name, checksum.
@@ -66,18 +67,18 @@ impl Initramfs {
         }
         self.bytes.extend(name);
         self.bytes.push(0);
-        self.align();
+        self.pad_to_four_bytes();
         self.bytes.extend(contents);
-        self.align();
+        self.pad_to_four_bytes();
     }
 
-    fn align(&mut self) {
+    fn pad_to_four_bytes(&mut self) {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 }
 
-/// Returns every path in the output of `ldd`: the libraries and the loader.
-fn libraries(program: &Path) -> Vec<PathBuf> {
+/// Returns every path in the output of `ldd` for a program: the libraries that it needs, and the loader.
+fn needed_libraries(program: &Path) -> Vec<PathBuf> {
     let mut ldd = Command::new("ldd");
     ldd.arg(program);
     let end = finish(ldd, TIMEOUT);

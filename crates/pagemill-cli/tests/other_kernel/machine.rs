@@ -11,21 +11,22 @@ use std::time::Duration;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// Maximum duration of a run. A usual run takes about a tenth of it. qemu translates every instruction, and the host
-/// may be busy.
+/// Maximum duration of a run of the emulator. A usual run takes about a tenth of this time. qemu translates every
+/// instruction, and the host may be busy.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// An Intel CPU model. On AMD's models (and `max`) the kernel puts CPUs that share a cache on the same fake node.
-/// String instructions (`erms`) are off: Linux would fill pages with them, and qemu translates them byte by byte. A run
-/// takes half the time of a run with `max`.
-const PROCESSOR: &str = "Haswell-noTSX,erms=off";
+/// The emulated CPU, a model of Intel. On AMD's models (and `max`), the kernel puts CPUs that share a cache on the same
+/// fake node. String instructions (`erms`) are off: Linux would fill pages with them, and qemu translates them byte by
+/// byte. A run takes half the time of a run with `max`.
+const CPU_MODEL: &str = "Haswell-noTSX,erms=off";
 
-/// After a panic, the kernel reboots, and with `-no-reboot` a reboot ends qemu. Mitigations of CPU bugs are off to save
-/// time.
-const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 numa=fake=2 mitigations=off";
+/// The kernel's command line. After a panic, the kernel reboots, and with `-no-reboot` a reboot ends qemu. Mitigations
+/// of CPU bugs are off to save time.
+const KERNEL_COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 numa=fake=2 mitigations=off";
 
-/// Options that must be built into the kernel, because no modules are loaded. Debian's cloud kernel has no fake nodes.
-const BUILT_IN: &[&str] = &[
+/// Configuration options that must be built into the kernel, because the emulator loads no modules. Debian's cloud
+/// kernel has no fake nodes.
+const REQUIRED_OPTIONS: &[&str] = &[
     "CONFIG_BLK_DEV_INITRD",
     "CONFIG_DEVTMPFS",
     "CONFIG_MEMCG",
@@ -34,12 +35,12 @@ const BUILT_IN: &[&str] = &[
     "CONFIG_TMPFS",
 ];
 
-/// The result of a case in the emulator.
+/// The result of one case in the emulator.
 #[derive(Debug, Default)]
 pub struct Case {
-    /// `exit STATUS` or `signal NUMBER`; empty if the case did not end.
+    /// How the case ended: `exit STATUS` or `signal NUMBER`; empty if it did not end.
     pub end: String,
-    /// The texts of the case, by kind: `output`, `report`, `events`.
+    /// The texts that the case printed, by kind: `output`, `report`, `events`.
     pub texts: BTreeMap<String, String>,
 }
 
@@ -48,13 +49,13 @@ impl Case {
         self.texts.get(what).map_or("", String::as_str)
     }
 
-    /// Returns whether `memory.events` of the case's group has this line.
+    /// Returns whether `memory.events` of the case's control group has this line.
     pub fn has_event(&self, line: &str) -> bool {
         self.text("events").lines().any(|event| event == line)
     }
 }
 
-/// Returns the kernel to boot. If no kernel is suitable, prints the reasons and returns `None`.
+/// Returns the path of the kernel to boot. If no kernel is suitable, prints the reasons and returns `None`.
 pub fn kernel() -> Option<PathBuf> {
     if !cfg!(target_arch = "x86_64") {
         println!("skipped: the other kernel is one for x86-64");
@@ -63,7 +64,7 @@ pub fn kernel() -> Option<PathBuf> {
     if [QEMU, "ldd"].into_iter().any(is_missing) {
         return None;
     }
-    let candidates = candidates();
+    let candidates = candidate_kernels();
     if candidates.is_empty() {
         println!("skipped: no kernel: PAGEMILL_TEST_KERNEL names none, .ci/run has fetched none, none lies in /boot");
     }
@@ -76,9 +77,9 @@ pub fn kernel() -> Option<PathBuf> {
     })
 }
 
-/// Returns the kernels to try, in order. If the environment names a kernel, it is the only one. Otherwise the first is
-/// the kernel that .ci/run downloaded, and the installed kernels follow.
-fn candidates() -> Vec<PathBuf> {
+/// Returns the paths of the kernels to try, in order. If the environment names a kernel, returns only that kernel.
+/// Otherwise returns the kernel that .ci/run downloaded, and then the installed kernels.
+fn candidate_kernels() -> Vec<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEMILL_TEST_KERNEL") {
         return vec![path.into()];
     }
@@ -86,7 +87,7 @@ fn candidates() -> Vec<PathBuf> {
     [target.join("kernel"), "/boot".into()].iter().flat_map(|folder| kernels_in(folder)).collect()
 }
 
-/// Returns every `vmlinuz-*` of a folder, the highest release first. Parts of release numbers are compared as numbers.
+/// Returns every `vmlinuz-*` in a folder, the highest release first. The parts of a release are compared as numbers.
 fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     let release = |path: &PathBuf| -> Vec<u64> {
         path.to_string_lossy().split(|byte: char| !byte.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
@@ -99,7 +100,8 @@ fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     kernels
 }
 
-/// Returns why a kernel is not suitable; `None` if it is. Examines its file and the file `config-*` in the same folder.
+/// Returns why a kernel is not suitable; `None` if it is suitable. Examines the kernel's file and the file `config-*`
+/// in the same folder.
 fn obstacle(kernel: &Path) -> Option<String> {
     if let Err(error) = fs::File::open(kernel) {
         return Some(error.to_string());
@@ -107,14 +109,14 @@ fn obstacle(kernel: &Path) -> Option<String> {
     let release = kernel.file_name()?.to_string_lossy().replacen("vmlinuz", "config", 1);
     let config = fs::read_to_string(kernel.with_file_name(release)).ok()?;
     let is_built_in = |option: &&str| config.lines().any(|line| line.strip_prefix(*option) == Some("=y"));
-    let lacking = BUILT_IN.iter().find(|option| !is_built_in(option))?;
+    let lacking = REQUIRED_OPTIONS.iter().find(|option| !is_built_in(option))?;
     Some(format!("{lacking} is not built in"))
 }
 
-/// Boots the kernel, waits until it powers off, and returns the results of every case.
+/// Boots the kernel in the emulator, waits until it powers off, and returns the results of all cases by name.
 pub fn boot(place: &TestFolder, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, Case> {
     fs::write(place.path("initramfs"), initramfs).unwrap();
-    let status = run(place, kernel);
+    let status = run_qemu(place, kernel);
     let read = |name: &str| String::from_utf8_lossy(&fs::read(place.path(name)).unwrap_or_default()).into_owned();
     let (console, results) = (read("console"), read("results"));
     let is_done = results.lines().last() == Some("@done");
@@ -128,24 +130,24 @@ pub fn boot(place: &TestFolder, kernel: &Path, initramfs: &[u8]) -> BTreeMap<Str
     );
     // If a case fails, the console shows which processes were killed and why.
     println!("console:\n{}", tail(&console));
-    parse(&results)
+    parse_results(&results)
 }
 
-/// Runs qemu. Returns its status; `None` if it had to be killed. The kernel's console and the results are written to
-/// separate files.
-fn run(place: &TestFolder, kernel: &Path) -> Option<ExitStatus> {
+/// Runs qemu. Returns its exit status; `None` if qemu had to be killed. The kernel's console and the results are
+/// written to separate files.
+fn run_qemu(place: &TestFolder, kernel: &Path) -> Option<ExitStatus> {
     let mut qemu = place.command(QEMU);
-    qemu.args(["-machine", "pc", "-cpu", PROCESSOR, "-accel", "tcg", "-m", "1G", "-smp", "2"]);
+    qemu.args(["-machine", "pc", "-cpu", CPU_MODEL, "-accel", "tcg", "-m", "1G", "-smp", "2"]);
     qemu.args(["-nodefaults", "-display", "none", "-no-reboot"]);
     qemu.args(["-serial", "file:console", "-serial", "file:results"]);
-    qemu.arg("-kernel").arg(kernel).args(["-initrd", "initramfs", "-append", COMMAND_LINE]);
+    qemu.arg("-kernel").arg(kernel).args(["-initrd", "initramfs", "-append", KERNEL_COMMAND_LINE]);
     let messages = fs::File::create(place.path("qemu")).unwrap();
     qemu.stdout(Stdio::null()).stderr(messages);
     Guard::new(qemu).wait_for(TIMEOUT)
 }
 
-/// Parses the results that `tests/c/init.c` prints.
-fn parse(results: &str) -> BTreeMap<String, Case> {
+/// Parses the results that the program `tests/c/init.c` printed.
+fn parse_results(results: &str) -> BTreeMap<String, Case> {
     let mut cases = BTreeMap::<String, Case>::new();
     let mut lines = results.lines();
     while let Some(line) = lines.next() {

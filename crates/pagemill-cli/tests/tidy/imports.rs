@@ -1,21 +1,22 @@
 //! Import cycles: files of a crate that import each other in a circle.
 
-use super::{assert_none, blank_comments_and_strings, files, without_tests, words};
+use super::{assert_none, blank_comments_and_strings, files, without_tests, word_offsets};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of files that may import each other in a circle.
-const MAX_CYCLE: usize = 3;
+const MAX_CYCLE_FILES: usize = 3;
 
-/// Crate and first module of the files that may form a larger circle: the path of a request through the page cache.
+/// Crate and first module of the only files that may form a larger circle: those on the path of a request through the
+/// page cache.
 const REQUEST_PATH: (&str, &str) = ("pagemill-cache", "mapping");
 
-/// The path of a module from the root of its crate.
+/// The path of a module from the root of its crate, as a list of names.
 type Module = Vec<String>;
 
-/// The modules of a crate, each with the modules that it names.
+/// The modules of a crate, each with the modules that its code names.
 type Imports = BTreeMap<Module, BTreeSet<Module>>;
 
-/// Returns the crate and the module of a source file; `None` for tests and other files.
+/// Returns the crate and the module to which a source file belongs; `None` for tests and other files.
 fn module_of(path: &str) -> Option<(&str, Module)> {
     let (name, rest) = path.strip_prefix("crates/")?.split_once("/src/")?;
     let mut module: Module = rest.strip_suffix(".rs")?.split('/').map(str::to_owned).collect();
@@ -26,7 +27,7 @@ fn module_of(path: &str) -> Option<(&str, Module)> {
     (!is_test).then_some((name, module))
 }
 
-/// Returns the paths of a `use` tree: `a::b` and `a::c` for `a::{b, c}`.
+/// Returns the paths that a `use` tree stands for: `a::b` and `a::c` for `a::{b, c}`.
 fn paths_of(tree: &str) -> Vec<String> {
     let tree = tree.trim();
     let Some((prefix, rest)) = tree.split_once('{') else { return vec![tree.to_owned()] };
@@ -50,7 +51,7 @@ fn paths_of(tree: &str) -> Vec<String> {
 fn paths_in(code: &str) -> Vec<String> {
     let is_path = |letter: char| letter.is_alphanumeric() || "_:".contains(letter);
     let mut paths = Vec::new();
-    let starts = ["crate", "super"].into_iter().flat_map(|word| words(code, word));
+    let starts = ["crate", "super"].into_iter().flat_map(|word| word_offsets(code, word));
     for start in starts.filter(|start| !code[..*start].ends_with("::")) {
         let rest = &code[start..];
         let len = rest.find(|letter| !is_path(letter)).unwrap_or(rest.len());
@@ -62,9 +63,9 @@ fn paths_in(code: &str) -> Vec<String> {
     paths
 }
 
-/// Returns the module that a path in `from` names: the longest prefix of the path that is a module. `None` for `from`
-/// itself and the modules above it.
-fn target(path: &str, from: &Module, modules: &BTreeSet<Module>) -> Option<Module> {
+/// Returns the module to which a path in the code of `from` refers: the longest prefix of the path that is a module.
+/// Returns `None` if that is `from` itself or a module above it.
+fn named_module(path: &str, from: &Module, modules: &BTreeSet<Module>) -> Option<Module> {
     let mut at: Module = if path.starts_with("crate") { Vec::new() } else { from.clone() };
     for name in path.split("::").map(str::trim).take_while(|name| !name.is_empty()) {
         match name {
@@ -79,7 +80,7 @@ fn target(path: &str, from: &Module, modules: &BTreeSet<Module>) -> Option<Modul
     (!from.starts_with(&at)).then_some(at)
 }
 
-/// Returns the modules that `from` names, directly or through others.
+/// Returns the modules that `from` names, directly or through other modules.
 fn reachable(imports: &Imports, from: &Module) -> BTreeSet<Module> {
     let (mut found, mut open) = (BTreeSet::new(), vec![from]);
     while let Some(module) = open.pop() {
@@ -88,16 +89,18 @@ fn reachable(imports: &Imports, from: &Module) -> BTreeSet<Module> {
     found
 }
 
-/// Returns the groups of more than `MAX_CYCLE` modules of which each names all others, directly or through others.
+/// Returns the groups of more than `MAX_CYCLE_FILES` modules in which each module names all others, directly or through
+/// other modules.
 fn large_cycles(imports: &Imports) -> BTreeSet<Vec<Module>> {
     let reached: BTreeMap<&Module, _> = imports.keys().map(|module| (module, reachable(imports, module))).collect();
     let group = |module: &Module| -> Vec<Module> {
         reached[module].iter().filter(|other| reached[other].contains(module)).cloned().collect()
     };
-    imports.keys().map(group).filter(|group| group.len() > MAX_CYCLE).collect()
+    imports.keys().map(group).filter(|group| group.len() > MAX_CYCLE_FILES).collect()
 }
 
-/// At most `MAX_CYCLE` files may import each other in a circle, except on the path of a request through the page cache.
+/// At most `MAX_CYCLE_FILES` files may import each other in a circle, except the files on the path of a request through
+/// the page cache.
 #[test]
 fn import_cycles_are_short() {
     let files = files();
@@ -113,7 +116,7 @@ fn import_cycles_are_short() {
     for (name, codes) in &crates {
         let modules: BTreeSet<Module> = codes.keys().cloned().collect();
         let imports = codes.iter().map(|(module, code)| {
-            let targets = paths_in(code).into_iter().filter_map(|path| target(&path, module, &modules));
+            let targets = paths_in(code).into_iter().filter_map(|path| named_module(&path, module, &modules));
             (module.clone(), targets.collect())
         });
         let is_allowed = |module: &Module| (*name, module[0].as_str()) == REQUEST_PATH;
@@ -125,8 +128,8 @@ fn import_cycles_are_short() {
     assert_none(&problems);
 }
 
-/// A circle of four modules must be found, whether they name each other by `use` trees or by paths in code. Names of
-/// modules above must not count.
+/// Four modules name each other in a circle, by `use` trees or by paths in code. The circle must be found. A name of a
+/// module above the naming module must not count.
 #[test]
 fn import_cycles_are_found() {
     assert_eq!(paths_of("crate::a::{b, c::{d, e}}"), ["crate::a::b", "crate::a::c::d", "crate::a::c::e"]);
@@ -142,7 +145,7 @@ fn import_cycles_are_found() {
     let modules: BTreeSet<Module> = codes.iter().map(|(path, _)| module(path)).collect();
     let imports_of = |codes: &[(&str, &str)]| -> Imports {
         let targets = |path: &str, code| {
-            paths_in(code).into_iter().filter_map(|named| target(&named, &module(path), &modules)).collect()
+            paths_in(code).into_iter().filter_map(|named| named_module(&named, &module(path), &modules)).collect()
         };
         codes.iter().map(|(path, code)| (module(path), targets(path, code))).collect()
     };

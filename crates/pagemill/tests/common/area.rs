@@ -6,8 +6,8 @@ use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_volatile::vrange::{How, Marked, Mode};
 
-/// A mapping of some kind, which is unmapped on drop. Its bytes are read and written one by one, because there may be
-/// no references to them.
+/// A memory mapping, which is unmapped on drop. Its bytes are read and written one by one, because no Rust references
+/// to them may exist.
 pub struct Area {
     pub addr: usize,
     pub len: usize,
@@ -20,15 +20,15 @@ impl Area {
         (addr != libc::MAP_FAILED).then_some(Self { addr: addr as usize, len })
     }
 
-    /// Maps private memory of `pages` OS pages, and writes to each page.
+    /// Maps private memory of `pages` OS pages, and writes `byte` to each page.
     pub fn plain(pages: usize, byte: u8) -> Self {
         let area = Self::map(pages * os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         area.fill(byte);
         area
     }
 
-    /// Maps private memory of `blocks` blocks, aligned to a block, and writes to each page. The memory is in huge pages
-    /// if the kernel has some.
+    /// Maps private memory of `blocks` blocks of 2 MiB, aligned to a block, and writes `byte` to each page. The memory
+    /// is in huge pages if the kernel has some.
     pub fn huge(blocks: usize, byte: u8) -> Self {
         let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         let start = area.addr.next_multiple_of(BLOCK_BYTES);

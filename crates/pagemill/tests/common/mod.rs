@@ -1,4 +1,4 @@
-//! Code that several tests share, mostly tests of volatile memory.
+//! Helpers that several test files share, mostly tests of volatile memory.
 #![allow(dead_code)] // each test file uses a part of this module
 #![allow(unsafe_code)] // forks
 
@@ -6,17 +6,17 @@ use pagemill_testbed::Testbed;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Ranges whose marks are at least this far apart in time have different epochs.
-pub const EPOCH: Duration = Duration::from_millis(12);
+/// Time between two marks after which their epochs differ. An epoch is the time of a mark in ticks of 4.2 ms.
+pub const EPOCH_DISTANCE: Duration = Duration::from_millis(12);
 
-/// Returns the Pagemill that all tests of a process share. It is never dropped.
+/// Returns the Pagemill instance that all tests of this process share. It is never dropped.
 pub fn pagemill() -> &'static Testbed {
     static PAGEMILL: OnceLock<&'static Testbed> = OnceLock::new();
     PAGEMILL.get_or_init(Testbed::for_test)
 }
 
-/// Forks like a program with this Pagemill, and asserts that `is_right` returns true in the child. `is_right` must
-/// neither allocate nor panic.
+/// Forks as a program that uses this instance does, and asserts that `is_right` returns true in the child. `is_right`
+/// must neither allocate nor panic.
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.

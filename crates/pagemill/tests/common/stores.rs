@@ -1,4 +1,4 @@
-//! A store in memory that panics, or does not complete transfers.
+//! A store in memory that panics on writes, or does not complete its transfers.
 #![allow(dead_code)] // each test file uses a part of this module
 
 use pagemill_store::{MemoryStore, Store, Transfer};
@@ -11,7 +11,7 @@ pub struct BrokenStore {
     pub inner: MemoryStore,
     /// Whether a write panics.
     pub panics: AtomicBool,
-    /// Transfers that were started and not completed. `None`: every transfer completes at once.
+    /// Transfers that were started and not completed. If `None`, every transfer is completed at once.
     pub started: Option<Mutex<Vec<Transfer>>>,
 }
 
@@ -24,7 +24,7 @@ impl BrokenStore {
 
     /// Returns an empty store that completes no transfer.
     #[must_use]
-    pub fn that_completes_nothing(block_bytes: usize) -> Self {
+    pub fn that_completes_no_transfer(block_bytes: usize) -> Self {
         let inner = MemoryStore::new(Vec::new(), block_bytes);
         Self { inner, panics: AtomicBool::new(false), started: Some(Mutex::default()) }
     }
