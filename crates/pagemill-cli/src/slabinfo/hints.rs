@@ -10,7 +10,7 @@ const MIN_SIMILARITY: f64 = 0.8;
 const MAX_LISTED_NAMES: usize = 8;
 
 /// Returns the suggestion for an unknown cache name: similar names or, if there are none, a list of the existing names.
-pub fn suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
+pub fn name_suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
     let wanted = name.to_lowercase();
     let known: BTreeSet<&str> = known.collect();
     let similarity = |known: &str| {
