@@ -133,7 +133,7 @@ pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     })
 }
 
-/// Releases [`ACTION_LOCK`] in a fork child, because the thread that held the lock may not exist in the child. Records
+/// Releases `ACTION_LOCK` in a fork child, because the thread that held the lock may not exist in the child. Records
 /// the child's process id.
 pub fn begin_child() {
     ACTION_LOCK.store(0, Relaxed);

@@ -404,7 +404,7 @@ impl Account {
     }
 
     /// Counts `bytes` of memory that becomes resident, and returns free memory to the kernel to offset them, in steps
-    /// of at least [`OFFSET_STEP_BYTES`]. So free memory of unused size classes does not accumulate. A process with
+    /// of at least `OFFSET_STEP_BYTES`. So free memory of unused size classes does not accumulate. A process with
     /// little free memory returns none. With more free memory, a step returns up to as many bytes as were counted, but
     /// only cold ones. With very much, a step returns up to twice as many bytes, cold or not.
     pub fn offset_new_memory(&self, bytes: u64) {

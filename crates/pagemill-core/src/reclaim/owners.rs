@@ -146,7 +146,7 @@ impl RegisteredOwner {
 
 /// The amounts that all owners report together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Amounts {
+pub(crate) struct Amounts {
     /// Bytes that the owners could give back at once.
     pub giveable: u64,
     /// The part of `giveable` that no account is charged for.
@@ -226,7 +226,7 @@ impl Owners {
 
     /// Returns the amounts of all owners. Cost: some loads of counters for each owner of Pagemill; each owner of the
     /// program also costs a `catch_unwind`.
-    pub fn amounts(&self) -> Amounts {
+    pub(crate) fn amounts(&self) -> Amounts {
         let own = self.slots_of(false).filter_map(|owner| owner.query_own(Amounts::of));
         let sum = own.fold(Amounts::default(), Amounts::add);
         if !self.has_programs.load(Relaxed) {

@@ -89,7 +89,7 @@ pub trait Forests: Sync {
 ///
 /// # Invariants
 ///
-/// `base` is one unit ([`UNIT_BYTES`]) before the window of `source`. The window ends `end` units after `base`.
+/// `base` is one unit (`UNIT_BYTES`) before the window of `source`. The window ends `end` units after `base`.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Forest {
