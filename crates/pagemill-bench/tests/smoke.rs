@@ -699,7 +699,7 @@ fn streams_are_read_and_written() {
         for metric in ["mib_per_second", "cpu_us_per_mib"] {
             let is_it = |row: &&serde_json::Value| row["subject"] == subject && row["metric"] == metric;
             let values: Vec<f64> = rows.iter().filter(is_it).filter_map(|row| row["value"].as_f64()).collect();
-            assert!(values.len() == 4 && values.iter().all(|value| *value > 0.0), "{subject} {metric}: {rows:?}");
+            assert!(values.len() == 6 && values.iter().all(|value| *value > 0.0), "{subject} {metric}: {rows:?}");
         }
     }
 }

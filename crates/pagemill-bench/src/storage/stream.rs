@@ -1,13 +1,14 @@
 //! Sequential reads and writes of a file that is four times as large as its cache, by system-call sized pieces. The page
 //! cache is compared with the kernel's page cache and with fio, which bypasses it.
 
+use std::fs::OpenOptions;
 use std::time::Duration;
 
 use super::fio::{self, Engine, Pass};
 use super::target::Target;
 use super::{CPU_PER_MIB, MIB, PlaceOptions, judge_against_best, judge_ratio, sample};
 use crate::child::{self, Outcome};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, doing};
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
@@ -74,11 +75,20 @@ pub struct Options {
     pub cache_mib: Option<u64>,
 }
 
-/// One direction with one length of a call. Writes are ordered last, because they destroy the pattern with which reads
-/// are checked.
+/// What the calls do. Writes are ordered last, because they destroy the pattern with which reads are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Direction {
+    Read,
+    /// Writes to bytes that the file has.
+    Overwrite,
+    /// Writes to an empty file.
+    Append,
+}
+
+/// One direction with one length of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
-    is_write: bool,
+    direction: Direction,
     call_bytes: u64,
 }
 
@@ -89,14 +99,25 @@ impl Case {
         } else {
             format!("{} MiB", self.call_bytes >> 20)
         };
-        format!("{size} {}", if self.is_write { "writes" } else { "reads" })
+        let calls = match self.direction {
+            Direction::Read => "reads",
+            Direction::Overwrite => "overwrites",
+            Direction::Append => "appends",
+        };
+        format!("{size} {calls}")
     }
 }
 
 fn cases(options: &Options) -> Vec<Case> {
-    let may_write = options.writes || (options.place.file.is_none() && !options.reads);
-    let directions = if may_write { &[false, true][..] } else { &[false] };
-    let of = |is_write: &bool| CALLS.map(|call_bytes| Case { is_write: *is_write, call_bytes });
+    use Direction::{Append, Overwrite, Read};
+    let directions = match &options.place.file {
+        None if !options.reads => &[Read, Overwrite, Append][..],
+        // A device cannot be emptied.
+        Some(path) if options.writes && path.is_file() => &[Read, Overwrite, Append],
+        Some(_) if options.writes => &[Read, Overwrite],
+        _ => &[Read],
+    };
+    let of = |direction: &Direction| CALLS.map(|call_bytes| Case { direction: *direction, call_bytes });
     directions.iter().flat_map(of).collect()
 }
 
@@ -144,9 +165,9 @@ fn measure(
     let progress = Progress::new(common.rounds() * cases.len() * subjects.len());
     let mut samples = SampleTable::new();
     // All reads run before all writes, because writes destroy the pattern.
-    for is_write in [false, true] {
+    for direction in [Direction::Read, Direction::Overwrite, Direction::Append] {
         for round in 0..common.rounds() {
-            for case in cases.iter().filter(|case| case.is_write == is_write) {
+            for case in cases.iter().filter(|case| case.direction == direction) {
                 for subject in rotated(subjects, round) {
                     progress.step(&format!("{}, {}", case.name(), subject.name));
                     let outcome = run_sample(subject, *case, target, cache_mib)?;
@@ -159,7 +180,13 @@ fn measure(
 }
 
 fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {
-    let Case { is_write, call_bytes } = case;
+    let Case { direction, call_bytes } = case;
+    let is_write = direction != Direction::Read;
+    if direction == Direction::Append {
+        let emptied =
+            OpenOptions::new().write(true).truncate(true).open(target.path()).and_then(|file| file.sync_all());
+        emptied.map_err(doing("emptying the file"))?;
+    }
     match subject.work {
         Work::Fio(engine) => {
             let depth = (IN_FLIGHT_BYTES / call_bytes).min(MOST_IN_FLIGHT);
@@ -231,10 +258,12 @@ mod tests {
     /// given.
     #[test]
     fn only_allowed_files_are_written() {
-        let (reads, all) =
-            (["64 KiB reads", "1 MiB reads"], ["64 KiB reads", "1 MiB reads", "64 KiB writes", "1 MiB writes"]);
+        let reads = ["64 KiB reads", "1 MiB reads"];
+        let overwrites = ["64 KiB reads", "1 MiB reads", "64 KiB overwrites", "1 MiB overwrites"];
+        let all = [&overwrites[..], &["64 KiB appends", "1 MiB appends"]].concat();
         assert_eq!(cases_of(&[]), all);
-        assert_eq!(cases_of(&["--file", "x", "--writes"]), all);
+        assert_eq!(cases_of(&["--file", "/dev/null", "--writes"]), overwrites);
+        assert_eq!(cases_of(&["--file", "/proc/self/exe", "--writes"]), all);
         assert_eq!(cases_of(&["--reads"]), reads);
         assert_eq!(cases_of(&["--file", "x"]), reads);
     }

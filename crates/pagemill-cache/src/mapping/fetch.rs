@@ -353,8 +353,16 @@ impl File {
             present_bytes: 0,
             size_bytes: self.size_bytes().max(to),
             sequential_bytes: if is_in_order { from.saturating_sub(self.sequential_begin.load(Relaxed)) } else { 0 },
+            read_bytes: if cause == Cause::Write { self.unwritten_bytes(begin..end, from..to) } else { 0 },
         };
         self.cache.policy.choose(&ask)
+    }
+
+    /// Returns how many bytes of a range the store has that a write to `written` does not replace.
+    fn unwritten_bytes(&self, range: Range<u64>, written: Range<u64>) -> u64 {
+        let end = range.end.min(self.stored_bytes.load(Relaxed));
+        let behind = end.saturating_sub(written.end.max(range.start));
+        written.start.min(end).saturating_sub(range.start) + behind
     }
 
     /// Puts the first bytes into an unpublished folio.

@@ -31,6 +31,9 @@ pub struct Ask {
     pub size_bytes: u64,
     /// Length of the sequential run of writes that ends right before this call.
     pub sequential_bytes: u64,
+    /// For [`Cause::Write`]: bytes of the range that a huge folio would first have to read from the store, because the
+    /// call does not write them.
+    pub read_bytes: u64,
 }
 
 /// The decision of a policy.
@@ -89,7 +92,8 @@ const DENSE_FRACTION: (u64, u64) = (7, 8);
 
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
 /// half of the range, or if a large file is written sequentially. A small file, or one with scattered writes, gets
-/// small folios until its ranges are dense.
+/// small folios until its ranges are dense. So does a write to a range of which the store has other bytes, because a huge
+/// folio would first have to read them.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
@@ -106,11 +110,8 @@ impl Policy for Auto {
             Cause::Write => {
                 let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_FILE_SPANS * ask.span_bytes;
-                if ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large) {
-                    Choice::Huge
-                } else {
-                    Choice::Small
-                }
+                let is_wanted = ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large);
+                if is_wanted && ask.read_bytes == 0 { Choice::Huge } else { Choice::Small }
             }
         }
     }
@@ -158,6 +159,7 @@ mod tests {
             present_bytes: 0,
             size_bytes: 1000,
             sequential_bytes: 0,
+            read_bytes: 0,
         };
         assert_eq!(Auto.choose(&ask), Choice::Small);
         assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
@@ -165,6 +167,7 @@ mod tests {
         let sequential = Ask { sequential_bytes: 2 * SPAN, ..ask };
         assert_eq!(Auto.choose(&sequential), Choice::Small);
         assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, ..sequential }), Choice::Huge);
+        assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, read_bytes: 1, ..sequential }), Choice::Small);
         let collapse = Ask { cause: Cause::Collapse, present_bytes: SPAN, ..ask };
         assert_eq!(Auto.choose(&collapse), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);

@@ -186,6 +186,7 @@ impl File {
             present_bytes: 0,
             size_bytes: self.size_bytes(),
             sequential_bytes: 0,
+            read_bytes: 0,
         })
     }
 }

@@ -13,6 +13,7 @@ use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, Backoff, Relaxed};
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::Store;
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
@@ -21,6 +22,10 @@ use std::sync::atomic::Ordering::SeqCst;
 
 /// Maximum number of attempts of a sync. The sync is attempted again if the file was truncated meanwhile.
 const MAX_SYNC_ATTEMPTS: usize = 16;
+
+/// A file that is longer than its store by at least this many bytes is being extended by large writes. The store is then
+/// extended before they are written back.
+const GROWN_BYTES: u64 = BLOCK_BYTES as u64;
 
 impl Mapping {
     /// Writes all dirty pages to the store in the order of the file, and returns when they are durable. Does nothing
@@ -148,6 +153,11 @@ impl File {
     pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
         debug_assert!(self.syncing.is_held(), "one thread writes the file back");
         self.truncate_store(store).inspect_err(|error| self.note_error(error))?;
+        if self.size_bytes() >= self.stored_bytes.load(Relaxed).saturating_add(GROWN_BYTES) {
+            // A file system does one write at a time behind the end of a file. If the extension fails, the writes report
+            // the reason.
+            let _ = self.extend_store(store);
+        }
         let walked = self.walk(store, walk)?;
         walked.failure.iter().for_each(|error| self.note_error(error));
         Ok(walked)

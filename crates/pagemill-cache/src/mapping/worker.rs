@@ -77,6 +77,7 @@ impl File {
             present_bytes: present,
             size_bytes: self.size_bytes(),
             sequential_bytes: 0,
+            read_bytes: 0,
         };
         if self.cache.policy.choose(&ask) != Choice::Huge {
             return Some(false);
