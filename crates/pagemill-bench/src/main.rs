@@ -140,7 +140,7 @@ workloads! {
     "__keeper" Keeper(workload::handover::KeeperArguments) => workload::handover::run_keeper,
     "__piece-keeper" PieceKeeper(workload::pieces::PieceKeeperArguments) => workload::pieces::run_keeper,
     "__churn" Churn(workload::churn::ChurnArguments) => workload::churn::run,
-    "__returning" Returning(workload::returning::ReturningArguments) => workload::returning::run,
+    "__returning" Returning(workload::work_after_free::ReturningArguments) => workload::work_after_free::run,
     "__newcomer" Newcomer(workload::handover::NewcomerArguments) => workload::handover::run_newcomer,
     "__asker" Asker(workload::reaction::AskerArguments) => workload::reaction::run_asker,
     "__hoarder" Hoarder(workload::reaction::HoarderArguments) => workload::reaction::run_hoarder,

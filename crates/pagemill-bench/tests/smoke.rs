@@ -457,7 +457,7 @@ fn records_are_read_back_by_every_operation() {
 /// The seven operations of iozone must run on files in a page cache of the process. The options `--cached` and
 /// `--mapped` must exclude each other.
 #[test]
-fn records_are_found_in_a_cache() {
+fn iozone_runs_on_files_in_the_page_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
     let line = rows(&[&["__iozone", "--cached"], &numbers[..]].concat());
 

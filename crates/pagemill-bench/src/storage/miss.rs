@@ -241,8 +241,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subjec
     }
 }
 
-/// A target: the subject, the fio job whose CPU time is compared, and the bounds of the rate and of the CPU time. The rate
-/// of a subject with [`DEPTH`] reads in flight is compared with the best of all fio jobs.
+/// Targets: subject; fio job to compare with; minimum of the rate and maximum of the CPU time per read, both divided by
+/// the fio job's. If the fio job is [`FIO_URING`], the rate is instead divided by that of the fastest of all fio jobs.
 const TARGETS: [(&str, &str, f64, f64); 8] = [
     (QUEUE, FIO_URING, 0.95, 1.05),
     (FUTURES, FIO_URING, 0.95, 1.15),

@@ -20,13 +20,13 @@ pub mod pair;
 pub mod pieces;
 pub mod reaction;
 pub mod refs;
-pub mod returning;
 pub mod slab;
 pub mod small;
 pub mod steps;
 pub mod storage;
 pub mod volatile;
 pub mod waste;
+pub mod work_after_free;
 pub mod writers;
 
 use std::env;

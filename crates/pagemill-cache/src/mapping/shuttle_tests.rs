@@ -515,7 +515,7 @@ impl TestFile {
 /// must leave all folios clean, and evicting everything must free all of the cache's memory.
 #[test]
 fn evictions_during_reads_writes_and_removals() {
-    const THREADS: [&[usize]; 3] =
+    const OPERATIONS_OF_THREADS: [&[usize]; 3] =
         [&[READ, READ, READ], &[READ, WRITE, HOLD, PIN], &[WRITE, REMOVE_OR_RESHAPE, READ, REMOVE_OR_RESHAPE]];
     run_in_many_schedules(1, || {
         let cache = cache_of_limit(3 * PAGE as u64);
@@ -524,7 +524,7 @@ fn evictions_during_reads_writes_and_removals() {
             ..TestFile::new(&cache, byte, PAGES)
         };
         let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(open));
-        let threads = THREADS.map(|acts| {
+        let threads = OPERATIONS_OF_THREADS.map(|acts| {
             let files = files.clone();
             shuttle::thread::spawn(move || {
                 acts.iter().for_each(|act| files[random_below(2)].run_operation_at_limit(*act))
@@ -543,7 +543,7 @@ fn evictions_during_reads_writes_and_removals() {
 /// nothing may be dirty.
 #[test]
 fn writeback_during_writes_truncations_and_evictions() {
-    const THREADS: [&[usize]; 3] =
+    const OPERATIONS_OF_THREADS: [&[usize]; 3] =
         [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[REMOVE_OR_RESHAPE, WRITE, REMOVE_OR_RESHAPE]];
     run_in_many_schedules(1, || {
         let writeback = Writeback::default().age(Duration::ZERO);
@@ -553,7 +553,7 @@ fn writeback_during_writes_truncations_and_evictions() {
             ..TestFile::new(&cache, byte, PAGES)
         };
         let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(open));
-        let threads = THREADS.map(|acts| {
+        let threads = OPERATIONS_OF_THREADS.map(|acts| {
             let files = files.clone();
             shuttle::thread::spawn(move || {
                 acts.iter().for_each(|act| files[random_below(2)].run_operation_at_limit(*act))
@@ -689,7 +689,7 @@ const POLL_AND_DROP_READ: usize = 7;
 /// evictions. Waiting threads must continue, the file must have only its own bytes, and no memory may be lost.
 #[test]
 fn late_reads_during_all_other_operations() {
-    const THREADS: [&[usize]; 3] = [
+    const OPERATIONS_OF_THREADS: [&[usize]; 3] = [
         &[READ, POLL_AND_DROP_READ, READ],
         &[POLL_AND_DROP_READ, WRITE, HOLD, POLL_AND_DROP_READ],
         &[REMOVE_OR_RESHAPE, POLL_AND_DROP_READ, REMOVE_OR_RESHAPE, READ],
@@ -709,7 +709,7 @@ fn late_reads_during_all_other_operations() {
                 }
             })
         };
-        let threads = THREADS.map(|acts| {
+        let threads = OPERATIONS_OF_THREADS.map(|acts| {
             let test_file = test_file.clone();
             shuttle::thread::spawn(move || acts.iter().for_each(|act| test_file.run_operation_with_late_reads(*act)))
         });

@@ -59,7 +59,7 @@ const EXTRAPOLATED_DIVISOR: u64 = 16;
 const RUSH_BYTES: u64 = 4 << 20;
 /// Other processes are *calm* if the room below the limits shrank by at most this number of bytes since the last
 /// sample.
-const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
+const MAX_CALM_ROOM_LOSS_BYTES: i64 = 1 << 20;
 
 /// A process that used no more CPU time than this since it was last busy counts as idle.
 const MAX_IDLE_CPU_NS: u64 = 50_000;
@@ -280,7 +280,7 @@ impl<C: Clock> Governor<C> {
         }
         if room.shortage(extrapolated_use_bytes) == 0 {
             self.futile_pause = SHORTEST_PAUSE;
-            let is_calm = room.bytes.saturating_add(MAX_CALM_LOSS_BYTES) >= last.room_bytes;
+            let is_calm = room.bytes.saturating_add(MAX_CALM_ROOM_LOSS_BYTES) >= last.room_bytes;
             self.calm_pause = if is_calm { (2 * self.calm_pause).min(LONGEST_CALM_PAUSE) } else { SHORTEST_PAUSE };
             // Free memory of which nothing was reused since the last sample is unlikely to be reused before the next
             // one.

@@ -48,7 +48,8 @@ impl Return {
     /// The policy `eager`: after one second.
     pub const EAGER: Self = Self::After(Duration::from_secs(1));
 
-    /// The longest age that is accepted. The time stamps of free slots reach back 36 minutes.
+    /// Maximum time without reuse that [`Return::parse`] and [`Return::after_seconds`] accept. The heap treats more
+    /// than 36 minutes as 36 minutes.
     pub const LONGEST: Duration = Duration::from_secs(30 * 60);
 
     /// Parses the text form of a policy. Allocates nothing.
