@@ -1,7 +1,8 @@
 //! The page cache: files in memory ([`mapping`]), in folios of one to many pages.
 //!
 //! Uses `pagemill-core`, `pagemill-slab`, `pagemill-xarray` and `pagemill-store`. The nodes of its indices lie in a
-//! slab cache, so that they can be moved ([`IndexNodes`]). The crate `pagemill` re-exports what programs use.
+//! slab cache, so that they can be moved ([`IndexNodes`]). The crate `pagemill` re-exports what programs use; examples
+//! of these items use its names.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words of folios only.
 #[cfg(not(loom))]

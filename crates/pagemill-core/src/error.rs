@@ -7,15 +7,11 @@ use std::io;
 /// Why an operation failed.
 ///
 /// ```
-/// use pagemill_core::Error;
-/// use pagemill_testbed::Testbed;
-/// use pagemill_volatile::Behaviour;
+/// use pagemill::{Error, VolatileBuf};
 ///
-/// let ranges = Testbed::of_process()?.ranges;
-/// let error = ranges.allocate(0, Behaviour::Full).unwrap_err();
+/// let error = VolatileBuf::new(0).unwrap_err();
 /// assert!(matches!(error, Error::BadLength { len_bytes: 0 }));
 /// assert_eq!((error.errno(), error.to_string().as_str()), (22, "0 B is not a valid length"));
-/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Debug)]
 #[non_exhaustive]

@@ -49,7 +49,7 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 /// `bytes` was allocated with `layout` and is owned by this value alone.
 ///
 /// ```
-/// use pagemill_store::{Aligned, Buffer};
+/// use pagemill::store::{Aligned, Buffer};
 ///
 /// let mut memory = Aligned::new(4096, 4096);
 /// memory[..4].copy_from_slice(b"page"); // dereferences to a slice

@@ -60,7 +60,7 @@ enum End {
 /// 2. Until then no other code writes to these bytes, and for [`Direction::Read`] no other code reads them.
 ///
 /// ```
-/// use pagemill_store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
+/// use pagemill::store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
 ///
 /// let store = MemoryStore::new(vec![7; 512], 512);
 /// let (sender, results) = std::sync::mpsc::channel();
@@ -303,7 +303,7 @@ impl std::fmt::Debug for Cancel {
 /// Waits for a number of transfers, whose tokens count from 0.
 ///
 /// ```
-/// use pagemill_store::{Finish, Gather};
+/// use pagemill::store::{Finish, Gather};
 /// use std::time::Duration;
 ///
 /// let gather = Gather::new(2);

@@ -31,9 +31,7 @@
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! The examples of types come from the crates of the products. A program that depends on `pagemill` writes
-//! `pagemill::cache` for `pagemill_cache`, `pagemill::slab` for `pagemill_slab`, `pagemill::store` for `pagemill_store`,
-//! `pagemill::volatile` for `pagemill_volatile`, and `pagemill` for `pagemill_core`.
+//! A program depends on this crate only, and the examples of all items name no other.
 //!
 //! [`Error`] converts to [`std::io::Error`], which keeps it as its source.
 
@@ -104,7 +102,7 @@ pub mod slab {
 /// ```
 pub mod store {
     pub use pagemill_store::{
-        Aligned, Buffer, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
+        Aligned, Buffer, Cancel, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
     };
 }
 
@@ -132,7 +130,7 @@ pub mod volatile {
 ///
 /// Example: [`Pagemill`].
 pub mod reclaim {
-    pub use pagemill_core::reclaim::{Cost, Return, Shrinker, Urgency, Which};
+    pub use pagemill_core::reclaim::{Cost, NotAReturn, Return, Shrinker, Urgency, Which};
 }
 
 /// Statistics of the process.

@@ -565,7 +565,7 @@ impl Drop for Inner {
 /// dropped.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 ///
 /// let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
 /// let file = cache.create()?;
@@ -573,7 +573,7 @@ impl Drop for Inner {
 /// let mut bytes = [0xFF; 10];
 /// assert_eq!(file.read_at(&mut bytes, 998)?, 7);
 /// assert_eq!(&bytes[..7], b"\0\0hello");
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct PageCache(pub(super) Arc<Inner>);

@@ -32,13 +32,14 @@ use std::time::Duration;
 ///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
-///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`crate::enter`]). The object is free once these guards
-///   are dropped, and needs no destructor.
+///   earlier under a guard of [`crate::enter`]. The object is free once these guards are dropped, and needs no
+///   destructor.
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
-/// # use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Target};
-/// # use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// use pagemill::slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Target};
+/// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+///
 /// /// Objects are numbers, 0 while free. The owner has the only references: none, so it moves nothing.
 /// struct Numbers;
 ///
@@ -65,7 +66,7 @@ use std::time::Duration;
 ///     object.as_ref().store(0, Relaxed);
 ///     cache.free(object);
 /// }
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
@@ -289,7 +290,20 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]). Another process can request a shrink, too (`pagemill
 /// slabinfo -s`).
 ///
-/// Example: [`Migrate`].
+/// [`Migrate`] shows an owner. The cache is used through pointers:
+///
+/// ```
+/// use pagemill::slab::{Migrate, OwnerSlab, SlabCache};
+///
+/// /// Allocates and frees one object of any owner.
+/// fn use_one<M: Migrate>(cache: &OwnerSlab<M>) -> pagemill::Result<()> {
+///     let object = cache.allocate()?; // as `construct` made it, or as it was freed
+///     assert!(cache.info()?.active >= 1);
+///     // SAFETY: no thread reaches the object.
+///     unsafe { cache.free(object) };
+///     Ok(())
+/// }
+/// ```
 pub struct OwnerSlab<M: Migrate> {
     pub(crate) inner: Arc<OwnerInner<M>>,
     /// The list of caches that this cache is in.

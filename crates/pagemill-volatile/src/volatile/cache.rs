@@ -27,7 +27,7 @@ const SWEEP_AFTER_KEYS: usize = 16;
 /// A type whose values a cache can store: it converts to bytes and back.
 ///
 /// ```
-/// use pagemill_volatile::{Blob, VolatileCache};
+/// use pagemill::volatile::{Blob, VolatileCache};
 ///
 /// #[derive(Debug, PartialEq)]
 /// struct Point(u64);
@@ -47,7 +47,7 @@ const SWEEP_AFTER_KEYS: usize = 16;
 /// let cache = VolatileCache::<u32, Point>::new()?;
 /// cache.insert(1, &Point(7))?;
 /// assert!(cache.get(&1).is_none_or(|point| point == Point(7)));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Blob: Sized {
     /// Number of bytes that [`Blob::store`] writes.
@@ -163,15 +163,15 @@ struct TableShard<K> {
 /// [`VolatileCache::read`] does not.
 ///
 /// ```
-/// use pagemill_core::Error;
-/// use pagemill_volatile::VolatileCache;
+/// use pagemill::Error;
+/// use pagemill::VolatileCache;
 ///
 /// let cache = VolatileCache::<String, Vec<u8>>::new()?;
 /// let thumbnail = cache.get_or_try_insert("a.png".to_owned(), || Ok::<_, Error>(vec![7; 100_000]))?;
 /// assert_eq!(thumbnail.len(), 100_000);
 /// // Later: `None` if the value was purged.
 /// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
@@ -284,13 +284,13 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     /// Returns what the lookups found since the cache was created.
     ///
     /// ```
-    /// # let cache = pagemill_volatile::VolatileCache::<u32, Vec<u8>>::new()?;
+    /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;
     /// cache.insert(1, &vec![7; 100])?;
     /// let is_found = cache.get(&1).is_some();
     /// assert!(cache.get(&2).is_none());
     /// let counts = cache.counts();
     /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
-    /// # Ok::<(), pagemill_core::Error>(())
+    /// # Ok::<(), pagemill::Error>(())
     /// ```
     pub fn counts(&self) -> CacheCounts {
         let mut sum = CacheCounts::default();

@@ -86,7 +86,7 @@ enum MarkAttempt<T> {
 /// ```
 /// use pagemill_volatile::Base;
 /// use pagemill_volatile::vrange::{How, Mode};
-/// use pagemill_store::Aligned;
+/// use pagemill::store::Aligned;
 ///
 /// let (vranges, memory) = (Base::of_process()?.vranges, Aligned::new(1 << 20, 1 << 16));
 /// let addr = memory.as_ptr() as usize;
