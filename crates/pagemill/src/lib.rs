@@ -123,7 +123,10 @@ pub mod volatile {
     pub use pagemill_volatile::{Behaviour, Blob, CacheCounts, Contents, Pin, VolatileBuf, VolatileCache};
 
     #[cfg(feature = "strict")]
-    pub use pagemill_volatile::handle_fault;
+    pub use pagemill_volatile::{
+        handle_fault,
+        vrange::{How, Marked, Mode, vrange},
+    };
 }
 
 /// Owners of memory that reclaim calls, and when free memory returns to the system.

@@ -42,6 +42,7 @@ fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
         libc::ENOENT => "the cache does not exist any more".to_owned(),
+        libc::ENOSYS => "the program accepts no commands on its caches (feature `control` of pagemill)".to_owned(),
         libc::EBUSY => "another thread defragments the cache, or is stopped in a call".to_owned(),
         libc::EAGAIN => "too many commands wait, or no thread is available".to_owned(),
         libc::ECANCELED => "code of the program panicked, so a slab is out of use".to_owned(),
