@@ -547,6 +547,7 @@ pub fn publish_arena_range(addresses: Range<usize>) {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Snapshot {
+    #[doc(hidden)] // for commands, which depend on `pagemill-sys`
     pub identity: process::Identity,
     name: [u8; 16],
     /// Addresses of the process's arena; empty while it has none.
@@ -630,6 +631,7 @@ impl Snapshot {
 /// The result of `pagemill_figures`, laid out as in include/pagemill.h.
 ///
 /// Example: [`Snapshot`].
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct MemoryAmounts {
     pub resident: u64,

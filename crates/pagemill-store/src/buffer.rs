@@ -5,6 +5,11 @@ use std::alloc::{self, Layout};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+#[diagnostic::on_unimplemented(
+    message = "the memory of `{Self}` cannot be used for a transfer",
+    label = "not a `Buffer`",
+    note = "a transfer needs memory that stays in place and is aligned: use `Aligned`"
+)]
 /// Memory of a transfer: a type that owns it or keeps it alive.
 ///
 /// # Safety

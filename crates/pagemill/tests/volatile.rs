@@ -423,6 +423,7 @@ fn a_volatile_cache_creates_each_value_once() {
         purge_all();
         assert_eq!(cache.get(&0), None);
     }
+    assert!(format!("{cache:?}").contains(&format!("{:?}", cache.counts())));
 }
 
 /// If the creation of a value fails or panics, no value may be stored, and the next lookup must create the value.

@@ -118,7 +118,12 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// As [`Builder::build_in`], and those of [`Caches::of_process`].
+    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
+    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
+    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
+    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages.
+    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. Errors of
+    /// [`Source::Hugetlb`].
     pub fn build(self) -> Result<PageCache> {
         self.build_in(Caches::of_process()?)
     }
@@ -127,11 +132,8 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
-    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
-    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
-    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages. Errors of
-    /// [`Source::Hugetlb`].
+    /// As [`Builder::build`].
+    #[doc(hidden)] // programs have one set of caches, tests have several
     pub fn build_in(self, caches: &'static Caches) -> Result<PageCache> {
         caches.make(self)
     }

@@ -19,6 +19,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot move the objects of an `OwnerSlab`",
+    label = "not `Migrate`",
+    note = "the parameter is the type that knows all references to the objects, not the type of the objects",
+    note = "a `HandleMap` moves its objects itself; a `FixedSlab` never moves them"
+)]
 /// The interface of an owner, which moves the objects of its cache.
 ///
 /// At any time an object is *free* or *live*. The owner makes an object live after [`OwnerSlab::allocate`], and free

@@ -24,6 +24,11 @@ const SHARDS: usize = 64;
 /// A shard removes the keys of purged values after this many new keys, plus half the number of keys in the shard.
 const SWEEP_AFTER_KEYS: usize = 16;
 
+#[diagnostic::on_unimplemented(
+    message = "values of type `{Self}` cannot be stored in a `VolatileCache`",
+    label = "not a `Blob`",
+    note = "`String`, arrays of bytes and, with `bytemuck::Pod` items, vectors are; implement `Blob` for other types"
+)]
 /// A type whose values a cache can store: it converts to bytes and back.
 ///
 /// ```
@@ -173,7 +178,7 @@ struct TableShard<K> {
 /// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-pub struct VolatileCache<K, V> {
+pub struct VolatileCache<K, V: Blob> {
     ranges: &'static Ranges,
     shards: Box<[Mutex<TableShard<K>>]>,
     counts: Box<[Padded<ShardCounts>]>,
@@ -202,9 +207,32 @@ struct ShardCounts {
     purged: AtomicU64,
 }
 
-impl<K, V> fmt::Debug for VolatileCache<K, V> {
+impl<K, V: Blob> VolatileCache<K, V> {
+    /// Returns what the lookups found since the cache was created.
+    ///
+    /// ```
+    /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;
+    /// cache.insert(1, &vec![7; 100])?;
+    /// let is_found = cache.get(&1).is_some();
+    /// assert!(cache.get(&2).is_none());
+    /// let counts = cache.counts();
+    /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
+    /// # Ok::<(), pagemill::Error>(())
+    /// ```
+    pub fn counts(&self) -> CacheCounts {
+        let mut sum = CacheCounts::default();
+        for Padded(shard) in &self.counts {
+            sum.hits += shard.hits.load(Relaxed);
+            sum.misses += shard.misses.load(Relaxed);
+            sum.purged += shard.purged.load(Relaxed);
+        }
+        sum
+    }
+}
+
+impl<K, V: Blob> fmt::Debug for VolatileCache<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("VolatileCache").finish_non_exhaustive()
+        f.debug_struct("VolatileCache").field("counts", &self.counts()).finish_non_exhaustive()
     }
 }
 
@@ -225,6 +253,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 
     /// Creates an empty cache, whose values lie in `ranges`.
+    #[doc(hidden)] // programs have one set of ranges, tests have several
     pub fn new_in(ranges: &'static Ranges) -> Self {
         let shard = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER_KEYS });
         Self {
@@ -279,27 +308,6 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
             }
         };
         None
-    }
-
-    /// Returns what the lookups found since the cache was created.
-    ///
-    /// ```
-    /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;
-    /// cache.insert(1, &vec![7; 100])?;
-    /// let is_found = cache.get(&1).is_some();
-    /// assert!(cache.get(&2).is_none());
-    /// let counts = cache.counts();
-    /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
-    /// # Ok::<(), pagemill::Error>(())
-    /// ```
-    pub fn counts(&self) -> CacheCounts {
-        let mut sum = CacheCounts::default();
-        for Padded(shard) in &self.counts {
-            sum.hits += shard.hits.load(Relaxed);
-            sum.misses += shard.misses.load(Relaxed);
-            sum.purged += shard.purged.load(Relaxed);
-        }
-        sum
     }
 
     /// Returns copies of all keys and values that are present. A key that is inserted or removed meanwhile may be
