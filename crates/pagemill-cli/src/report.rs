@@ -4,6 +4,7 @@
 //! processes. Pagemill's count has only the memory of its allocators, and how much of that memory could have been
 //! returned.
 
+use crate::columns::{self, Heading};
 use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
 use pagemill_core::published::{self, Published};
@@ -234,19 +235,18 @@ impl Report {
         if self.processes < 2 || self.largest.is_empty() {
             return;
         }
-        let _ = writeln!(text, "  largest processes {:>20} {:>12}", "resident", "allocator");
-        for row in &self.largest {
-            let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
-            let _ = writeln!(
-                text,
-                "  {:>10} {:<15} {:>10} {:>12}{}",
-                row.pid,
-                row.name,
-                bytes(row.resident),
-                bytes(row.allocator),
-                if row.is_running { "  still running" } else { "" },
-            );
-        }
+        let headings = [
+            Heading::left("largest processes", 26, 2),
+            Heading::right("resident", 10, 1),
+            Heading::right("allocator", 12, 1),
+            Heading::left("", 0, 2),
+        ];
+        let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
+        let rows = self.largest.iter().map(|row| {
+            let note = if row.is_running { "still running" } else { "" };
+            vec![format!("{:>10} {}", row.pid, row.name), bytes(row.resident), bytes(row.allocator), note.to_owned()]
+        });
+        *text += &columns::aligned(&headings, rows);
     }
 
     fn json(&self) -> Value {
