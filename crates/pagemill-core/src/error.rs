@@ -193,9 +193,9 @@ mod tests {
     fn error_text_has_quantities() {
         let error = Error::NoMemory { wanted_bytes: 2 << 20, used_bytes: 511 << 20, limit_bytes: 512 << 20 };
         assert_eq!(error.to_string(), "no room for 2 MiB: 511 MiB of 512 MiB in use, nothing left to reclaim");
-        assert_eq!(error.errno(), 12);
+        assert_eq!(error.errno(), libc::ENOMEM);
         let error = Error::TooMany { what: "slab caches", most: 256 };
         let text = "the process has 256 slab caches, the maximum: drop one, or share one";
-        assert_eq!((error.to_string().as_str(), error.errno()), (text, 12));
+        assert_eq!((error.to_string().as_str(), error.errno()), (text, libc::ENOMEM));
     }
 }

@@ -273,15 +273,15 @@ mod tests {
         let first = cache.open(Arc::new(store.clone())).unwrap();
         let (second, third) = (first.clone(), first.clone());
         first.write_at(&[7; 100], 0).unwrap();
-        store.set_faults(Faults { fail_per_mille: 1000, errno: 28, ..Faults::default() });
-        assert_eq!(second.write_back(0, 100).unwrap_err().errno(), 28);
+        store.set_faults(Faults { fail_per_mille: 1000, errno: libc::ENOSPC, ..Faults::default() });
+        assert_eq!(second.write_back(0, 100).unwrap_err().errno(), libc::ENOSPC);
         assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "the page stays dirty");
         store.set_faults(Faults::default());
         drop(third);
         let third = second.clone();
         for handle in [&first, &second, &third] {
             let error = handle.sync().unwrap_err();
-            assert!(error.errno() == 28 && error.to_string().contains("earlier"), "{error}");
+            assert!(error.errno() == libc::ENOSPC && error.to_string().contains("earlier"), "{error}");
             handle.sync().unwrap();
         }
         assert_eq!(store.inner().bytes(), [7; 100], "the store has the bytes");
@@ -289,10 +289,10 @@ mod tests {
         // A sync reports its own failure at once, and other handles report it once.
         first.write_at(&[8; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
-        assert_eq!(first.sync().unwrap_err().errno(), 5);
+        assert_eq!(first.sync().unwrap_err().errno(), libc::EIO);
         store.set_faults(Faults::default());
         first.sync().unwrap();
-        assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (5, true));
+        assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (libc::EIO, true));
         // The file exists as long as one of its handles.
         drop((first, second));
         assert_eq!(third.size_bytes(), 100);

@@ -211,7 +211,7 @@ mod tests {
             resident_before: 5,
             resident_after: 6,
         };
-        let outcome = Outcome { of: 7, shrunk, errno: 16 };
+        let outcome = Outcome { of: 7, shrunk, errno: libc::EBUSY };
         assert_eq!(Outcome::from_bytes(&outcome.to_record()), Some(outcome));
         assert_eq!(Outcome::from_bytes(&[0xFF; Outcome::LEN]), None);
     }

@@ -180,7 +180,7 @@ mod tests {
     /// A head must be read as it was written. Each subject must have a different magic.
     #[test]
     fn heads_are_read_as_written() {
-        let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };
+        let head = Head { number: 3, errno: libc::ENOSPC as u32, records: 5, left_out: 6 };
         for subject in Subject::ALL {
             let bytes = head.to_bytes(subject);
             let read = Subject::ALL.map(|subject| Head::from_bytes(&bytes, subject));
