@@ -6,6 +6,7 @@
 //! each call, so it is intended for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
+use crate::globals::assert_fatal;
 use pagemill_core::Error;
 use pagemill_sys::mem;
 use pagemill_volatile::Base;
@@ -31,6 +32,8 @@ pub fn is_on() -> bool {
 pub fn start(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
+    assert_fatal!(base.is_multiple_of(STEP));
+    assert_fatal!(base < end);
     FIRST_ADDR.store(base, Relaxed);
     END_ADDR.store(end, Relaxed);
     BIT_TABLE.store(bits, Relaxed);

@@ -113,6 +113,7 @@ impl Drop for Window {
 /// The bytes and other mappings of the file do not change. The huge page is charged to this process's memory group.
 /// Takes some 0.25 ms. Needs Linux 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
+    assert!(offset.is_multiple_of(block_bytes as u64));
     let Ok(window) = Window::new(file, offset, block_bytes) else { return Collapse::NoMemory };
     match window.advise(block_bytes, MADV_COLLAPSE) {
         Ok(()) => Collapse::Huge,
@@ -181,6 +182,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -
 ///
 /// Errors of mapping and of reading kernel files; `NotFound` if the kernel reports no group for a page.
 pub fn is_charged_to(file: BorrowedFd<'_>, offset: u64, block_bytes: usize, group: u64) -> io::Result<bool> {
+    assert!(offset.is_multiple_of(block_bytes as u64));
     let window = Window::new(file, offset, block_bytes)?;
     let reader = ChargedGroupReader::new()?;
     for pages in window.resident_ranges()? {

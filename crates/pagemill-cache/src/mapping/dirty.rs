@@ -119,6 +119,7 @@ impl File {
         if self.dirty.is_some() {
             self.tree.lock().set_mark_of(place.first, u64::from(place.number), DIRTY);
         }
+        debug_assert!(self.pool().word(place.number).load().pins() > 0, "the caller has pinned the folio");
         if self.pool().word(place.number).set_dirty() {
             self.add_dirty(self.cache.folio_bytes(place.order));
         }
@@ -137,6 +138,7 @@ impl File {
     /// Adds to the number of dirty bytes. Returns whether the file had no dirty bytes before.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
+        debug_assert!(bytes.is_multiple_of(self.page_bytes() as u64));
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
         self.cache.dirty_bytes.fetch_add(bytes, SeqCst);
         stats::add(Counter::CacheDirty, bytes);
@@ -146,8 +148,10 @@ impl File {
     /// Subtracts bytes of folios that are clean now, or were removed from the file.
     pub(super) fn sub_dirty(&self, bytes: u64) {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
-        dirty.bytes.fetch_sub(bytes, SeqCst);
-        self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
+        let of_file = dirty.bytes.fetch_sub(bytes, SeqCst);
+        debug_assert!(of_file >= bytes, "{of_file} dirty bytes of the file, {bytes} of them clean");
+        let of_cache = self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
+        debug_assert!(of_cache >= bytes, "{of_cache} dirty bytes of the cache, {bytes} of them clean");
         self.cache.balance.cleaned_bytes.fetch_add(bytes, SeqCst);
         stats::sub(Counter::CacheDirty, bytes);
     }

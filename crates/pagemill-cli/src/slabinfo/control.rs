@@ -60,6 +60,8 @@ fn run_commands(
     interrupt: &Interrupt,
 ) -> ExitCode {
     let (results, error) = send_commands(process, commands, interrupt);
+    assert!(results.len() <= commands.len());
+    assert_eq!(error.is_none(), results.len() == commands.len(), "an error ends the commands");
     let has_results = !results.is_empty() || error.is_none();
     let written = if has_results { write(&text(&results)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
@@ -150,6 +152,7 @@ pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> Exit
     }
     let commands: Vec<(&Cache, Action)> =
         plan.iter().map(|((_, _, action), cache, percent)| (*cache, action(*percent))).collect();
+    assert_eq!(commands.len(), plan.len());
     let text = |results: &[CommandResult]| {
         let rows = plan.iter().zip(results);
         if options.json {
