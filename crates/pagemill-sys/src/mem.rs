@@ -135,6 +135,8 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     assert!(align_bytes.is_power_of_two());
     // The kernel aligns to OS pages anyway.
     let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
+    // The spare addresses behind the range are unmapped, so they begin at an OS page.
+    let len_bytes = len_bytes.checked_next_multiple_of(os_page_bytes()).ok_or(Errno::NOMEM)?;
     let padded = len_bytes.checked_add(spare_bytes).ok_or(Errno::NOMEM)?;
     // SAFETY: without MAP_FIXED the kernel maps unused addresses.
     let start = unsafe { map(hint, padded, ProtFlags::empty(), MapFlags::PRIVATE) }?;
