@@ -650,6 +650,7 @@ impl PageCache {
 
     /// Collapses queued ranges of small folios: checks about `steps` ranges, which takes some hundred microseconds
     /// each. The background thread does the same unless it is disabled. Returns the number of new huge folios.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
     }
@@ -657,6 +658,7 @@ impl PageCache {
     /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and splits those that are
     /// sparse. Visits each chunk at most once. Checks only folios that were not written since the previous round over
     /// all chunks. The background thread does the same unless it is disabled. Returns the bytes freed.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn split_sparse_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
@@ -664,6 +666,7 @@ impl PageCache {
     /// Writes back pages that have been dirty for too long, and those above the background share
     /// ([`Writeback`](super::Writeback)). The background thread does the same unless it is disabled. Returns the bytes
     /// written.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
     }
