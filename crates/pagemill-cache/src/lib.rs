@@ -1,7 +1,8 @@
 //! The page cache: files in memory ([`mapping`]), in folios of one to many pages.
 //!
 //! Uses `pagemill-core`, `pagemill-slab`, `pagemill-xarray` and `pagemill-store`. The nodes of its indices lie in a
-//! slab cache, so that they can be moved ([`IndexNodes`]). The crate `pagemill` re-exports what programs use.
+//! slab cache, so that they can be moved ([`IndexNodes`]). The crate `pagemill` re-exports what programs use; examples
+//! of these items use its names.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words of folios only.
 #[cfg(not(loom))]
@@ -18,12 +19,14 @@ mod nodes;
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod test_process;
 
+#[cfg(all(feature = "hugetlb", not(loom)))]
+pub use mapping::Source;
 #[cfg(not(loom))]
 pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
     Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, Holder, Mapping, PageCache, Pin, Pins, Policy, Queue,
-    Reuse, Source, Usage, Writeback, ask_for_caches,
+    Reuse, Usage, Writeback, ask_for_caches,
 };
 #[cfg(not(loom))]
 pub use nodes::{IndexNodes, NodeCache};

@@ -32,7 +32,7 @@ pub fn aligned_table(headings: &[Heading<'_>], rows: impl IntoIterator<Item = Ve
         CellAlignment::Right => format!("{:>width$}", heading.title, width = heading.min_width),
         _ => format!("{:<width$}", heading.title, width = heading.min_width),
     }));
-    table.add_rows(rows);
+    table.add_rows(rows.into_iter().inspect(|row| assert!(row.len() <= headings.len(), "cells without a column")));
     for (column, heading) in table.column_iter_mut().zip(headings) {
         column.set_padding((heading.gap, 0)).set_cell_alignment(heading.alignment);
     }

@@ -4,6 +4,7 @@
 //! processes. Pagemill's count has only the memory of its allocators, and how much of that memory could have been
 //! returned.
 
+use crate::columns::{self, Heading};
 use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, MAX_LISTED_PROCESSES, Peak, Process, TreeMemory};
 use pagemill_core::published::{self, Published};
@@ -237,19 +238,18 @@ impl Report {
         if self.processes < 2 || self.largest.is_empty() {
             return;
         }
-        let _ = writeln!(text, "  largest processes {:>20} {:>12}", "resident", "allocator");
-        for row in &self.largest {
-            let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
-            let _ = writeln!(
-                text,
-                "  {:>10} {:<15} {:>10} {:>12}{}",
-                row.pid,
-                row.name,
-                bytes(row.resident),
-                bytes(row.allocator),
-                if row.is_running { "  still running" } else { "" },
-            );
-        }
+        let headings = [
+            Heading::left_aligned("largest processes", 26, 2),
+            Heading::right_aligned("resident", 10, 1),
+            Heading::right_aligned("allocator", 12, 1),
+            Heading::left_aligned("", 0, 2),
+        ];
+        let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
+        let rows = self.largest.iter().map(|row| {
+            let note = if row.is_running { "still running" } else { "" };
+            vec![format!("{:>10} {}", row.pid, row.name), bytes(row.resident), bytes(row.allocator), note.to_owned()]
+        });
+        *text += &columns::aligned_table(&headings, rows);
     }
 
     fn json(&self) -> Value {

@@ -1,5 +1,6 @@
 //! `pagemill status DIR`: shows the usage of a mount, its volatile memory, and what its controller has done.
 
+use crate::columns::{self, Heading};
 use crate::fail;
 use crate::mount::{no_controller_message, report_error};
 use pagemill_core::units::Bytes;
@@ -170,13 +171,18 @@ fn text_of(state: &State) -> String {
     for (name, value, unit, meaning) in counts {
         row(&format!("  {name}"), unit.text(value), meaning);
     }
-    let _ = writeln!(text, "  {:<16} {:>10} {:>10} {:>10}", "limits", "used", "purge from", "limit");
-    for line in &state.lines {
-        let name = if line.kind == "group" { format!("group {}", line.name) } else { line.name.clone() };
-        let [used, mark, limit] =
-            [line.used_bytes, line.mark_bytes, line.limit_bytes].map(|bytes| Bytes(bytes).to_string());
-        let _ = writeln!(text, "    {name:<14} {used:>10} {mark:>10} {limit:>10}");
-    }
+    let headings = [
+        Heading::left_aligned("limits", 16, 2),
+        Heading::right_aligned("used", 10, 1),
+        Heading::right_aligned("purge from", 10, 1),
+        Heading::right_aligned("limit", 10, 1),
+    ];
+    let limits = state.lines.iter().map(|line| {
+        let name = if line.kind == "group" { format!("  group {}", line.name) } else { format!("  {}", line.name) };
+        let bytes = [line.used_bytes, line.mark_bytes, line.limit_bytes].map(|bytes| Bytes(bytes).to_string());
+        [name].into_iter().chain(bytes).collect()
+    });
+    text += &columns::aligned_table(&headings, limits);
     if !state.is_preferred {
         let _ = writeln!(text, "  the controller has no real-time priority: purging starts farther below the limits");
     }

@@ -163,6 +163,7 @@ impl TreeMemory {
             stays
         });
         keep_largest(ended);
+        assert!(self.ended.len() <= self.ended_count);
     }
 
     /// Reads the proportional shares of all processes. Records the excess over the limit if it is the largest so far.
@@ -181,6 +182,7 @@ impl TreeMemory {
             .collect();
         let held_bytes = largest.iter().map(|process| process.bytes).sum();
         let before = self.peak.excess.as_ref().map_or(limit_bytes, |excess| excess.held_bytes);
+        assert!(before >= limit_bytes, "only an excess is recorded");
         if held_bytes > before {
             keep_largest(&mut largest);
             self.peak.excess = Some(Excess { limit_bytes, held_bytes, allocator_bytes, largest });

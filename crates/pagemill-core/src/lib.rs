@@ -5,7 +5,8 @@
 //! and the [`instance`] to which products add their parts. A module uses lower ones only. Where it calls upper code, it
 //! declares a trait: [`arena::Budget`], [`reclaim::Shrinker`], [`listing::ListWriter`], [`instance::Part`].
 //!
-//! The crate `pagemill` re-exports items of [`error`], [`reclaim`], [`stats`] and [`units`].
+//! The crate `pagemill` re-exports items of [`error`], [`reclaim`], [`stats`] and [`units`]. Examples of these items use
+//! its names.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the lock only.
 #[cfg(not(loom))]

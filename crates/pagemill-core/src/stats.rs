@@ -43,7 +43,7 @@ pub enum CounterKind {
 /// The declaration of one counter. All output of counters is rendered from [`TABLE`], which has a row for each.
 ///
 /// ```
-/// use pagemill_core::stats::{Counter, CounterKind, TABLE, Unit};
+/// use pagemill::stats::{Counter, CounterKind, TABLE, Unit};
 ///
 /// let row = TABLE.iter().find(|row| row.name == "resident").unwrap();
 /// assert_eq!((row.counter, row.unit, row.kind), (Counter::Resident, Unit::Bytes, CounterKind::Gauge));
@@ -76,6 +76,8 @@ macro_rules! counters {
         }
 
         /// The declarations of all counters, in the order of their indices on the page of figures.
+        ///
+        /// Example: [`Row`].
         pub const TABLE: &[Row] = &[$(Row {
             counter: Counter::$variant,
             name: stringify!($name),
@@ -535,17 +537,17 @@ pub fn publish_arena_range(addresses: Range<usize>) {
 /// A copy of the figures of one process.
 ///
 /// ```
-/// use pagemill_testbed::Testbed;
-/// use pagemill_core::stats::Counter;
+/// use pagemill::Pagemill;
+/// use pagemill::stats::Counter;
 ///
-/// let figures = Testbed::of_process()?.figures();
-/// assert_eq!(figures.identity.pid, std::process::id());
+/// let figures = Pagemill::of_process()?.figures();
 /// let (resident, giveable) = (figures.get(Counter::Resident), figures.giveable_of_resident());
 /// assert!(giveable <= resident && figures.memory_amounts().net <= resident);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Snapshot {
+    #[doc(hidden)] // for commands, which depend on `pagemill-sys`
     pub identity: process::Identity,
     name: [u8; 16],
     /// Addresses of the process's arena; empty while it has none.
@@ -629,6 +631,7 @@ impl Snapshot {
 /// The result of `pagemill_figures`, laid out as in include/pagemill.h.
 ///
 /// Example: [`Snapshot`].
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct MemoryAmounts {
     pub resident: u64,

@@ -27,7 +27,7 @@ pub fn os_pages_per_block() -> usize {
 /// The unit in which memory becomes resident and is charged: a power of two, 4 KiB to 8 MiB, chosen at run time.
 ///
 /// ```
-/// use pagemill_core::units::PageSize;
+/// use pagemill::units::PageSize;
 ///
 /// assert_eq!(PageSize::new(64 << 10).map(PageSize::bytes), Some(65_536));
 /// assert_eq!(PageSize::new(3 << 10), None); // not a power of two
@@ -72,7 +72,7 @@ impl FromStr for PageSize {
 /// A number of bytes with a human-readable form: `512 B`, `1.5 MiB`, `64 KiB`.
 ///
 /// ```
-/// use pagemill_core::units::{Bytes, parse_bytes};
+/// use pagemill::units::{Bytes, parse_bytes};
 ///
 /// assert_eq!(Bytes(1536 << 10).to_string(), "1.5 MiB");
 /// assert_eq!(parse_bytes("64K"), Ok(65_536));
@@ -94,6 +94,13 @@ impl fmt::Display for Bytes {
 }
 
 /// Parses a size such as `512M`, `64K`, `2GiB`, `1000000`; suffixes are powers of 1024.
+///
+/// ```
+/// use pagemill::units::parse_bytes;
+///
+/// assert_eq!((parse_bytes("64K"), parse_bytes("1.5 GiB")), (Ok(65_536), Ok(3 << 29)));
+/// assert!(parse_bytes("much").is_err());
+/// ```
 ///
 /// # Errors
 ///

@@ -6,6 +6,7 @@
 //! each call, so it is intended for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
+use crate::globals::assert_fatal;
 use pagemill_core::Error;
 use pagemill_sys::mem;
 use pagemill_volatile::Base;
@@ -33,6 +34,8 @@ pub fn start_checking(pagemill: &'static Base) -> bool {
     let Ok(bits) = mem::map_sparse((end - base) / STEP_BYTES / 8, pagemill_core::units::BLOCK_BYTES) else {
         return false;
     };
+    assert_fatal!(base.is_multiple_of(STEP_BYTES));
+    assert_fatal!(base < end);
     FIRST_ADDR.store(base, Relaxed);
     END_ADDR.store(end, Relaxed);
     BIT_TABLE.store(bits, Relaxed);

@@ -12,6 +12,7 @@
 //! | Pagemill's locks | the lock of growth |
 #![allow(unsafe_code)] // fork handlers
 
+use crate::globals::assert_fatal;
 use crate::{globals, libc_fallback, small};
 use pagemill_core::stats;
 use pagemill_core::sync::Lock;
@@ -132,15 +133,15 @@ extern "C" fn before_fork() {
         call_jemalloc_handler(ForkStage::Before);
         // SAFETY: the next call is `after_fork` on this thread, both in the parent and in the child.
         unsafe { pagemill.instance.before_fork() };
-        HAS_ACQUIRED_LOCKS.store(true, Relaxed);
+        assert_fatal!(!HAS_ACQUIRED_LOCKS.swap(true, Relaxed));
     }
 }
 
 /// Releases the locks that [`before_fork`] has acquired, in both processes.
 fn after_fork(stage: ForkStage) {
-    if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
-        && let Some(pagemill) = globals::pagemill()
-    {
+    let has_acquired_locks = HAS_ACQUIRED_LOCKS.swap(false, Relaxed);
+    assert_fatal!(!has_acquired_locks || globals::pagemill().is_some());
+    if has_acquired_locks && let Some(pagemill) = globals::pagemill() {
         // SAFETY: `before_fork` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.instance.after_fork() };
         call_jemalloc_handler(stage);

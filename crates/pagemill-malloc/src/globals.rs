@@ -9,6 +9,26 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 
+/// Ends the process with a message if a fact does not hold, which is a bug of this library. `assert!` would unwind, and
+/// may allocate for its message; this neither allocates nor locks.
+macro_rules! assert_fatal {
+    ($fact:expr) => {
+        if !$fact {
+            pagemill_sys::fatal(format_args!("pagemill: bug: not {} ({}:{})", stringify!($fact), file!(), line!()));
+        }
+    };
+}
+
+/// As [`assert_fatal`], in debug builds only: for paths that most calls of malloc take.
+macro_rules! debug_assert_fatal {
+    ($fact:expr) => {
+        if cfg!(debug_assertions) {
+            $crate::globals::assert_fatal!($fact);
+        }
+    };
+}
+pub(crate) use {assert_fatal, debug_assert_fatal};
+
 /// [`crate::malloc`] passes sizes below this limit directly to jemalloc. The limit is 0 until the program has grown,
 /// while deferred work is pending ([`take_large_path_next`]), and with `PAGEMILL_CHECK`.
 pub static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);

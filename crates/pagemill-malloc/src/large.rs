@@ -2,7 +2,7 @@
 //! jemalloc holds no lock, starts the library, and reports errors.
 #![allow(unsafe_code)] // the program's pointers
 
-use crate::globals::{self, SMALL_LIMIT, out_of_memory};
+use crate::globals::{self, SMALL_LIMIT, debug_assert_fatal, out_of_memory};
 use crate::start::{self, State};
 use crate::{check, libc_fallback, small, vrange_hooks};
 use pagemill_core::Error;
@@ -87,6 +87,10 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
+            if let Ok(addr) = &result {
+                debug_assert_fatal!((addr.as_ptr() as usize).is_multiple_of(align));
+                debug_assert_fatal!(pagemill.heap.contains(addr.as_ptr() as usize));
+            }
             // Every error is reported as `ENOMEM`, because programs expect no other error of malloc.
             result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }

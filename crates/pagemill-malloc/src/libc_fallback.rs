@@ -10,6 +10,7 @@
 //! the C library serves all calls, because an arena reserves several times the addresses that it uses.
 #![allow(unsafe_code)] // the C library's allocator
 
+use crate::globals::debug_assert_fatal;
 use pagemill_core::reclaim::Account;
 use pagemill_heap::MIN_BYTES;
 use pagemill_sys::process;
@@ -136,6 +137,7 @@ fn count_allocation(pointer: *mut c_void) -> *mut c_void {
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
     // Copies between large buffers are a tenth slower if one of them starts inside a cache line.
     let align = if size >= MIN_BYTES && !is_zeroed { align.max(CACHE_LINE_BYTES) } else { align };
+    debug_assert_fatal!(align.is_power_of_two());
     let is_plain = align <= align_of::<libc::max_align_t>();
     let function = match (is_plain, is_zeroed) {
         (true, false) => LibcFunction::Malloc,
@@ -151,6 +153,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             _ => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(align, size),
         }
     };
+    debug_assert_fatal!((pointer as usize).is_multiple_of(align));
     count_allocation(pointer)
 }
 

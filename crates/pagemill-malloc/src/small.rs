@@ -4,6 +4,7 @@
 //! ([`ExtentShrinker`]). An extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
+use crate::globals::{assert_fatal, debug_assert_fatal};
 use crate::{fork, globals};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
@@ -70,6 +71,9 @@ unsafe extern "C" fn alloc_extent(
         return ptr::null_mut();
     }
     let Ok(addr) = pagemill.instance.arena.extent(size, align) else { return ptr::null_mut() };
+    assert_fatal!(addr.is_multiple_of(align));
+    assert_fatal!(addr >= pagemill.instance.arena.base());
+    assert_fatal!(addr + size <= pagemill.heap.base());
     // SAFETY: jemalloc passes pointers to two flags, and this call has just carved the extent.
     unsafe {
         if *is_committed && pagemill.instance.arena.overcommit_extent(addr, size).is_err() {
@@ -95,11 +99,12 @@ unsafe extern "C" fn retain_extent(
 unsafe extern "C" fn commit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
-    _size: usize,
+    size: usize,
     offset: usize,
     len: usize,
     _arena: c_uint,
 ) -> bool {
+    assert_fatal!(len <= size && offset <= size - len);
     let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
@@ -113,11 +118,12 @@ unsafe extern "C" fn commit_pages(
 unsafe extern "C" fn decommit_pages(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
-    _size: usize,
+    size: usize,
     offset: usize,
     len: usize,
     _arena: c_uint,
 ) -> bool {
+    assert_fatal!(len <= size && offset <= size - len);
     let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are committed, and jemalloc does not need their contents any more.
     unsafe { pagemill.instance.arena.decommit(addr as usize + offset, len) };
@@ -230,10 +236,11 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether jemalloc has started. jemalloc does not
-/// start on its own, because its constructor was removed (build.rs).
+/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether that succeeded. jemalloc has not started
+/// before, because its constructor was removed (build.rs).
 pub fn start_jemalloc(pagemill: &'static Base) -> bool {
     static SETTINGS_TEXT: OnceLock<Settings> = OnceLock::new();
+    assert_fatal!(ARENA_COUNT.load(Relaxed) == 0); // started once
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
     let _ = write!(
@@ -273,6 +280,7 @@ pub fn start_jemalloc(pagemill: &'static Base) -> bool {
 
 /// Allocates from jemalloc. Returns null and sets `errno` if no memory is available.
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
+    debug_assert_fatal!(align.is_power_of_two());
     // jemalloc's malloc guarantees an alignment of 8 bytes for the smallest sizes.
     let flags = if align <= 8 { 0 } else { je::MALLOCX_ALIGN(align) };
     // SAFETY: these functions accept any size. The alignment is a power of two.
@@ -283,6 +291,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             (flags, _) => je::mallocx(size.max(1), flags | if is_zeroed { je::MALLOCX_ZERO } else { 0 }),
         }
     };
+    debug_assert_fatal!((pointer as usize).is_multiple_of(align));
     if pointer.is_null() { globals::out_of_memory() } else { pointer }
 }
 
@@ -345,6 +354,7 @@ impl UnusedPages {
     /// (not reused for `age`), or if half of them were old in more than [`Self::MAX_POSTPONED`] calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
+        assert_fatal!(old_bytes <= free_bytes);
         if old_bytes < WORTHWHILE_BYTES {
             self.postponed.store(0, Relaxed);
             return false;

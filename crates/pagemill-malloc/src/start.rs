@@ -7,6 +7,7 @@
 #![allow(unsafe_code)] // references to objects that are created at start
 
 use crate::globals::{self, ACCOUNT, GROWTH_LOCK, PAGEMILL, SMALL_BYTES, SMALL_LIMIT, SMALL_START, account, pagemill};
+use crate::globals::{assert_fatal, debug_assert_fatal};
 use crate::settings::{self, settings, warn};
 use crate::{check, fork, libc_fallback, small};
 use pagemill_core::instance::Instance;
@@ -55,6 +56,7 @@ pub enum State {
 /// Returns the state of the library; the first call starts the library.
 pub fn state() -> State {
     let own = mem::thread_token();
+    debug_assert_fatal!(own > UNMANAGED); // a token is none of the phases
     loop {
         match PHASE.load(Acquire) {
             READY => match fork::pagemill_of_process() {
@@ -95,9 +97,13 @@ pub fn switch_to_pagemill() -> bool {
 
 /// Enters a phase, and then enables the fast paths of malloc and free if Pagemill serves the program.
 fn enter_phase(phase: usize) {
-    PHASE.store(phase, Release);
+    assert_fatal!([LIBC_FALLBACK, READY, UNMANAGED].contains(&phase));
+    assert_fatal!(phase != READY || pagemill().is_some());
+    // A thread that starts the library or creates the arena holds the phase by its token.
+    assert_fatal!(PHASE.swap(phase, AcqRel) == mem::thread_token());
     let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
     let start = pagemill.instance.arena.base();
+    assert_fatal!(start < pagemill.heap.base());
     SMALL_START.store(start, Release);
     SMALL_BYTES.store(pagemill.heap.base() - start, Release);
     SMALL_LIMIT.store(MIN_BYTES, Release);
@@ -153,7 +159,7 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
         account.join(page, process::own_identity());
     }
     // Stored last, because other threads charge memory to the account as soon as they read its address.
-    ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
+    assert_fatal!(ACCOUNT.swap(ptr::from_ref(account).cast_mut(), AcqRel).is_null());
     Ok(account)
 }
 
@@ -189,7 +195,7 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
         account.headroom.set_limits(&KERNEL_LIMITS);
     }
     // Stored before jemalloc starts, because its extent hooks read this pointer.
-    PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
+    assert_fatal!(PAGEMILL.swap(ptr::from_ref(pagemill).cast_mut(), AcqRel).is_null());
     if !small::start_jemalloc(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
         let cause = std::io::ErrorKind::OutOfMemory.into();

@@ -9,7 +9,7 @@ use std::fmt;
 /// [`Result`](pagemill_core::Result).
 ///
 /// ```
-/// use pagemill_slab::HandleMap;
+/// use pagemill::HandleMap;
 ///
 /// let map = HandleMap::<String>::new("names")?;
 /// let handle = match map.insert("pagemill".to_owned()) {
@@ -17,7 +17,7 @@ use std::fmt;
 ///     Err(failed) => panic!("no memory for {}: {}", failed.value, failed.error),
 /// };
 /// # drop(handle);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct InsertError<T> {
     pub value: T,

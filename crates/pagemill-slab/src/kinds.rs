@@ -45,9 +45,9 @@ impl<T: Movable> Inner for HandleMap<T> {
 /// Operations of all kinds of slab caches: [`FixedSlab`], [`OwnerSlab`], [`HandleMap`].
 ///
 /// ```
-/// use pagemill_slab::{FixedSlab, SlabCache};
+/// use pagemill::slab::{FixedSlab, SlabCache};
 ///
-/// fn report(cache: &impl SlabCache) -> pagemill_core::Result<()> {
+/// fn report(cache: &impl SlabCache) -> pagemill::Result<()> {
 ///     let info = cache.info()?;
 ///     println!("{}: {} objects, {} bytes", info.name, info.total.used, info.total.resident_bytes);
 ///     Ok(())
@@ -59,7 +59,7 @@ impl<T: Movable> Inner for HandleMap<T> {
 /// drop(name);
 /// cache.shrink()?; // the empty slab returns to the system
 /// assert_eq!(cache.info()?.total.used, 0);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait SlabCache: Inner {
     /// Packs all movable objects into as few slabs and blocks as possible, drops removed values, and frees the unused

@@ -16,6 +16,8 @@
 //! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Allocates the nodes of an index (`xnodes`) without
 //! a dependency on the index. States, transitions and bounds: docs/slab.md.
 //!
+//! The crate `pagemill` re-exports what programs use; examples of these items use its names.
+//!
 //! | folder | |
 //! |---|---|
 //! | `alloc` | blocks, slabs, nodes, magazines |

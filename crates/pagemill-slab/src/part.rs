@@ -25,6 +25,7 @@ impl Slabs {
         instance.add(slabs);
         instance.account.register(slabs);
         instance.responder.add(slabs);
+        #[cfg(feature = "control")]
         instance.control.set_slabs(slabs);
         Ok(slabs)
     }

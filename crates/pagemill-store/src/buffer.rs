@@ -5,6 +5,11 @@ use std::alloc::{self, Layout};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+#[diagnostic::on_unimplemented(
+    message = "the memory of `{Self}` cannot be used for a transfer",
+    label = "not a `Buffer`",
+    note = "a transfer needs memory that stays in place and is aligned: use `Aligned`"
+)]
 /// Memory of a transfer. A type that implements this trait owns the memory or keeps it alive.
 ///
 /// # Safety
@@ -49,7 +54,7 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 /// `bytes` was allocated with `layout` and is owned by this value alone.
 ///
 /// ```
-/// use pagemill_store::{Aligned, Buffer};
+/// use pagemill::store::{Aligned, Buffer};
 ///
 /// let mut memory = Aligned::new(4096, 4096);
 /// memory[..4].copy_from_slice(b"page"); // dereferences to a slice

@@ -13,6 +13,8 @@
 //! Does not use folios or caches. Uses `stats` and `sync`. Locks are held for a few instructions (that of `regions`
 //! around a `madvise`), never around I/O or callbacks. Only the fork handlers take two locks at once (`forked`: first
 //! claims, then regions). docs/files-behind.md lists the fallbacks.
+//!
+//! The crate `pagemill` re-exports what programs use; examples of these items use its names.
 
 // The crate has no loom tests, so `--cfg loom` builds nothing of it.
 #![cfg(not(loom))]
@@ -55,7 +57,8 @@ use std::io;
 /// panic (`behind_panics`); after that, the file has no background writeback until a sync succeeds.
 ///
 /// ```
-/// use pagemill_store::{MemoryStore, Store};
+/// use pagemill::PageCache;
+/// use pagemill::store::{MemoryStore, Store};
 /// use std::io;
 ///
 /// /// A read-only store that computes its bytes.
@@ -86,12 +89,11 @@ use std::io;
 ///     }
 /// }
 ///
-/// # use pagemill_cache::PageCache;
 /// let cache = PageCache::builder("computed").limit(64 << 20).build()?;
 /// let file = cache.open(std::sync::Arc::new(Sevens))?;
 /// let mut bytes = [0; 3];
 /// assert_eq!((file.read_at(&mut bytes, 99)?, bytes), (3, [7; 3]));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Store: Any + Send + Sync {
     /// Returns the current length of the file in bytes. Callers do not cache it, because other processes may change it.

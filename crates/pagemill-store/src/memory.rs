@@ -7,7 +7,7 @@ use std::sync::{PoisonError, RwLock};
 /// A store in memory. Its bytes are lost when the store is dropped: [`Store::sync`] does nothing.
 ///
 /// ```
-/// use pagemill_store::{MemoryStore, Store};
+/// use pagemill::store::{MemoryStore, Store};
 ///
 /// let store = MemoryStore::new(vec![0; 1024], 512); // blocks of 512 bytes
 /// store.write(512, &[7; 512])?;

@@ -60,7 +60,7 @@ enum EndCallback {
 /// 2. Until then no other code writes to these bytes, and for [`Direction::Read`] no other code reads them.
 ///
 /// ```
-/// use pagemill_store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
+/// use pagemill::store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
 ///
 /// let store = MemoryStore::new(vec![7; 512], 512);
 /// let (sender, results) = std::sync::mpsc::channel();
@@ -305,7 +305,7 @@ impl std::fmt::Debug for Cancel {
 /// Waits until several transfers have ended. Their tokens must be the numbers from 0 to the number of transfers - 1.
 ///
 /// ```
-/// use pagemill_store::{Finish, Gather};
+/// use pagemill::store::{Finish, Gather};
 /// use std::time::Duration;
 ///
 /// let gather = Gather::new(2);

@@ -213,6 +213,8 @@ const UNTRUSTED_PATH_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).un
 ///
 /// If `fixed` is not 0, no code may depend on the memory that is mapped there.
 pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
+    assert!(len_bytes > 0);
+    assert!(fixed.is_multiple_of(crate::mem::os_page_bytes()));
     let flags = match access {
         Access::Create => OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
         Access::Update => OFlags::RDWR,
@@ -244,7 +246,11 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
     // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
     let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.descriptor_number(), 0) };
-    if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
+    if addr == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    assert!(fixed == 0 || addr as usize == fixed);
+    Ok(addr as usize)
 }
 
 /// Reads the first `buffer.len()` bytes of a regular file that other processes may be changing.

@@ -22,6 +22,8 @@ use std::io;
 /// `ENOMEM` if too few reserved pages are free; `EINVAL` if the kernel has no pages of that size or cannot move them
 /// (before Linux 5.16).
 pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
+    assert!(page_bytes.is_power_of_two());
+    assert!(len_bytes.is_multiple_of(page_bytes));
     let size = MapFlags::from_bits_retain(page_bytes.trailing_zeros() << libc::MAP_HUGE_SHIFT);
     let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | size;
     // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
@@ -53,6 +55,7 @@ pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
 /// `from` must be a whole mapping of [`map`]. `to` must be an equally long range of the caller's reservation, aligned
 /// to the page size, with contents that no code needs.
 pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
+    assert!(from.abs_diff(to) >= len_bytes, "the kernel moves no range onto itself");
     // SAFETY: guaranteed by the caller.
     unsafe { mremap_fixed(from as *mut _, len_bytes, len_bytes, MremapFlags::MAYMOVE, to as *mut _) }?;
     Ok(())

@@ -58,6 +58,11 @@ pub fn pretend_os_page(bytes: usize) {
 /// The largest OS page size that Pagemill supports.
 const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 
+/// Returns whether an address is the start of an OS page.
+fn is_at_page(addr: usize) -> bool {
+    addr.is_multiple_of(kernel_page_bytes())
+}
+
 /// Maps anonymous memory by a direct system call. Returns the address. The preload library replaces the C library's
 /// `mmap` by a function for jemalloc, which would call the arena again.
 ///
@@ -67,8 +72,10 @@ const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 ///
 /// With `MAP_FIXED`, no code may depend on the memory that is mapped there.
 pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: ProtFlags, flags: MapFlags) -> io::Result<usize> {
+    debug_assert!(!flags.contains(MapFlags::FIXED) || addr != 0 && is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     let start = unsafe { mm::mmap_anonymous(addr as *mut _, len_bytes, protection, flags) }?;
+    debug_assert!(!flags.contains(MapFlags::FIXED) || start as usize == addr);
     Ok(start as usize)
 }
 
@@ -78,6 +85,7 @@ pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: ProtFlags, f
 ///
 /// No code may use the memory any more.
 unsafe fn unmap(addr: usize, len_bytes: usize) {
+    debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     let _ = unsafe { mm::munmap(addr as *mut _, len_bytes) };
 }
@@ -88,6 +96,7 @@ unsafe fn unmap(addr: usize, len_bytes: usize) {
 ///
 /// No code may need the contents that the advice discards.
 unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::Result<()> {
+    debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     unsafe { mm::madvise(addr as *mut _, len_bytes, advice) }
 }
@@ -98,6 +107,7 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::R
 ///
 /// As [`advise`].
 unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
+    debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
 }
@@ -108,6 +118,7 @@ unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Re
 ///
 /// No code may rely on the access that is removed.
 unsafe fn protect(addr: usize, len_bytes: usize, access: MprotectFlags) -> io::Result<()> {
+    debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     Ok(unsafe { mm::mprotect(addr as *mut _, len_bytes, access) }?)
 }
@@ -124,10 +135,13 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     assert!(align_bytes.is_power_of_two());
     // The kernel aligns to OS pages anyway.
     let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
+    // The spare addresses behind the range are unmapped, so they begin at an OS page.
+    let len_bytes = len_bytes.checked_next_multiple_of(os_page_bytes()).ok_or(Errno::NOMEM)?;
     let padded = len_bytes.checked_add(spare_bytes).ok_or(Errno::NOMEM)?;
     // SAFETY: without MAP_FIXED the kernel maps unused addresses.
     let start = unsafe { map(hint, padded, ProtFlags::empty(), MapFlags::PRIVATE) }?;
     let aligned = start.next_multiple_of(align_bytes);
+    assert!(aligned - start <= spare_bytes);
     let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
     // SAFETY: both ends belong to the mapping created above, which no other code knows.
     unsafe {
@@ -227,6 +241,7 @@ pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`populate`].
 pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
+    assert!(block.is_multiple_of(block_bytes));
     allow_huge(block, block_bytes);
     populate(block, os_page_bytes())?;
     let mut last = [0u8; 1];
@@ -246,6 +261,7 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
 /// If `pages` has fewer bytes than the range has OS pages.
 pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
     let (page, of_kernel) = (os_page_bytes(), kernel_page_bytes());
+    assert!(addr.is_multiple_of(page));
     assert!(pages.len() >= len_bytes.div_ceil(page));
     if page == of_kernel {
         // SAFETY: the call writes one byte per page into `pages`, which is long enough as asserted.
@@ -275,6 +291,7 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
         resident(addr + at, len, &mut pages)?;
         count += pages[..len / page].iter().filter(|page| **page & 1 == 1).count();
     }
+    debug_assert!(count * page <= len_bytes);
     Ok(count * page)
 }
 
@@ -337,6 +354,7 @@ pub fn reclaim(addr: usize, len_bytes: usize) {
 ///
 /// Until the huge page is split, `MADV_DONTNEED` of a range inside the huge page frees nothing. Takes some 280 us.
 pub fn split_huge(block: usize, block_bytes: usize) {
+    assert!(block.is_multiple_of(block_bytes));
     // For a range inside a huge page, `MADV_COLD` makes the kernel split the page. For a whole huge page it would only
     // deactivate the page.
     let _ = cool(block, block_bytes / 2);
@@ -396,6 +414,7 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
         return unsafe { map(0, len_bytes, access, flags) };
     }
     let addr = reserve(len_bytes, align_bytes, 0)?;
+    assert!(addr.is_multiple_of(align_bytes));
     // SAFETY: the call replaces the reservation made above, which no other code knows.
     let mapped = unsafe { map(addr, len_bytes, access, flags | MapFlags::FIXED) };
     if mapped.is_err() {

@@ -97,6 +97,8 @@ pub fn can_move() -> io::Result<()> {
 /// Both ranges must be private anonymous memory of the caller. `dst` must have no pages, and no other code may use it.
 /// No thread may access `src` during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
+    assert!(dst.abs_diff(src) >= len_bytes, "the ranges overlap");
+    assert!(len_bytes.is_multiple_of(crate::mem::os_page_bytes()));
     let mover = Mover::open()?;
     let range = UffdioRange { start: dst as u64, len: len_bytes as u64 };
     let mut register = UffdioRegister { range, mode: UFFDIO_REGISTER_MODE_MISSING, ioctls: 0 };
@@ -115,6 +117,7 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
         if request.moved > 0 {
             moved += request.moved as usize;
         }
+        assert!(moved <= len_bytes);
         match result {
             Ok(()) => {}
             Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && request.moved > 0 => {}

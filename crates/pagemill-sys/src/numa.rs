@@ -45,6 +45,7 @@ pub fn cpu() -> usize {
 ///
 /// `ENOSYS` or `EPERM` if memory policies are unavailable; `EINVAL` for an unknown node.
 pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
+    assert!(node < MAX_NODES);
     let mask: u64 = 1 << node;
     // SAFETY: the call reads `mask` and changes no contents. The kernel reads one bit less than the given count, so 1
     // is added.

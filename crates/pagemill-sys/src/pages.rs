@@ -114,6 +114,7 @@ impl Drop for FileMapping {
 /// The bytes and other mappings of the file do not change. The huge page is charged to this process's memory group.
 /// Takes some 0.25 ms. Needs Linux 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
+    assert!(offset.is_multiple_of(block_bytes as u64));
     let Ok(mapping) = FileMapping::new(file, offset, block_bytes) else { return Collapse::NoMemory };
     match mapping.advise(block_bytes, MADV_COLLAPSE) {
         Ok(()) => Collapse::Huge,
@@ -182,6 +183,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64, max_groups: usize) -
 ///
 /// Errors of mapping and of reading kernel files; `NotFound` if the kernel reports no group for a page.
 pub fn is_charged_to(file: BorrowedFd<'_>, offset: u64, block_bytes: usize, group: u64) -> io::Result<bool> {
+    assert!(offset.is_multiple_of(block_bytes as u64));
     let mapping = FileMapping::new(file, offset, block_bytes)?;
     let reader = ChargedGroupReader::new()?;
     for pages in mapping.resident_ranges()? {

@@ -14,6 +14,7 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
     let page = mem::os_page_bytes();
     let len_bytes = stack_bytes.next_multiple_of(page);
     // The lowest page stays inaccessible, as the guard page of the stack.
+    assert!(stack_bytes > 0);
     let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return function(argument) };
     // SAFETY: the range lies in the reservation made above.
     if unsafe { mem::open(base + page, len_bytes) }.is_ok() {

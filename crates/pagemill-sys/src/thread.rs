@@ -20,6 +20,9 @@ extern "C" fn run_work<T: Work>(work: *mut c_void) -> *mut c_void {
     ptr::null_mut()
 }
 
+/// Maximum length of a thread's name in Linux.
+const MAX_NAME_BYTES: usize = 15;
+
 /// Starts a detached thread that calls `work`, with a stack of 256 KiB.
 ///
 /// The caller must hold no lock, because the C library allocates memory for a new thread.
@@ -56,6 +59,8 @@ pub(crate) unsafe fn spawn_with_argument(
     start: extern "C" fn(*mut c_void) -> *mut c_void,
     argument: *mut c_void,
 ) -> io::Result<()> {
+    debug_assert!(name.count_bytes() <= MAX_NAME_BYTES, "the kernel refuses the name of the thread");
+    debug_assert!(stack_bytes >= libc::PTHREAD_STACK_MIN);
     // SAFETY: attributes and signal sets are plain data, which the calls initialise before they are read. The mask of
     // this thread is restored before the function returns.
     unsafe {

@@ -1,7 +1,7 @@
 //! Memory whose contents may be purged under pressure: [`Ranges`] by handle, [`Vranges`] by address.
 //!
 //! Uses `pagemill-core` and `pagemill-heap`. [`Base`] creates the parts that a process with such memory needs. The
-//! crate `pagemill` re-exports what programs use.
+//! crate `pagemill` re-exports what programs use; examples of these items use its names.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the state words only.
 #[cfg(not(loom))]

@@ -32,9 +32,7 @@
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! The examples in the documentation of a type come from the crate that defines the type. A program that depends on
-//! `pagemill` writes `pagemill::cache` for `pagemill_cache`, `pagemill::slab` for `pagemill_slab`, `pagemill::store`
-//! for `pagemill_store`, `pagemill::volatile` for `pagemill_volatile`, and `pagemill` for `pagemill_core`.
+//! A program depends on this crate only, and the examples of all items name no other.
 //!
 //! [`Error`] converts to [`std::io::Error`], which has the original error as its source.
 
@@ -107,7 +105,7 @@ pub mod slab {
 /// ```
 pub mod store {
     pub use pagemill_store::{
-        Aligned, Buffer, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
+        Aligned, Buffer, Cancel, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
     };
 }
 
@@ -128,14 +126,17 @@ pub mod volatile {
     pub use pagemill_volatile::{Behaviour, Blob, CacheCounts, Contents, Pin, VolatileBuf, VolatileCache};
 
     #[cfg(feature = "strict")]
-    pub use pagemill_volatile::handle_fault;
+    pub use pagemill_volatile::{
+        handle_fault,
+        vrange::{How, Marked, Mode, vrange},
+    };
 }
 
 /// What a program needs to register memory of its own for reclaim, and to set when free memory returns to the system.
 ///
 /// Example: [`Pagemill`].
 pub mod reclaim {
-    pub use pagemill_core::reclaim::{Cost, Return, Shrinker, Urgency, Which};
+    pub use pagemill_core::reclaim::{Cost, ParseReturnError, Return, Shrinker, Urgency, Which};
 }
 
 /// Statistics of the memory that this process holds, and counters of events.

@@ -282,7 +282,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), MIB as u64);
     assert_eq!((since.increases()[0], cache.charged_bytes()), (0, MIB as u64), "nothing came, nothing is kept");
     let error = file.read_at(&mut [0; 8], 2 * MIB as u64).unwrap_err();
-    assert!(matches!(error, Error::Store { .. }) && error.errno() == 5);
+    assert!(matches!(error, Error::Store { .. }) && error.errno() == libc::EIO);
     store.set_faults(Faults::default());
     read(&file, 2 * MIB, MIB);
     // Some reads fail. The other pages must be readable.

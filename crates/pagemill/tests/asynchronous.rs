@@ -278,9 +278,9 @@ fn reads_of_dropped_futures_continue() {
 fn only_the_task_that_started_a_read_gets_its_error() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
-    store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
+    store.set_faults(Faults { fails_after: Some(0), errno: libc::EREMOTEIO, ..Faults::default() });
     let error = block_on(file.pin_async(0)).map(drop).unwrap_err();
-    assert!(matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(121)), "{error}");
+    assert!(matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(libc::EREMOTEIO)), "{error}");
     assert_eq!(cache.charged_bytes(), 0);
     store.hold();
     let mut context = Context::from_waker(Waker::noop());
@@ -380,7 +380,10 @@ fn calls_time_out_if_the_store_hangs() {
     let late = stats::get(Counter::ReadsLate);
     let is_late = |done: Result<usize, Error>| {
         let error = done.unwrap_err();
-        assert!(matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(110)), "{error}");
+        assert!(
+            matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(libc::ETIMEDOUT)),
+            "{error}"
+        );
     };
     is_late(file.read_at(&mut [0; 8], 0));
     is_late(file.write_at(&[9; 8], 100));
@@ -398,5 +401,5 @@ fn calls_time_out_if_the_store_hangs() {
     assert_eq!(store.calls().reads, 2);
     // A read that fails within the timeout must report its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
-    wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
+    wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == libc::EIO);
 }

@@ -7,6 +7,7 @@ mod common;
 use common::{exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::listing::MOST_RECORDS;
+use pagemill_core::published::Subject;
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::file::AnswerFile;
 use pagemill_volatile::listed::{Listed, RangeKind, RangeState};
@@ -21,7 +22,7 @@ fn write_list() -> Vec<u8> {
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
     let file = AnswerFile::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
-    pagemill().responder.write(&file, 9).unwrap();
+    pagemill().responder.write_list(&file, 9, Subject::Ranges).unwrap();
     std::fs::read(path).unwrap()
 }
 

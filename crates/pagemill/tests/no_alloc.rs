@@ -9,7 +9,7 @@ use pagemill_cache::mapping::PageCache;
 use pagemill_core::Error;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::arena::{Context, Layout};
-use pagemill_core::published;
+use pagemill_core::published::{self, Subject};
 use pagemill_core::reclaim::alarms::Alarms;
 use pagemill_core::reclaim::helper::Answer;
 use pagemill_core::reclaim::kernel::Kernel;
@@ -202,7 +202,7 @@ fn listing_allocates_nothing_elsewhere() {
             std::mem::forget(range);
         }
         let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write(&file, 1).is_ok(), "it is written");
+        require(pagemill.responder.write_list(&file, 1, Subject::Ranges).is_ok(), "it is written");
         require(AnswerFile::open(&path).is_err(), "it is not empty any more");
         pagemill.responder.answer(1);
     });
@@ -223,7 +223,7 @@ fn listing_page_caches_allocates_nothing() {
     drop(make("ended"));
     without_allocations(|| {
         let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_caches(&file, 1).is_ok(), "it is written");
+        require(pagemill.responder.write_list(&file, 1, Subject::Caches).is_ok(), "it is written");
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
@@ -244,7 +244,7 @@ fn listing_slab_caches_allocates_nothing() {
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
     without_allocations(|| {
         let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_slabs(&file, 1).is_ok(), "it is written");
+        require(pagemill.responder.write_list(&file, 1, Subject::Slabs).is_ok(), "it is written");
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
     assert_eq!((&bytes[..9], bytes.len()), (&b"pm-slab2\x01"[..], 32 + 2 * 256), "two caches of one node");

@@ -250,7 +250,7 @@ fn errors_of_the_store_lose_no_data() {
     let file = cache.open(store.clone()).unwrap();
     store.calls_until_failure.store(1, Relaxed);
     let error = file.read_at(&mut [0; 10], 0).unwrap_err();
-    assert_eq!((error.errno(), error.to_string().contains("reading a file")), (5, true));
+    assert_eq!((error.errno(), error.to_string().contains("reading a file")), (libc::EIO, true));
     assert_eq!(cache.charged_bytes(), 0);
     let failing = FaultyStore::new(MemoryStore::new(expected.clone(), 512));
     let other = cache.open(Arc::new(failing.clone())).unwrap();

@@ -203,8 +203,10 @@ impl Pool {
 
     /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them together, and
     /// [`Pool::return_hugetlb`] removes all of them. In between the pool returns none to the system.
+    ///
+    /// Without the feature `hugetlb` the compiler leaves out what depends on it.
     pub fn is_hugetlb(&self) -> bool {
-        self.reserve.is_some()
+        cfg!(feature = "hugetlb") && self.reserve.is_some()
     }
 
     /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.

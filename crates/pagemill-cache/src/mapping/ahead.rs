@@ -36,6 +36,19 @@ const PROPOSAL_DIVISOR: u64 = 64;
 pub(super) const SHARE_DIVISOR: u64 = 16;
 
 /// In which order a file is going to be read.
+///
+/// ```
+/// use pagemill::cache::{Advice, PageCache, Reuse};
+/// use pagemill::store::MemoryStore;
+/// use std::sync::Arc;
+///
+/// let cache = PageCache::builder("scans").limit(64 << 20).build()?;
+/// let file = cache.open(Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
+/// file.advise(Advice::Random); // no readahead
+/// file.advise_reuse(Reuse::Usual); // no early eviction
+/// assert_eq!(file.read_at(&mut [0; 100], 5000)?, 100);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Advice {
     /// As accesses show.
@@ -49,6 +62,8 @@ pub enum Advice {
 }
 
 /// How often bytes of a file are going to be used.
+///
+/// Example: [`Advice`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reuse {
     /// Time and again, perhaps.

@@ -9,8 +9,8 @@ use std::time::Duration;
 /// The parameters of a cache that is about to be created ([`PageCache::builder`]).
 ///
 /// ```
-/// use pagemill_cache::{Never, PageCache, Writeback};
-/// use pagemill_core::units::PageSize;
+/// use pagemill::cache::{Never, PageCache, Writeback};
+/// use pagemill::units::PageSize;
 /// use std::time::Duration;
 ///
 /// let cache = PageCache::builder("index")
@@ -20,7 +20,7 @@ use std::time::Duration;
 ///     .writeback(Writeback::default().age(Duration::from_secs(5)))
 ///     .build()?;
 /// assert_eq!(cache.page().bytes(), 65_536);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[must_use = "`build` creates the cache"]
 pub struct Builder {
@@ -81,11 +81,11 @@ impl Builder {
     /// Sets the kind of memory that the cache uses. Needs the feature `hugetlb`.
     ///
     /// ```
-    /// use pagemill_cache::{PageCache, Source};
+    /// use pagemill::cache::{PageCache, Source};
     ///
     /// let cache = PageCache::builder("hot rows").limit(32 << 20).source(Source::TryHugetlb).build()?;
     /// println!("in reserved huge pages: {}", cache.usage().is_hugetlb);
-    /// # Ok::<(), pagemill_core::Error>(())
+    /// # Ok::<(), pagemill::Error>(())
     /// ```
     #[cfg(feature = "hugetlb")]
     pub fn source(self, source: Source) -> Self {
@@ -118,7 +118,12 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// As [`Builder::build_in`], and those of [`Caches::of_process`].
+    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
+    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
+    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
+    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages.
+    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. Errors of
+    /// [`Source::Hugetlb`].
     pub fn build(self) -> Result<PageCache> {
         self.build_in(Caches::of_process()?)
     }
@@ -127,11 +132,8 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
-    /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
-    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
-    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages. Errors of
-    /// [`Source::Hugetlb`].
+    /// As [`Builder::build`].
+    #[doc(hidden)] // programs have one set of caches, tests have several
     pub fn build_in(self, caches: &'static Caches) -> Result<PageCache> {
         caches.make(self)
     }

@@ -566,7 +566,7 @@ impl Drop for Inner {
 /// dropped.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 ///
 /// let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
 /// let file = cache.create()?;
@@ -574,7 +574,7 @@ impl Drop for Inner {
 /// let mut bytes = [0xFF; 10];
 /// assert_eq!(file.read_at(&mut bytes, 998)?, 7);
 /// assert_eq!(&bytes[..7], b"\0\0hello");
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct PageCache(pub(super) Arc<Inner>);
@@ -651,6 +651,7 @@ impl PageCache {
 
     /// Collapses queued ranges of small folios: checks about `steps` ranges, which takes some hundred microseconds
     /// each. The background thread does the same unless it is disabled. Returns the number of new huge folios.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
     }
@@ -658,6 +659,7 @@ impl PageCache {
     /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and splits those that are
     /// sparse. Visits each chunk at most once. Checks only folios that were not written since the previous round over
     /// all chunks. The background thread does the same unless it is disabled. Returns the bytes freed.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn split_sparse_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
@@ -665,6 +667,7 @@ impl PageCache {
     /// Writes back pages that have been dirty for too long, and those above the background share
     /// ([`Writeback`](super::Writeback)). The background thread does the same unless it is disabled. Returns the bytes
     /// written.
+    #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
     }

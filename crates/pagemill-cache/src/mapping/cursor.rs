@@ -6,7 +6,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Seek, SeekFrom, Write};
 /// A position in a cached file, for code that uses [`Read`], [`Write`] and [`Seek`].
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 /// use std::io::{BufRead, BufReader, Read, Seek, Write};
 ///
 /// let cache = PageCache::builder("notes").limit(16 << 20).build()?;

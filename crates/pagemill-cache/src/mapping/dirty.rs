@@ -120,6 +120,7 @@ impl File {
         if self.dirty.is_some() {
             self.tree.lock().set_mark_of(place.first, u64::from(place.number), DIRTY);
         }
+        debug_assert!(self.pool().word(place.number).load().pins() > 0, "the caller has pinned the folio");
         if self.pool().word(place.number).set_dirty() {
             self.add_dirty(self.cache.folio_bytes(place.order));
         }
@@ -140,6 +141,7 @@ impl File {
     /// bytes before.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
+        debug_assert!(bytes.is_multiple_of(self.page_bytes() as u64));
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
         self.cache.dirty_bytes.fetch_add(bytes, SeqCst);
         stats::add(Counter::CacheDirty, bytes);
@@ -149,8 +151,10 @@ impl File {
     /// Subtracts the bytes of folios that are clean now, or were removed from the file, from the number of dirty bytes.
     pub(super) fn sub_dirty(&self, bytes: u64) {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
-        dirty.bytes.fetch_sub(bytes, SeqCst);
-        self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
+        let of_file = dirty.bytes.fetch_sub(bytes, SeqCst);
+        debug_assert!(of_file >= bytes, "{of_file} dirty bytes of the file, {bytes} of them clean");
+        let of_cache = self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
+        debug_assert!(of_cache >= bytes, "{of_cache} dirty bytes of the cache, {bytes} of them clean");
         self.cache.balance.cleaned_bytes.fetch_add(bytes, SeqCst);
         stats::sub(Counter::CacheDirty, bytes);
     }
@@ -276,15 +280,15 @@ mod tests {
         let first = cache.open(Arc::new(store.clone())).unwrap();
         let (second, third) = (first.clone(), first.clone());
         first.write_at(&[7; 100], 0).unwrap();
-        store.set_faults(Faults { fail_per_mille: 1000, errno: 28, ..Faults::default() });
-        assert_eq!(second.write_back(0, 100).unwrap_err().errno(), 28);
+        store.set_faults(Faults { fail_per_mille: 1000, errno: libc::ENOSPC, ..Faults::default() });
+        assert_eq!(second.write_back(0, 100).unwrap_err().errno(), libc::ENOSPC);
         assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "the page stays dirty");
         store.set_faults(Faults::default());
         drop(third);
         let third = second.clone();
         for handle in [&first, &second, &third] {
             let error = handle.sync().unwrap_err();
-            assert!(error.errno() == 28 && error.to_string().contains("earlier"), "{error}");
+            assert!(error.errno() == libc::ENOSPC && error.to_string().contains("earlier"), "{error}");
             handle.sync().unwrap();
         }
         assert_eq!(store.inner().bytes(), [7; 100], "the store has the bytes");
@@ -292,10 +296,10 @@ mod tests {
         // A sync reports its own failure at once, and other handles report it once.
         first.write_at(&[8; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
-        assert_eq!(first.sync().unwrap_err().errno(), 5);
+        assert_eq!(first.sync().unwrap_err().errno(), libc::EIO);
         store.set_faults(Faults::default());
         first.sync().unwrap();
-        assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (5, true));
+        assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (libc::EIO, true));
         // The file exists as long as one of its handles.
         drop((first, second));
         assert_eq!(third.size_bytes(), 100);

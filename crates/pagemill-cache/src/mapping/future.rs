@@ -19,9 +19,11 @@ impl Mapping {
     /// the bytes stay in memory until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
     ///
     /// ```
-    /// # use pagemill_core::Result;
-    /// # use pagemill_cache::{Mapping, PageCache};
-    /// # use pagemill_store::MemoryStore;
+    /// use pagemill::Result;
+    /// use pagemill::cache::Mapping;
+    /// # use pagemill::PageCache;
+    /// # use pagemill::store::MemoryStore;
+    ///
     /// /// Runs in any executor.
     /// async fn first_of_page(file: &Mapping, page: u64) -> Result<u64> {
     ///     let pin = file.pin_async(page * 4096).await?;
@@ -32,7 +34,7 @@ impl Mapping {
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let first = std::pin::pin!(first_of_page(&file, 1)).poll(&mut context);
     /// # assert!(matches!(first, std::task::Poll::Ready(Ok(0x0101_0101_0101_0101))));
-    /// # Ok::<(), pagemill_core::Error>(())
+    /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
     /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) the future blocks the
@@ -64,9 +66,11 @@ impl Mapping {
     /// As [`Mapping::read_at`], but other tasks can run while the future waits for a store.
     ///
     /// ```
-    /// # use pagemill_core::Result;
-    /// # use pagemill_cache::{Mapping, PageCache};
-    /// # use pagemill_store::MemoryStore;
+    /// use pagemill::Result;
+    /// use pagemill::cache::Mapping;
+    /// # use pagemill::PageCache;
+    /// # use pagemill::store::MemoryStore;
+    ///
     /// async fn header(file: &Mapping) -> Result<Vec<u8>> {
     ///     let mut bytes = vec![0; 4096];
     ///     let len = file.read_async(&mut bytes, 0).await?;
@@ -78,7 +82,7 @@ impl Mapping {
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let header = std::pin::pin!(header(&file)).poll(&mut context);
     /// # assert!(matches!(header, std::task::Poll::Ready(Ok(bytes)) if bytes == [1; 100]));
-    /// # Ok::<(), pagemill_core::Error>(())
+    /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
     /// Missing pages of the range are read together, some hundred KiB at a time. If the future is dropped before it

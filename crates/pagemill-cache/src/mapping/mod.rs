@@ -72,56 +72,14 @@ mod write;
 mod writeback;
 mod zero;
 
-/// Hints for the readahead and eviction of a file.
-///
-/// ```
-/// use pagemill_cache::{Advice, PageCache, Reuse};
-/// # use pagemill_store::MemoryStore;
-///
-/// # let cache = PageCache::builder("scans").limit(64 << 20).build()?;
-/// let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
-/// file.advise(Advice::Random); // no readahead
-/// file.advise_reuse(Reuse::Usual); // no early eviction
-/// assert_eq!(file.read_at(&mut [0; 100], 5000)?, 100);
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-pub use ahead::Advice;
-/// Example: [`Advice`].
-pub use ahead::Reuse;
+pub use ahead::{Advice, Reuse};
 pub use builder::Builder;
 pub use cache::{Caches, MAX_CACHES, PageCache};
 pub use cursor::Cursor;
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
-/// Reads many pages of files for one thread, without blocking in between.
-///
-/// ```
-/// use pagemill_cache::{Fetch, PageCache};
-/// # use pagemill_store::FileStore;
-/// use std::time::Duration;
-///
-/// # let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
-/// # std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-/// # let cache = PageCache::builder("records").limit(64 << 20).build()?;
-/// let file = cache.open(std::sync::Arc::new(FileStore::open_read_only(&path)?))?;
-/// let mut queue = cache.queue(32)?;
-/// for page in 0..4 {
-///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // request id: the page
-/// }
-/// while !queue.is_empty() {
-///     queue.wait(1, Duration::from_secs(60))?;
-///     while let Some(fetched) = queue.next() {
-///         fetched.result?;
-///         assert_eq!(file.read_at(&mut [0; 8], fetched.token << 18)?, 8); // from memory
-///     }
-/// }
-/// # std::fs::remove_file(&path).unwrap();
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
-pub use queue::Queue;
-/// Example: [`Queue`].
-pub use queue::{Fetch, Fetched};
+pub use queue::{Fetch, Fetched, Queue};
 pub use records::ask_for_caches;
 pub use source::Source;
 pub use usage::{Holder, Usage};
@@ -209,8 +167,8 @@ pub(crate) struct File {
 /// The second field is the number of the file's writeback failures that this handle has reported so far.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
-/// use pagemill_store::MemoryStore;
+/// use pagemill::PageCache;
+/// use pagemill::store::MemoryStore;
 /// use std::sync::Arc;
 ///
 /// let store = Arc::new(MemoryStore::new(vec![7; 10_000], 512));
@@ -222,7 +180,7 @@ pub(crate) struct File {
 /// file.sync()?; // the store has the change from here on
 /// file.close().map_err(|(_file, error)| error)?;
 /// assert_eq!(&store.bytes()[5000..5003], b"new");
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct Mapping(Arc<File>, AtomicU32);
 

@@ -23,7 +23,7 @@ use std::ops::{Deref, DerefMut};
 /// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 ///
 /// let cache = PageCache::builder("records").limit(64 << 20).build()?;
 /// let file = cache.create()?;
@@ -33,7 +33,7 @@ use std::ops::{Deref, DerefMut};
 /// drop(pin);
 /// let pins = file.pin_range(0, 16)?;
 /// assert_eq!((pins.len(), file.pin(0)?.as_ptr()), (1, pins.first().unwrap().as_ptr()));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[must_use = "the pin ends when this is dropped"]
 pub struct Pin<'file> {
@@ -400,7 +400,7 @@ impl Drop for Pin<'_> {
 /// second at most, so it should not be held long.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 ///
 /// let file = PageCache::builder("records").limit(64 << 20).build()?.create()?;
 /// file.write_at(&[1; 100], 0)?;
@@ -410,7 +410,7 @@ impl Drop for Pin<'_> {
 /// drop(folio);
 /// let mut first = [0];
 /// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {

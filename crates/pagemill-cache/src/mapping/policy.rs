@@ -54,7 +54,7 @@ pub enum Choice {
 /// it is.
 ///
 /// ```
-/// use pagemill_cache::{Ask, Cause, Choice, PageCache, Policy};
+/// use pagemill::cache::{Ask, Cause, Choice, PageCache, Policy};
 ///
 /// /// Huge folios for large writes only.
 /// struct LargeWrites;
@@ -69,7 +69,7 @@ pub enum Choice {
 /// let settings = PageCache::builder("blobs").limit(64 << 20).policy(LargeWrites);
 /// let file = settings.build()?.create()?;
 /// assert_eq!(file.write_at(&[1; 1 << 20], 0)?, 1 << 20);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Policy: Send + Sync {
     /// Chooses the folio size for a range. [`Ask`] describes the range and why a folio is needed.

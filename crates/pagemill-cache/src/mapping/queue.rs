@@ -17,6 +17,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// A page that was asked for.
+///
+/// Example: [`Queue`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetch {
     /// It is in memory: nothing follows.
@@ -26,6 +28,8 @@ pub enum Fetch {
 }
 
 /// What became of a page that was on its way.
+///
+/// Example: [`Queue`].
 #[derive(Debug)]
 pub struct Fetched {
     /// As it was given to [`Queue::fetch`].
@@ -62,6 +66,31 @@ const STEP: Duration = Duration::from_millis(1);
 /// Brings pages of a cache's files in, for one thread: asks for many, and is told of each.
 ///
 /// A page that another thread needs at once is read by that thread, and counts as come here.
+///
+/// ```
+/// use pagemill::cache::{Fetch, PageCache};
+/// use pagemill::store::FileStore;
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
+/// std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+/// let cache = PageCache::builder("records").limit(64 << 20).build()?;
+/// let file = cache.open(Arc::new(FileStore::open_read_only(&path)?))?;
+/// let mut queue = cache.queue(32)?;
+/// for page in 0..4 {
+///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // request id: the page
+/// }
+/// while !queue.is_empty() {
+///     queue.wait(1, Duration::from_secs(60))?;
+///     while let Some(fetched) = queue.next() {
+///         fetched.result?;
+///         assert_eq!(file.read_at(&mut [0; 8], fetched.token << 18)?, 8); // from memory
+///     }
+/// }
+/// std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Queue {
     ring: Ring<Filling>,
     wanted: VecDeque<Wanted>,

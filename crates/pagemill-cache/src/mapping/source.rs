@@ -35,7 +35,7 @@ type Pools = Vec<(&'static Pool, Weak<Inner>)>;
 impl Source {
     /// Takes reserved huge pages for a new cache. Returns `None` if the cache uses ordinary memory.
     fn take_reserve(self, settings: &Builder) -> Result<Option<Reserve>> {
-        if self == Self::Ordinary {
+        if !cfg!(feature = "hugetlb") || self == Self::Ordinary {
             return Ok(None);
         }
         let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;

@@ -28,14 +28,14 @@ pub enum Holder {
 /// Memory use of one cache in bytes. The fields from `huge` to `index` add up to its memory.
 ///
 /// ```
-/// use pagemill_cache::PageCache;
+/// use pagemill::PageCache;
 ///
 /// let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
 /// let file = cache.create()?;
 /// file.write_at(&[1; 100], 0)?;
 /// let usage = cache.usage();
 /// assert!(usage.small > 0 && usage.total() >= usage.small);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {

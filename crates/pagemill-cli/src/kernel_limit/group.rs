@@ -46,6 +46,9 @@ impl Group {
         if version == Version::V2 {
             enable_memory_controller(parent)?;
         }
+        // The folder is removed at the end, so it must be a new one inside of the parent.
+        assert!(!name.is_empty());
+        assert!(!name.contains('/'));
         let folder = parent.join(name);
         fs::create_dir(&folder).map_err(|error| creation_error(parent, &error))?;
         let mut group = Self { folder, guard: None };

@@ -42,6 +42,7 @@ fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
         libc::ENOENT => "the cache does not exist any more".to_owned(),
+        libc::ENOSYS => "the program accepts no commands on its caches (feature `control` of pagemill)".to_owned(),
         libc::EBUSY => "another thread defragments the cache, or is stopped in a call".to_owned(),
         libc::EAGAIN => "too many commands wait, or no thread is available".to_owned(),
         libc::ECANCELED => "code of the program panicked, so a slab is out of use".to_owned(),
@@ -59,6 +60,8 @@ fn run_commands(
     interrupt: &Interrupt,
 ) -> ExitCode {
     let (results, error) = send_commands(process, commands, interrupt);
+    assert!(results.len() <= commands.len());
+    assert_eq!(error.is_none(), results.len() == commands.len(), "an error ends the commands");
     let has_results = !results.is_empty() || error.is_none();
     let written = if has_results { write_to_stdout(&text(&results)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
@@ -149,6 +152,7 @@ pub fn set_ratios(options: &Slabinfo, process: &Process, interrupt: &Interrupt) 
     }
     let commands: Vec<(&Cache, Action)> =
         plan.iter().map(|((_, _, action), cache, percent)| (*cache, action(*percent))).collect();
+    assert_eq!(commands.len(), plan.len());
     let text = |results: &[CommandResult]| {
         let rows = plan.iter().zip(results);
         if options.json {

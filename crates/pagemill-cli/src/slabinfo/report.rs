@@ -1,6 +1,7 @@
 //! Details of slab caches: as text for one cache, or as JSON for several caches.
 
 use super::table::{self, Totals};
+use crate::columns::{self, Heading};
 use pagemill_core::units::Bytes;
 use pagemill_slab::{NodeInfo, SlabInfo, SlabKind};
 use serde_json::{Value, json};
@@ -76,22 +77,25 @@ pub fn text_of(info: &SlabInfo) -> String {
 }
 
 fn nodes_of(info: &SlabInfo) -> String {
-    let mut text = String::new();
-    let row = |words: [String; 9]| {
-        let [node, used, cached, room, slabs, partial, empty, lost, space] = words;
-        format!(
-            "    {node:>4} {used:>10} {cached:>7} {room:>10} {slabs:>8} {partial:>8} {empty:>6} {lost:>5} {space:>10}\n"
-        )
-    };
-    text += &row(["NODE", "USED", "CACHED", "ROOM", "SLABS", "PARTIAL", "EMPTY", "LOST", "SPACE"].map(str::to_owned));
-    for (number, node) in info.nodes.iter().enumerate() {
+    let headings = [
+        Heading::right_aligned("NODE", 4, 4),
+        Heading::right_aligned("USED", 10, 1),
+        Heading::right_aligned("CACHED", 7, 1),
+        Heading::right_aligned("ROOM", 10, 1),
+        Heading::right_aligned("SLABS", 8, 1),
+        Heading::right_aligned("PARTIAL", 8, 1),
+        Heading::right_aligned("EMPTY", 6, 1),
+        Heading::right_aligned("LOST", 5, 1),
+        Heading::right_aligned("SPACE", 10, 1),
+    ];
+    let rows = info.nodes.iter().enumerate().map(|(number, node)| {
         let NodeInfo { used, cached, objects, slabs, partial, empty, lost, blocks: _, resident_bytes } = *node;
-        let counts = [slabs, partial, empty, lost].map(|count| count.to_string());
-        let [slabs, partial, empty, lost] = counts;
-        let [node, used, cached, room] = [number as u64, used, cached, objects].map(|count| count.to_string());
-        text += &row([node, used, cached, room, slabs, partial, empty, lost, Bytes(resident_bytes).to_string()]);
-    }
-    text
+        let objects = [number as u64, used, cached, objects];
+        let slabs = [slabs, partial, empty, lost].map(u64::from);
+        let counts = objects.into_iter().chain(slabs).map(|count| count.to_string());
+        counts.chain([Bytes(resident_bytes).to_string()]).collect()
+    });
+    columns::aligned_table(&headings, rows)
 }
 
 pub fn json_of(caches: &[&SlabInfo]) -> Value {

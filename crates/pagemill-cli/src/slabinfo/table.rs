@@ -101,6 +101,7 @@ impl Style {
             return exact;
         }
         let thousands = (exact.len() - digits + 1).div_ceil(3);
+        assert!(3 * thousands < exact.len(), "a digit stays");
         exact[..exact.len() - 3 * thousands].to_owned() + UNITS[thousands - 1]
     }
 }
@@ -149,6 +150,7 @@ pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
 /// `is_last_right_aligned`. In a row with fewer cells than titles, the last cell is not aligned.
 pub fn aligned_rows(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) -> String {
     let count = rows.first().map_or(0, Vec::len);
+    assert!(rows.iter().all(|row| (1..=count).contains(&row.len())), "cells without a column");
     let width_of = |column: usize| {
         let is_aligned = |row: &&Vec<String>| row.len() == count || column == 0;
         rows.iter().filter(is_aligned).map(|row| row[column].chars().count()).max().unwrap_or(0)

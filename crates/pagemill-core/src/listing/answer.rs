@@ -36,36 +36,13 @@ impl StatsResponder {
         let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of all volatile ranges into the empty `file`, and then the header. So a file with a header
+    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a header
     /// has a complete list.
     ///
     /// # Errors
     ///
     /// Errors of writing the header. An error of writing the records is reported in the header.
-    pub fn write(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
-        self.write_list(file, number, Subject::Ranges)
-    }
-
-    /// As [`StatsResponder::write`], but lists the memory use of page caches.
-    ///
-    /// # Errors
-    ///
-    /// As [`StatsResponder::write`].
-    pub fn write_caches(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
-        self.write_list(file, number, Subject::Caches)
-    }
-
-    /// As [`StatsResponder::write`], but lists slab caches.
-    ///
-    /// # Errors
-    ///
-    /// As [`StatsResponder::write`].
-    pub fn write_slabs(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
-        self.write_list(file, number, Subject::Slabs)
-    }
-
-    /// Writes the list of a subject, or the figures, into the empty `file`.
-    fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
+    pub fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
         let result = match (subject, self.list_writers[subject as usize].get()) {
             (Subject::Figures, _) => self.write_figures(&mut response),

@@ -10,11 +10,10 @@ use super::SlabCommands;
 use super::answer::Response;
 use super::commands::{Action, ControlCommand, Outcome, ShrinkReport};
 use crate::arena::Context;
-use crate::error::Result;
 use crate::published::Subject;
 use crate::reclaim::{Account, Reason, Urgency};
 use crate::sync::Guarded;
-use libc::{EAGAIN, ECANCELED, ENOENT};
+use libc::{EAGAIN, ECANCELED, ENOENT, ENOSYS};
 use pagemill_sys::file::AnswerFile;
 use pagemill_sys::thread;
 use std::ffi::CStr;
@@ -57,7 +56,8 @@ impl ControlEndpoint {
         Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
-    /// Sets the slab caches that commands act on. Before this call, commands find no slab cache.
+    /// Sets the slab caches that commands act on. Before this call, and in programs without the
+    /// feature `control`, such commands fail with `ENOSYS`.
     pub fn set_slabs(&self, slabs: &'static dyn SlabCommands) {
         let is_first = self.slabs.set(slabs).is_ok();
         assert!(is_first, "the slab caches of one process");
@@ -124,8 +124,8 @@ impl ControlEndpoint {
                 return Outcome { of: want_bytes, shrunk, errno: 0 };
             }
         };
-        let done: Option<Result<ShrinkReport>> = self.slabs.get().and_then(|slabs| slabs.execute(id, action));
-        match done {
+        let Some(slabs) = self.slabs.get() else { return Outcome::failed(command, ENOSYS) };
+        match slabs.execute(id, action) {
             Some(Ok(shrunk)) => Outcome { of: id, shrunk, errno: 0 },
             Some(Err(error)) => Outcome::failed(command, error.errno()),
             None => Outcome::failed(command, ENOENT),

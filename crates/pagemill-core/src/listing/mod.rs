@@ -183,7 +183,7 @@ mod tests {
     /// rejected if another subject is expected.
     #[test]
     fn headers_are_read_as_written() {
-        let header = AnswerHeader { number: 3, errno: 28, records: 5, left_out: 6 };
+        let header = AnswerHeader { number: 3, errno: libc::ENOSPC as u32, records: 5, left_out: 6 };
         for subject in Subject::ALL {
             let bytes = header.to_bytes(subject);
             let read = Subject::ALL.map(|subject| AnswerHeader::from_bytes(&bytes, subject));

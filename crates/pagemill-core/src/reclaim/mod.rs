@@ -21,7 +21,7 @@ mod pressure;
 pub mod tree;
 
 pub use account::Account;
-pub use policy::Return;
+pub use policy::{ParseReturnError, Return};
 
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -118,8 +118,8 @@ impl Cost {
 /// An owner of memory that can give some of it back on request.
 ///
 /// ```
-/// use pagemill_testbed::Testbed;
-/// use pagemill_core::reclaim::{Shrinker, Urgency};
+/// use pagemill::Pagemill;
+/// use pagemill::reclaim::{Shrinker, Urgency};
 /// use std::sync::Mutex;
 ///
 /// /// A cache of a program that a limit or pressure may empty.
@@ -142,11 +142,11 @@ impl Cost {
 /// }
 ///
 /// *SPARE.lock().unwrap() = vec![0; 1 << 20];
-/// let account = Testbed::of_process()?.account;
-/// account.register(&Spare);
-/// account.give_all_back();
+/// let pagemill = Pagemill::of_process()?;
+/// pagemill.register(&Spare)?;
+/// pagemill.give_all_back();
 /// assert_eq!(SPARE.lock().unwrap().capacity(), 0);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Shrinker: Sync {
     /// A short name for reports.

@@ -10,14 +10,14 @@ use std::time::Duration;
 /// `balanced=SECONDS`.
 ///
 /// ```
-/// use pagemill_testbed::Testbed;
-/// use pagemill_core::reclaim::Return;
+/// use pagemill::Pagemill;
+/// use pagemill::reclaim::Return;
 ///
 /// let policy: Return = "balanced=30".parse().unwrap();
 /// assert_eq!(policy, Return::after_seconds(30).unwrap());
 /// assert!("soon".parse::<Return>().is_err());
-/// Testbed::of_process()?.set_return(policy);
-/// # Ok::<(), pagemill_core::Error>(())
+/// Pagemill::of_process()?.set_return(policy);
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Return {

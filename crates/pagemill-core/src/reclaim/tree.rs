@@ -165,10 +165,6 @@ impl TreePage {
         self.limit.load(Relaxed)
     }
 
-    pub fn set_limit(&self, limit: u64) {
-        self.limit.store(limit, Relaxed);
-    }
-
     /// Returns the slots that were ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]

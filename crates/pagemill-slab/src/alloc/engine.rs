@@ -151,6 +151,7 @@ impl Engine {
     /// # Errors
     ///
     /// [`Error::BadRatio`] beyond 100.
+    #[cfg_attr(not(feature = "control"), allow(dead_code))]
     pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
         check_ratio(percent)?;
         self.remote_ratio.store(percent, Relaxed);

@@ -35,7 +35,7 @@ impl Cache for FixedInner {
 /// A cache of values of one type. A value keeps its address until it is dropped.
 ///
 /// ```
-/// use pagemill_slab::{FixedSlab, SlabCache};
+/// use pagemill::slab::{FixedSlab, SlabCache};
 ///
 /// let cache = FixedSlab::<String>::new("names")?;
 /// let mut name = cache.insert("page".to_owned())?; // a `Slot`, used as a `Box`
@@ -43,7 +43,7 @@ impl Cache for FixedInner {
 /// assert_eq!(name.into_inner(), "pagemill");
 /// cache.shrink()?; // the empty slab returns to the system
 /// assert_eq!(cache.info()?.total.used, 0);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct FixedSlab<T> {
     pub(crate) inner: Arc<FixedInner>,

@@ -6,11 +6,11 @@ const DEFRAG_USED_RATIO: u32 = 30;
 /// Settings of a slab cache.
 ///
 /// ```
-/// use pagemill_slab::{HandleMap, Settings, SlabCache};
+/// use pagemill::slab::{HandleMap, Settings, SlabCache};
 ///
 /// let cache = HandleMap::<u64>::with(Settings::new("sessions").defrag_used_ratio(50).debug(true))?;
 /// assert!(cache.info()?.is_debug);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 #[must_use]

@@ -19,6 +19,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot move the objects of an `OwnerSlab`",
+    label = "not `Migrate`",
+    note = "the parameter is the type that knows all references to the objects, not the type of the objects",
+    note = "a `HandleMap` moves its objects itself; a `FixedSlab` never moves them"
+)]
 /// The interface of an owner, which moves the objects of its cache.
 ///
 /// At any time an object is *free* or *live*. The owner makes an object live after [`OwnerSlab::allocate`], and free
@@ -32,13 +38,14 @@ use std::time::Duration;
 ///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
-///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`crate::enter`]). The object is free once these guards
-///   are dropped, and needs no destructor.
+///   earlier under a guard of [`crate::enter`]. The object is free once these guards are dropped, and needs no
+///   destructor.
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
-/// # use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Target};
-/// # use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// use pagemill::slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Target};
+/// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+///
 /// /// Objects are numbers, 0 while free. The owner has the only references: none, so it moves nothing.
 /// struct Numbers;
 ///
@@ -65,7 +72,7 @@ use std::time::Duration;
 ///     object.as_ref().store(0, Relaxed);
 ///     cache.free(object);
 /// }
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
@@ -289,7 +296,20 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]). Another process can request a shrink, too (`pagemill
 /// slabinfo -s`).
 ///
-/// Example: [`Migrate`].
+/// [`Migrate`] shows an owner. The cache is used through pointers:
+///
+/// ```
+/// use pagemill::slab::{Migrate, OwnerSlab, SlabCache};
+///
+/// /// Allocates and frees one object of any owner.
+/// fn use_one<M: Migrate>(cache: &OwnerSlab<M>) -> pagemill::Result<()> {
+///     let object = cache.allocate()?; // as `construct` made it, or as it was freed
+///     assert!(cache.info()?.active >= 1);
+///     // SAFETY: no thread reaches the object.
+///     unsafe { cache.free(object) };
+///     Ok(())
+/// }
+/// ```
 pub struct OwnerSlab<M: Migrate> {
     pub(crate) inner: Arc<OwnerInner<M>>,
     /// The caches of the process, to which this cache belongs.

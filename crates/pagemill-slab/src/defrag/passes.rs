@@ -17,13 +17,13 @@ const CHANGE_DIVISOR: u64 = 64;
 /// Progress of a defragmentation.
 ///
 /// ```
-/// use pagemill_slab::{HandleMap, SlabCache};
+/// use pagemill::slab::{HandleMap, SlabCache};
 /// use std::time::Duration;
 ///
 /// let cache = HandleMap::<u64>::new("numbers")?;
 /// let progress = cache.defrag_step(Duration::from_millis(1))?;
 /// assert_eq!((progress.moved, progress.emptied), (0, 0)); // the cache is empty
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {

@@ -115,6 +115,7 @@ impl Worker {
     ///
     /// As the cache's own `shrink`. [`Error::Busy`] if the background thread does not run, another request for the
     /// cache is pending, or the cache is dropped before the shrink begins.
+    #[cfg_attr(not(feature = "control"), allow(dead_code))]
     pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
         let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
         let is_first = engine.shrink_request.with(|request| {

@@ -453,7 +453,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// A cache of values that are reached by handle. The cache moves the values by itself.
 ///
 /// ```
-/// use pagemill_slab::{HandleMap, enter};
+/// use pagemill::slab::{HandleMap, enter};
 ///
 /// let names = HandleMap::<String>::new("names")?;
 /// let handle = names.insert("one".to_owned())?;
@@ -464,7 +464,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// let removed = names.remove(handle)?;
 /// assert_eq!(removed.as_deref().map(String::as_str), Some("one"));
 /// assert!(names.get(handle, &enter()).is_none());
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct HandleMap<T: Movable> {
     pub(crate) inner: Arc<HandleInner<T>>,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant, SystemTime};
 /// `#[derive(Movable)]` implements it for types whose fields are all movable:
 ///
 /// ```
-/// use pagemill_slab::{HandleMap, Movable, enter};
+/// use pagemill::slab::{HandleMap, Movable, enter};
 ///
 /// #[derive(Movable)]
 /// struct Session {
@@ -29,13 +29,13 @@ use std::time::{Duration, Instant, SystemTime};
 /// let handle = sessions.insert(Session { user: "ann".to_owned(), hits: 0 })?;
 /// sessions.update(handle, |old| Session { user: old.user.clone(), hits: old.hits + 1 })?;
 /// assert_eq!(sessions.get(handle, &enter()).map(|session| session.hits), Some(1));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 ///
 /// A field that other threads change through `&`, such as an atomic or a lock, lies behind a pointer:
 ///
 /// ```compile_fail,E0277
-/// use pagemill_slab::Movable;
+/// use pagemill::slab::Movable;
 ///
 /// #[derive(Movable)]
 /// struct Session {

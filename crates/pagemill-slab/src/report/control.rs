@@ -1,54 +1,35 @@
-//! Statistics and commands of slab caches, for other processes of the same user. A unique id identifies each cache.
+//! Commands on slab caches from other processes of the same user. A unique id names each cache.
 
-use crate::NodeInfo;
-use crate::SlabInfo;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::report::info;
 use pagemill_core::error::{Error, Result};
-use pagemill_core::listing::ShrinkReport;
-use pagemill_core::sync::Backoff;
-use std::io;
+use pagemill_core::listing::{Action, ShrinkReport, SlabCommands};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-impl Slabs {
-    /// Returns the cache with the lowest id that is at least `from`, and its id.
-    fn first_cache_from(&self, from: u64) -> Option<(u64, Arc<dyn Cache>)> {
-        self.caches.with(|caches| {
-            let rest = &caches[caches.partition_point(|(id, _)| *id < from)..];
-            rest.iter().find_map(|(id, cache)| Some((*id, cache.upgrade()?)))
-        })
+impl SlabCommands for Slabs {
+    fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>> {
+        match action {
+            Action::SetUsedRatio(percent) => {
+                self.set_used_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::SetRemoteRatio(percent) => {
+                self.set_remote_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::Shrink => self.shrink_one(cache),
+        }
     }
+}
 
+impl Slabs {
     /// Returns the cache with this id, if it exists.
     fn cache_by_id(&self, id: u64) -> Option<Arc<dyn Cache>> {
         self.first_cache_from(id).filter(|(found, _)| *found == id).map(|(_, cache)| cache)
     }
 
-    /// Calls `show` once for each NUMA node of every cache, in order of cache ids, with the statistics of the cache on
-    /// that node. Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not
-    /// available, the statistics are marked as partial.
-    ///
-    /// # Errors
-    ///
-    /// Errors of `show`. After an error no further cache is shown.
-    pub(crate) fn show(
-        &self,
-        timeout_ns: u64,
-        mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let (mut backoff, mut from) = (Backoff::new(), 0);
-        while let Some((id, cache)) = self.first_cache_from(from) {
-            info::show(&*cache, (&mut backoff, timeout_ns), |info, node, node_info| show(id, info, node, node_info))?;
-            from = id + 1;
-        }
-        Ok(())
-    }
-
-    /// Shrinks one cache as the program itself would, which includes callbacks of owners. Returns `None` if the cache
-    /// was dropped before or during the shrink.
+    /// Shrinks one cache as the program itself would, including callbacks of owners. Returns `None` if the cache was
+    /// dropped before or during the shrink.
     ///
     /// # Errors
     ///

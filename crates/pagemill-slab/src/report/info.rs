@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Statistics of a cache. If other threads use the cache meanwhile, the values may be from slightly different times.
 ///
 /// ```
-/// use pagemill_slab::{FixedSlab, SlabCache};
+/// use pagemill::slab::{FixedSlab, SlabCache};
 ///
 /// let cache = FixedSlab::<[u64; 8]>::new("lines")?;
 /// let kept = cache.insert([1; 8])?;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// assert_eq!((info.object_bytes, info.active), (64, 1));
 /// assert!(info.total.slabs == 1 && info.total.objects >= info.total.used);
 /// # drop(kept);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {

@@ -1,6 +1,7 @@
 //! Statistics, and commands of other processes.
 
 #[cfg(not(loom))]
+#[cfg(feature = "control")]
 pub(crate) mod control;
 #[cfg(not(loom))]
 pub(crate) mod debug_text;

@@ -21,16 +21,18 @@
 
 use crate::NodeInfo;
 use crate::SlabInfo;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
+use crate::report::info;
 use pagemill_core::listing::{
-    Action, ListWriter, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered,
-    ask_all_for, u32_at, u64_at,
+    ListWriter, MAX_INSPECTION_NS, Record, Records, Response, Unanswered, ask_all_for, u32_at, u64_at,
 };
 use pagemill_core::published::Subject;
+use pagemill_core::sync::Backoff;
 use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
+use std::sync::Arc;
 
 /// Length of a record in bytes.
 const RECORD_LEN: usize = 256;
@@ -174,17 +176,33 @@ impl ListWriter for Slabs {
     }
 }
 
-impl SlabCommands for Slabs {
-    fn execute(&self, cache: u64, action: Action) -> Option<pagemill_core::error::Result<ShrinkReport>> {
-        match action {
-            Action::SetUsedRatio(percent) => {
-                self.set_used_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
-            }
-            Action::SetRemoteRatio(percent) => {
-                self.set_remote_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
-            }
-            Action::Shrink => self.shrink_one(cache),
+impl Slabs {
+    /// Returns the existing cache with the lowest id that is at least `from`.
+    pub(super) fn first_cache_from(&self, from: u64) -> Option<(u64, Arc<dyn Cache>)> {
+        self.caches.with(|caches| {
+            let rest = &caches[caches.partition_point(|(id, _)| *id < from)..];
+            rest.iter().find_map(|(id, cache)| Some((*id, cache.upgrade()?)))
+        })
+    }
+
+    /// Calls `show` once for each node of every cache, in order of cache ids, with the statistics of that node.
+    /// Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not available, the
+    /// statistics are marked as partial.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `show`. After an error no further cache is shown.
+    fn show(
+        &self,
+        timeout_ns: u64,
+        mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (mut backoff, mut from) = (Backoff::new(), 0);
+        while let Some((id, cache)) = self.first_cache_from(from) {
+            info::show(&*cache, (&mut backoff, timeout_ns), |info, node, node_info| show(id, info, node, node_info))?;
+            from = id + 1;
         }
+        Ok(())
     }
 }
 

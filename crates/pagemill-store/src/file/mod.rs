@@ -143,16 +143,16 @@ impl FileHandle {
 /// [`FileStore::alignment`], the kernel copies no bytes.
 ///
 /// ```
-/// use pagemill_store::{FileStore, Store};
+/// use pagemill::store::{FileStore, Store};
 ///
-/// # let path = std::env::temp_dir().join(format!("pagemill-doc-file-{}", std::process::id()));
+/// let path = std::env::temp_dir().join(format!("pagemill-doc-file-{}", std::process::id()));
 /// let store = FileStore::create(&path)?;
 /// let block = vec![7; store.block_bytes()];
 /// store.set_size(block.len() as u64)?;
 /// store.write(0, &block)?;
 /// store.sync()?;
 /// assert_eq!(std::fs::read(&path)?, block);
-/// # std::fs::remove_file(&path).unwrap();
+/// std::fs::remove_file(&path).unwrap();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct FileStore {

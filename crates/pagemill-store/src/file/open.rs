@@ -33,14 +33,14 @@ enum Creation {
 /// Options for opening a [`FileStore`]. By default an existing file is opened for reading and writing, with direct I/O.
 ///
 /// ```
-/// use pagemill_store::{FileOptions, Store};
+/// use pagemill::store::{FileOptions, Store};
 ///
-/// # let path = std::env::temp_dir().join(format!("pagemill-doc-options-{}", std::process::id()));
+/// let path = std::env::temp_dir().join(format!("pagemill-doc-options-{}", std::process::id()));
 /// let store = FileOptions::new().create_new().buffered().open(&path)?;
 /// assert_eq!((store.is_direct(), store.size_bytes().unwrap()), (false, 0));
 /// assert!(FileOptions::new().create_new().open(&path).is_err()); // it exists
-/// # std::fs::remove_file(&path).unwrap();
-/// # Ok::<(), pagemill_core::Error>(())
+/// std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct FileOptions {

@@ -25,10 +25,15 @@ const SHARDS: usize = 64;
 /// previous removal left.
 const SWEEP_AFTER_KEYS: usize = 16;
 
+#[diagnostic::on_unimplemented(
+    message = "values of type `{Self}` cannot be stored in a `VolatileCache`",
+    label = "not a `Blob`",
+    note = "`String`, arrays of bytes and, with `bytemuck::Pod` items, vectors are; implement `Blob` for other types"
+)]
 /// A type whose values a cache can store: it converts to bytes and back.
 ///
 /// ```
-/// use pagemill_volatile::{Blob, VolatileCache};
+/// use pagemill::volatile::{Blob, VolatileCache};
 ///
 /// #[derive(Debug, PartialEq)]
 /// struct Point(u64);
@@ -48,7 +53,7 @@ const SWEEP_AFTER_KEYS: usize = 16;
 /// let cache = VolatileCache::<u32, Point>::new()?;
 /// cache.insert(1, &Point(7))?;
 /// assert!(cache.get(&1).is_none_or(|point| point == Point(7)));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Blob: Sized {
     /// Number of bytes that [`Blob::store`] writes.
@@ -164,17 +169,17 @@ struct TableShard<K> {
 /// [`VolatileCache::read`] does not.
 ///
 /// ```
-/// use pagemill_core::Error;
-/// use pagemill_volatile::VolatileCache;
+/// use pagemill::Error;
+/// use pagemill::VolatileCache;
 ///
 /// let cache = VolatileCache::<String, Vec<u8>>::new()?;
 /// let thumbnail = cache.get_or_try_insert("a.png".to_owned(), || Ok::<_, Error>(vec![7; 100_000]))?;
 /// assert_eq!(thumbnail.len(), 100_000);
 /// // Later: `None` if the value was purged.
 /// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
-pub struct VolatileCache<K, V> {
+pub struct VolatileCache<K, V: Blob> {
     ranges: &'static Ranges,
     shards: Box<[Mutex<TableShard<K>>]>,
     counts: Box<[Padded<ShardCounts>]>,
@@ -203,9 +208,32 @@ struct ShardCounts {
     purged: AtomicU64,
 }
 
-impl<K, V> fmt::Debug for VolatileCache<K, V> {
+impl<K, V: Blob> VolatileCache<K, V> {
+    /// Returns what the lookups found since the cache was created.
+    ///
+    /// ```
+    /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;
+    /// cache.insert(1, &vec![7; 100])?;
+    /// let is_found = cache.get(&1).is_some();
+    /// assert!(cache.get(&2).is_none());
+    /// let counts = cache.counts();
+    /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
+    /// # Ok::<(), pagemill::Error>(())
+    /// ```
+    pub fn counts(&self) -> CacheCounts {
+        let mut sum = CacheCounts::default();
+        for Padded(shard) in &self.counts {
+            sum.hits += shard.hits.load(Relaxed);
+            sum.misses += shard.misses.load(Relaxed);
+            sum.purged += shard.purged.load(Relaxed);
+        }
+        sum
+    }
+}
+
+impl<K, V: Blob> fmt::Debug for VolatileCache<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("VolatileCache").finish_non_exhaustive()
+        f.debug_struct("VolatileCache").field("counts", &self.counts()).finish_non_exhaustive()
     }
 }
 
@@ -226,6 +254,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 
     /// Creates an empty cache, whose values lie in `ranges`.
+    #[doc(hidden)] // programs have one set of ranges, tests have several
     pub fn new_in(ranges: &'static Ranges) -> Self {
         let shard = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER_KEYS });
         Self {
@@ -280,27 +309,6 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
             }
         };
         None
-    }
-
-    /// Returns the number of lookups since the cache was created, by result.
-    ///
-    /// ```
-    /// # let cache = pagemill_volatile::VolatileCache::<u32, Vec<u8>>::new()?;
-    /// cache.insert(1, &vec![7; 100])?;
-    /// let is_found = cache.get(&1).is_some();
-    /// assert!(cache.get(&2).is_none());
-    /// let counts = cache.counts();
-    /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
-    /// # Ok::<(), pagemill_core::Error>(())
-    /// ```
-    pub fn counts(&self) -> CacheCounts {
-        let mut sum = CacheCounts::default();
-        for Padded(shard) in &self.counts {
-            sum.hits += shard.hits.load(Relaxed);
-            sum.misses += shard.misses.load(Relaxed);
-            sum.purged += shard.purged.load(Relaxed);
-        }
-        sum
     }
 
     /// Returns copies of all keys and values that are present. A key that is inserted or removed meanwhile may be

@@ -7,7 +7,7 @@
 //! memory pressure purges ranges, the least recently marked first (`purge`).
 //!
 //! ```
-//! use pagemill_volatile::{Contents, VolatileBuf};
+//! use pagemill::{Contents, VolatileBuf};
 //!
 //! let mut tile = VolatileBuf::new(1 << 20)?;
 //! tile.bytes_mut()?.fill(7);
@@ -16,7 +16,7 @@
 //!     Contents::Kept => assert_eq!(tile.pin()?[0], 7),
 //!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // recreate the contents
 //! }
-//! # Ok::<(), pagemill_core::Error>(())
+//! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
 //! ```text

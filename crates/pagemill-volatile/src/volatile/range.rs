@@ -42,7 +42,7 @@ pub enum Contents {
 /// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
 ///
 /// ```
-/// use pagemill_volatile::{Contents, VolatileBuf};
+/// use pagemill::{Contents, VolatileBuf};
 ///
 /// let mut tile = VolatileBuf::new(1 << 20)?;
 /// tile.bytes_mut()?.fill(7);
@@ -51,7 +51,7 @@ pub enum Contents {
 ///     Contents::Kept => assert!(tile.pin()?.iter().all(|byte| *byte == 7)),
 ///     Contents::Purged { .. } => println!("make the contents again"),
 /// }
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct VolatileBuf {
     ranges: &'static Ranges,
@@ -230,7 +230,7 @@ impl fmt::Debug for VolatileBuf {
 /// A pin: while it exists, no byte of its range is purged. A pin dereferences to the bytes that were kept.
 ///
 /// ```
-/// use pagemill_volatile::VolatileBuf;
+/// use pagemill::VolatileBuf;
 ///
 /// let mut range = VolatileBuf::new(1 << 20)?;
 /// range.bytes_mut()?[0] = 7;
@@ -238,7 +238,7 @@ impl fmt::Debug for VolatileBuf {
 /// let pin = range.pin()?; // the range is still volatile, but is not purged while it is pinned
 /// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None` if bytes were purged before
 /// # drop(pin);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Pin<'range> {

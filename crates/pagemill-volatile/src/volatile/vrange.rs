@@ -14,6 +14,7 @@
 use super::mark_table::{Mark, MarkTable, Sums};
 use super::purge_queue::PurgeQueue;
 use super::{MAX_RESERVED_BYTES, current_epoch, guards};
+use crate::Base;
 use pagemill_core::arena::Arena;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::Account;
@@ -32,7 +33,7 @@ const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// The state that a call of [`Vranges::vrange`] sets for a range.
 ///
-/// Example: [`Vranges`].
+/// Example: [`vrange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The range is marked volatile. Purged bytes read zero.
@@ -45,7 +46,7 @@ pub enum Mode {
 
 /// How a marked range is purged.
 ///
-/// Example: [`Vranges`].
+/// Example: [`vrange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// The range is purged as a whole.
@@ -56,7 +57,7 @@ pub enum How {
 
 /// The result of marking or unmarking a range.
 ///
-/// Example: [`Vranges`].
+/// Example: [`vrange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
     /// Marking: the length of the range. Unmarking: the number of its bytes that were marked.
@@ -82,23 +83,39 @@ enum MarkAttempt<T> {
     Busy,
 }
 
-/// All volatile ranges that are given by address.
+/// Marks memory of the program volatile, or unmarks it: [`Vranges::vrange`] for the ranges of the process.
 ///
 /// ```
-/// use pagemill_volatile::Base;
-/// use pagemill_volatile::vrange::{How, Mode};
-/// use pagemill_store::Aligned;
+/// use pagemill::store::Aligned;
+/// use pagemill::volatile::{How, Mode, vrange};
 ///
-/// let (vranges, memory) = (Base::of_process()?.vranges, Aligned::new(1 << 20, 1 << 16));
+/// let memory = Aligned::new(1 << 20, 1 << 16);
 /// let addr = memory.as_ptr() as usize;
 /// // SAFETY: nothing needs or refers to the bytes while they are marked; the mark ends before they are freed.
-/// let marked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Volatile, How::Full)? };
+/// let marked = unsafe { vrange(addr, 1 << 20, Mode::Volatile, How::Full)? };
 /// assert_eq!(marked.bytes, 1 << 20);
 /// // SAFETY: as above.
-/// let unmarked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Nonvolatile, How::Full)? };
+/// let unmarked = unsafe { vrange(addr, 1 << 20, Mode::Nonvolatile, How::Full)? };
 /// println!("purged: {}", unmarked.purged);
-/// # Ok::<(), pagemill_core::Error>(())
+/// # Ok::<(), pagemill::Error>(())
 /// ```
+///
+/// # Errors
+///
+/// As [`Vranges::vrange`], and those of [`Base::of_process`].
+///
+/// # Safety
+///
+/// As [`Vranges::vrange`].
+pub unsafe fn vrange(addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
+    let vranges = Base::of_process()?.vranges;
+    // SAFETY: guaranteed by the caller.
+    unsafe { vranges.vrange(addr, len_bytes, mode, how) }
+}
+
+/// All volatile ranges that are given by address.
+///
+/// Example: [`vrange`].
 pub struct Vranges {
     pub(super) arena: &'static Arena,
     pub(super) account: &'static Account,

@@ -17,6 +17,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Removes the entries that lie entirely inside `from..=to`, in ascending order. Calls `each` once for every entry,
     /// when no reader can find the entry any more. Entries that reach beyond the range stay.
+    #[cfg(any(test, feature = "test-util"))]
     pub fn erase_range(&mut self, from: u64, to: u64, mut each: impl FnMut(Found)) {
         let mut at = from;
         while let Some(found) = self.next(at, to) {

@@ -204,7 +204,11 @@ impl ArrayAndModel {
     fn mark(&mut self, index: u64, mark: usize, is_set: bool) {
         let mut writer = self.array.lock();
         let mark_of = Mark::ALL[mark];
-        let was_there = if is_set { writer.set_mark(index, mark_of) } else { writer.clear_mark(index, mark_of) };
+        let value = self.model.entry_at(index).map_or(0, |(_, entry)| entry.value);
+        let was_there = match is_set {
+            true => writer.set_mark(index, mark_of),
+            false => writer.clear_mark_of(index, value, mark_of),
+        };
         let first = self.model.entry_at(index).map(|(first, _)| first);
         assert_eq!(was_there, first.is_some());
         let entry = first.and_then(|first| self.model.0.get_mut(&first));

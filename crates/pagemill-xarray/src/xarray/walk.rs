@@ -106,8 +106,10 @@ impl<N: Nodes> XArray<N> {
             }
             break;
         }
-        let order = word.order();
-        word.is_value().then(|| Found { value: word.to_value(), first: word::first_index_of(index, order), order })
+        word.is_value().then(|| {
+            let order = word.order();
+            Found { value: word.to_value(), first: word::first_index_of(index, order), order }
+        })
     }
 
     /// As [`XArray::find`], but fails if the lookup reads a stale word.

@@ -56,22 +56,28 @@ impl IndexWord {
 
     #[inline]
     pub fn value(value: u64, order: u32) -> Self {
+        debug_assert!(value <= MAX_VALUE);
+        debug_assert!(order <= MAX_ORDER);
         Self(value << VALUE_SHIFT | u64::from(order) << FIELD_SHIFT | VALUE_TAG)
     }
 
     #[inline]
     pub fn node(number: u32, shift: u32) -> Self {
+        debug_assert!(shift <= MAX_SHIFT);
+        debug_assert!(shift.is_multiple_of(SLOT_BITS));
         Self(u64::from(number) << NODE_NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE_TAG)
     }
 
     #[inline]
     pub fn sibling(first: usize) -> Self {
+        debug_assert!(first < SLOTS);
         Self((first as u64) << FIELD_SHIFT | SIBLING_TAG)
     }
 
     /// Returns the GONE word for the entry of this VALUE word. It is in the entry's first slot while the entry's later
     /// slots are written or cleared, so that readers find no entry.
     pub fn gone(self) -> Self {
+        debug_assert!(self.is_value());
         Self(self.0 & FIELD_MASK << FIELD_SHIFT | GONE_TAG)
     }
 
@@ -114,30 +120,35 @@ impl IndexWord {
     /// Returns the value in a VALUE word.
     #[inline]
     pub fn to_value(self) -> u64 {
+        debug_assert!(self.is_value());
         self.0 >> VALUE_SHIFT
     }
 
     /// Returns the order in a VALUE or GONE word.
     #[inline]
     pub fn order(self) -> u32 {
+        debug_assert!(matches!(self.tag(), VALUE_TAG | GONE_TAG));
         self.field()
     }
 
     /// Returns the node number in a NODE word.
     #[inline]
     pub fn number(self) -> u32 {
+        debug_assert!(self.is_node());
         (self.0 >> NODE_NUMBER_SHIFT) as u32
     }
 
     /// Returns the shift in a NODE word: each slot of the node covers `1 << shift` indices.
     #[inline]
     pub fn shift(self) -> u32 {
+        debug_assert!(self.is_node());
         self.field()
     }
 
     /// Returns the slot number in a SIBLING word: the first slot of the entry.
     #[inline]
     pub fn first_slot(self) -> usize {
+        debug_assert!(self.is_sibling());
         self.field() as usize
     }
 
@@ -149,12 +160,15 @@ impl IndexWord {
 
     /// Returns the number of slots that the entry of this VALUE word occupies in a node with this shift.
     pub fn slots(self, shift: u32) -> usize {
+        debug_assert!(self.order() >= shift);
+        debug_assert!(self.order() - shift < SLOT_BITS);
         1 << (self.order() - shift)
     }
 
     /// Returns whether this word, read from slot `first`, is VALUE or GONE, and its entry includes slot `slot`.
     #[inline]
     pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
+        debug_assert!(first <= slot);
         matches!(self.tag(), VALUE_TAG | GONE_TAG) && (slot - first) >> (self.order() - shift) == 0
     }
 }
@@ -167,6 +181,7 @@ pub(super) fn slot_of(index: u64, shift: u32) -> usize {
 
 /// Returns the shift of the nodes that contain entries of this order.
 pub(super) fn shift_of(order: u32) -> u32 {
+    debug_assert!(order <= MAX_ORDER);
     order / SLOT_BITS * SLOT_BITS
 }
 
@@ -179,6 +194,7 @@ pub(super) fn first_index_of(index: u64, order: u32) -> u64 {
 /// Returns the last index of the aligned range of `1 << bits` indices that contains `index`.
 #[inline]
 pub(super) fn last_index_of(index: u64, bits: u32) -> u64 {
+    debug_assert!(bits < u64::BITS);
     index | ((1 << bits) - 1)
 }
 

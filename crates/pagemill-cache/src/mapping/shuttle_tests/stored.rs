@@ -73,7 +73,7 @@ impl PageStore {
     fn may_fail(&self) -> io::Result<()> {
         scheduling_point();
         let fails = self.is_failing.load(Relaxed) && random_below(4) == 0;
-        if fails { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+        if fails { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
 
     fn value(&self, page: u64) -> u64 {
