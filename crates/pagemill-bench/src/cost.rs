@@ -13,7 +13,7 @@ use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measur
 use crate::proc;
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, PAGEMILL, UNWATCHED};
+use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_UNWATCHED};
 
 /// MiB of memory that are touched before the first sample: more than either variant of Pagemill uses.
 const WARM_MIB: u64 = 256;
@@ -40,7 +40,7 @@ const IDLE_CASE: &str = "idle";
 /// Returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    let both = [PAGEMILL.to_owned(), UNWATCHED.to_owned()];
+    let both = [PAGEMILL.to_owned(), PAGEMILL_UNWATCHED.to_owned()];
     let only = if common.only.is_empty() { &both[..] } else { &common.only };
     let (ready, gaps) = subject::select_available(only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
@@ -80,10 +80,11 @@ fn add_rows(report: &mut Report, samples: &SampleTable<u16>, ready: &[AvailableS
     for case in threads {
         for subject in ready {
             let cell = TableCell {
-                table: format!("ebizzy with no pressure: records/s, half the spread, times {UNWATCHED}"),
+                table: format!("ebizzy with no pressure: records/s, half the spread, times {PAGEMILL_UNWATCHED}"),
                 column: format!("{case} threads"),
             };
-            let metric = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(UNWATCHED) };
+            let metric =
+                Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(PAGEMILL_UNWATCHED) };
             let name = format!("no pressure, {case} threads");
             report_row(report, samples, (case, &name), subject.name(), metric, Some(cell));
         }
@@ -94,13 +95,13 @@ fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {
     let target = "ebizzy with no pressure, watching against not watching, geometric mean over threads";
     let blank = not_measured(target, Bound::AtLeast(0.99), "x", "a side is missing");
     let series = |name| threads.iter().map(move |case| samples.get(case, name, RECORDS));
-    let pairs = series(PAGEMILL).zip(series(UNWATCHED));
+    let pairs = series(PAGEMILL).zip(series(PAGEMILL_UNWATCHED));
     let ratios: Option<Vec<Vec<f64>>> =
         pairs.map(|(watching, not)| Some(watching?.ratios(not?, Better::Higher))).collect();
     let Some(ratios) = ratios else { return blank };
     Verdict {
         estimate: stats::estimate_median(&stats::geometric_means(&ratios)),
-        baseline: UNWATCHED.to_owned(),
+        baseline: PAGEMILL_UNWATCHED.to_owned(),
         has_lost_round: series(PAGEMILL).flatten().any(|series| !series.survived()),
         note: String::new(),
         ..blank

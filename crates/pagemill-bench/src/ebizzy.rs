@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
+use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 
 /// MiB of memory that are touched before the first sample (quick, full): more than any allocator needs at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
@@ -223,7 +223,7 @@ fn baseline_name(role: Role) -> &'static str {
     match role {
         Role::Default => "best-default",
         Role::ReturningAtOnce => "best-eager",
-        Role::Pagemill | Role::Unwatched | Role::Keeping => PAGEMILL,
+        Role::Pagemill | Role::Unwatched | Role::WithoutAging => PAGEMILL,
     }
 }
 
@@ -302,7 +302,8 @@ fn judge_aging_cost(report: &mut Report, samples: &SampleTable<Case>, fixed: &[&
     let ratios: Vec<Vec<f64>> = fixed
         .iter()
         .filter_map(|case| {
-            let (own, keeping) = (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, KEEPING_SUBJECT, RECORDS)?);
+            let (own, keeping) =
+                (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, PAGEMILL_WITHOUT_AGING, RECORDS)?);
             Some(own.ratios(keeping, Better::Higher))
         })
         .collect();

@@ -13,7 +13,7 @@ use crate::child::Outcome;
 use crate::error::{Error, Result};
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::KEEPING_SUBJECT;
+use crate::subject::PAGEMILL_WITHOUT_AGING;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommonOptions {
@@ -214,7 +214,7 @@ pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
     (!ratios.is_empty()).then(|| Verdict {
         estimate: stats::estimate_median(&stats::geometric_means(ratios)),
-        baseline: KEEPING_SUBJECT.to_owned(),
+        baseline: PAGEMILL_WITHOUT_AGING.to_owned(),
         ..not_measured(target, Bound::AtLeast(MIN_SPEED_WITH_AGING), "x", "")
     })
 }

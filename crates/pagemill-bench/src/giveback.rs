@@ -21,13 +21,13 @@ const BASELINE: &str = "glibc";
 /// Metric: duration in milliseconds of the request to return free memory.
 const WALL_MS: &str = "ms";
 /// Metric: resident memory before the request minus resident memory after it.
-const RETURNED: &str = "returned_mib";
+const RETURNED_MIB: &str = "returned_mib";
 /// Metric: resident memory before the request to return free memory.
-const HELD: &str = "held_mib";
+const HELD_MIB: &str = "held_mib";
 /// Metric: longest duration of a malloc in another thread during the request to return free memory.
-const LONGEST_MALLOC: &str = "longest_malloc_ms";
+const LONGEST_MALLOC_MS: &str = "longest_malloc_ms";
 /// Metric: longest duration of a malloc in the other thread in the 100 ms before the request.
-const LONGEST_MALLOC_BEFORE: &str = "longest_malloc_quiet_ms";
+const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
@@ -60,7 +60,7 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
                 let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
-                let metrics = [WALL_MS, RETURNED, HELD, LONGEST_MALLOC, LONGEST_MALLOC_BEFORE];
+                let metrics = [WALL_MS, RETURNED_MIB, HELD_MIB, LONGEST_MALLOC_MS, LONGEST_MALLOC_BEFORE_MS];
                 samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }
         }
@@ -70,11 +70,11 @@ fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Resu
 
 fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[AvailableSubject], piece: usize, mib: u64) {
     let metrics = [
-        (HELD, "MiB", Better::Lower, "MiB held when asked"),
-        (RETURNED, "MiB", Better::Higher, "MiB returned"),
+        (HELD_MIB, "MiB", Better::Lower, "MiB held when asked"),
+        (RETURNED_MIB, "MiB", Better::Higher, "MiB returned"),
         (WALL_MS, "ms", Better::Lower, "ms"),
-        (LONGEST_MALLOC, "ms", Better::Lower, "longest malloc, ms"),
-        (LONGEST_MALLOC_BEFORE, "ms", Better::Lower, "longest in 100 ms before"),
+        (LONGEST_MALLOC_MS, "ms", Better::Lower, "longest malloc, ms"),
+        (LONGEST_MALLOC_BEFORE_MS, "ms", Better::Lower, "longest in 100 ms before"),
     ];
     let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
     for subject in ready {
@@ -82,7 +82,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
             let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
             // A subject that has little to return needs little time, so its time is no baseline. Only the delay of
             // other threads can be compared.
-            let baseline = (metric == LONGEST_MALLOC).then_some(BASELINE);
+            let baseline = (metric == LONGEST_MALLOC_MS).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
         }
@@ -91,12 +91,12 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
     let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
-    let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST_MALLOC, 5.0, "longest unrelated malloc")];
+    let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST_MALLOC_MS, 5.0, "longest unrelated malloc")];
     for (metric, bound, what) in targets {
         let target = format!("{case}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
-        let returned = samples.get(&piece, PAGEMILL, RETURNED);
-        let held = samples.get(&piece, PAGEMILL, HELD);
+        let returned = samples.get(&piece, PAGEMILL, RETURNED_MIB);
+        let held = samples.get(&piece, PAGEMILL, HELD_MIB);
         let verdict = match (samples.get(&piece, PAGEMILL, metric), returned, held) {
             _ if mib < FULL_MIB => Verdict { note: "--quick asks for less than 1 GiB".to_owned(), ..verdict },
             (Some(series), Some(returned), Some(held)) => {

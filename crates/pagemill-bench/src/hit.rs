@@ -33,9 +33,9 @@ const FOYER: &str = "foyer";
 const FILES: &str = "files";
 
 /// Metric: time to copy 4 KiB out of a resident page.
-const COPY: &str = "copy_ns";
+const COPY_NS: &str = "copy_ns";
 /// Metric: time to pin a resident page and read 8 bytes of it.
-const PIN: &str = "pin_ns";
+const PIN_NS: &str = "pin_ns";
 /// Metric: bytes of page metadata (frames) per cached page.
 const FRAME_BYTES: &str = "frames_bytes";
 /// Metric: bytes of the index of the file per cached page.
@@ -45,13 +45,13 @@ const ADDED_BYTES: &str = "beside_bytes";
 /// Metric: fraction of the resident memory that is in huge pages.
 const HUGE_SHARE: &str = "huge_share";
 /// Metric of small files: resident bytes, relative to the files' sizes rounded up to pages.
-const RESIDENT: &str = "resident_ratio";
+const RESIDENT_RATIO: &str = "resident_ratio";
 /// Metric of small files: bytes that the cache counts as used, relative to the files' sizes rounded up to pages.
-const COUNTED: &str = "counted_ratio";
+const COUNTED_RATIO: &str = "counted_ratio";
 
-const PAGE_CACHE_METRICS: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
-const PEER_METRICS: &[&str] = &[COPY, PIN, ADDED_BYTES, HUGE_SHARE];
-const UNPINNED_METRICS: &[&str] = &[COPY, HUGE_SHARE];
+const PAGE_CACHE_METRICS: &[&str] = &[COPY_NS, PIN_NS, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
+const PEER_METRICS: &[&str] = &[COPY_NS, PIN_NS, ADDED_BYTES, HUGE_SHARE];
+const UNPINNED_METRICS: &[&str] = &[COPY_NS, HUGE_SHARE];
 
 /// Makes glibc use huge pages for all its memory. This is the best setting for a cache that allocates its pages with
 /// malloc.
@@ -78,11 +78,11 @@ const SUBJECTS: [Subject; 10] = [
     Subject::new(HUGE_FOLIOS, "huge", PAGE_CACHE_METRICS),
     Subject::new(SMALL_FOLIOS, "dense", PAGE_CACHE_METRICS),
     Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
-    Subject::new(FRAMES, "frames", &[COPY, PIN, HUGE_SHARE]),
+    Subject::new(FRAMES, "frames", &[COPY_NS, PIN_NS, HUGE_SHARE]),
     Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", UNPINNED_METRICS) },
-    Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY]) },
-    Subject { mount: Some(ALWAYS), ..Subject::new(PREAD_ALWAYS, "pread", &[COPY]) },
+    Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY_NS]) },
+    Subject { mount: Some(ALWAYS), ..Subject::new(PREAD_ALWAYS, "pread", &[COPY_NS]) },
     Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new(FOYER, "foyer", PEER_METRICS) },
     Subject { settings: GLIBC_HUGE_PAGES, ..Subject::new("quick_cache", "quick-cache", PEER_METRICS) },
 ];
@@ -92,9 +92,9 @@ const DATA_MIB: (u64, u64) = (256, 1024);
 /// Duration in milliseconds of each measurement (quick, full).
 const MEASUREMENT_MS: (u64, u64) = (50, 500);
 /// Number of small files (quick, full).
-const SMALL_FILES: (u64, u64) = (10_000, 100_000);
+const SMALL_FILE_COUNT: (u64, u64) = (10_000, 100_000);
 /// Size of a small file.
-const SMALL_BYTES: u64 = 1 << 10;
+const SMALL_FILE_BYTES: u64 = 1 << 10;
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
 /// 5 %.
 const ROUNDS: (usize, usize) = (3, 9);
@@ -158,7 +158,7 @@ fn measure(
     let common = &options.common;
     let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
     let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB.0, DATA_MIB.1));
-    let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILES.0, SMALL_FILES.1));
+    let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILE_COUNT.0, SMALL_FILE_COUNT.1));
     child::touch_beforehand(mib * 3 / 2 + 64)?;
     let progress = Progress::new(rounds * (THREADS.len() * subjects.len() + usize::from(has_files)));
     let mut samples = SampleTable::new();
@@ -178,10 +178,10 @@ fn measure(
         }
         if has_files {
             progress.step(FILES);
-            let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
+            let numbers = [("--files", files), ("--bytes", SMALL_FILE_BYTES)];
             let line = child::command_words(&["__small-files"], &numbers);
             let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
-            samples.add_outcome(&SIZES_CASE, FILES, &[RESIDENT, COUNTED], &outcome);
+            samples.add_outcome(&SIZES_CASE, FILES, &[RESIDENT_RATIO, COUNTED_RATIO], &outcome);
         }
     }
     Ok(samples)
@@ -201,7 +201,7 @@ fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, m
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
-    for (name, what, baseline) in [(COPY, "copied out", MEMCPY), (PIN, "pinned, 8 bytes read", FRAMES)] {
+    for (name, what, baseline) in [(COPY_NS, "copied out", MEMCPY), (PIN_NS, "pinned, 8 bytes read", FRAMES)] {
         for case in THREADS {
             for subject in subjects {
                 let table =
@@ -224,7 +224,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
             report_row(report, samples, (&SIZES_CASE, "metadata"), subject.name, metric, cell);
         }
     }
-    for (name, column) in [(RESIDENT, "resident"), (COUNTED, "as the cache counts it")] {
+    for (name, column) in [(RESIDENT_RATIO, "resident"), (COUNTED_RATIO, "as the cache counts it")] {
         let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
         let cell = Some(TableCell { table, column: column.to_owned() });
         let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
@@ -243,7 +243,7 @@ fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>
         }
     }
     let get = |metric| samples.get(&SIZES_CASE, SMALL_FOLIOS, metric);
-    if get(COPY).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
+    if get(COPY_NS).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
         report.add_gap(format!(
             "{SMALL_FOLIOS}: the cache reports an index of less than 8 B a page, which is impossible"
         ));
@@ -266,13 +266,13 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
                 samples,
                 target,
                 bound,
-                side(case, subject, COPY),
-                side(case, base, COPY),
+                side(case, subject, COPY_NS),
+                side(case, base, COPY_NS),
             ));
         }
         for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
             let target = format!("pin, {}: {subject}, time of {FRAMES}", threads_text(*case));
-            let (own, base) = (side(case, subject, PIN), side(case, FRAMES, PIN));
+            let (own, base) = (side(case, subject, PIN_NS), side(case, FRAMES, PIN_NS));
             report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.5), own, base));
         }
     }
@@ -288,7 +288,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
             side(&SIZES_CASE, subject, metric),
         ));
     }
-    for (target, metric) in [("small files, resident", RESIDENT), ("small files, counted", COUNTED)] {
+    for (target, metric) in [("small files, resident", RESIDENT_RATIO), ("small files, counted", COUNTED_RATIO)] {
         report.add_verdict(judge_value(samples, target, (Bound::AtMost(1.15), "x"), side(&SIZES_CASE, FILES, metric)));
     }
 }

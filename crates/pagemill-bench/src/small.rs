@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
-use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL};
+use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING};
 
 /// Sizes of the allocations in bytes.
 const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
@@ -115,7 +115,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
     for case in cases() {
         let pagemill = samples.get(&case, PAGEMILL, NS_PER_PAIR);
-        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING_SUBJECT, NS_PER_PAIR)) {
+        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, PAGEMILL_WITHOUT_AGING, NS_PER_PAIR)) {
             aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
         }
         let baseline = samples.get(&case, BASELINE, NS_PER_PAIR);

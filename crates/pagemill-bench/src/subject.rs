@@ -25,7 +25,7 @@ pub enum Role {
     Unwatched,
     /// Pagemill that returns free memory only on request and under pressure. Compared with [`Role::Pagemill`], it shows
     /// the cost of returning memory by age.
-    Keeping,
+    WithoutAging,
 }
 
 /// Where the library of an allocator is found.
@@ -126,15 +126,15 @@ pub const SUBJECTS: &[Subject] = &[
     },
     PAGEMILL_DEFAULT,
     Subject {
-        name: UNWATCHED,
+        name: PAGEMILL_UNWATCHED,
         role: Role::Unwatched,
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
         ..PAGEMILL_DEFAULT
     },
     Subject {
-        name: KEEPING_SUBJECT,
-        role: Role::Keeping,
+        name: PAGEMILL_WITHOUT_AGING,
+        role: Role::WithoutAging,
         settings: &[("PAGEMILL_RETURN", "keep")],
         effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
         ..PAGEMILL_DEFAULT
@@ -154,15 +154,15 @@ pub const MESH: Subject = default_subject(
 pub const PAGEMILL: &str = "pagemill";
 
 /// Name of the subject that is Pagemill without watching of memory limits.
-pub const UNWATCHED: &str = "pagemill-unwatched";
+pub const PAGEMILL_UNWATCHED: &str = "pagemill-unwatched";
 
 /// Name of the subject that is Pagemill without return of free memory by age.
-pub const KEEPING_SUBJECT: &str = "pagemill-keep";
+pub const PAGEMILL_WITHOUT_AGING: &str = "pagemill-keep";
 
 impl Role {
     /// Returns whether a subject with this role runs only if `--only` names it.
     fn is_on_request(self) -> bool {
-        matches!(self, Self::Unwatched | Self::Keeping)
+        matches!(self, Self::Unwatched | Self::WithoutAging)
     }
 }
 
@@ -198,7 +198,7 @@ impl AvailableSubject {
     }
 
     fn is_pagemill(&self) -> bool {
-        matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::Keeping)
+        matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::WithoutAging)
     }
 
     /// Returns the first words of a command line that runs a process tree under this allocator: `env` with the
@@ -374,7 +374,7 @@ mod tests {
     /// The variants of Pagemill with other settings must be selected only if `--only` names them.
     #[test]
     fn pagemill_variants_run_only_if_named() {
-        for own in [UNWATCHED, KEEPING_SUBJECT] {
+        for own in [PAGEMILL_UNWATCHED, PAGEMILL_WITHOUT_AGING] {
             let names = |only: &[String]| -> Vec<&str> {
                 let (ready, gaps) = select_available(only, |_| true).unwrap_or_default();
                 let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);

@@ -149,7 +149,7 @@ fn caches_are_shown_by_name() {
     assert!(line.contains("960 KiB    64 KiB") && line.ends_with("1 MiB    32 MiB    64 KiB"), "{line}");
     assert!(text.contains("all on node 0") && !text.contains("as of the last measurement\n  cache_index"), "{text}");
 
-    holder.next();
+    holder.run_next_step();
     let after = meminfo_until_answered(&place, &holder);
     assert_cache_rows_add_up(&after);
     assert_shows_printed_usage(&after, &NAMES, &holder.numbers[1..]);
@@ -158,7 +158,7 @@ fn caches_are_shown_by_name() {
     assert_eq!(number(tiles_after, "free"), number(tiles, "free") + number(tiles, "huge"), "the folios are free now");
     assert_eq!((number(rows_after, "locked"), number(rows_after, "small")), (0, MIB));
 
-    holder.next();
+    holder.run_next_step();
     let last = meminfo_until_answered(&place, &holder);
     assert_cache_rows_add_up(&last);
     assert_shows_printed_usage(&last, &NAMES[1..], &holder.numbers[1..]);

@@ -14,7 +14,7 @@
 
 mod common;
 
-use common::sweep::{cannot_inject, is_full};
+use common::sweep::{cannot_inject, is_full_sweep};
 use common::{End, TIMEOUT, TestFolder, finish, walk};
 use pagemill_cache::mapping::policy::Always;
 use pagemill_cache::mapping::{Mapping, PageCache};
@@ -261,7 +261,7 @@ fn count_calls(trace: &str, call: &str) -> (usize, usize) {
 
 /// Returns which calls of one system call are to fail, as positions from 1 to `calls`.
 fn failing_calls(calls: usize) -> Vec<usize> {
-    if is_full() {
+    if is_full_sweep() {
         return (1..=calls).collect();
     }
     let doubled = std::iter::successors(Some(FIRST_CALLS), |at| Some(at * 2)).skip(1);

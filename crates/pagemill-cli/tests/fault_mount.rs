@@ -13,7 +13,7 @@
 mod common;
 
 use common::ram::{MIB, pattern, start, wait_until};
-use common::sweep::{Outcome, cannot_inject, count_calls_by_name, failing_calls, is_full};
+use common::sweep::{Outcome, cannot_inject, count_calls_by_name, failing_calls, is_full_sweep};
 use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -305,10 +305,10 @@ fn failing_calls_while_running_are_survived() {
         return;
     }
     let mut outcome = Outcome::default();
-    let tries: &[usize] = if is_full() { &[1, 2, 3, 5, 9, 20] } else { &[1] };
+    let tries: &[usize] = if is_full_sweep() { &[1, 2, 3, 5, 9, 20] } else { &[1] };
     for (call, errors) in RUNNING_CALLS {
         // In a sample, each call fails with one error only. Each call gets a new controller.
-        let errors = if is_full() { errors } else { &errors[..1] };
+        let errors = if is_full_sweep() { errors } else { &errors[..1] };
         let mut mount = Mount::new();
         mount.use_mount().iter().for_each(End::assert_success);
         wait_until("the worker has been started", || mount.has_worker());

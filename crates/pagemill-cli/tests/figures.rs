@@ -215,11 +215,11 @@ fn volatile_ranges_are_giveable() {
         let place = TestFolder::new();
         let mut holder = start(&place, kind);
         assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
-        holder.next();
+        holder.run_next_step();
         assert!(number(&meminfo(&place, holder.pid()), "giveable") <= TOLERANCE_BYTES, "the memory was returned");
         drop(holder);
         let mut holder = start(&place, kind);
-        holder.next();
+        holder.run_next_step();
         assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
     }
 }
@@ -233,7 +233,7 @@ fn marked_memory_is_giveable() {
     let info = meminfo(&place, holder.pid());
     assert_eq!(number(&info, "marked_foreign"), number(&info, "marked_giveable"), "{info}");
     assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
-    holder.next();
+    holder.run_next_step();
     assert!(number(&meminfo(&place, holder.pid()), "giveable") <= TOLERANCE_BYTES);
 }
 

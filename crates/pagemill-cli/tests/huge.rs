@@ -8,7 +8,7 @@ use serde_json::Value;
 /// Since Linux 6.18, the program must get huge pages in the memory for which it requests them (`MADV_HUGEPAGE`), and
 /// `doctor` must report nothing missing. On older kernels the option must be refused.
 #[test]
-fn huge_pages_where_they_are_advised() {
+fn the_huge_advised_option_takes_effect_or_is_refused() {
     let place = TestFolder::new();
     let mut command = place.pagemill_run(&["--huge-advised"], PAGEMILL);
     command.args(["doctor", "--json"]);

@@ -91,7 +91,7 @@ mod refused_programs {
         let options = ["--limit", "10M", "--limit-kernel", "64M"];
         assert_eq!(finish(place.pagemill_run(&options, &program), TIMEOUT).code(), 7);
         let script = format!("{PAGEMILL} run --limit 5M -- {}", program.display());
-        assert_eq!(finish(place.shell(&options, &script), TIMEOUT).code(), 7);
+        assert_eq!(finish(place.pagemill_run_shell(&options, &script), TIMEOUT).code(), 7);
     }
 
     #[test]
@@ -139,7 +139,7 @@ mod sizes {
         let place = TestFolder::new();
         for option in ["--limit", "--limit-kernel"] {
             for size in ["0%", "101%", "1.5%", "%", "0", "x"] {
-                let end = finish(place.shell(&[option, size], "echo started"), TIMEOUT);
+                let end = finish(place.pagemill_run_shell(&[option, size], "echo started"), TIMEOUT);
                 assert_eq!((end.code(), end.out.as_str()), (2, ""), "{option} {size}: {}", end.err);
             }
         }
@@ -172,15 +172,15 @@ mod return_policy {
     fn the_policy_is_passed_on() {
         let place = TestFolder::new();
         for when in ["keep", "eager", "balanced", "balanced=3"] {
-            let end = finish(place.shell(&["--return", when], "echo $PAGEMILL_RETURN"), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&["--return", when], "echo $PAGEMILL_RETURN"), TIMEOUT);
             assert_eq!((end.code(), end.out.trim()), (0, when), "{}", end.err);
         }
-        let mut wrong = place.shell(&[], "echo started");
+        let mut wrong = place.pagemill_run_shell(&[], "echo started");
         wrong.env("PAGEMILL_RETURN", "soon");
         let end = finish(wrong, TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (2, ""));
         assert!(end.err.contains("PAGEMILL_RETURN: expected keep, eager, balanced"), "{}", end.err);
-        let end = finish(place.shell(&["--return", "balanced=0"], "echo started"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--return", "balanced=0"], "echo started"), TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (2, ""));
     }
 }
@@ -246,7 +246,7 @@ mod reports {
         let Some(program) = place.compile("mapped.c", &[]) else { return };
         let program = program.display();
         let script = format!("{program} 60 $PPID & {program} 90 $PPID & wait");
-        let json = report(place.shell(&["--json"], &script), 0);
+        let json = report(place.pagemill_run_shell(&["--json"], &script), 0);
         assert!((150 * MIB..200 * MIB).contains(&bytes(&json, "tree_resident_peak_bytes")), "{json}");
         assert!((150 * MIB..200 * MIB).contains(&bytes(&json, "tree_anonymous_peak_bytes")), "{json}");
         assert!(bytes(&json, "tree_outside_allocator_bytes") > 100 * MIB, "{json}");
@@ -257,7 +257,7 @@ mod reports {
         assert!((90..110).contains(&held[0]) && (60..80).contains(&held[1]), "{json}");
         assert!(rows.iter().take(2).all(|row| row["name"] == "mapped.c.out" && row["running"] == false), "{json}");
 
-        let end = finish(place.shell(&["--report"], &script), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--report"], &script), TIMEOUT);
         for row in ["resident peak", "without files", "not allocator's", "largest process", "peak", "largest processes"]
         {
             assert!(end.err.lines().any(|line| line.trim_start().starts_with(row)), "{row}: {}", end.err);
@@ -270,7 +270,7 @@ mod reports {
         let place = TestFolder::new();
         let Some(program) = place.compile("mapped.c", &[]) else { return };
         let script = format!("unset LD_PRELOAD PAGEMILL_TREE; {} 80 $PPID; true", program.display());
-        let json = report(place.shell(&["--json"], &script), 0);
+        let json = report(place.pagemill_run_shell(&["--json"], &script), 0);
         let first = &json["largest_processes"][0];
         assert_eq!((&first["name"], &first["allocator_peak_bytes"]), (&"mapped.c.out".into(), &Value::Null), "{json}");
         assert!(bytes(first, "resident_peak_bytes") > 80 * MIB, "{json}");
@@ -317,7 +317,7 @@ mod kernel_limit {
         // grandchild reads descriptor 3.
         let script = "exec 3<&0; cat <&3 >/dev/null & echo $!; wait";
         // The shell that enters the group executes the command. Its input stays open.
-        let mut command = group.enter(&place.shell(&["--limit-kernel", "64M"], script));
+        let mut command = group.enter(&place.pagemill_run_shell(&["--limit-kernel", "64M"], script));
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let input = guard.child().stdin.take();
@@ -423,7 +423,7 @@ mod kernel_limit {
 #[test]
 fn a_killed_run_kills_its_program() {
     let place = TestFolder::new();
-    let mut command = place.shell(&[], "echo $$; exec cat");
+    let mut command = place.pagemill_run_shell(&[], "echo $$; exec cat");
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut guard = Guard::new(command);
     // The program's input stays open, since its end would end the program.

@@ -254,7 +254,7 @@ mod libc_fallback {
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for kib in [100, 12000] {
             let script = format!("ulimit -f 0; exec {} {kib}", program.display());
-            let mut command = place.shell(&[], &script);
+            let mut command = place.pagemill_run_shell(&[], &script);
             command.env_remove("PAGEMILL_AFTER");
             finish(command, TIMEOUT).assert_success();
         }
@@ -268,7 +268,7 @@ mod libc_fallback {
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for what in ["-v", "-d"] {
             let script = format!("ulimit {what} 200000; exec {} 90000", program.display());
-            let mut command = place.shell(&[], &script);
+            let mut command = place.pagemill_run_shell(&[], &script);
             command.env_remove("PAGEMILL_AFTER");
             let end = finish(command, TIMEOUT);
             end.assert_success();
@@ -475,7 +475,7 @@ mod missing_resources {
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         for kib in [300_000, 700_000, 2_000_000, 20_000_000] {
             let script = format!("ulimit -v {kib}; exec {} 2 3000 1024 may-fail", program.display());
-            let end = finish(place.shell(&[], &script), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&[], &script), TIMEOUT);
             assert!(end.status.success(), "ulimit -v {kib}: {} {}", end.status, end.err);
         }
     }
@@ -489,7 +489,7 @@ mod missing_resources {
             let mut without = place.command("sh");
             without.args(["-c", &script]);
             assert_eq!(finish(without, TIMEOUT).out, "42\n");
-            let end = finish(place.shell(&[], &script), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&[], &script), TIMEOUT);
             assert_eq!((end.out.as_str(), end.code()), ("42\n", 3), "ulimit -v {kib}: {}", end.err);
         }
     }
@@ -500,7 +500,7 @@ mod missing_resources {
         let place = TestFolder::new();
         let Some(program) = place.compile("limit.c", &[]) else { return };
         let script = format!("ulimit -v 1500000; exec {} 1024 300 1500 same", program.display());
-        let end = finish(place.shell(&[], &script), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&[], &script), TIMEOUT);
         end.assert_success();
     }
 
@@ -522,7 +522,7 @@ mod missing_resources {
         let command = without_proc(&place, &format!("{} run --limit 1G -- {program}", common::PAGEMILL));
         finish(command, TIMEOUT).assert_success();
         let script = format!("unshare -m sh -c 'mount -t tmpfs none /proc && exec {program}'");
-        finish(place.shell(&["--report"], &script), TIMEOUT).assert_success();
+        finish(place.pagemill_run_shell(&["--report"], &script), TIMEOUT).assert_success();
     }
 
     /// A program has no free file descriptor at its first allocation. The program must still work.
@@ -531,7 +531,7 @@ mod missing_resources {
         let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         let script = format!("ulimit -n 3; exec {} 2 3000 4096", program.display());
-        let end = finish(place.shell(&["--limit", "1G"], &script), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--limit", "1G"], &script), TIMEOUT);
         // The loader itself needs a descriptor. If it has none, the program cannot start.
         if !end.err.contains("error while loading shared libraries") {
             end.assert_success();
@@ -554,7 +554,7 @@ mod missing_resources {
     fn closed_standard_streams_stay_closed() {
         let place = TestFolder::new();
         let script = "exec 0<&- 2>&-; ls -l /proc/self/fd 1>&1 | grep -c pagemill; true";
-        let end = finish_with_input(place.shell(&["--limit", "1G"], script), b"x".to_vec(), TIMEOUT);
+        let end = finish_with_input(place.pagemill_run_shell(&["--limit", "1G"], script), b"x".to_vec(), TIMEOUT);
         assert_eq!(end.out, "0\n");
     }
 }

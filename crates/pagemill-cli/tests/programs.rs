@@ -182,7 +182,7 @@ mod git {
     "#;
 
     #[test]
-    fn histories_are_the_same() {
+    fn commit_histories_are_the_same() {
         if is_missing("git") {
             return;
         }

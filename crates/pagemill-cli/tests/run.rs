@@ -44,7 +44,7 @@ mod status {
     fn every_status_is_passed_on() {
         let place = TestFolder::new();
         for status in 0..=255 {
-            let end = finish(place.shell(&[], &format!("exit {status}")), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&[], &format!("exit {status}")), TIMEOUT);
             assert_eq!((end.code(), end.err.as_str()), (status, ""));
         }
         place.assert_no_files_left();
@@ -60,7 +60,7 @@ mod status {
                 println!("skipped: {name} is ignored here, and so by every program that starts from here");
                 continue;
             }
-            let end = finish(place.shell(&[], &format!("kill -s {name} $$; sleep 60")), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&[], &format!("kill -s {name} $$; sleep 60")), TIMEOUT);
             assert_eq!(end.code(), 128 + number, "{name}");
         }
         place.assert_no_files_left();
@@ -94,7 +94,7 @@ mod status {
         for (name, value, code) in
             [("PAGEMILL_LIMIT", "", 4), ("PAGEMILL_LIMIT", "nonsense", 2), ("PAGEMILL_AFTER", "1.5M", 4)]
         {
-            let mut command = place.shell(&[], "exit 4");
+            let mut command = place.pagemill_run_shell(&[], "exit 4");
             let end = finish(
                 {
                     command.env(name, value);
@@ -132,7 +132,7 @@ mod status {
             &["--nodes", "-1"],
         ];
         for options in wrong {
-            let end = finish(place.shell(options, "echo started"), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(options, "echo started"), TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{options:?}: {}", end.err);
             assert!(!end.err.is_empty());
         }
@@ -140,7 +140,7 @@ mod status {
         let of_the_allocator =
             ["RETURN", "IDLE", "HELPER", "WATCH", "HUGE", "NODES"].map(|name| format!("PAGEMILL_{name}"));
         for (name, value) in of_flags.into_iter().chain(of_the_allocator.iter().map(|name| (name.as_str(), "x"))) {
-            let mut command = place.shell(&[], "echo started");
+            let mut command = place.pagemill_run_shell(&[], "echo started");
             command.env(name, value);
             let end = finish(command, TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{name}={value}: {}", end.err);
@@ -157,7 +157,7 @@ mod status {
     fn invalid_variables_in_a_tree_are_not_reported() {
         let place = TestFolder::new();
         let script = "PAGEMILL_HELPER=x; export PAGEMILL_HELPER; for i in 1 2 3 4 5; do sh -c true; done";
-        let end = finish(place.shell(&[], script), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&[], script), TIMEOUT);
         assert_eq!((end.code(), end.err.as_str()), (0, ""));
     }
 
@@ -166,7 +166,7 @@ mod status {
     fn an_unknown_option_is_a_usage_error() {
         let place = TestFolder::new();
         for option in ["--no-such-option", "--limt=512M", "-x"] {
-            let end = finish(place.shell(&[option], "echo started"), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&[option], "echo started"), TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{option}: {}", end.err);
         }
     }
@@ -192,10 +192,10 @@ mod status {
     fn sizes_with_units_are_accepted() {
         let place = TestFolder::new();
         for size in ["512M", "1.5G", "600000K", "1GiB", "1gb", "1000000000", " 512M "] {
-            assert_eq!(finish(place.shell(&["--limit", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
+            assert_eq!(finish(place.pagemill_run_shell(&["--limit", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
         }
         for size in ["4K", "64K", "2M", "8M"] {
-            assert_eq!(finish(place.shell(&["--page-size", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
+            assert_eq!(finish(place.pagemill_run_shell(&["--page-size", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
         }
     }
 }
@@ -238,7 +238,8 @@ mod streams {
     #[test]
     fn a_program_may_read_its_input_in_parts() {
         let place = TestFolder::new();
-        let end = finish_with_input(place.shell(&[], "read a; read b; echo $b$a"), b"1\n2\n".to_vec(), TIMEOUT);
+        let end =
+            finish_with_input(place.pagemill_run_shell(&[], "read a; read b; echo $b$a"), b"1\n2\n".to_vec(), TIMEOUT);
         assert_eq!(end.out, "21\n");
     }
 }
@@ -251,7 +252,7 @@ mod signals {
     fn assert_signal_reaches_the_program(name: &str) {
         let place = TestFolder::new();
         let script = format!("trap 'echo got {name}; exit 9' {name}; echo ready; while :; do sleep 0.05; done");
-        let mut command = place.shell(&["--limit", "1G"], &script);
+        let mut command = place.pagemill_run_shell(&["--limit", "1G"], &script);
         command.stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
@@ -372,7 +373,7 @@ mod reports {
         let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("for i in 1 2 3 4 5 6 7; do {} 10 100; done", program.display());
-        let report = report(|json| place.shell(&[json, &["--limit", "700M"]].concat(), &script));
+        let report = report(|json| place.pagemill_run_shell(&[json, &["--limit", "700M"]].concat(), &script));
         assert_adds_up(&report);
         assert!(bytes(&report, "processes") >= 8, "{report}");
         assert_eq!(report["largest"].as_array().unwrap().len(), 5);
@@ -403,13 +404,13 @@ mod reports {
     #[test]
     fn the_text_report_has_its_rows() {
         let place = TestFolder::new();
-        let end = finish(place.shell(&["--report"], "exit 3"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--report"], "exit 3"), TIMEOUT);
         assert_eq!(end.code(), 3);
         assert!(end.err.starts_with("pagemill: sh: exit 3, "), "{}", end.err);
         for row in ["peak", "could be given", "net peak", "largest process"] {
             assert!(end.err.lines().any(|line| line.trim_start().starts_with(row)), "{row}: {}", end.err);
         }
-        let end = finish(place.shell(&["--report"], "kill -s KILL $$"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--report"], "kill -s KILL $$"), TIMEOUT);
         assert_eq!(end.code(), 137);
         assert!(end.err.contains("killed by signal 9"), "{}", end.err);
     }
@@ -417,7 +418,7 @@ mod reports {
     #[test]
     fn a_killed_program_is_reported_too() {
         let place = TestFolder::new();
-        let end = finish(place.shell(&["--json"], "kill -s KILL $$"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--json"], "kill -s KILL $$"), TIMEOUT);
         let report = report_in_stderr(&end);
         assert_eq!((bytes(&report, "status"), bytes(&report, "signal")), (137, 9));
         assert_adds_up(&report);
@@ -426,14 +427,15 @@ mod reports {
     #[test]
     fn a_report_is_written_to_a_file() {
         let place = TestFolder::new();
-        let end = finish(place.shell(&["--json", "--output", "report.json"], "echo out; echo err >&2"), TIMEOUT);
+        let end =
+            finish(place.pagemill_run_shell(&["--json", "--output", "report.json"], "echo out; echo err >&2"), TIMEOUT);
         end.assert_success();
         assert_eq!((end.out.as_str(), end.err.as_str()), ("out\n", "err\n"));
         assert_adds_up(&serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap());
-        let end = finish(place.shell(&["--output", "report.txt"], "exit 4"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--output", "report.txt"], "exit 4"), TIMEOUT);
         assert_eq!((end.code(), end.err.as_str()), (4, ""));
         assert!(fs::read_to_string(place.path("report.txt")).unwrap().starts_with("pagemill: sh: exit 4"));
-        let end = finish(place.shell(&["--output", "no/such/folder/report"], "exit 0"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--output", "no/such/folder/report"], "exit 0"), TIMEOUT);
         assert_eq!(end.code(), 2);
         assert!(end.err.contains("no/such/folder/report"), "{}", end.err);
     }
@@ -445,7 +447,10 @@ mod reports {
         let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("{PAGEMILL} run --json --output inner.json -- {} 50 100; echo $?", program.display());
-        let end = finish(place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script), TIMEOUT);
+        let end = finish(
+            place.pagemill_run_shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script),
+            TIMEOUT,
+        );
         end.assert_success();
         assert!(end.out.ends_with("\n0\n"), "{}", end.out);
         let read =
@@ -463,7 +468,7 @@ mod reports {
     fn an_inner_run_cannot_raise_the_outer_limit() {
         let place = TestFolder::new();
         let script = format!("{PAGEMILL} run --limit 4G --json --output inner.json -- true");
-        finish(place.shell(&["--limit", "300M"], &script), TIMEOUT).assert_success();
+        finish(place.pagemill_run_shell(&["--limit", "300M"], &script), TIMEOUT).assert_success();
         let inner: Value = serde_json::from_str(&fs::read_to_string(place.path("inner.json")).unwrap()).unwrap();
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
     }
@@ -475,7 +480,7 @@ mod reports {
         let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("{PAGEMILL} run -- {} 50 100", program.display());
-        let mut command = place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script);
+        let mut command = place.pagemill_run_shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script);
         command.env_remove("PAGEMILL_AFTER");
         finish(command, TIMEOUT).assert_success();
         let outer: Value = serde_json::from_str(&fs::read_to_string(place.path("outer.json")).unwrap()).unwrap();
@@ -488,9 +493,9 @@ mod reports {
     #[test]
     fn the_report_file_is_opened_before_the_start() {
         let place = TestFolder::new();
-        let end = finish(place.shell(&["--output", "missing/report"], "touch ran; exit 3"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--output", "missing/report"], "touch ran; exit 3"), TIMEOUT);
         assert_eq!((end.code(), place.path("ran").exists()), (2, false), "{}", end.err);
-        let end = finish(place.shell(&["--output", "/dev/full"], "exit 3"), TIMEOUT);
+        let end = finish(place.pagemill_run_shell(&["--output", "/dev/full"], "exit 3"), TIMEOUT);
         assert_eq!(end.code(), 3);
         assert!(end.err.contains("cannot be written"), "{}", end.err);
     }
@@ -499,7 +504,8 @@ mod reports {
     #[test]
     fn small_processes_are_counted() {
         let place = TestFolder::new();
-        let mut command = place.shell(&["--json", "--output", "report.json"], "for i in 1 2 3 4 5; do /bin/true; done");
+        let mut command =
+            place.pagemill_run_shell(&["--json", "--output", "report.json"], "for i in 1 2 3 4 5; do /bin/true; done");
         command.env_remove("PAGEMILL_AFTER");
         finish(command, TIMEOUT).assert_success();
         let report: Value = serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap();
@@ -641,11 +647,11 @@ mod obstacles {
     #[test]
     fn the_runtime_folder_may_be_missing() {
         let place = TestFolder::new();
-        let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
+        let mut command = place.pagemill_run_shell(&["--limit", "300M", "--report"], "exit 6");
         command.env("XDG_RUNTIME_DIR", place.path("missing/deeper"));
         assert_eq!(finish(command, TIMEOUT).code(), 6);
         // All processes of this user share the other folder, so it is removed only if it is empty.
-        let user = finish(place.shell(&[], "id -u"), TIMEOUT).out;
+        let user = finish(place.pagemill_run_shell(&[], "id -u"), TIMEOUT).out;
         let _ = fs::remove_dir(format!("/dev/shm/pagemill-{}", user.trim()));
     }
 }
@@ -710,7 +716,7 @@ mod limits {
     fn a_tiny_limit_does_not_hang() {
         let place = TestFolder::new();
         for limit in ["1", "4K", "100K", "1M"] {
-            let end = finish(place.shell(&["--limit", limit], "echo $((6 * 7))"), TIMEOUT);
+            let end = finish(place.pagemill_run_shell(&["--limit", limit], "echo $((6 * 7))"), TIMEOUT);
             println!("--limit {limit}: {} {:?} {}", end.status, end.out, end.err);
             assert!(end.code() < 128, "--limit {limit}: {} {}", end.status, end.err);
         }
@@ -756,7 +762,7 @@ mod limits {
     fn the_next_command_removes_files_of_a_killed_one() {
         let place = TestFolder::new();
         // The other process ends when its standard input is closed.
-        let mut command = place.shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
+        let mut command = place.pagemill_run_shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let input = guard.child().stdin.take();

@@ -138,7 +138,7 @@ fn tables_fit_the_terminal() {
     }
     fits(&show(&place, &holder, &["--set-ratio", "nodes=0"]));
     fits(&show(&place, &holder, &["-s"]));
-    holder.next();
+    holder.run_next_step();
     assert_eq!(holder.end(), [1]);
 }
 
@@ -150,7 +150,7 @@ fn caches_are_shrunk() {
     let mut holder = start(&place);
     let before = holder.numbers.clone();
     let shrunk = list(&place, &holder, &["--shrink=nodes"]);
-    holder.next();
+    holder.run_next_step();
     let [row] = &shrunk["shrunk"].as_array().unwrap()[..] else { panic!("{shrunk}") };
     let at =
         |numbers: &[u64], name: &str| numbers[1 + 6 * CACHE_NAMES.iter().position(|known| *known == name).unwrap() + 1];
@@ -163,7 +163,7 @@ fn caches_are_shrunk() {
     assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "no command shrank this cache");
 
     let text = show(&place, &holder, &["-s"]);
-    holder.next();
+    holder.run_next_step();
     assert!(printed_numbers(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
     assert_eq!((text.lines().count(), printed_numbers(&holder, "entries")[0]), (7, KEPT_OBJECTS), "{text}");
     assert!(text.lines().last().unwrap().ends_with(" returned"), "{text}");
@@ -204,7 +204,7 @@ fn ratios_are_set() {
         row(CONTROL_CHARACTER_NAME_SHOWN, "remote_node_defrag_ratio", 100, 7)
     ]);
     assert_eq!(set["set"], expected);
-    holder.next();
+    holder.run_next_step();
     assert_eq!(
         (&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, CONTROL_CHARACTER_NAME_SHOWN)[5]),
         (&[55, 100][..], 7)
@@ -220,7 +220,7 @@ fn ratios_are_set() {
     assert_refused(&refused(&["--set-ratio", "nodes=1", "--set-ratio", "else=1"]), "has no slab cache else");
     let fixed = refused(&["--set-ratio", "boxes=1"]);
     assert!(fixed.code() == 1 && fixed.out.contains("stays 30 %: its objects stay where they are"), "{}", fixed.out);
-    holder.next();
+    holder.run_next_step();
     assert_eq!(printed_numbers(&holder, "nodes")[4], 0, "a wrong name prevents all changes");
 
     let identity = process::identity(holder.pid()).unwrap();
@@ -256,7 +256,7 @@ fn a_long_shrink_continues_after_the_command() {
     fs::remove_file(&moving).unwrap();
     let slabs = printed_numbers(&holder, "nodes")[1];
     while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
-        holder.next();
+        holder.run_next_step();
     }
     assert_eq!(holder.end(), [1]);
     place.assert_no_files_left();
@@ -284,7 +284,7 @@ fn locked_nodes_are_left_out() {
     fs::remove_file(&isolating).unwrap();
     let slabs = printed_numbers(&holder, "nodes")[1];
     while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
-        holder.next();
+        holder.run_next_step();
     }
     assert_eq!(list(&place, &holder, &[])["caches"][1]["in_part"], false);
     assert_eq!(holder.end(), [1]);
@@ -348,7 +348,7 @@ fn caches_of_a_preloaded_program_are_shrunk() {
     assert_eq!(all.out, show(&place, &holder, &["-M"]), "the process is found without its id");
     let slabs = printed_numbers(&holder, "nodes")[1];
     show(&place, &holder, &["-s"]);
-    holder.next();
+    holder.run_next_step();
     assert!(printed_numbers(&holder, "nodes")[1] <= slabs / 5);
     assert_eq!(holder.end(), [1]);
 }
@@ -363,7 +363,7 @@ fn a_child_answers_for_itself() {
     fs::write(&moving, b"").unwrap();
     fs::write(place.path("forking"), b"").unwrap();
     assert_eq!(finish(slabinfo(&place, &[&parent.to_string(), "--shrink=nodes"]), TIMEOUT).code(), 1);
-    holder.next();
+    holder.run_next_step();
     assert_ne!(holder.pid(), parent);
     assert_eq!(cache_names(&list(&place, &holder, &[])), ["own"]);
     let shrunk = list(&place, &holder, &["-s"]);
@@ -372,10 +372,10 @@ fn a_child_answers_for_itself() {
     show(&place, &holder, &["--set-ratio", "own=9"]);
     fs::remove_file(&moving).unwrap();
     fs::remove_file(place.path("forking")).unwrap();
-    holder.next();
+    holder.run_next_step();
     assert_eq!(holder.pid(), parent);
     while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
-        holder.next();
+        holder.run_next_step();
     }
     assert_eq!(holder.end(), [1]);
 }

@@ -38,7 +38,7 @@ fn unfinished_shrinks_have_no_result() {
     }
     fs::remove_file(&moving).unwrap();
     while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
-        holder.next();
+        holder.run_next_step();
     }
     assert_eq!(holder.end(), [1]);
 }

@@ -682,7 +682,7 @@ fn no_file_names_a_machine() {
 
 /// Every package must use the lints of the workspace.
 #[test]
-fn every_package_has_the_lints() {
+fn every_package_uses_the_workspace_lints() {
     let mut problems = Vec::new();
     for file in files().iter().filter(|file| file.is_in_crates() && file.path.ends_with("/Cargo.toml")) {
         let section = file.text.split_once("\n[lints]\n").map_or("", |(_, rest)| rest);

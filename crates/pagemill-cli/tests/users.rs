@@ -121,7 +121,7 @@ fn the_runtime_folder_of_another_user_is_not_used() {
     let place = TestFolder::new();
     let runtime = place.path("runtime");
     chown(&runtime, Some(USER_ID), Some(USER_ID)).unwrap();
-    let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
+    let mut command = place.pagemill_run_shell(&["--limit", "300M", "--report"], "exit 6");
     command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
     assert_eq!(finish(command, TIMEOUT).code(), 6);
     assert_eq!(fs::read_dir(&runtime).unwrap().count(), 0);

@@ -385,7 +385,7 @@ impl ExtentShrinker {
     }
 
     /// Updates the counter of the bytes that splitting huge pages of extents would free.
-    fn publish_stale_bytes(&self) {
+    fn publish_sparse_extent_bytes(&self) {
         stats::set(Counter::SmallStale, self.pagemill.instance.arena.sparse_extent_bytes());
     }
 }
@@ -426,7 +426,7 @@ impl Shrinker for ExtentShrinker {
         }
         stats::add(Counter::PurgeFreed, freed);
         stats::set(Counter::SmallFree, 0);
-        self.publish_stale_bytes();
+        self.publish_sparse_extent_bytes();
         freed
     }
 
@@ -452,7 +452,7 @@ impl Shrinker for ExtentShrinker {
     fn measure(&self) {
         update_statistics();
         stats::set(Counter::SmallFree, free_bytes_of(ALL_ARENAS));
-        self.publish_stale_bytes();
+        self.publish_sparse_extent_bytes();
     }
 }
 

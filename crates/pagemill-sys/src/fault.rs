@@ -408,13 +408,13 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
 /// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "x86_64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
-    const IS_WRITE: i64 = 1 << 1;
-    const IS_FETCH: i64 = 1 << 4;
+    const WRITE_BIT: i64 = 1 << 1;
+    const FETCH_BIT: i64 = 1 << 4;
     // SAFETY: guaranteed by the caller.
     let code = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
     Some(match code {
-        code if code & IS_FETCH != 0 => Access::Fetch,
-        code if code & IS_WRITE != 0 => Access::Write,
+        code if code & FETCH_BIT != 0 => Access::Fetch,
+        code if code & WRITE_BIT != 0 => Access::Write,
         _ => Access::Read,
     })
 }
@@ -429,7 +429,7 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     /// Kind of the context record that contains the exception syndrome.
     const ESR_MAGIC: u32 = 0x4553_5201;
-    const IS_WRITE: u64 = 1 << 6;
+    const WRITE_BIT: u64 = 1 << 6;
     /// Exception class of an instruction fetch from user mode.
     const FETCH_CLASS: u64 = 0x20;
     /// Exception class of a data access from user mode.
@@ -449,7 +449,7 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
                 let syndrome = records.add(at + 8).cast::<u64>().read();
                 return match syndrome >> 26 & 0x3F {
                     FETCH_CLASS => Some(Access::Fetch),
-                    DATA_CLASS if syndrome & IS_WRITE != 0 => Some(Access::Write),
+                    DATA_CLASS if syndrome & WRITE_BIT != 0 => Some(Access::Write),
                     DATA_CLASS => Some(Access::Read),
                     _ => None,
                 };

@@ -215,12 +215,12 @@ impl ChargedGroupReader {
 
     /// Returns the charged group of each OS page in `pages`; these pages of the mapping must be populated.
     fn groups_of(&self, mapping: &FileMapping, pages: Range<usize>) -> io::Result<Vec<u64>> {
-        const IS_PRESENT: u64 = 1 << 63;
-        const FRAME_MASK: u64 = IS_PRESENT.wrapping_shr(8) - 1;
+        const PRESENT_BIT: u64 = 1 << 63;
+        const FRAME_MASK: u64 = PRESENT_BIT.wrapping_shr(8) - 1;
         let first = mapping.addr as u64 / os_page_bytes() as u64 + pages.start as u64;
         let mut frames = Vec::with_capacity(pages.len());
         for entry in read_words(&self.pagemap, first, pages.len())? {
-            if entry & IS_PRESENT == 0 || entry & FRAME_MASK == 0 {
+            if entry & PRESENT_BIT == 0 || entry & FRAME_MASK == 0 {
                 return Err(io::ErrorKind::NotFound.into());
             }
             frames.push(entry & FRAME_MASK);

@@ -512,7 +512,7 @@ impl ExtentModel {
 
     /// Returns first page and number of pages of a run of pages that fulfil a condition. The search begins at a random
     /// page.
-    fn run_of(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
+    fn find_page_run(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
         let start = self.random.random_below(self.pages.len() as u64) as usize;
         let longest = self.random.size(1, 1024);
         let len = self.pages[start..].iter().take(longest).take_while(|page| is_wanted(**page)).count();
@@ -520,7 +520,7 @@ impl ExtentModel {
     }
 
     fn commit(&mut self) {
-        let Some((start, len)) = self.run_of(|page| page == Page::Unused) else { return };
+        let Some((start, len)) = self.find_page_run(|page| page == Page::Unused) else { return };
         // SAFETY: pages of the model's extent that are not committed.
         unsafe { self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()) }.unwrap();
         for page in start..start + len {
@@ -539,7 +539,7 @@ impl ExtentModel {
     }
 
     fn decommit(&mut self) {
-        let Some((start, len)) = self.run_of(|page| page != Page::Unused) else { return };
+        let Some((start, len)) = self.find_page_run(|page| page != Page::Unused) else { return };
         // SAFETY: the pages are committed and are not used again.
         unsafe { self.pagemill.arena.decommit(self.addr_of(start), len * os_page_bytes()) };
         self.pages[start..start + len].fill(Page::Unused);

@@ -11,7 +11,7 @@ use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
 /// Number of files that are created (quick, full).
-const FILES: (usize, usize) = (10_000, 100_000);
+const FILE_COUNT: (usize, usize) = (10_000, 100_000);
 /// Number of files in each folder.
 const FILES_PER_FOLDER: u64 = 1000;
 /// Number of samples (quick, full). It is larger than in other experiments, because differences of a few percent must
@@ -68,7 +68,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
     let (ready, gaps) = mounter.select(&common.only, &[WITHIN_SIZE, NEVER, PAGEMILL_MOUNT])?;
     let mut report = Report::new("metadata", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    let files = common.quick_or_full(FILES.0, FILES.1);
+    let files = common.quick_or_full(FILE_COUNT.0, FILE_COUNT.1);
     // Each file uses a page for its content, and some metadata of the kernel.
     child::touch_beforehand(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::programs::{is_installed, prepare_python, recorded_python_path};
 use super::tree::TreeSampler;
-use super::{BASELINE, Options, WALL};
+use super::{BASELINE, Options, WALL_SECONDS};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
@@ -30,7 +30,7 @@ const AFTER_FREEING: &str = "after_mib";
 const CPU: &str = "cpu_s";
 /// Metric: CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
-const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER_FREEING, CPU, CPU_PER_OPERATION, WALL];
+const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER_FREEING, CPU, CPU_PER_OPERATION, WALL_SECONDS];
 
 /// Maximum of Pagemill's memory in each phase, relative to glibc's.
 const MAX_MEMORY_RATIO: f64 = 1.10;
@@ -298,7 +298,7 @@ fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
         Err(why) => return Ok(Outcome::Failed(why)),
     };
     line[PEAK] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
-    line[WALL] = finished.wall.as_secs_f64().into();
+    line[WALL_SECONDS] = finished.wall.as_secs_f64().into();
     let cpu = finished.usage.cpu().as_secs_f64();
     match load.seconds {
         Some(seconds) => match line[RATE].as_f64() {
@@ -321,7 +321,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
         (LIVE, "MiB", BASELINE, "live"),
         (CPU, "s", CPU_BASELINE, "CPU, s"),
         (CPU_PER_OPERATION, "us", CPU_BASELINE, "CPU, us an act"),
-        (WALL, "s", BASELINE, "wall, s"),
+        (WALL_SECONDS, "s", BASELINE, "wall, s"),
     ];
     for (metric, unit, baseline, column) in metrics {
         for subject in ready {

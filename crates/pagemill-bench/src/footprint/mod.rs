@@ -15,7 +15,7 @@ use crate::error::{Error, Result, doing};
 use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
 use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
-use crate::subject::{self, AvailableSubject, KEEPING_SUBJECT, PAGEMILL, Role};
+use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
 use tree::{TreeMemory, TreePeaks, TreeSampler};
@@ -36,10 +36,10 @@ const IDLE: &str = "idle_mib";
 /// Metric: as [`IDLE`], minus the free memory that the allocator could return at once.
 const IDLE_NET: &str = "idle_net_mib";
 /// Metric: duration of the run.
-const WALL: &str = "wall_s";
+const WALL_SECONDS: &str = "wall_s";
 /// Metric: throughput of a server.
 const REQUESTS: &str = "requests_per_second";
-const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL, REQUESTS];
+const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL_SECONDS, REQUESTS];
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -84,7 +84,7 @@ impl Sample {
             LARGEST: mib(self.peaks.largest_process),
             IDLE: self.idle.map(|idle| mib(idle.resident)),
             IDLE_NET: idle_net.map(mib),
-            WALL: self.wall.as_secs_f64(),
+            WALL_SECONDS: self.wall.as_secs_f64(),
             REQUESTS: self.requests_per_second,
         })
     }
@@ -240,7 +240,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
         (LARGEST, "MiB", "largest process"),
         (IDLE, "MiB", "after 2 s idle"),
         (IDLE_NET, "MiB", "idle, net"),
-        (WALL, "s", "wall, s"),
+        (WALL_SECONDS, "s", "wall, s"),
     ];
     for (metric, unit, column) in metrics {
         for subject in ready {
@@ -267,7 +267,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
     let requests = |subject| samples.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
-    if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(KEEPING_SUBJECT))
+    if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(PAGEMILL_WITHOUT_AGING))
         && let Some(verdict) = experiment::judge_aging_cost(name, &[own.ratios(keeping, Better::Higher)])
     {
         report.add_verdict(verdict);

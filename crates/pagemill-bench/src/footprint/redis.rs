@@ -14,7 +14,7 @@ use crate::stats;
 use crate::subject::{self, AvailableSubject};
 
 const NAME: &str = "redis";
-const KEYS: u32 = 200_000;
+const KEY_COUNT: u32 = 200_000;
 const VALUE_BYTES: usize = 500;
 /// Time without requests, after which the memory of the idle server is measured.
 const REST_TIME: Duration = Duration::from_secs(2);
@@ -103,7 +103,7 @@ fn apply_load(server: &RunningGroup, socket: &Path) -> std::result::Result<Clien
     let mut client = Client::connect(server, socket)?;
     run_own_benchmark(socket)?;
     client.call(&["FLUSHALL"], "+OK")?;
-    for first in (0..KEYS).step_by(PIPELINED_COMMANDS as usize) {
+    for first in (0..KEY_COUNT).step_by(PIPELINED_COMMANDS as usize) {
         for key in first..first + PIPELINED_COMMANDS {
             client.send(&["SET", &key_name(key), &stored_value(key)])?;
         }
@@ -111,7 +111,7 @@ fn apply_load(server: &RunningGroup, socket: &Path) -> std::result::Result<Clien
             client.expect_reply("+OK")?;
         }
     }
-    for first in (0..KEYS).step_by(PIPELINED_COMMANDS as usize) {
+    for first in (0..KEY_COUNT).step_by(PIPELINED_COMMANDS as usize) {
         let odd = (first..first + PIPELINED_COMMANDS).filter(|key| key % 2 == 1);
         for key in odd.clone() {
             client.send(&["DEL", &key_name(key)])?;
@@ -120,8 +120,8 @@ fn apply_load(server: &RunningGroup, socket: &Path) -> std::result::Result<Clien
             client.expect_reply(":1")?;
         }
     }
-    client.call(&["DBSIZE"], &format!(":{}", KEYS / 2))?;
-    for key in (0..KEYS).step_by(2) {
+    client.call(&["DBSIZE"], &format!(":{}", KEY_COUNT / 2))?;
+    for key in (0..KEY_COUNT).step_by(2) {
         client.call(&["GET", &key_name(key)], &stored_value(key))?;
     }
     Ok(client)

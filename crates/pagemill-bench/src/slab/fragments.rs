@@ -14,19 +14,19 @@ use crate::stats::Better;
 pub const SIZES: [u64; 2] = [192, 576];
 
 /// Number of objects that are allocated before most are freed (quick, full). The targets apply to the full number.
-const OBJECTS: (u64, u64) = (500_000, 2_000_000);
+const OBJECT_COUNT: (u64, u64) = (500_000, 2_000_000);
 
 /// Bytes of memory that the workload needs for each object of the larger size. This is enough for the allocator that
 /// needs most, and for the objects whose copying is timed.
-const NEEDED_BYTES: u64 = 2 * 1024;
+const NEEDED_BYTES_PER_OBJECT: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
 
 /// Metric: resident memory before the free memory is returned, divided by the total size of the live objects.
-const HELD: &str = "held_ratio";
+const HELD_RATIO: &str = "held_ratio";
 /// Metric: resident memory after the free memory was returned, divided by the total size of the live objects. For
 /// [`BY_HANDLE`], the handles (8 bytes for each object at the peak) are subtracted first.
-const LEFT: &str = "left_ratio";
+const LEFT_RATIO: &str = "left_ratio";
 /// Metric: resident memory in MiB after the free memory was returned, including handles.
 const LEFT_MIB: &str = "left_mib";
 /// Metric: the part of [`LEFT_MIB`] that the table of handles uses.
@@ -42,10 +42,10 @@ const COPY_NS: &str = "copy_ns";
 /// Metric: [`MOVE_NS`] divided by [`COPY_NS`].
 const TIMES_COPY: &str = "times_copy";
 
-const COMMON_METRICS: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, RETURN_MS];
+const COMMON_METRICS: [&str; 5] = [HELD_RATIO, LEFT_MIB, LEFT_RATIO, HANDLES_MIB, RETURN_MS];
 const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// Maximum of [`LEFT`].
+/// Maximum of [`LEFT_RATIO`].
 const MAX_LEFT_RATIO: f64 = 1.10;
 /// For each cache, the minimum of a peer allocator's [`LEFT_MIB`], divided by [`LEFT_MIB`] of the cache.
 const MIN_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
@@ -54,7 +54,7 @@ const MAX_TIMES_COPY: f64 = 6.0;
 
 /// Returns the number of objects that are allocated before most are freed.
 pub fn objects(options: &Options) -> u64 {
-    options.objects.map_or(options.common.quick_or_full(OBJECTS.0, OBJECTS.1), u64::from)
+    options.objects.map_or(options.common.quick_or_full(OBJECT_COUNT.0, OBJECT_COUNT.1), u64::from)
 }
 
 /// Checks that the machine has enough available memory for the objects. Touches that memory, so that the first sample
@@ -64,7 +64,7 @@ pub fn objects(options: &Options) -> u64 {
 ///
 /// [`Error::CannotRun`] without enough memory.
 pub fn prepare(options: &Options) -> Result<()> {
-    let needed = objects(options) * NEEDED_BYTES;
+    let needed = objects(options) * NEEDED_BYTES_PER_OBJECT;
     match proc::available_bytes() {
         Some(available) if available < needed => {
             Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)))
@@ -90,7 +90,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         add_rows(report, &samples, &subjects, (size, objects(options)));
     }
     for size in SIZES {
-        add_verdicts(report, &samples, size, objects(options) < OBJECTS.1);
+        add_verdicts(report, &samples, size, objects(options) < OBJECT_COUNT.1);
     }
     Ok(())
 }
@@ -116,9 +116,9 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
 
 fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[StorageSubject], (size, objects): (u64, u64)) {
     let metrics = [
-        (HELD, "x", Better::Lower, "held when asked, x of live"),
+        (HELD_RATIO, "x", Better::Lower, "held when asked, x of live"),
         (LEFT_MIB, "MiB", Better::Lower, "left, MiB"),
-        (LEFT, "x", Better::Lower, "left, x of live, less handles"),
+        (LEFT_RATIO, "x", Better::Lower, "left, x of live, less handles"),
         (HANDLES_MIB, "MiB", Better::Lower, "of it handles, MiB"),
         (RETURN_MS, "ms", Better::Lower, "ms"),
         (MOVED, "objects", Better::Higher, "moves"),
@@ -149,7 +149,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
             samples,
             target,
             (Bound::AtMost(MAX_LEFT_RATIO), "x"),
-            SeriesKey { case: &size, subject, metric: LEFT },
+            SeriesKey { case: &size, subject, metric: LEFT_RATIO },
         ));
     }
     for (subject, least) in MIN_PEER_RATIOS {

@@ -23,7 +23,7 @@ type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
 /// Number of objects. Their total size of 38 MB exceeds the CPU caches.
-const OBJECTS: u64 = 200_000;
+const OBJECT_COUNT: u64 = 200_000;
 /// Duration in milliseconds of a sample (quick, full).
 const SAMPLE_MS: (u64, u64) = (200, 1000);
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
@@ -79,8 +79,10 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
 }
 
 fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
-    let mut line =
-        child::command_words(&["__slab", "moves", "--kind", kind], &[("--objects", OBJECTS), ("--run-ms", run_ms)]);
+    let mut line = child::command_words(
+        &["__slab", "moves", "--kind", kind],
+        &[("--objects", OBJECT_COUNT), ("--run-ms", run_ms)],
+    );
     line.extend(case.then(|| "--defrag".to_owned()));
     child::run_plain(kind, line, Duration::from_secs(60))
 }

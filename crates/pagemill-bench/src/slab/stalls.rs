@@ -20,17 +20,17 @@ const TIMES: [(&str, &str); 8] = [
     ("quiet_longest_us", "longest"),
     ("p50_us", "meanwhile, 50 %"),
     ("p99_us", "meanwhile, 99 %"),
-    (P9999, "meanwhile, 99.99 %"),
+    (P9999_US, "meanwhile, 99.99 %"),
     ("longest_us", "meanwhile, longest"),
 ];
 /// Metric: 99.99th percentile of the latency of an allocation or free while memory is returned.
-const P9999: &str = "p9999_us";
+const P9999_US: &str = "p9999_us";
 /// Metric: number of allocations and frees that the measured thread made while memory was returned.
-const CALLS: &str = "calls";
+const CALL_COUNT: &str = "calls";
 /// Metric: time in milliseconds to return the free memory.
 const RETURN_MS: &str = "ms";
 
-/// Maximum of [`P9999`], in microseconds.
+/// Maximum of [`P9999_US`], in microseconds.
 const MAX_P9999_US: f64 = 1000.0;
 
 /// Milliseconds for which the measured thread runs alone, before memory is returned (quick, full).
@@ -62,11 +62,11 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         for subject in &subjects {
             let columns = TIMES.map(|(metric, column)| (metric, "us", column));
             for (metric, unit, column) in
-                columns.into_iter().chain([(RETURN_MS, "ms", "ms"), (CALLS, "calls", "calls")])
+                columns.into_iter().chain([(RETURN_MS, "ms", "ms"), (CALL_COUNT, "calls", "calls")])
             {
                 let table = format!("microseconds of a call, {}", case_name(case));
                 let cell = Some(TableCell { table, column: column.to_owned() });
-                let baseline = (metric == P9999).then_some(BASELINE);
+                let baseline = (metric == P9999_US).then_some(BASELINE);
                 let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
                 report_row(report, &samples, (&case, &case_name(case)), subject.name(), metric, cell);
             }
@@ -78,7 +78,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
             &samples,
             target,
             (Bound::AtMost(MAX_P9999_US), "us"),
-            SeriesKey { case: &case, subject, metric: P9999 },
+            SeriesKey { case: &case, subject, metric: P9999_US },
         );
         let note = samples.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
         let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
@@ -105,7 +105,8 @@ fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable
                 let quiet = options.common.quick_or_full(QUIET_MS.0, QUIET_MS.1);
                 let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
                 let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
-                let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALLS]).collect();
+                let metrics: Vec<&str> =
+                    TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALL_COUNT]).collect();
                 samples.add_outcome(&case, subject.name(), &metrics, &outcome);
             }
         }

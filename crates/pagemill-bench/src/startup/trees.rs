@@ -18,9 +18,9 @@ use crate::stats::Better;
 use crate::subject::{self, PAGEMILL};
 
 /// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
-const STARTS: (usize, usize) = (20, 100);
+const START_COUNT: (usize, usize) = (20, 100);
 /// Number of short programs that one shell starts in a sample (quick, full).
-const PROGRAMS: (u32, u32) = (50, 1000);
+const SHORT_PROGRAM_COUNT: (u32, u32) = (50, 1000);
 
 /// Maximum of the CPU time that `pagemill run` adds to a program, divided by the CPU time that a minimal launcher
 /// ([`SPAWNER`]) adds.
@@ -37,17 +37,17 @@ const SPAWNER: &str = "spawner";
 
 /// Case: one program that does nothing.
 const RUN_TRUE: &str = "run true";
-/// Case: a shell that starts [`PROGRAMS`] short programs.
+/// Case: a shell that starts [`SHORT_PROGRAM_COUNT`] short programs.
 const SHORT_PROGRAMS: &str = "short programs";
 /// Case: a configure script.
 const CONFIGURE: &str = "configure";
 
 /// Metric: CPU time of the whole process tree.
-const CPU: &str = "cpu_ms";
+const CPU_MS: &str = "cpu_ms";
 /// Metric: CPU time that the launcher adds to [`PLAIN`].
-const ADDED_CPU: &str = "cpu_ms_added";
+const ADDED_CPU_MS: &str = "cpu_ms_added";
 /// Metric: duration of the run of the process tree.
-const WALL: &str = "wall_ms";
+const WALL_MS: &str = "wall_ms";
 
 /// A C program that starts a program, waits for it and exits with its status. This is the minimum that any waiting
 /// launcher must do.
@@ -117,7 +117,7 @@ fn measure_true(
     samples: &mut SampleTable<&'static str>,
 ) -> Result<()> {
     let (common, program) = (&options.common, true_program()?);
-    let starts = common.quick_or_full(STARTS.0, STARTS.1);
+    let starts = common.quick_or_full(START_COUNT.0, START_COUNT.1);
     let launchers: [(&'static str, Vec<&Path>); 3] =
         [(PLAIN, vec![]), (SPAWNER, vec![spawner]), (PAGEMILL, vec![pagemill, Path::new("run"), Path::new("--")])];
     let progress = Progress::new(common.rounds() * starts);
@@ -134,9 +134,9 @@ fn measure_true(
         }
         let each = cpu.map(|cpu| cpu.as_secs_f64() * 1e3 / starts as f64);
         for ((name, _), own) in launchers.iter().zip(each) {
-            samples.add_value(&RUN_TRUE, name, CPU, own);
+            samples.add_value(&RUN_TRUE, name, CPU_MS, own);
             if *name != PLAIN {
-                samples.add_value(&RUN_TRUE, name, ADDED_CPU, own - each[0]);
+                samples.add_value(&RUN_TRUE, name, ADDED_CPU_MS, own - each[0]);
             }
         }
     }
@@ -160,7 +160,8 @@ fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a
 }
 
 fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut SampleTable<&'static str>) -> Result<()> {
-    let (count, program) = (options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1), true_program()?);
+    let (count, program) =
+        (options.common.quick_or_full(SHORT_PROGRAM_COUNT.0, SHORT_PROGRAM_COUNT.1), true_program()?);
     let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
     measure_with_and_without(options, SHORT_PROGRAMS, pagemill, samples, || {
         let mut command = Command::new("sh");
@@ -210,8 +211,8 @@ fn measure_with_and_without(
                 let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
                 return Err(Error::WrongAnswer { subject: name.to_owned(), what });
             }
-            samples.add_value(&case, name, CPU, finished.usage.cpu().as_secs_f64() * 1e3);
-            samples.add_value(&case, name, WALL, finished.wall.as_secs_f64() * 1e3);
+            samples.add_value(&case, name, CPU_MS, finished.usage.cpu().as_secs_f64() * 1e3);
+            samples.add_value(&case, name, WALL_MS, finished.wall.as_secs_f64() * 1e3);
         }
     }
     Ok(())
@@ -243,31 +244,31 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
         for name in [PLAIN, SPAWNER, PAGEMILL] {
             let cell = |what: &str| Some(TableCell { table: table.to_owned(), column: format!("{case}, {what}") });
             let metric = |name, baseline| Metric { name, unit: "ms", better: Better::Lower, baseline };
-            report_row(report, samples, (&case, case), name, metric(CPU, Some(PLAIN)), cell("ms"));
-            report_row(report, samples, (&case, case), name, metric(ADDED_CPU, Some(SPAWNER)), cell("ms added"));
-            report_row(report, samples, (&case, case), name, metric(WALL, Some(PLAIN)), None);
+            report_row(report, samples, (&case, case), name, metric(CPU_MS, Some(PLAIN)), cell("ms"));
+            report_row(report, samples, (&case, case), name, metric(ADDED_CPU_MS, Some(SPAWNER)), cell("ms added"));
+            report_row(report, samples, (&case, case), name, metric(WALL_MS, Some(PLAIN)), None);
         }
     }
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, options: &Options) {
-    let count = options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1);
+    let count = options.common.quick_or_full(SHORT_PROGRAM_COUNT.0, SHORT_PROGRAM_COUNT.1);
     for (case, metric, baseline, most, target) in [
         (
             RUN_TRUE,
-            ADDED_CPU,
+            ADDED_CPU_MS,
             SPAWNER,
             MAX_ADDED_RATIO,
             "CPU that `pagemill run true` adds, against a minimal spawner".to_owned(),
         ),
         (
             SHORT_PROGRAMS,
-            CPU,
+            CPU_MS,
             PLAIN,
             MAX_PROGRAMS_RATIO,
             format!("CPU of {count} short programs in a run, against none"),
         ),
-        (CONFIGURE, CPU, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
+        (CONFIGURE, CPU_MS, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
         report.add_verdict(match (samples.get(&case, PAGEMILL, metric), samples.get(&case, baseline, metric)) {

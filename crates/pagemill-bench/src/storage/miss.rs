@@ -42,14 +42,14 @@ const HITS: &str = "hits";
 const HITS_PLAIN: &str = "hits-memcpy";
 /// Subjects in which threads read with blocking calls: name, name of the fio subject to compare with, and number of
 /// threads of both.
-const BLOCKING: [(&str, &str, u64); 4] = [
+const BLOCKING_SUBJECTS: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
     ("threads-8", "fio-psync-8", 8),
     ("threads-32", "fio-psync-32", 32),
 ];
-/// As [`BLOCKING`], beginning with an empty cache.
-const BLOCKING_COLD: [(&str, &str, u64); 2] =
+/// As [`BLOCKING_SUBJECTS`], beginning with an empty cache.
+const COLD_BLOCKING_SUBJECTS: [(&str, &str, u64); 2] =
     [("threads-8-cold", "fio-psync-8", 8), ("threads-32-cold", "fio-psync-32", 32)];
 
 /// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
@@ -100,11 +100,11 @@ impl Subject {
 fn subjects() -> Vec<Subject> {
     let subject = |name, baseline, work| Subject { name, baseline, work };
     let mut all = Vec::new();
-    for (own, peer, count) in BLOCKING {
+    for (own, peer, count) in BLOCKING_SUBJECTS {
         all.push(subject(own, Some(peer), Work::Threads { count, is_cold: false }));
         all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, count)));
     }
-    for (own, peer, count) in BLOCKING_COLD {
+    for (own, peer, count) in COLD_BLOCKING_SUBJECTS {
         all.push(subject(own, Some(peer), Work::Threads { count, is_cold: true }));
     }
     all.push(subject(QUEUE, Some(FIO_URING), Work::Queue { is_cold: false }));

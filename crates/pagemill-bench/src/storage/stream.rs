@@ -26,11 +26,11 @@ const FILE_MIB: (u64, u64) = (128, 2048);
 /// Size of the file divided by that of the cache.
 const FILE_TO_CACHE_RATIO: u64 = 4;
 /// Bytes of one call.
-const CALLS: [u64; 2] = [64 << 10, 1 << 20];
+const CALL_BYTES: [u64; 2] = [64 << 10, 1 << 20];
 /// Bytes that fio has in flight: with less, the device is idle between transfers.
 const IN_FLIGHT_BYTES: u64 = 16 << 20;
 /// Maximum number of transfers that fio has in flight.
-const MOST_IN_FLIGHT: u64 = 64;
+const MAX_IN_FLIGHT: u64 = 64;
 
 #[derive(Clone, Copy, Debug)]
 enum Work {
@@ -117,7 +117,7 @@ fn cases(options: &Options) -> Vec<Case> {
         Some(_) if options.writes => &[Read, Overwrite],
         _ => &[Read],
     };
-    let of = |direction: &Direction| CALLS.map(|call_bytes| Case { direction: *direction, call_bytes });
+    let of = |direction: &Direction| CALL_BYTES.map(|call_bytes| Case { direction: *direction, call_bytes });
     directions.iter().flat_map(of).collect()
 }
 
@@ -189,7 +189,7 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) ->
     }
     match subject.work {
         Work::Fio(engine) => {
-            let depth = (IN_FLIGHT_BYTES / call_bytes).min(MOST_IN_FLIGHT);
+            let depth = (IN_FLIGHT_BYTES / call_bytes).min(MAX_IN_FLIGHT);
             let (path, len_bytes) = (target.path(), target.len_bytes);
             let mut outcome = Pass { engine, path, len_bytes, io_bytes: call_bytes, is_write, depth }.run()?;
             if let Outcome::Measured(line) = &mut outcome {

@@ -29,14 +29,14 @@ const CASE: &str = "handover";
 /// Metric: median, over the turns of a sample, of the speed at which the process that needs memory fills it.
 const SPEED: &str = "gib_per_second";
 /// Metric: longest time, over the turns of a sample, in which the process that needs memory fills it.
-const SLOWEST: &str = "slowest_ms";
+const SLOWEST_MS: &str = "slowest_ms";
 /// Metric: number of failed allocations of all processes of a sample.
 const REFUSED: &str = "refused";
 /// Metric: peak of the cgroup's memory as a fraction of its limit.
-const USED: &str = "used_share";
+const USED_SHARE: &str = "used_share";
 /// Metric of a sample: 1 if no process was killed, else 0.
 const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, REFUSED, USED_SHARE];
 
 /// Measures under every allocator whether a second process can use memory that the first freed; adds rows and a verdict
 /// to the report.
@@ -127,14 +127,14 @@ fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
     let slowest = of("ms").into_iter().fold(0.0, f64::max);
-    serde_json::json!({ SPEED: stats::median(&of(SPEED)), SLOWEST: slowest, REFUSED: refused, USED: used_share })
+    serde_json::json!({ SPEED: stats::median(&of(SPEED)), SLOWEST_MS: slowest, REFUSED: refused, USED_SHARE: used_share })
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
     let metrics = [
         (SPEED, "GiB/s", Better::Higher, "newcomer, GiB/s"),
-        (SLOWEST, "ms", Better::Lower, "its slowest turn, ms"),
-        (USED, "share", Better::Higher, "of the limit used"),
+        (SLOWEST_MS, "ms", Better::Lower, "its slowest turn, ms"),
+        (USED_SHARE, "share", Better::Higher, "of the limit used"),
         (REFUSED, "calls", Better::Lower, "refused"),
     ];
     let table = format!(
@@ -191,7 +191,7 @@ mod tests {
 
         let line = sample_json(&serde_json::json!({ REFUSED: 2 }), &turns, 0.5);
 
-        assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
+        assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST_MS: 90.0, REFUSED: 3.0, USED_SHARE: 0.5 }));
     }
 
     /// After one sample that Pagemill survived and glibc did not, the target must be reached, and the note must say

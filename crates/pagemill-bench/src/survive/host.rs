@@ -44,27 +44,27 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
 /// Metric: minimum of available memory, in percent of the machine's memory.
-const AVAILABLE: &str = "least_available_percent";
+const MIN_AVAILABLE_PERCENT: &str = "least_available_percent";
 /// Metric: rate at which the server returned memory while memory was low.
-const RETURNED: &str = "gave_gib_per_second";
+const RETURN_RATE: &str = "gave_gib_per_second";
 /// Metric: rate at which the filler, the process that fills the machine, allocated memory.
 const FILL_RATE: &str = "filler_gib_per_second";
 /// Metric: rate at which the server returned memory, divided by the filler's rate during the same time.
 const RETURNED_PER_FILLED: &str = "gave_per_taken";
 /// Metric: 99.9th percentile of the duration of malloc in the server while memory was low.
-const P999: &str = "p999_ms";
+const P999_MS: &str = "p999_ms";
 /// Metric: 1 if the filler stopped because available memory fell to its minimum (the floor), else 0.
-const STOPPED: &str = "stopped";
+const STOPPED_AT_FLOOR: &str = "stopped";
 const METRICS: &[&str] = &[
-    AVAILABLE,
-    RETURNED,
+    MIN_AVAILABLE_PERCENT,
+    RETURN_RATE,
     FILL_RATE,
     RETURNED_PER_FILLED,
     "given_gib",
-    STOPPED,
+    STOPPED_AT_FLOOR,
     "p50_ms",
     "p99_ms",
-    P999,
+    P999_MS,
     "longest_ms",
     "quiet_p999_ms",
     "quiet_longest_ms",
@@ -251,12 +251,12 @@ fn sample_json(
     let least = trace.iter().map(|sample| sample.available).min().unwrap_or(0);
     let most = trace.iter().map(|sample| sample.server).max().unwrap_or(0);
     let last = trace.last().map_or(0, |sample| sample.server);
-    line[AVAILABLE] = (least as f64 / plan.total as f64 * 100.0).into();
+    line[MIN_AVAILABLE_PERCENT] = (least as f64 / plan.total as f64 * 100.0).into();
     line["given_gib"] = (most.saturating_sub(last) as f64 / f64::from(1 << 30)).into();
     line[FILL_RATE] = filler[FILL_RATE].clone();
-    line[STOPPED] = filler[STOPPED].clone();
+    line[STOPPED_AT_FLOOR] = filler[STOPPED_AT_FLOOR].clone();
     if let Some((returned, took)) = return_and_fill_rates(trace) {
-        line[RETURNED] = returned.into();
+        line[RETURN_RATE] = returned.into();
         line[FILL_RATE] = took.into();
         line[RETURNED_PER_FILLED] = (returned / took).into();
     }
@@ -281,12 +281,12 @@ fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &MemoryPlan) {
     let metrics = [
-        (AVAILABLE, "%", Better::Higher, "least available, %"),
-        (RETURNED, "GiB/s", Better::Higher, "gave, GiB/s"),
+        (MIN_AVAILABLE_PERCENT, "%", Better::Higher, "least available, %"),
+        (RETURN_RATE, "GiB/s", Better::Higher, "gave, GiB/s"),
         (FILL_RATE, "GiB/s", Better::Higher, "taken, GiB/s"),
         ("given_gib", "GiB", Better::Higher, "given, GiB"),
-        (STOPPED, "samples", Better::Lower, "stopped at the floor"),
-        (P999, "ms", Better::Lower, "malloc 99.9th, ms"),
+        (STOPPED_AT_FLOOR, "samples", Better::Lower, "stopped at the floor"),
+        (P999_MS, "ms", Better::Lower, "malloc 99.9th, ms"),
         ("longest_ms", "ms", Better::Lower, "longest, ms"),
         ("quiet_p999_ms", "ms", Better::Lower, "99.9th before, ms"),
         ("quiet_longest_ms", "ms", Better::Lower, "longest before, ms"),
@@ -311,15 +311,16 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
 fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
     let targets = [
         ("given a second, of what is taken", RETURNED_PER_FILLED, Bound::AtLeast(0.9), "x"),
-        ("least of the machine's memory available", AVAILABLE, Bound::AtLeast(5.0), "%"),
-        ("malloc, 99.9th percentile", P999, Bound::AtMost(5.0), "ms"),
+        ("least of the machine's memory available", MIN_AVAILABLE_PERCENT, Bound::AtLeast(5.0), "%"),
+        ("malloc, 99.9th percentile", P999_MS, Bound::AtMost(5.0), "ms"),
     ];
     targets.map(|(what, metric, bound, unit)| {
         let target = format!("survive, a machine that is filled: {what}");
         let Some(series) = samples.get(&CASE, PAGEMILL, metric) else {
             return not_measured(target, bound, unit, "pagemill was not run");
         };
-        let is_stopped = samples.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
+        let is_stopped =
+            samples.get(&CASE, PAGEMILL, STOPPED_AT_FLOOR).is_some_and(|stopped| stopped.values().contains(&1.0));
         let took = samples.get(&CASE, PAGEMILL, FILL_RATE).and_then(|series| series.median()).unwrap_or(0.0);
         let note = match is_stopped {
             true => "the filler was stopped at the floor".to_owned(),

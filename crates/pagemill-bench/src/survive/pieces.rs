@@ -52,12 +52,12 @@ const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Durat
 /// Metric: GiB that the process that uses the freed memory (newcomer) fills per second.
 const SPEED: &str = "gib_per_second";
 /// Metric: time in which the process that uses the freed memory (newcomer) fills it.
-const SLOWEST: &str = "slowest_ms";
+const SLOWEST_MS: &str = "slowest_ms";
 /// Metric: number of failed allocations of all processes of a sample.
 const REFUSED: &str = "refused";
 /// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, REFUSED];
 
 /// A variant: how many processes fill memory, which of their allocations they free, and what they do afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -216,7 +216,7 @@ fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::
     Ok(Ok(match newcomer {
         Some(Outcome::Measured(line)) => {
             refused += line[REFUSED].as_f64().unwrap_or(0.0);
-            Outcome::Measured(serde_json::json!({ SPEED: line[SPEED], SLOWEST: line["ms"], REFUSED: refused }))
+            Outcome::Measured(serde_json::json!({ SPEED: line[SPEED], SLOWEST_MS: line["ms"], REFUSED: refused }))
         }
         Some(lost) => lost,
         None => Outcome::Failed("a keeper ended before the newcomer came".to_owned()),
@@ -271,7 +271,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready:
         let cell = TableCell { table: table.clone(), column: Bytes(size).to_string() };
         let of = (&case, name.as_str());
         report_row(report, samples, of, subject.name(), metric(SPEED, "GiB/s", Better::Higher), Some(cell));
-        report_row(report, samples, of, subject.name(), metric(SLOWEST, "ms", Better::Lower), None);
+        report_row(report, samples, of, subject.name(), metric(SLOWEST_MS, "ms", Better::Lower), None);
         report_row(report, samples, of, subject.name(), metric(REFUSED, "calls", Better::Lower), None);
         report_row(report, samples, of, subject.name(), metric(SURVIVED, "share", Better::Higher), None);
     }
@@ -316,7 +316,8 @@ mod tests {
     fn lost_samples_miss_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];
         let mut samples = SampleTable::new();
-        let line = |refused: u64| Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST: 1.0, REFUSED: refused }));
+        let line =
+            |refused: u64| Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST_MS: 1.0, REFUSED: refused }));
         for (case, outcome) in
             [(0, line(0)), (1, line(0)), (1, Outcome::Killed), (1, line(1)), (2, line(0)), (2, line(0))]
         {

@@ -18,9 +18,9 @@ const HELD_FREE_MIB: (u64, u64) = (256, 1024);
 const CASES: [(u64, (u64, u64)); 2] = [(2, (50, 300)), (64, (9, 150))];
 
 /// Metric: median of the time until a requested amount of memory was returned.
-const MEDIAN: &str = "median_us";
+const MEDIAN_US: &str = "median_us";
 /// Metric: 99th percentile of the time until a requested amount of memory was returned.
-const P99: &str = "p99_us";
+const P99_US: &str = "p99_us";
 /// Metric: number of requests for which the return of memory took longer than a second.
 const LATE_REQUESTS: &str = "late";
 
@@ -52,7 +52,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
             subject::clear_foreign_settings(&mut command);
             let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
             let outcome = child::classify(PAGEMILL, &finished)?;
-            samples.add_outcome(&ask_mib, PAGEMILL, &[MEDIAN, P99, LATE_REQUESTS], &outcome);
+            samples.add_outcome(&ask_mib, PAGEMILL, &[MEDIAN_US, P99_US, LATE_REQUESTS], &outcome);
         }
     }
     drop(progress);
@@ -65,7 +65,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 fn add_rows(report: &mut Report, samples: &SampleTable<u64>, ask_mib: u64, hoard_mib: u64) {
     let name = format!("reaction, {ask_mib} MiB");
     for (metric, unit, column) in
-        [(MEDIAN, "us", "median, us"), (P99, "us", "99th, us"), (LATE_REQUESTS, "asks", "over 1 s")]
+        [(MEDIAN_US, "us", "median, us"), (P99_US, "us", "99th, us"), (LATE_REQUESTS, "asks", "over 1 s")]
     {
         let cell = TableCell {
             table: format!("survive: from request to bytes given, by a sibling that holds {hoard_mib} MiB free"),

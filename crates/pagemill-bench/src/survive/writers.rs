@@ -23,7 +23,7 @@ const MIN_FREED_TO_LIMIT_RATIO: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const REFUSED: &str = "refused";
-const USED: &str = "used_share";
+const USED_SHARE: &str = "used_share";
 const METRICS: &[&str] = &[SPEED, REFUSED];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,7 +68,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
                     Ok((outcome, used_share)) => {
                         samples.add_outcome(&case, subject.name(), METRICS, &outcome);
                         if let Outcome::Measured(line) = &outcome {
-                            samples.add_value(&case, subject.name(), USED, used_share);
+                            samples.add_value(&case, subject.name(), USED_SHARE, used_share);
                             let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
                             add_gap_if_too_little_freed(report, case, subject, written_gib);
                         }
@@ -123,7 +123,7 @@ fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::res
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[&AvailableSubject]) {
     let metrics =
-        [(SPEED, "GiB/s", "written, GiB/s"), (USED, "share", "of the limit used"), (REFUSED, "calls", "refused")];
+        [(SPEED, "GiB/s", "written, GiB/s"), (USED_SHARE, "share", "of the limit used"), (REFUSED, "calls", "refused")];
     for subject in ready {
         for (name, unit, column) in metrics {
             let cell = TableCell {
@@ -142,7 +142,7 @@ fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {
     let Some(series) = samples.get(&case, PAGEMILL, SPEED) else { return blank };
     let refused: f64 = samples.get(&case, PAGEMILL, REFUSED).map_or(0.0, |series| series.values().iter().sum());
     let has_lost_round = !series.survived() || refused > 0.0;
-    let used = samples.get(&case, PAGEMILL, USED).map(|series| series.values()).unwrap_or_default();
+    let used = samples.get(&case, PAGEMILL, USED_SHARE).map(|series| series.values()).unwrap_or_default();
     let killed: Vec<_> = ["glibc", "jemalloc", "mimalloc", "tcmalloc"]
         .into_iter()
         .filter(|name| samples.get(&case, name, SPEED).is_some_and(|series| series.killed > 0))

@@ -173,7 +173,7 @@ mod tests {
 
     /// [`free`] must keep about a tenth of 100 allocations with `Runs` and with `Random`, and none with `All`.
     #[test]
-    fn a_tenth_is_kept() {
+    fn a_tenth_of_the_allocations_is_kept() {
         for (freed, low, high) in [(Freed::All, 0, 0), (Freed::Runs, 10, 10), (Freed::Random, 2, 25)] {
             let mut chain = Chain::new(RUN_BYTES).expect("large enough");
             assert!((0..100).all(|_| chain.push()));

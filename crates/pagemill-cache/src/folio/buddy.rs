@@ -206,7 +206,7 @@ mod tests {
     fn leases() -> Leases {
         let leases = Leases::new(CHUNKS as usize, BLOCK_BYTES).unwrap();
         (0..CHUNKS).for_each(|chunk| {
-            leases.open(chunk).unwrap();
+            leases.commit_slot_state(chunk).unwrap();
             leases.note_filled(chunk, true);
         });
         leases

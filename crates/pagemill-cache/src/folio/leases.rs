@@ -89,7 +89,7 @@ impl Leases {
 
     /// Commits the memory for the state of the slot that begins with `chunk`. Does nothing if `chunk` is not the first
     /// chunk of its slot.
-    pub fn open(&self, chunk: u32) -> Result<()> {
+    pub fn commit_slot_state(&self, chunk: u32) -> Result<()> {
         let slot = (chunk / self.chunks) as usize;
         if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
     }
@@ -159,7 +159,7 @@ mod tests {
 
     fn leases(filled: &[u32]) -> Leases {
         let leases = Leases::new(96, BLOCK_BYTES).unwrap();
-        (0..96).for_each(|chunk| leases.open(chunk).unwrap());
+        (0..96).for_each(|chunk| leases.commit_slot_state(chunk).unwrap());
         filled.iter().for_each(|chunk| leases.note_filled(*chunk, true));
         leases
     }
@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn large_chunks_are_leased_separately() {
         let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();
-        (0..4).for_each(|chunk| leases.open(chunk).unwrap());
+        (0..4).for_each(|chunk| leases.commit_slot_state(chunk).unwrap());
         (0..2).for_each(|chunk| leases.note_filled(chunk, true));
         assert_eq!(leases.lease(1), Some((1..2, true)));
         assert_eq!((leases.lease(0), leases.lease(2)), (Some((0..1, true)), None));

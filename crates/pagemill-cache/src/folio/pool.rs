@@ -467,7 +467,7 @@ impl Pool {
                 return Err(self.pool_full_error());
             }
             self.open_chunk(state.chunks)?;
-            state.buddies.leases.open(state.chunks)?;
+            state.buddies.leases.commit_slot_state(state.chunks)?;
             state.chunks += 1;
             state.chunks_in_transit += 1;
             self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);

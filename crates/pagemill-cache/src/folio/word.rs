@@ -146,7 +146,7 @@ impl State {
     }
 
     /// Returns whether the use count is above 0. Returns false for a prefetched folio that was not used yet.
-    fn has_uses(self) -> bool {
+    fn has_counted_uses(self) -> bool {
         !self.is_prefetched() && self.0 & (USE_COUNT_MASK << USE_COUNT_SHIFT) > 0
     }
 
@@ -304,15 +304,15 @@ impl Word {
     /// Subtracts one from the folio's use count. Returns whether the count was above 0.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
-        if seen.has_uses() {
+        if seen.has_counted_uses() {
             let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USE_COUNT_SHIFT), Relaxed, Relaxed);
         }
-        seen.has_uses()
+        seen.has_counted_uses()
     }
 
     /// Sets the folio's use count to 0. Returns whether the count was above 0.
     pub fn forget_uses(&self) -> bool {
-        let is_used = State(self.0.load(Relaxed)).has_uses();
+        let is_used = State(self.0.load(Relaxed)).has_counted_uses();
         if is_used {
             // Another folio prefetched into this page meanwhile may lose its READAHEAD_VALUE bit. Its first use is then
             // not reported.

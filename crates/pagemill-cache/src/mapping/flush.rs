@@ -33,11 +33,11 @@ use std::time::Duration;
 const SLICE_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Delay before a file is retried after its first failure.
-const FIRST_RETRY_NS: u64 = 100_000_000;
+const FIRST_RETRY_DELAY_NS: u64 = 100_000_000;
 /// Maximum delay before a file is retried.
-const LONGEST_RETRY_NS: u64 = 30_000_000_000;
+const MAX_RETRY_DELAY_NS: u64 = 30_000_000_000;
 /// Maximum number of doublings of the delay. Keeps the shift from overflowing.
-const MOST_DOUBLINGS: u32 = 16;
+const MAX_RETRY_DOUBLINGS: u32 = 16;
 
 /// Delay before a file that is busy, or has writes in flight, is checked again.
 const RECHECK_NS: u64 = 100_000_000;
@@ -193,7 +193,8 @@ impl FileFlush {
     /// Delays the next slice after a failure, each time longer.
     fn delay_longer(&self) {
         let failures = self.failures.fetch_add(1, Relaxed);
-        let delay_ns = FIRST_RETRY_NS.saturating_mul(1 << failures.min(MOST_DOUBLINGS)).min(LONGEST_RETRY_NS);
+        let delay_ns =
+            FIRST_RETRY_DELAY_NS.saturating_mul(1 << failures.min(MAX_RETRY_DOUBLINGS)).min(MAX_RETRY_DELAY_NS);
         self.retry_at_ns.store(coarse_ns() + delay_ns, Relaxed);
     }
 

@@ -9,9 +9,9 @@ use pagemill_core::error::{Error, Result};
 use std::sync::Arc;
 
 /// Maximum number of attempts. A page may be evicted before its task runs, and is then read again.
-const MOST_ATTEMPTS: usize = 16;
+const MAX_READ_ATTEMPTS: usize = 16;
 
-/// Error if a page is evicted again after each of [`MOST_ATTEMPTS`] reads.
+/// Error if a page is evicted again after each of [`MAX_READ_ATTEMPTS`] reads.
 const EVICTED_REPEATEDLY: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
 
 impl Mapping {
@@ -49,7 +49,7 @@ impl Mapping {
     /// the program must limit its concurrent tasks. [`Error::Busy`] if the page is evicted repeatedly before the task
     /// runs.
     pub async fn pin_async(&self, offset: u64) -> Result<Pin<'_>> {
-        for _ in 0..MOST_ATTEMPTS {
+        for _ in 0..MAX_READ_ATTEMPTS {
             if let Some(pin) = self.pin_present(offset)? {
                 return Ok(pin);
             }
@@ -146,7 +146,7 @@ impl Mapping {
 impl File {
     /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
-        for _ in 0..MOST_ATTEMPTS {
+        for _ in 0..MAX_READ_ATTEMPTS {
             if self.behind.is_none() {
                 return self.read_piece(to, offset);
             }

@@ -99,7 +99,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 /// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
-const MOST_WAIT_NS: u64 = 1_000_000_000;
+const MAX_WAIT_NS: u64 = 1_000_000_000;
 
 /// Maximum time for which the drop of a file's last handle waits until other threads have dropped their temporary
 /// references to the file.
@@ -392,7 +392,7 @@ impl TimedWait {
             pagemill_core::stats::add(pagemill_core::stats::Counter::FoliosAwaited, 1);
             Backoff::new()
         });
-        if backoff.waited_ns() > MOST_WAIT_NS {
+        if backoff.waited_ns() > MAX_WAIT_NS {
             return Err(Error::Busy { what: "a page of the file has been pinned or held for a second" });
         }
         backoff.pause();

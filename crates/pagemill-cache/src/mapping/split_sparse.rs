@@ -13,12 +13,12 @@ use pagemill_core::sync::{Relaxed, coarse_ns};
 /// Delay before the next attempt to split sparse huge folios after an attempt that freed nothing.
 const SPLIT_SPARSE_RETRY_NS: u64 = 100_000_000;
 
-/// A huge folio is split only if at least `1 / LEAST_FREED_DIVISOR` of it can be freed.
-const LEAST_FREED_DIVISOR: u64 = 4;
+/// A huge folio is split only if at least `1 / MIN_FREED_DIVISOR` of it can be freed.
+const MIN_FREED_DIVISOR: u64 = 4;
 
 /// Result of checking whether a huge folio is sparse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SparseCheck {
+pub(super) enum SparseSplitOutcome {
     /// The folio is not sparse enough to be split.
     Dense,
     /// The folio is in use, so it was not split.
@@ -51,7 +51,7 @@ impl File {
         let (mut freed, mut at) = (0, 0);
         while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if found.order > 0
-                && let SparseCheck::Split(bytes) = self.split_sparse_at(
+                && let SparseSplitOutcome::Split(bytes) = self.split_sparse_at(
                     found.first,
                     found.value as u32,
                     1 << found.order,
@@ -67,30 +67,30 @@ impl File {
 
     /// As [`File::split_sparse_at`], for the background scan. If all pages are zero, and a read would then allocate a
     /// folio by the cache's policy, keeps one page. So the next read finds a folio.
-    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
+    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseSplitOutcome {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
     /// Splits a huge folio and frees its unused pages (zero, or past the end of the file), if at least a quarter of the
     /// pages are unused.
-    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
+    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseSplitOutcome {
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
         let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
-        if empty < pages / LEAST_FREED_DIVISOR {
-            return SparseCheck::Dense;
+        if empty < pages / MIN_FREED_DIVISOR {
+            return SparseSplitOutcome::Dense;
         }
         if !matches!(self.split_at(first, counter), Ok(true)) {
-            return SparseCheck::Refused;
+            return SparseSplitOutcome::Refused;
         }
         let would_be_allocated_again = || self.choose_for_hole(first) != Choice::Nothing;
         let kept_pages = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_be_allocated_again());
         let freed = (first + kept_pages..first + pages).filter(|index| self.free_zero_page(*index)).count();
         let bytes = freed as u64 * self.page_bytes() as u64;
         stats::add(Counter::CacheThinned, bytes);
-        SparseCheck::Split(bytes)
+        SparseSplitOutcome::Split(bytes)
     }
 
     /// Frees the small folio at page `index` if all of its bytes are zero. Returns whether the folio was freed.

@@ -19,24 +19,24 @@
 use std::ops::Range;
 
 /// Maximum number of detected streams of a file.
-const MOST_STREAMS: usize = 8;
+const MAX_STREAMS: usize = 8;
 /// Number of entries of a file's table of streams. Some entries are single accesses that may become streams.
-const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
+const TABLE_ENTRY_COUNT: usize = MAX_STREAMS + 4;
 
 /// Number of accesses that must continue a stream before the stream makes its first proposal (a range to read ahead).
 const CONFIRMING_ACCESSES: u32 = 2;
 
 /// Maximum number of pages between two accesses of a sequential stream. Reads of pages that are in memory already are
 /// not reported to this module, so they leave such gaps.
-const MOST_SKIPPED_PAGES: u64 = 16;
+const MAX_SKIPPED_PAGES: u64 = 16;
 
 /// A stream has ended after this many accesses that belong to other streams.
-const MOST_IDLE_ACCESSES: u64 = 512;
+const MAX_IDLE_ACCESSES: u64 = 512;
 
 /// Number of ranges in the first proposal of a strided stream.
 const FIRST_RANGES: u64 = 4;
 /// Maximum number of ranges in a proposal of a strided stream.
-const MOST_RANGES: u64 = 32;
+const MAX_RANGES_PER_PROPOSAL: u64 = 32;
 
 /// Ranges to read ahead for one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -141,7 +141,7 @@ impl Stream {
         let (first, last) = (rules.page_start(access.start), rules.page_end(access.end));
         let (own_first, own_last) = (rules.page_start(self.begin), rules.page_end(self.end));
         let is_inside = first >= own_first && last <= own_last;
-        let skip = (MOST_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
+        let skip = (MAX_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
         match self.direction {
             Direction::Stride(step) if access.start != self.begin => {
                 let distance = access.start.wrapping_sub(self.begin) as i64;
@@ -249,7 +249,7 @@ impl Stream {
         if steps as u64 - 1 > self.latest {
             return None;
         }
-        let most = (rules.most_bytes / rules.page_end(len_bytes)).min(MOST_RANGES);
+        let most = (rules.most_bytes / rules.page_end(len_bytes)).min(MAX_RANGES_PER_PROPOSAL);
         self.latest = if self.next == 0 { FIRST_RANGES.min(most) } else { self.next };
         self.next = (2 * self.latest).min(most);
         let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
@@ -268,14 +268,14 @@ impl Stream {
 /// The streams of reads of one file.
 #[derive(Debug)]
 pub(super) struct Streams {
-    entries: [Stream; TABLE_ENTRIES],
+    entries: [Stream; TABLE_ENTRY_COUNT],
     /// Number of accesses so far.
     clock: u64,
 }
 
 impl Default for Streams {
     fn default() -> Self {
-        Self { entries: [Stream::NONE; TABLE_ENTRIES], clock: 0 }
+        Self { entries: [Stream::NONE; TABLE_ENTRY_COUNT], clock: 0 }
     }
 }
 
@@ -285,7 +285,7 @@ impl Streams {
     pub fn note(&mut self, access: Range<u64>, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         self.clock += 1;
         let clock = self.clock;
-        let has_ended = |stream: &&mut Stream| clock - stream.at > MOST_IDLE_ACCESSES;
+        let has_ended = |stream: &&mut Stream| clock - stream.at > MAX_IDLE_ACCESSES;
         self.entries.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
         let fits = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_present());
         let mut found: Option<(usize, AccessMatch)> = None;
@@ -340,7 +340,7 @@ impl Streams {
     /// for the longest time.
     fn drop_excess_stream(&mut self, newest: usize) {
         let known = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
-        if known.clone().count() > MOST_STREAMS {
+        if known.clone().count() > MAX_STREAMS {
             let silent = known.filter(|(at, _)| *at != newest).min_by_key(|(_, stream)| stream.at);
             if let Some((at, _)) = silent {
                 self.entries[at] = Stream::NONE;
@@ -442,7 +442,7 @@ mod tests {
             let begin = if step > 0 { 77 } else { FILE_BYTES - 5000 };
             (0..200).for_each(|nth| reader.read(begin.wrapping_add_signed(nth * step), len));
             assert!(reader.misses <= 4 * (len.div_ceil(PAGE) + 1), "{step}: {} misses", reader.misses);
-            let most_pages = (200 + 2 * MOST_RANGES) * (len.div_ceil(PAGE) + 1);
+            let most_pages = (200 + 2 * MAX_RANGES_PER_PROPOSAL) * (len.div_ceil(PAGE) + 1);
             assert!(reader.proposed_pages() <= most_pages, "{step}: {} pages", reader.proposed_pages());
         }
     }

@@ -18,7 +18,7 @@
 use super::File;
 use super::cache::{Caches, Inner};
 use super::fetch::Place;
-use super::split_sparse::SparseCheck;
+use super::split_sparse::SparseSplitOutcome;
 use super::worker::Worker;
 use crate::folio::word::Kind;
 use pagemill_core::sync::{AtomicU32, Guarded, Relaxed, coarse_ns};
@@ -28,18 +28,18 @@ use std::time::Duration;
 
 /// Maximum number of folios that a background step of the scan checks: 8 MiB. With a step each 125 ms, that is 64 MiB a
 /// second.
-const STEP_CHECKS: usize = 4;
+const MAX_CHECKS_PER_STEP: usize = 4;
 
 /// Maximum number of chunks that a background step of the scan visits. A visit that checks no bytes reads one cache
 /// line.
-const STEP_VISITS: usize = 1 << 12;
+const MAX_VISITS_PER_STEP: usize = 1 << 12;
 
 /// Time between two background steps of the scan for sparse huge folios.
-const STEP_NS: u64 = 125_000_000;
+const STEP_INTERVAL_NS: u64 = 125_000_000;
 
 /// Minimum duration of a round of the clock hand over all chunks. A folio that was not written for this long will
 /// hardly be written soon.
-const ROUND_NS: u64 = 2_000_000_000;
+const MIN_ROUND_NS: u64 = 2_000_000_000;
 
 /// Scan state of a huge folio, in the upper half of its scan word: the folio was seen in a round of the scan, and the
 /// next round may check it.
@@ -89,7 +89,7 @@ enum ChunkVisit {
     Skipped,
     /// The scan state was set; the next round may check the folio.
     Noted,
-    Checked(SparseCheck),
+    Checked(SparseSplitOutcome),
 }
 
 impl File {
@@ -162,15 +162,15 @@ pub(super) fn run_due_step(caches: &'static Caches) -> Option<Duration> {
         }
         *clock_hand
     });
-    let is_round_complete = step(caches, STEP_CHECKS, STEP_VISITS).is_round_complete;
-    let mut rest_ns = STEP_NS;
+    let is_round_complete = step(caches, MAX_CHECKS_PER_STEP, MAX_VISITS_PER_STEP).is_round_complete;
+    let mut rest_ns = STEP_INTERVAL_NS;
     if is_round_complete {
         let last = sweep.clock_hand.with(|clock_hand| *clock_hand);
         // Folios that were new in this round must be checked in the next one.
         if !last.has_new_folio && sweep.stop_if_unchanged(&last) {
             return None;
         }
-        rest_ns = rest_ns.max((was.begun_ns + ROUND_NS).saturating_sub(now));
+        rest_ns = rest_ns.max((was.begun_ns + MIN_ROUND_NS).saturating_sub(now));
     }
     sweep.clock_hand.with(|clock_hand| clock_hand.due_ns = now + rest_ns);
     Some(Duration::from_nanos(rest_ns))
@@ -198,8 +198,9 @@ pub(super) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
             let visit = cache.visit_chunk(clock_hand.chunk);
             visits += 1;
             checks += usize::from(matches!(visit, ChunkVisit::Checked(_)));
-            clock_hand.has_new_folio |= matches!(visit, ChunkVisit::Noted | ChunkVisit::Checked(SparseCheck::Refused));
-            if let ChunkVisit::Checked(SparseCheck::Split(bytes)) = visit {
+            clock_hand.has_new_folio |=
+                matches!(visit, ChunkVisit::Noted | ChunkVisit::Checked(SparseSplitOutcome::Refused));
+            if let ChunkVisit::Checked(SparseSplitOutcome::Split(bytes)) = visit {
                 result.freed_bytes += bytes;
             }
             clock_hand.chunk += 1;
@@ -257,7 +258,7 @@ impl Inner {
             return ChunkVisit::Noted;
         }
         let check = file.split_sparse_behind(owner.index, number);
-        if check == SparseCheck::Dense {
+        if check == SparseSplitOutcome::Dense {
             note.store(DENSE_STATE | version, Relaxed);
         }
         ChunkVisit::Checked(check)

@@ -23,7 +23,7 @@ const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
 /// Maximum length of one pause.
-const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+const MAX_PAUSE: Duration = Duration::from_millis(200);
 
 /// Interval of checks whether other threads made progress.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
@@ -37,7 +37,7 @@ impl Balance {
             (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
         let takes_ns = u128::from(self.ns_per_mib.load(Relaxed)) * u128::from(PACED_BYTES) / (BLOCK_BYTES as u128 / 2);
         let pause_ns = takes_ns * 2 * u128::from(over) / u128::from(span.max(1));
-        Duration::from_nanos(u64::try_from(pause_ns).unwrap_or(u64::MAX)).min(LONGEST_PAUSE)
+        Duration::from_nanos(u64::try_from(pause_ns).unwrap_or(u64::MAX)).min(MAX_PAUSE)
     }
 }
 

@@ -29,7 +29,7 @@ impl ObservedProgram {
 
     /// Writes a line to the program's input, which starts its next step. Waits for the line of numbers that the program
     /// then prints.
-    pub fn next(&mut self) {
+    pub fn run_next_step(&mut self) {
         self.input.as_mut().unwrap().write_all(b"\n").unwrap();
         self.numbers = next_numbers(&mut self.output);
     }

@@ -84,7 +84,7 @@ impl TestFolder {
     }
 
     /// Returns the command `pagemill run OPTIONS -- sh -c SCRIPT`.
-    pub fn shell(&self, options: &[&str], script: &str) -> Command {
+    pub fn pagemill_run_shell(&self, options: &[&str], script: &str) -> Command {
         let mut command = self.pagemill_run(options, "sh");
         command.args(["-c", script]);
         command

@@ -28,7 +28,7 @@ pub fn cannot_inject() -> bool {
 }
 
 /// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls fails.
-pub fn is_full() -> bool {
+pub fn is_full_sweep() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
 
@@ -52,7 +52,7 @@ const FIRST_CALLS: usize = 40;
 /// Returns which calls of one system call are to fail, as positions from 1 to `calls`. In a sample only one call fails,
 /// which is chosen by `pair`, the index of the combination of system call and error.
 pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
-    if !is_full() {
+    if !is_full_sweep() {
         return vec![1 + pair * 7 % calls.max(1)];
     }
     let rare = std::iter::successors(Some(2 * FIRST_CALLS), |at| Some(at * 2)).take_while(|at| *at < calls);
@@ -78,7 +78,7 @@ impl Outcome {
     /// Prints the totals of the sweep. Panics if there were problems, or if `strace` injected too few failures.
     pub fn assert_no_problems(self, name: &str) {
         let Self { runs, injected, calls, pairs, problems } = self;
-        let kind = if is_full() { "full" } else { "sampled" };
+        let kind = if is_full_sweep() { "full" } else { "sampled" };
         println!(
             "{name}, {kind}: {calls} calls seen, {runs} runs, {injected} injections, {pairs} pairs of a call and an error"
         );

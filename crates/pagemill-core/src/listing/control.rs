@@ -65,7 +65,7 @@ impl ControlEndpoint {
 
     /// Reads the command with the request id `number` from the file at `path`, and executes or queues it. Does nothing
     /// if the file contains no valid command. The helper thread calls this function.
-    pub fn accept(&'static self, path: &CStr, number: u32) {
+    pub fn accept_command(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; ControlCommand::LEN];
         // A failure is not reported: the requester has ended, or must not access this process.
         let Ok(file) = AnswerFile::open_with(path, &mut bytes) else { return };

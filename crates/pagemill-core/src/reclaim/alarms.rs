@@ -130,17 +130,17 @@ impl Alarms {
         self.publish();
     }
 
-    /// Returns those bits of `signs`, the reported kernel events, whose event really happened. The kernel also wakes
+    /// Returns those bits of `reported`, a mask of kernel events, whose event really happened. The kernel also wakes
     /// waiters for other reasons.
-    pub fn genuine_signs(&mut self, signs: u64) -> u64 {
-        let mut false_signs = 0;
+    pub fn genuine_events(&mut self, reported: u64) -> u64 {
+        let mut false_events = 0;
         for source in self.sources.iter_mut().flatten() {
             let sign = source.sign() as u64;
-            if signs & sign != 0 && !source.is_genuine() {
-                false_signs |= sign;
+            if reported & sign != 0 && !source.is_genuine() {
+                false_events |= sign;
             }
         }
-        signs & !false_signs
+        reported & !false_events
     }
 
     /// Sets one alarm. Returns whether that succeeded. A failure is counted, and schedules a retry.

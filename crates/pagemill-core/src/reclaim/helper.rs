@@ -215,7 +215,7 @@ impl Helper {
     fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> KernelEvents {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
-            signs = alarms.genuine_signs(signs);
+            signs = alarms.genuine_events(signs);
         }
         if signs != 0 {
             stats::add(Counter::Signs, 1);

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 
 /// From this number of bytes on, a resize moves pages instead of copying bytes. Copying fewer bytes is as fast as the
 /// system calls.
-const MIN_MOVE_BYTES: usize = 2 * BLOCK_BYTES;
+const MIN_REMAP_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
     /// Resizes the allocation at `addr` to at least `size` bytes. Contents up to the smaller size are preserved.
@@ -81,7 +81,7 @@ impl Heap {
     /// Both slots are live, and no thread uses them during the call.
     unsafe fn move_blocks(&self, old: LocatedSlot, new: LocatedSlot, keep: usize) -> usize {
         let blocks = keep / BLOCK_BYTES;
-        if keep < MIN_MOVE_BYTES || !old.class.is_big() || !new.class.is_big() {
+        if keep < MIN_REMAP_BYTES || !old.class.is_big() || !new.class.is_big() {
             return 0;
         }
         let (from, to) = (self.arena.block_of(old.addr), self.arena.block_of(new.addr));

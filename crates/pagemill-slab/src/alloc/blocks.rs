@@ -29,10 +29,10 @@ const MAX_BLOCKS: usize = 1 << 20;
 
 /// Number of blocks in the window of metadata blocks, which hold the nodes of indexes (64 GiB). The number is halved
 /// until enough addresses are available.
-const METADATA_BLOCKS: usize = 1 << 15;
+const METADATA_BLOCK_COUNT: usize = 1 << 15;
 
 /// Number of metadata blocks that are sparse. All further metadata blocks are whole.
-const SPARSE_METADATA_BLOCKS: u32 = 16;
+const SPARSE_METADATA_BLOCK_COUNT: u32 = 16;
 
 /// Number of blocks that are made accessible by one system call.
 const BLOCKS_PER_OPEN: u32 = 32;
@@ -91,7 +91,7 @@ impl Blocks {
     ///
     /// As [`Blocks::new`].
     pub fn for_metadata(arena: &'static Arena) -> Result<Self> {
-        let mut most = METADATA_BLOCKS;
+        let mut most = METADATA_BLOCK_COUNT;
         loop {
             let blocks_per_node = Self::blocks_for_each_node(arena, most)?;
             let bytes = (1 + blocks_per_node * arena.nodes.count()) * BLOCK_BYTES;
@@ -190,7 +190,7 @@ impl Blocks {
     /// [`Error::NoMemory`], [`Error::NoAddresses`].
     pub fn allocate(&self, node: usize, filling: ExpectedUse) -> Result<u32> {
         let wants_whole = self.arena.may_take_huge(filling)
-            && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCKS);
+            && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCK_COUNT);
         let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
         let (block, has_memory) = found;
         debug_assert!(self.node_of(block) == node, "the block belongs to the node");

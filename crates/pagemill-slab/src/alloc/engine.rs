@@ -39,7 +39,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 
 /// Step of the sequence of percentages by which an allocation decides whether to try other NUMA nodes first. The step
 /// and 100 have no common factor, so a hundred steps yield each percentage once.
-const PERCENT_STEP: u32 = 37;
+const REMOTE_PERCENT_STEP: u32 = 37;
 const MAX_PERCENT: u32 = 100;
 
 /// A constructor, called for each object of a slab before any of them is allocated.
@@ -553,7 +553,7 @@ impl Engine {
 
     /// Returns the next percentage of a sequence in which all values from 0 to 99 are equally frequent.
     fn next_percent(&self) -> u32 {
-        self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % MAX_PERCENT
+        self.percent_counter.fetch_add(REMOTE_PERCENT_STEP, Relaxed) % MAX_PERCENT
     }
 
     /// Returns the barns of a node, beginning with the barn that this thread prefers.

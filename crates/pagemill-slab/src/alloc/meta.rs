@@ -193,9 +193,9 @@ pub(crate) enum Level {
 }
 
 /// Number of levels of partial slabs.
-const QUARTER_LEVELS: usize = 4;
+const QUARTER_LEVEL_COUNT: usize = 4;
 /// Number of levels of use.
-pub(crate) const LEVELS: usize = Level::Partial as usize + QUARTER_LEVELS;
+pub(crate) const LEVEL_COUNT: usize = Level::Partial as usize + QUARTER_LEVEL_COUNT;
 /// Number of 64-bit words in the set of slabs at one level.
 const SLAB_SET_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
@@ -206,7 +206,7 @@ pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
         used if used == capacity => None,
-        used => Some(Level::Partial as usize + used as usize * QUARTER_LEVELS / capacity as usize),
+        used => Some(Level::Partial as usize + used as usize * QUARTER_LEVEL_COUNT / capacity as usize),
     }
 }
 
@@ -216,7 +216,7 @@ pub(crate) const BY_USE: usize = 0;
 /// Index in [`Block::links`] of the links for the queues of blocks that the current block search has not visited yet.
 pub(crate) const SEARCH_QUEUE: usize = 1;
 /// Number of kinds of lists that a block can be in.
-const LIST_KINDS: usize = SEARCH_QUEUE + 1;
+const LIST_KIND_COUNT: usize = SEARCH_QUEUE + 1;
 
 /// Neighbours of a block in a list, as block numbers plus one (0: no neighbour), and the index of that list.
 #[derive(Default)]
@@ -231,9 +231,9 @@ pub(crate) struct Links {
 #[derive(Default)]
 pub(crate) struct Block {
     /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
-    levels: [[LockedU64; SLAB_SET_WORDS]; LEVELS],
+    levels: [[LockedU64; SLAB_SET_WORDS]; LEVEL_COUNT],
     /// Neighbours of the block in its list of each kind.
-    pub links: [Links; LIST_KINDS],
+    pub links: [Links; LIST_KIND_COUNT],
     /// Number of used objects in the block.
     pub used: LockedU32,
     /// Number of objects that can be allocated from the block's open slabs.
@@ -286,7 +286,7 @@ impl Block {
 
     /// Adds a slab to the set of slabs at a level.
     pub fn insert(&self, level: usize, slab: u32) {
-        debug_assert!((0..LEVELS).all(|other| self.mask_at_level(other) >> slab & 1 == 0), "a slab has one level");
+        debug_assert!((0..LEVEL_COUNT).all(|other| self.mask_at_level(other) >> slab & 1 == 0), "a slab has one level");
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
@@ -337,7 +337,7 @@ impl Block {
     /// Returns the fullest partial slab. If no slab is partial and `may_be_empty` is true, returns an empty slab.
     pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
-        (least..LEVELS).rev().find_map(|level| self.first_at_level(level))
+        (least..LEVEL_COUNT).rev().find_map(|level| self.first_at_level(level))
     }
 }
 
@@ -410,9 +410,9 @@ mod tests {
         block.insert(Level::Empty as usize, 3);
         assert_eq!((block.fullest_slab(false), block.fullest_slab(true)), (None, Some(3)));
         block.insert(Level::Partial as usize, 100);
-        block.insert(LEVELS - 1, 70);
-        assert_eq!((block.fullest_slab(false), block.count_at_level(LEVELS - 1)), (Some(70), 1));
-        block.remove(LEVELS - 1, 70);
+        block.insert(LEVEL_COUNT - 1, 70);
+        assert_eq!((block.fullest_slab(false), block.count_at_level(LEVEL_COUNT - 1)), (Some(70), 1));
+        block.remove(LEVEL_COUNT - 1, 70);
         assert_eq!(block.fullest_slab(true), Some(100));
     }
 }

@@ -6,20 +6,20 @@
 use crate::alloc::blocks::Blocks;
 use crate::alloc::lists::Lists;
 #[cfg(any(test, feature = "test-util"))]
-use crate::alloc::meta::LEVELS;
+use crate::alloc::meta::LEVEL_COUNT;
 use crate::alloc::meta::{BY_USE, Level, ObjectSet, SlabState, level_of};
 use crate::alloc::shape::Shape;
 use crate::defrag::candidates::Searches;
 use pagemill_core::units::BLOCK_BYTES;
 
 /// Number of classes into which blocks are divided by the share of their objects that is in use: eighths.
-pub(crate) const USE_CLASSES: u32 = 8;
+pub(crate) const USE_CLASS_COUNT: u32 = 8;
 
 /// Index of the list of blocks that have neither used objects nor claimed slabs. The lists from 1 to [`FULLEST_LIST`]
 /// have the other blocks with free objects, by eighths of the block in use.
 pub(crate) const IDLE_LIST: usize = 0;
 /// Index of the last list of blocks with free objects: those that are at least seven eighths in use.
-pub(crate) const FULLEST_LIST: usize = USE_CLASSES as usize;
+pub(crate) const FULLEST_LIST: usize = USE_CLASS_COUNT as usize;
 /// Index of the list of blocks whose set-up slabs are full, but that have bare slabs.
 pub(crate) const FULL_WITH_BARE_LIST: usize = FULLEST_LIST + 1;
 /// Index of the list of blocks that have neither free objects nor bare slabs.
@@ -27,7 +27,7 @@ pub(crate) const FULL_LIST: usize = FULL_WITH_BARE_LIST + 1;
 /// Index of the list of blocks that defragmentation is emptying.
 const EMPTYING_LIST: usize = FULL_LIST + 1;
 /// Number of lists of blocks by use.
-pub(crate) const USE_LISTS: usize = EMPTYING_LIST + 1;
+pub(crate) const USE_LIST_COUNT: usize = EMPTYING_LIST + 1;
 
 /// Number of idle blocks that a node keeps for later objects.
 const KEPT_IDLE_BLOCKS: u32 = 1;
@@ -57,7 +57,7 @@ pub(crate) enum TargetSlabs {
 
 /// Allocator state of one cache on one node.
 pub(crate) struct NodeState {
-    pub lists: Lists<USE_LISTS, BY_USE>,
+    pub lists: Lists<USE_LIST_COUNT, BY_USE>,
     pub searches: Searches,
     blocks: u32,
     idle_blocks: u32,
@@ -76,13 +76,13 @@ pub(crate) struct NodeState {
     /// Number of bare slabs in whole blocks that hold objects. These slabs have memory already.
     pub bare_slabs: u32,
     /// For each list, how many of the slabs in `bare_slabs` are in the blocks of that list.
-    pub bare_slabs_in: [u32; USE_LISTS],
+    pub bare_slabs_in: [u32; USE_LIST_COUNT],
     /// Number of objects that are not free in their slabs: they are allocated, or in magazines and barns.
     used: u64,
     /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
     /// For each list, how many of the objects in `free_objects` are in the blocks of that list.
-    pub free_objects_in: [u64; USE_LISTS],
+    pub free_objects_in: [u64; USE_LIST_COUNT],
     /// Number of objects that users freed into slabs since the last [`crate::alloc::engine::Engine::has_new_frees`].
     pub freed_objects: u64,
     /// Number of lost slabs.
@@ -123,10 +123,10 @@ impl NodeState {
             empty: 0,
             empty_in_sparse_blocks: 0,
             bare_slabs: 0,
-            bare_slabs_in: [0; USE_LISTS],
+            bare_slabs_in: [0; USE_LIST_COUNT],
             used: 0,
             free_objects: 0,
-            free_objects_in: [0; USE_LISTS],
+            free_objects_in: [0; USE_LIST_COUNT],
             freed_objects: 0,
             lost: 0,
         }
@@ -288,7 +288,7 @@ impl Node<'_> {
 
     /// Returns the index of the list for blocks with free objects and with `used` objects in use.
     pub fn list_for_use(&self, used: u32) -> usize {
-        IDLE_LIST + 1 + (used * USE_CLASSES / self.shape.block_capacity()).min(USE_CLASSES - 1) as usize
+        IDLE_LIST + 1 + (used * USE_CLASS_COUNT / self.shape.block_capacity()).min(USE_CLASS_COUNT - 1) as usize
     }
 
     /// Adds a block to a list and to the counters of that list.
@@ -512,7 +512,7 @@ impl Node<'_> {
         self.state.lists.check(self.blocks);
         self.check_queues();
         assert!(
-            (0..USE_LISTS)
+            (0..USE_LIST_COUNT)
                 .all(|list| self.blocks_in_list(list).is_sorted_by_key(|block_number| self.is_exhausted(block_number)))
         );
     }
@@ -523,7 +523,7 @@ impl Node<'_> {
         let (mut blocks, mut used, mut free_objects, mut slabs, mut idle) = (0, 0, 0, 0, 0);
         let (mut empty, mut sparse_empty, mut partial, mut resident, mut bare) = (0, 0, 0, 0, 0);
         self.check_lists();
-        for list in 0..USE_LISTS {
+        for list in 0..USE_LIST_COUNT {
             let free_objects_in: u32 =
                 self.blocks_in_list(list).map(|block_number| self.blocks.block(block_number).free_objects.get()).sum();
             let bare_slabs_in: u32 =
@@ -541,7 +541,8 @@ impl Node<'_> {
                     let slab_meta = self.blocks.slab(block_number, *slab);
                     own_used += slab_meta.used_objects();
                     let level = self.level(block_number, *slab);
-                    let listed_level = (0..LEVELS).find(|level| block.slabs_at_level(*level).any(|at| at == *slab));
+                    let listed_level =
+                        (0..LEVEL_COUNT).find(|level| block.slabs_at_level(*level).any(|at| at == *slab));
                     if slab_meta.state() == SlabState::Open {
                         assert_eq!(listed_level, level);
                         own_free += self.shape.capacity - slab_meta.used_objects();
@@ -562,7 +563,7 @@ impl Node<'_> {
                 used += u64::from(own_used);
                 free_objects += u64::from(own_free);
                 empty += block.count_at_level(Level::Empty as usize);
-                partial += (Level::Partial as usize..LEVELS).map(|level| block.count_at_level(level)).sum::<u32>();
+                partial += (Level::Partial as usize..LEVEL_COUNT).map(|level| block.count_at_level(level)).sum::<u32>();
                 resident += self.blocks.resident_bytes_of(block_number);
                 sparse_empty += block.count_at_level(Level::Empty as usize) * block.is_sparse.get();
                 bare += self.counted_bare_slabs(block_number);

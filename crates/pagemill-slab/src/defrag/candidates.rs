@@ -3,9 +3,9 @@
 //! Each search visits a bounded number of blocks, under the lock of the node's [`crate::alloc::node::NodeState`].
 
 use crate::alloc::lists::Lists;
-use crate::alloc::meta::{BY_USE, LEVELS, Level, SEARCH_QUEUE, SlabSet, SlabState};
+use crate::alloc::meta::{BY_USE, LEVEL_COUNT, Level, SEARCH_QUEUE, SlabSet, SlabState};
 use crate::alloc::node::{
-    FULL_LIST, FULL_WITH_BARE_LIST, FULLEST_LIST, IDLE_LIST, Node, TargetSlabs, USE_CLASSES, USE_LISTS,
+    FULL_LIST, FULL_WITH_BARE_LIST, FULLEST_LIST, IDLE_LIST, Node, TargetSlabs, USE_CLASS_COUNT, USE_LIST_COUNT,
 };
 
 /// Maximum number of suitable blocks that a search compares to find the emptiest one.
@@ -17,8 +17,8 @@ const ANY_PERCENT: u32 = u32::MAX;
 /// Id of the first search. Id 0 in a block means that no search has queued the block.
 const FIRST_SEARCH_ID: u32 = 1;
 
-type UseLists = Lists<USE_LISTS, BY_USE>;
-type SearchQueues = Lists<USE_LISTS, SEARCH_QUEUE>;
+type UseLists = Lists<USE_LIST_COUNT, BY_USE>;
+type SearchQueues = Lists<USE_LIST_COUNT, SEARCH_QUEUE>;
 
 /// A block or slab that is to be emptied. It is claimed already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +95,7 @@ impl Searches {
     /// `FULL_WITH_BARE_LIST`, which is not divided by use.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
-        let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
+        let parts = (percent * USE_CLASS_COUNT).div_ceil(100).min(USE_CLASS_COUNT) as usize;
         (IDLE_LIST + 1..=IDLE_LIST + parts).chain((percent > 0).then_some(FULL_WITH_BARE_LIST))
     }
 }
@@ -146,7 +146,7 @@ impl Node<'_> {
                     continue;
                 }
                 count += 1;
-                if used <= self.free_objects_elsewhere(block_number) {
+                if used <= self.count_free_objects_elsewhere(block_number) {
                     let found = (used, block_number);
                     least = Some(least.map_or(found, |before: (u64, u32)| before.min(found)));
                 }
@@ -168,7 +168,7 @@ impl Node<'_> {
 
     /// Returns how many objects fit into the blocks that may receive the objects of block `block_number`. Counts whole
     /// lists, so blocks that are a little emptier than allowed count, too.
-    fn free_objects_elsewhere(&self, block_number: u32) -> u64 {
+    fn count_free_objects_elsewhere(&self, block_number: u32) -> u64 {
         let block = self.blocks.block(block_number);
         let first = match self.target_slabs_for(block_number) {
             TargetSlabs::Fuller(least) => self.list_for_use(least),
@@ -237,7 +237,7 @@ impl Node<'_> {
     pub fn check_queues(&self) {
         let searches = &self.state.searches;
         searches.queues.check(self.blocks);
-        for list in 0..USE_LISTS {
+        for list in 0..USE_LIST_COUNT {
             let is_there = |block_number: &u32| {
                 let block = self.blocks.block(*block_number);
                 block.use_list() == list && block.queued_search.get() == searches.block_search.id
@@ -268,7 +268,7 @@ impl Node<'_> {
         let sparsest_of = |block_number| {
             let block = blocks.block(block_number);
             let is_worthwhile = block.is_sparse.get() == 1 || criteria.percent > 100;
-            let slabs = (Level::Partial as usize..LEVELS).flat_map(|level| block.slabs_at_level(level));
+            let slabs = (Level::Partial as usize..LEVEL_COUNT).flat_map(|level| block.slabs_at_level(level));
             let used = |slab: u32| blocks.slab(block_number, slab).used_objects();
             let fits = |slab: &u32| {
                 let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(criteria.percent);

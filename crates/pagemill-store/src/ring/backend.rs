@@ -16,7 +16,7 @@ use std::time::Duration;
 const WAKER_READ_TOKEN: u64 = u64::MAX - 1;
 
 /// Maximum duration of one wait. Used in place of longer timeouts.
-const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+const MAX_WAIT: Duration = Duration::from_secs(3600);
 
 /// The object with which any thread can end a wait of the ring's thread.
 pub(super) struct WakeHandle {
@@ -147,10 +147,10 @@ impl Backend {
                 if let Some(watch) = watch {
                     watch.wait(Duration::ZERO);
                 }
-                ignore_busy(ring.wait(least, timeout.min(LONGEST_WAIT)))
+                ignore_busy(ring.wait(least, timeout.min(MAX_WAIT)))
             }
             Self::Threads(threads) => {
-                threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(LONGEST_WAIT) });
+                threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(MAX_WAIT) });
                 Ok(())
             }
         }

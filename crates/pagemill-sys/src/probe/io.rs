@@ -1,6 +1,6 @@
 //! Probes of io_uring, file events and folders, and of the privileges of this process.
 
-use super::trial::{self, FolderUse, NamespaceError, Resource};
+use super::trial::{self, FolderUsability, NamespaceError, Resource};
 use super::{Feature, Finding, Group, SystemFiles, describe_error};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -234,8 +234,8 @@ fn probe_cache_folder(_: &SystemFiles) -> Finding {
 fn cache_folder_finding(folder: &Path) -> Finding {
     let name = folder.display();
     match trial::try_folder(nearest_existing_folder(folder)) {
-        Ok(FolderUse::Usable) => Finding::available(name.to_string()),
-        Ok(FolderUse::NotExecutable(error)) => {
+        Ok(FolderUsability::Usable) => Finding::available(name.to_string()),
+        Ok(FolderUsability::NotExecutable(error)) => {
             Finding::missing(format!("{name} is mounted noexec: {}", describe_error(&error)))
         }
         Err(error) => Finding::missing(format!("{name}: {}", describe_error(&error))),

@@ -6,7 +6,7 @@ use crate::{mem, numa};
 /// The oldest release that Pagemill supports.
 const MINIMUM_RELEASE: (u32, u32) = (5, 15);
 /// The first release with all features that Pagemill uses.
-const FULL_RELEASE: (u32, u32) = (6, 13);
+const ALL_FEATURES_RELEASE: (u32, u32) = (6, 13);
 
 pub(super) const FEATURES: &[Feature] = &[
     Feature {
@@ -71,12 +71,12 @@ pub(super) const FEATURES: &[Feature] = &[
     },
 ];
 
-/// Returns the finding for a kernel release: available from [`FULL_RELEASE`] on, limited from [`MINIMUM_RELEASE`] on,
-/// else missing.
+/// Returns the finding for a kernel release: available from [`ALL_FEATURES_RELEASE`] on, limited from
+/// [`MINIMUM_RELEASE`] on, else missing.
 fn release_finding(text: &str) -> Finding {
     match parse_release(text) {
         None => Finding::unknown(format!("not a release: {text:?}")),
-        Some(found) if found >= FULL_RELEASE => Finding::available(text),
+        Some(found) if found >= ALL_FEATURES_RELEASE => Finding::available(text),
         Some(found) if found >= MINIMUM_RELEASE => Finding::limited(text),
         Some(_) => Finding::missing(text).with_fix("needs Linux 5.15, better 6.13"),
     }

@@ -391,9 +391,9 @@ pub(super) fn try_register_memory() -> io::Result<()> {
     // An empty table (`struct io_uring_rsrc_register`), then its first entry (`struct io_uring_rsrc_update2`).
     const REGISTER_BUFFERS: libc::c_uint = 15;
     const UPDATE_BUFFERS: libc::c_uint = 16;
-    const IS_SPARSE: u64 = 1 << 32;
+    const SPARSE_BIT: u64 = 1 << 32;
     let memory = libc::iovec { iov_base: scratch.addr as *mut c_void, iov_len: scratch.len_bytes };
-    let table: [u64; 4] = [1 | IS_SPARSE, 0, 0, 0];
+    let table: [u64; 4] = [1 | SPARSE_BIT, 0, 0, 0];
     let entry: [u64; 4] = [0, (&raw const memory) as u64, 0, 1];
     for (request, argument) in [(REGISTER_BUFFERS, &table), (UPDATE_BUFFERS, &entry)] {
         let (fd, size) = (ring.as_raw_fd(), size_of_val(argument));
@@ -445,7 +445,7 @@ pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
 }
 
 /// The uses that a folder allows for the files in it.
-pub(super) enum FolderUse {
+pub(super) enum FolderUsability {
     /// The file can be created, written, and mapped as code.
     Usable,
     /// The file can be created and written, but not mapped as code.
@@ -453,14 +453,14 @@ pub(super) enum FolderUse {
 }
 
 /// Creates a file in `folder`, maps it as code and removes it.
-pub(super) fn try_folder(folder: &Path) -> io::Result<FolderUse> {
+pub(super) fn try_folder(folder: &Path) -> io::Result<FolderUsability> {
     let path = trial_file_path(folder);
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
     let written = file.set_len(4096).and_then(|()| io::Write::write_all(&mut &file, b"pagemill"));
     let mapped = map_as_code(&file);
     std::fs::remove_file(&path)?;
     written?;
-    Ok(mapped.map_or_else(FolderUse::NotExecutable, |()| FolderUse::Usable))
+    Ok(mapped.map_or_else(FolderUsability::NotExecutable, |()| FolderUsability::Usable))
 }
 
 /// Maps the first 4 KiB of a file as code, and unmaps them.

@@ -31,7 +31,7 @@ impl Default for PurgeQueue {
 impl PurgeQueue {
     /// Removes the next range from the queue. Returns its key and the epoch at which it was queued. The range may have
     /// been marked again since.
-    fn next(&self) -> Option<(u64, u32)> {
+    fn dequeue(&self) -> Option<(u64, u32)> {
         let at = self.next.load(Relaxed);
         if at >= self.end.load(Relaxed) {
             return None;
@@ -55,7 +55,7 @@ impl PurgeQueue {
         for _ in 0..MAX_WALKS {
             let mut has_gone = false;
             while freed < want_bytes
-                && let Some((key, epoch)) = self.next()
+                && let Some((key, epoch)) = self.dequeue()
             {
                 let gone = purge(key, epoch);
                 has_gone |= gone.is_some();

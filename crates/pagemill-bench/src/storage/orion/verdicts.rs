@@ -40,7 +40,7 @@ fn judge_against_small_pages(report: &mut Report, samples: &SampleTable<Case>, c
     let get = |subject, metric| samples.get(&case, subject, metric);
     // Twice the rate of small pages may be more than the device can do. Then the bound is fio's best rate.
     let (_, limit) = best_subject(samples, &case, &fio_names(), MIB);
-    let wanted = get(RING_SMALL, MIB).map(|small| twice_up_to_limit(small, limit));
+    let wanted = get(RING_SMALL, MIB).map(|small| double_rates_up_to_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
     let base = (RING_SMALL, wanted.as_ref());
     report.add_verdict(judge_ratio(target, Bound::AtLeast(0.99), get(CACHE, MIB), base));
@@ -54,7 +54,7 @@ fn fio_names() -> Vec<&'static str> {
 }
 
 /// Returns twice the rates of `small`, but in each round at most the rate of `limit`.
-fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
+fn double_rates_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
     let of_round = |(round, small): (usize, &Option<f64>)| {
         let limit = limit.and_then(|limit| limit.rounds.get(round).copied().flatten());
         small.map(|small| (2.0 * small).min(limit.unwrap_or(f64::INFINITY)))
@@ -66,7 +66,7 @@ fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// In each round, [`twice_up_to_limit`] must return twice the rate of small pages, or the limit if the limit is
+    /// In each round, [`double_rates_up_to_limit`] must return twice the rate of small pages, or the limit if that is
     /// smaller. A round without a rate must stay without one.
     #[test]
     fn target_rate_is_limited_by_the_device() {
@@ -74,7 +74,7 @@ mod tests {
         let small = series(&[Some(100.0), Some(100.0), None, Some(10.0)]);
         let limit = series(&[Some(150.0), Some(300.0), Some(1.0), None]);
 
-        assert_eq!(twice_up_to_limit(&small, Some(&limit)).rounds, [Some(150.0), Some(200.0), None, Some(20.0)]);
-        assert_eq!(twice_up_to_limit(&small, None).rounds[0], Some(200.0));
+        assert_eq!(double_rates_up_to_limit(&small, Some(&limit)).rounds, [Some(150.0), Some(200.0), None, Some(20.0)]);
+        assert_eq!(double_rates_up_to_limit(&small, None).rounds[0], Some(200.0));
     }
 }

@@ -39,7 +39,7 @@ impl Model {
         *self = Self { kind, order, ..Self::free(self.version.wrapping_add(1)) };
     }
 
-    fn has_uses(&self) -> bool {
+    fn has_counted_uses(&self) -> bool {
         self.fetched.is_none() && self.uses > 0
     }
 
@@ -115,12 +115,12 @@ impl WordAndModel {
                 assert_eq!(self.word.note_use(), is_first);
             }
             2 => {
-                let had = self.model.has_uses();
+                let had = self.model.has_counted_uses();
                 self.model.uses -= u64::from(had);
                 assert_eq!(self.word.forget_use(), had);
             }
             _ => {
-                let had = self.model.has_uses();
+                let had = self.model.has_counted_uses();
                 self.model.uses = if had { 0 } else { self.model.uses };
                 assert_eq!(self.word.forget_uses(), had);
             }

@@ -26,10 +26,10 @@ const TARGET_GHOSTS_PER_SET: u64 = 12;
 const LIFETIME_TICKS: u64 = 512;
 
 /// Number of clock values that a ghost can store: 1 to this number. So no ghost is zero.
-const CLOCK_VALUES: u64 = u16::MAX as u64;
+const CLOCK_VALUE_COUNT: u64 = u16::MAX as u64;
 
 /// Bit of a ghost: set if its folio was evicted from the main part.
-const PART_BIT: u32 = 1 << 16;
+const MAIN_PART_BIT: u32 = 1 << 16;
 /// Position of the hash in a ghost.
 const HASH_SHIFT: u32 = 17;
 /// Mask of the hash bits that a ghost stores.
@@ -108,7 +108,7 @@ impl Ghosts {
         // With the entry's index in the lowest bits, the choice is a maximum of integers, without a branch.
         let ranks = set.iter().zip(0..).map(|(ghost, at)| u64::from(rank(ghost.load(Relaxed))) * WAYS as u64 + at);
         let found = ranks.fold(0, u64::max) as usize % WAYS;
-        let part_bit = if part == CachePart::Main { PART_BIT } else { 0 };
+        let part_bit = if part == CachePart::Main { MAIN_PART_BIT } else { 0 };
         set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
@@ -124,7 +124,7 @@ impl Ghosts {
         let now = self.now();
         let ghosts = set.iter().map(|ghost| ghost.load(Relaxed)).filter(|ghost| is_of_key(*ghost));
         let (ticks, ghost) = ghosts.map(|ghost| (age(ghost, now), ghost)).min()?;
-        let part = if ghost & PART_BIT == 0 { CachePart::New } else { CachePart::Main };
+        let part = if ghost & MAIN_PART_BIT == 0 { CachePart::New } else { CachePart::Main };
         let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
         (age <= self.lifetime_pages.load(Relaxed)).then_some((part, age))
     }
@@ -132,7 +132,7 @@ impl Ghosts {
     /// Returns the current clock values of both parts.
     fn now(&self) -> [u32; 2] {
         let shift = self.tick_shift.load(Relaxed);
-        [0, 1].map(|part: usize| ((self.evicted_pages[part].0.load(Relaxed) >> shift) % CLOCK_VALUES) as u32 + 1)
+        [0, 1].map(|part: usize| ((self.evicted_pages[part].0.load(Relaxed) >> shift) % CLOCK_VALUE_COUNT) as u32 + 1)
     }
 
     /// Returns the bits of a key's hash that a ghost stores.
@@ -150,11 +150,11 @@ impl Ghosts {
 
 /// Returns the age of a ghost in ticks. `now` has the current clock values of both parts.
 fn age(ghost: u32, now: [u32; 2]) -> u32 {
-    let now = if ghost & PART_BIT == 0 { now[0] } else { now[1] };
-    debug_assert!(ghost & u32::from(u16::MAX) != 0 && u64::from(now) <= CLOCK_VALUES, "clock values start at 1");
+    let now = if ghost & MAIN_PART_BIT == 0 { now[0] } else { now[1] };
+    debug_assert!(ghost & u32::from(u16::MAX) != 0 && u64::from(now) <= CLOCK_VALUE_COUNT, "clock values start at 1");
     let ticks = now.wrapping_sub(ghost & u32::from(u16::MAX));
     // Corrects the difference if the clock has wrapped around.
-    ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))
+    ticks.min(ticks.wrapping_add(CLOCK_VALUE_COUNT as u32))
 }
 
 /// Returns the number of sets of ghosts for a cache of `pages` pages.

@@ -22,12 +22,12 @@ fn value(number: u64) -> Value {
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,
-    lists: Arc<Lists>,
+    lists: Arc<SharedLinkState>,
 }
 
 /// State that all links of a test share.
 #[derive(Default)]
-struct Lists {
+struct SharedLinkState {
     caches: OnceLock<Vec<HandleMap<Link>>>,
     /// Number of destructors that are running now, nested in each other.
     nested: AtomicUsize,
@@ -59,7 +59,7 @@ fn destructors_nest_once_per_cache() {
     const LISTS: usize = 256;
     const LENGTH: usize = 64;
     for caches in [1, 2, 12] {
-        let lists = Arc::new(Lists::default());
+        let lists = Arc::new(SharedLinkState::default());
         let make = || slabs().by_handle(Settings::new("lists")).unwrap();
         let made = lists.caches.get_or_init(|| (0..caches).map(|_| make()).collect());
         let mut heads = vec![None; LISTS];

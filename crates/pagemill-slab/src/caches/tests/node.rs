@@ -190,7 +190,7 @@ fn slab_changed_during_a_pass_is_found() {
 const OBJECTS_PER_BLOCK: usize = SLABS_PER_BLOCK * OBJECTS_PER_SLAB;
 
 /// Frees the last objects of a block, so that `left` objects are left.
-fn keep_objects_in(node: &mut Node<'_>, objects: &[usize], block: usize, left: usize) {
+fn free_objects_down_to(node: &mut Node<'_>, objects: &[usize], block: usize, left: usize) {
     objects[block * OBJECTS_PER_BLOCK..][left..OBJECTS_PER_BLOCK].iter().for_each(|object| node.free(*object));
 }
 
@@ -212,8 +212,8 @@ fn block_is_found_if_little_used_and_its_objects_fit() {
     let criteria = |percent| Criteria { percent, pass: PASS, block_pass: Some(PASS) };
     for (left, percent, is_found) in [(8, 25, false), (7, 25, true), (8, 26, true), (0, 25, false)] {
         with_full_blocks(BlockKind::Whole, 3, |node, objects| {
-            keep_objects_in(node, objects, 0, left);
-            keep_objects_in(node, objects, 1, 20);
+            free_objects_down_to(node, objects, 0, left);
+            free_objects_down_to(node, objects, 1, 20);
             let found = search_finds_block(node, &criteria(percent));
             assert_eq!(found, is_found, "{left} of 32 at {percent} %");
         });
@@ -221,8 +221,8 @@ fn block_is_found_if_little_used_and_its_objects_fit() {
     // The other block has exactly enough free objects, or one too few.
     for (free, is_found) in [(7, true), (6, false)] {
         with_full_blocks(BlockKind::Whole, 2, |node, objects| {
-            keep_objects_in(node, objects, 0, 7);
-            keep_objects_in(node, objects, 1, OBJECTS_PER_BLOCK - free);
+            free_objects_down_to(node, objects, 0, 7);
+            free_objects_down_to(node, objects, 1, OBJECTS_PER_BLOCK - free);
             assert_eq!(search_finds_block(node, &criteria(25)), is_found, "7 objects, {free} free elsewhere");
         });
     }
@@ -232,8 +232,8 @@ fn block_is_found_if_little_used_and_its_objects_fit() {
 #[test]
 fn idle_blocks_are_no_destination() {
     with_full_blocks(BlockKind::Whole, 3, |node, objects| {
-        keep_objects_in(node, objects, 0, 7);
-        keep_objects_in(node, objects, 1, 0);
+        free_objects_down_to(node, objects, 0, 7);
+        free_objects_down_to(node, objects, 1, 0);
         assert!(!search_finds_block(node, &Criteria { percent: 25, pass: PASS, block_pass: Some(PASS) }));
     });
 }
@@ -245,8 +245,8 @@ fn block_with_unmovable_objects_moves_only_to_fuller_blocks() {
     let criteria = Criteria { percent: 60, pass: PASS, block_pass: Some(PASS) };
     for (other, is_found) in [(8, false), (11, false), (12, true), (20, true)] {
         with_full_blocks(BlockKind::Whole, 2, |node, objects| {
-            keep_objects_in(node, objects, 0, 12);
-            keep_objects_in(node, objects, 1, other);
+            free_objects_down_to(node, objects, 0, 12);
+            free_objects_down_to(node, objects, 1, other);
             let first = node.blocks_in_list(12 * 8 / 32 + 1).last();
             let number = first.expect("the block with 12 objects");
             node.blocks.block(number).has_unmovable.set(1);
@@ -315,7 +315,7 @@ fn only_half_used_whole_blocks_are_split_up() {
         (BlockKind::Whole, 0, false),
     ] {
         with_full_blocks(kind, 2, |node, objects| {
-            keep_objects_in(node, objects, 0, left);
+            free_objects_down_to(node, objects, 0, left);
             let found = node.claim_half_used_block();
             assert_eq!(found.is_some(), is_found, "{left} of 32: {found:?}");
             if let Some((block, slabs)) = found {
@@ -337,8 +337,8 @@ fn only_half_used_whole_blocks_are_split_up() {
 fn block_that_keeps_objects_is_marked_unmovable() {
     for left in [7, 0] {
         with_full_blocks(BlockKind::Whole, 2, |node, objects| {
-            keep_objects_in(node, objects, 0, 7);
-            keep_objects_in(node, objects, 1, 20);
+            free_objects_down_to(node, objects, 0, 7);
+            free_objects_down_to(node, objects, 1, 20);
             let criteria = Criteria { percent: 25, pass: PASS, block_pass: Some(PASS) };
             let Some(DefragCandidate::Block(block, slabs, TargetSlabs::InUse)) = node.claim_candidate(&criteria) else {
                 panic!("sparse")
@@ -358,7 +358,7 @@ fn bare_slabs_of_other_blocks_are_destinations() {
     let criteria = Criteria { percent: 40, pass: PASS, block_pass: Some(PASS) };
     for (left, is_found) in [(8, true), (9, false)] {
         with_blocks(BlockKind::Whole, 2, SLABS_PER_BLOCK - 2, |node, objects| {
-            keep_objects_in(node, objects, 0, left);
+            free_objects_down_to(node, objects, 0, left);
             assert_eq!(search_finds_block(node, &criteria), is_found, "{left} objects, two bare slabs of 4");
         });
     }
@@ -373,7 +373,7 @@ fn block_of_full_slabs_is_emptied_only_if_whole() {
     for (kind, is_found) in [(BlockKind::Whole, true), (BlockKind::Sparse, false)] {
         with_blocks(kind, 2, 2, |node, objects| {
             let block = node.blocks.number_of(objects[OBJECTS_PER_BLOCK]);
-            keep_objects_in(node, objects, 0, OBJECTS_PER_BLOCK - 10);
+            free_objects_down_to(node, objects, 0, OBJECTS_PER_BLOCK - 10);
             let criteria = Criteria { percent: 30, pass: PASS, block_pass: Some(PASS) };
             assert_eq!(node.blocks_in_list(FULL_WITH_BARE_LIST).collect::<Vec<_>>(), [block]);
             assert_eq!(search_finds_block(node, &criteria), is_found);
@@ -389,7 +389,7 @@ fn block_of_full_slabs_is_emptied_only_if_whole() {
 fn first_blocks_of_a_list_meet_the_minimum_use() {
     with_full_blocks(BlockKind::Whole, 3, |node, objects| {
         let used = [12, 13, 15];
-        used.into_iter().enumerate().for_each(|(block, left)| keep_objects_in(node, objects, block, left));
+        used.into_iter().enumerate().for_each(|(block, left)| free_objects_down_to(node, objects, block, left));
         let list = node.list_for_use(12);
         for (least, count) in [(0, 3), (12, 3), (13, 2), (15, 1), (16, 0)] {
             let found: Vec<u32> =

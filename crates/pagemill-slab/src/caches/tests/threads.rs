@@ -177,7 +177,7 @@ fn run_tests_alone_in_their_process() {
 mod alone {
     use super::*;
 
-    fn is_alone() -> bool {
+    fn runs_alone_in_its_process() -> bool {
         env::var_os(ALONE_VARIABLE).is_some()
     }
 
@@ -244,7 +244,7 @@ mod alone {
     #[ignore = "alone in its process"]
     fn thousands_of_threads_have_magazines() {
         const FIRST_TAKEN_SLOTS: usize = 5_000;
-        if !is_alone() {
+        if !runs_alone_in_its_process() {
             return;
         }
         // Takes a slot below those that are taken and freed later.
@@ -284,7 +284,7 @@ mod alone {
     fn few_addresses_limit_the_magazines() {
         const FEW_THREADS: usize = MAX_THREADS / 4;
         // ThreadSanitizer ends the process if its own allocator finds no addresses.
-        if !is_alone() || env::var_os("TSAN_OPTIONS").is_some() {
+        if !runs_alone_in_its_process() || env::var_os("TSAN_OPTIONS").is_some() {
             return;
         }
         let statm = std::fs::read_to_string("/proc/self/statm").unwrap();

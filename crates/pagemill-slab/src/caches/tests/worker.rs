@@ -61,7 +61,7 @@ fn blocks_for(cache: &OwnerSlab<ItemOwner>, items: u64) -> u32 {
 }
 
 /// Creates a cache whose owner keeps the background thread inside of a callback until the owner's behaviour is changed.
-fn cache_that_blocks_the_background(slabs: &'static Slabs) -> OwnerSlab<ItemOwner> {
+fn cache_that_blocks_background_thread(slabs: &'static Slabs) -> OwnerSlab<ItemOwner> {
     let cache = cache_of(slabs, Settings::new("busy"));
     *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
     (0..ITEMS).for_each(|number| cache.add(number));
@@ -399,7 +399,7 @@ fn successful_shrink_ends_the_skipping_of_a_cache() {
 #[test]
 fn shrink_request_ends_with_its_cache() {
     let slabs = slabs(true);
-    let busy = cache_that_blocks_the_background(slabs);
+    let busy = cache_that_blocks_background_thread(slabs);
     let requested = cache_of(slabs, Settings::new("requested"));
     let ended_on = requested.owner().ended_on.clone();
     let request = thread::spawn(move || slabs.shrink_one(1));
@@ -419,7 +419,7 @@ fn shrink_request_ends_with_its_cache() {
 /// The background thread must not rest for a requested shrink. For other work it must rest for 19 times the processor
 /// time of the work, at most a second.
 #[test]
-fn rest_is_bounded() {
+fn rest_of_the_background_thread_is_bounded() {
     let slabs = slabs(true);
     slabs.defrag_by_hand();
     let cache = cache_of(slabs, Settings::new("requested"));
@@ -439,7 +439,7 @@ fn rest_is_bounded() {
 #[test]
 fn memory_shortage_shortens_a_rest() {
     let slabs = slabs(true);
-    let busy = cache_that_blocks_the_background(slabs);
+    let busy = cache_that_blocks_background_thread(slabs);
     let before = slabs.worker.wake_count();
     let wakes = [(); 3].map(|()| {
         slabs.shrink(u64::MAX, Urgency::Limit);

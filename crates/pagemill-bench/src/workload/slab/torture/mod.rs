@@ -352,7 +352,7 @@ fn run_caches(slabs: &'static Slabs, plan: TorturePlan, caches: TestedCaches) ->
         let mover = scope.spawn(move || {
             let mut random = Rng::with_seed(plan.seed);
             while !is_done.load(Relaxed) {
-                disturb_slabs(slabs, caches, &mut random);
+                run_random_slab_operation(slabs, caches, &mut random);
             }
         });
         let ended: Vec<_> = users.into_iter().map(|user| user.join()).collect();
@@ -368,7 +368,7 @@ fn run_caches(slabs: &'static Slabs, plan: TorturePlan, caches: TestedCaches) ->
     found
 }
 
-fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rng) {
+fn run_random_slab_operation(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Rng) {
     match random.u64(..16) {
         0 => _ = slabs.shrink(u64::MAX, Urgency::Limit),
         1 => _ = slabs.shrink(random.u64(..1 << 24), Urgency::Request),
