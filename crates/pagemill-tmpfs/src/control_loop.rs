@@ -7,7 +7,7 @@
 
 mod requests;
 
-use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins};
+use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins, occupied_bytes};
 use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
 use crate::file_access::{FileAccess, FileSystemUsage, now_ns};
@@ -17,6 +17,7 @@ use crate::growth_predictor::GrowthPredictor;
 use crate::messages::print_message;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
+use crate::recent_peak::RecentPeak;
 use crate::scan::{self, Scanning, Which};
 use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
@@ -126,6 +127,8 @@ pub struct ControlLoop {
     budget: Budget,
     usage: FileSystemUsage,
     growth_predictor: GrowthPredictor,
+    /// Recent peak of the memory of all files and inodes.
+    peak: RecentPeak,
     duty: Duty,
     /// `None` where the kernel cannot delay opens.
     throttle: Option<OpenThrottle>,
@@ -184,9 +187,10 @@ impl ControlLoop {
         let mut control_loop = Self {
             table: FileTable::new(access.clone(), groups, settings.worker.clone()),
             started: now,
-            budget: Budget::new(settings.size_bytes, usage, &[], None, Margins::default(), |_| 0),
+            budget: Budget::new(settings.size_bytes, (usage, 0), &[], None, Margins::default(), |_| 0),
             usage,
             growth_predictor: GrowthPredictor::new(usage.used_bytes, usage.inodes, now),
+            peak: RecentPeak::new(now),
             duty: Duty::default(),
             throttle: None,
             machine: None,
@@ -548,13 +552,14 @@ impl ControlLoop {
         let machine = self.machine.map(|(machine, _)| machine);
         self.growth_predictor.record_usage(self.usage.used_bytes, Instant::now());
         self.growth_predictor.record_inodes(self.usage.inodes);
+        let peak_bytes = self.peak.record(occupied_bytes(self.usage), Instant::now());
         let margins = Margins {
             is_preferred: self.is_preferred,
             predicted_bytes: self.growth_predictor.predicted_bytes(),
             predicted_inodes: self.growth_predictor.predicted_inodes(),
         };
         let held = |bound: Bound| self.table.held_bytes(bound);
-        self.budget = Budget::new(self.settings.size_bytes, self.usage, &groups, machine, margins, held);
+        self.budget = Budget::new(self.settings.size_bytes, (self.usage, peak_bytes), &groups, machine, margins, held);
         if self.budget.wants_change(self.usage) {
             match self.access.set_size(self.budget.size_bytes, self.budget.max_inodes) {
                 Ok(()) => {

@@ -8,6 +8,7 @@
 mod suspects;
 
 use crate::openfiles::ChargedMemory;
+use crate::recent_peak::RecentPeak;
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
@@ -54,9 +55,6 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
 /// no longer bounds the size.
 const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
 
-/// A peak of a group's memory in tmpfs files counts for this long, then the peak is forgotten.
-const PEAK_MAX_AGE: Duration = Duration::from_secs(10);
-
 /// Maximum number of processes whose group is cached.
 const MAX_PROCESSES: usize = 4096;
 
@@ -98,8 +96,8 @@ struct Watch {
     name: String,
     version: Version,
     limit: Limit,
-    /// Recent peak of the group's memory in tmpfs files, and the time of the peak.
-    peak_shared: Option<(u64, Instant)>,
+    /// Recent peak of the group's memory in tmpfs files.
+    peak_shared: RecentPeak,
     /// The last sample, used until the next successful read.
     last: Option<Sample>,
     /// Usage above which the kernel wakes the controller, and the event source for it (cgroup version 1 only).
@@ -351,8 +349,9 @@ impl Groups {
                         if limit == Limit::NONE {
                             continue;
                         }
+                        let new_peak = RecentPeak::new(Instant::now());
                         let (alarm, last, peak_shared) =
-                            old.map_or((None, None, None), |watch| (watch.alarm, watch.last, watch.peak_shared));
+                            old.map_or((None, None, new_peak), |watch| (watch.alarm, watch.last, watch.peak_shared));
                         let name = hierarchy.name(&folder).to_owned();
                         self.watches.push(Watch {
                             folder,
@@ -393,21 +392,14 @@ impl Groups {
             let usage = hierarchy.usage_bytes(&watch.folder)?;
             let held = hierarchy.memory(&watch.folder)?;
             let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
-            let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > PEAK_MAX_AGE;
-            if watch.peak_shared.as_ref().is_none_or(is_most) {
-                watch.peak_shared = Some((held.shared_bytes, Instant::now()));
-            }
+            let peak_shared = watch.peak_shared.record(held.shared_bytes, Instant::now());
             Ok(Sample {
                 watch: at,
                 name: watch.name.clone(),
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                here_bytes: watch
-                    .peak_shared
-                    .map_or(0, |(most, _)| most)
-                    .min(proved[at].0)
-                    .saturating_add(proved[at].1),
+                here_bytes: peak_shared.min(proved[at].0).saturating_add(proved[at].1),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {

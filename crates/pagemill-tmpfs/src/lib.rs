@@ -11,8 +11,9 @@
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.
-//! - [`budget`]: how much to purge, and the size. [`growth_predictor`]: predicted growth. [`duty`]: pauses of the
-//!   control loop. [`closes`]: when close events are off. None of these makes system calls.
+//! - [`budget`]: how much to purge, and the size. [`growth_predictor`]: predicted growth. [`recent_peak`]: the largest
+//!   recent value. [`duty`]: pauses of the control loop. [`closes`]: when close events are off. None of these makes
+//!   system calls.
 //! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
 //! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
 //! - [`file_table`]: the state of all files.
@@ -38,6 +39,7 @@ pub mod openfiles;
 pub mod pagework;
 pub mod policy;
 pub mod purge;
+pub mod recent_peak;
 pub mod scan;
 pub mod status;
 pub mod submissions;
