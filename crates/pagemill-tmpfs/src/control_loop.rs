@@ -536,10 +536,10 @@ impl ControlLoop {
         self.sampled = Instant::now();
         self.usage = self.access.usage().unwrap_or(self.usage);
         if self.table.groups.list_suspects_if_due() {
-            let access = self.access.clone();
-            self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(&access, folders, from));
+            self.table.renew_writers();
         }
         self.find_writers();
+        self.table.examine_claims();
         self.groups_added = self.table.groups.groups_added();
         self.table.groups.record_files(|group| self.table.index.has_files_of(group));
         let groups = self.table.groups.sample();

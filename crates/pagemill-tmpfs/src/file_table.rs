@@ -1,10 +1,12 @@
 //! The controller's record of the file system: the folders, the volatile files, the memory groups and the worker's
 //! queue. Events and scans update the record, and purges take files from it one at a time.
 
+mod writers;
+
 use crate::budget::Bound;
 use crate::file_access::{self, FileAccess, FileAttributes, now_ns};
 use crate::folders::Folders;
-use crate::groups::{GroupId, Groups, UNKNOWN};
+use crate::groups::{GroupId, Groups, RecordedFile, UNKNOWN, WrittenBytes};
 use crate::index::{Charge, Index, PurgePart, VolatileFile};
 use crate::messages::print_message;
 use crate::pagework::PageWork;
@@ -22,6 +24,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use writers::ClosedSizes;
 
 /// Delay between a file's close and its examination by the worker, for other files and for volatile ones. Many files
 /// are reopened soon after their close. A volatile file may also be purged soon, and its purge fails while the worker
@@ -74,6 +77,7 @@ pub struct FileTable {
     pub closed_bytes: u64,
     /// Highest inode number of a closed file: before the current batch of events, and now.
     newest_inodes: (u64, u64),
+    closed_sizes: ClosedSizes,
     /// Inodes of the volatile files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
@@ -106,6 +110,7 @@ impl FileTable {
             skipped_for_worker: false,
             closed_bytes: 0,
             newest_inodes: (0, 0),
+            closed_sizes: ClosedSizes::default(),
             seen: HashSet::new(),
             batch_began: Instant::now(),
             open_folders: HashMap::new(),
@@ -203,36 +208,10 @@ impl FileTable {
             folder.ancestors.iter().copied(),
         );
         self.closed_bytes += seen.held_bytes;
-        let charge = match writer {
-            UNKNOWN => charge_of_pages(&mut self.groups, &folder.fd, name, seen.inode),
-            group => Some(Charge { group, is_confirmed: !self.may_ask_for_group }),
-        };
-        let charge = charge.unwrap_or(Charge::UNKNOWN);
-        self.groups.record_written_bytes(charge.group, seen.held_bytes);
-        // The numbers of inodes rise.
-        if seen.inode > self.newest_inodes.0 {
-            self.groups.record_new_inode(charge.group);
-            self.newest_inodes.1 = self.newest_inodes.1.max(seen.inode);
-        }
+        let charge = self.record_writer((folder.inode, &folder.fd), name, &seen, writer);
         // Files that were closed together are observed in any order, so the time of the last access orders them.
         let used_ns = seen.used_ns.max(now_ns().saturating_sub(MAX_CLOSE_DELAY_NS));
         self.record_file(folder.inode, name, &seen, marks, Some(charge), used_ns);
-    }
-
-    /// Returns the group of the process that closed a file. In a user namespace, events carry no process id, so the
-    /// result is the controller's group.
-    fn group_of_writer(&mut self, pid: u32) -> GroupId {
-        if pid == 0 {
-            return self.own_group;
-        }
-        match self.last_writer {
-            Some((last, group)) if last == pid => group,
-            _ => {
-                let group = self.groups.of_process(pid);
-                self.last_writer = Some((pid, group));
-                group
-            }
-        }
     }
 
     fn report_bad_mark(&mut self, path: PathBuf, text: &str) {
@@ -240,17 +219,6 @@ impl FileTable {
         if self.reported_paths.len() < MAX_REPORTED_PATHS && self.reported_paths.insert(path.clone()) {
             // Any user can choose names, and control characters must not reach a terminal.
             print_message(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
-        }
-    }
-
-    /// Records which group a file's pages are charged to. The folder must be known.
-    pub fn record_charge(&mut self, folder: u64, name: &OsStr, seen: &FileAttributes) {
-        if !self.may_ask_for_group || seen.held_bytes == 0 {
-            return;
-        }
-        let Ok(folder) = self.folders.open(&self.access, folder) else { return };
-        if let Some(charge) = charge_of_pages(&mut self.groups, &folder, name, seen.inode) {
-            self.groups.record_written_bytes(charge.group, seen.held_bytes);
         }
     }
 
@@ -397,8 +365,8 @@ impl FileTable {
     /// this file could not be purged; the caller then calls again for the next file.
     ///
     /// With `watch`, considers only files whose purge lowers the usage of that limited group, and then files that may
-    /// do so, because the charged group is not confirmed. Returns `None` if none of the considered files was last used
-    /// before `began_ns`.
+    /// do so, because the charged group is not confirmed. Examines the pages of a file first if its group is not in the
+    /// table (any more). Returns `None` if none of the considered files was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let lowers = |charge: Charge| watch.is_none_or(|watch| groups.lowers_usage_of(charge.group, watch));
@@ -419,7 +387,9 @@ impl FileTable {
             && let Some(charge) = charge_of_pages(&mut self.groups, &folder, &file.name, inode)
         {
             file.charge = charge;
-            self.groups.record_written_bytes(charge.group, file.held_bytes);
+            let bytes = WrittenBytes { files: file.held_bytes, inodes: 0 };
+            let (folder, name, was_empty) = (file.folder, file.name.clone(), file.held_bytes == 0);
+            self.groups.confirm_written(charge.group, bytes, RecordedFile { folder, name, inode, was_empty });
             if !self.groups.lowers_usage_of(charge.group, watch) {
                 self.index.insert(inode, file);
                 return Some(0);
@@ -490,6 +460,38 @@ fn is_still_volatile(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A folder in a tmpfs.
+    pub(super) struct Place(tempfile::TempDir);
+
+    impl Place {
+        pub(super) fn new() -> Option<Self> {
+            let place = tempfile::tempdir_in("/dev/shm").ok().map(Self);
+            if place.is_none() {
+                println!("skipped: no /dev/shm");
+            }
+            place
+        }
+
+        pub(super) fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        pub(super) fn write(&self, name: &str, len: usize) {
+            std::fs::write(self.path(name), vec![1; len]).unwrap();
+        }
+
+        pub(super) fn seen(&self, name: &str) -> FileAttributes {
+            let folder = std::fs::File::open(self.path("")).unwrap();
+            file_access::attributes_at(folder, OsStr::new(name)).unwrap()
+        }
+    }
+
+    /// Returns a table of the files in a folder, without a worker.
+    pub(super) fn table(place: &Place) -> FileTable {
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), Vec::new())
+    }
 
     /// The charged group is read from the file's pages, also while a process has the file open. Another file of that
     /// name has no charge.

@@ -5,10 +5,12 @@
 //! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
 //! group's limit bounds the size of this file system only if the group is known to have written here.
 
+mod credit;
 mod suspects;
 
-use crate::openfiles::ChargedMemory;
 use crate::recent_peak::RecentPeak;
+use credit::Credit;
+pub use credit::{RecordedFile, WrittenBytes};
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
@@ -51,6 +53,10 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
     MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
+/// Claims are examined when they are at least the guard divided by this number. Otherwise a group just below its guard
+/// would cause an examination with each close.
+const CLAIMS_DIVISOR: u64 = 8;
+
 /// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
 /// no longer bounds the size.
 const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
@@ -68,13 +74,21 @@ struct Group {
     kind: GroupKind,
     /// When a process of the group last wrote to this file system, as far as is known.
     wrote_at: Instant,
-    /// Bytes that the group is known to have written to this file system, in files that its processes closed or have
-    /// open.
-    written_bytes: u64,
-    /// Memory of the inodes that the group is known to have created in this file system.
-    inode_bytes: u64,
+    /// Memory that the group is known, or claimed, to have in this file system.
+    credit: Credit,
     /// Volatile files are charged to the group.
     has_files: bool,
+}
+
+impl Group {
+    /// Returns the memory that counts as memory of this file system.
+    fn counted_bytes(&self) -> WrittenBytes {
+        let confirmed = self.credit.confirmed();
+        match self.kind {
+            GroupKind::Trusted => WrittenBytes { files: u64::MAX, ..confirmed },
+            GroupKind::Writer | GroupKind::Kept => confirmed,
+        }
+    }
 }
 
 /// How long a group stays in the table, and how much of its memory counts as memory of this file system.
@@ -176,18 +190,56 @@ impl Groups {
         }
     }
 
-    /// Records that a process of `group` closed a file here with this much memory.
-    pub fn record_written_bytes(&mut self, group: GroupId, bytes: u64) {
+    /// Records that a process of `group` closed a file, which grew by this much since its last close. The bytes count
+    /// after [`Self::end_claims`].
+    pub fn claim_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.written_bytes = group.written_bytes.saturating_add(bytes);
+            group.credit.claim(bytes, file);
             group.wrote_at = Instant::now();
         }
     }
 
-    /// Records that a process of `group` created a file here.
-    pub fn record_new_inode(&mut self, group: GroupId) {
+    /// Records that a file, which grew by this much, is charged to `group`.
+    pub fn confirm_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.inode_bytes = group.inode_bytes.saturating_add(INODE_BYTES);
+            group.credit.confirm(bytes, file);
+            group.wrote_at = Instant::now();
+        }
+    }
+
+    /// Records the present place of a file that was renamed.
+    pub fn record_name(&mut self, file: &RecordedFile) {
+        self.groups.values_mut().for_each(|group| group.credit.record_name(file));
+    }
+
+    /// Returns the groups whose claims must be examined: with them, the limit of the group or of a group above it could
+    /// bound the size.
+    pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
+        if self.groups.values().all(|group| group.credit.samples().is_empty()) {
+            return Vec::new();
+        }
+        self.read_limits();
+        let confirmed = self.bytes_by_watch(Group::counted_bytes);
+        let claimed = self.bytes_by_watch(|group| group.credit.claimed());
+        let is_wanted = |watch: usize| {
+            let guard = guard_bytes(self.watches[watch].limit.soft_bytes);
+            let (confirmed, claimed) = (confirmed[watch].sum(), claimed[watch].sum());
+            confirmed < guard && confirmed.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR
+        };
+        let is_wanted =
+            |group: &Group| !group.credit.samples().is_empty() && group.watches.iter().any(|watch| is_wanted(*watch));
+        self.groups.iter().filter(|(_, group)| is_wanted(group)).map(|(id, _)| *id).collect()
+    }
+
+    /// Returns the samples of a group's claims.
+    pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
+        self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
+    }
+
+    /// Ends the claims of a group. Of the `examined` samples, those in `charged` exist and are charged to the group.
+    pub fn end_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.credit.end_claims(charged, examined);
         }
     }
 
@@ -246,16 +298,28 @@ impl Groups {
         folders.last().map(|path| path.as_str().to_owned())
     }
 
-    /// Calls `charged` for each group that has not written for half of `WRITER_MAX_IDLE`. If the group still has files
-    /// of this file system open, its last write counts as now.
-    pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
-        let is_due = |group: &&mut Group| group.written_bytes > 0 && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
-        for group in self.groups.values_mut().filter(is_due) {
-            let folder = group.hierarchy.folder(0).map(|folder| folder.as_str().to_owned());
-            if folder.is_some_and(|folder| charged(&[folder], 0).bytes.contains_key(&group.inode)) {
-                group.wrote_at = Instant::now();
-            }
+    /// Returns the groups that have memory here and have not written for half of `WRITER_MAX_IDLE`. A group whose
+    /// memory is still here must be renewed, or its limit no longer bounds the size.
+    pub fn idle_writers(&self) -> Vec<GroupId> {
+        let is_idle = |group: &Group| !group.credit.is_empty() && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
+        self.groups.iter().filter(|(_, group)| is_idle(group)).map(|(id, _)| *id).collect()
+    }
+
+    /// Counts the last write of a group as now.
+    pub fn renew(&mut self, group: GroupId) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.wrote_at = Instant::now();
         }
+    }
+
+    /// Returns files that may be charged to a group, the likeliest first.
+    pub fn files(&self, group: GroupId) -> Vec<RecordedFile> {
+        self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.files().cloned().collect())
+    }
+
+    /// Returns the inode of a group's cgroup folder; `None` if the group is not in the table.
+    pub fn inode(&self, group: GroupId) -> Option<u64> {
+        self.groups.get(&group).map(|group| group.inode)
     }
 
     fn add(&mut self, hierarchy: Hierarchy) -> GroupId {
@@ -287,8 +351,7 @@ impl Groups {
                 inode,
                 kind,
                 wrote_at,
-                written_bytes: 0,
-                inode_bytes: 0,
+                credit: Credit::default(),
                 has_files: false,
             },
         );
@@ -304,7 +367,7 @@ impl Groups {
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
             let is_writer = group.wrote_at.elapsed() < WRITER_MAX_IDLE;
             if !is_writer {
-                (group.written_bytes, group.inode_bytes) = (0, 0);
+                group.credit = Credit::default();
             }
             let is_watched = is_writer || group.has_files || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
@@ -315,13 +378,17 @@ impl Groups {
         self.by_inode.retain(|_, id| groups.contains_key(id));
     }
 
+    pub fn contains(&self, group: GroupId) -> bool {
+        self.groups.contains_key(&group)
+    }
+
     /// Returns the cgroup folder of a group; `None` if the group is not in the table.
     pub fn folder(&self, group: GroupId) -> Option<String> {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for an
-    /// unknown group, which may be a descendant of `watch`.
+    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for a group
+    /// that is unknown or was removed: the file may be charged to a descendant of `watch`.
     pub fn lowers_usage_of(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
@@ -385,7 +452,7 @@ impl Groups {
     /// Returns limit and usage of every limited group. Takes some 30 us per limited group.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
-        let proved = self.written_bytes_by_watch();
+        let counted = self.bytes_by_watch(Group::counted_bytes);
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
         let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
@@ -399,7 +466,7 @@ impl Groups {
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                here_bytes: peak_shared.min(proved[at].0).saturating_add(proved[at].1),
+                here_bytes: peak_shared.min(counted[at].files).saturating_add(counted[at].inodes),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {
@@ -413,19 +480,16 @@ impl Groups {
         samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
-    /// Returns for each limited group the bytes that the group and its descendants are known to have written here, and
-    /// the memory of the inodes that they are known to have created here.
-    fn written_bytes_by_watch(&self) -> Vec<(u64, u64)> {
-        let mut proved = vec![(0u64, 0u64); self.watches.len()];
+    /// Returns for each limited group the sum of `bytes_of` over the group and its descendants.
+    fn bytes_by_watch(&self, bytes_of: impl Fn(&Group) -> WrittenBytes) -> Vec<WrittenBytes> {
+        let mut sums = vec![WrittenBytes::default(); self.watches.len()];
         for group in self.groups.values() {
-            let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.written_bytes };
+            let bytes = bytes_of(group);
             for &watch in &group.watches {
-                let (written, inodes) = &mut proved[watch];
-                *written = written.saturating_add(bytes);
-                *inodes = inodes.saturating_add(group.inode_bytes);
+                sums[watch] = sums[watch].plus(bytes);
             }
         }
-        proved
+        sums
     }
 
     /// Sets an alarm: the kernel wakes the controller when the usage of the limited group `watch` passes `bytes`.
@@ -552,12 +616,50 @@ mod tests {
         groups.add_folder(&format!("{}/cg/named", tree.root())).unwrap();
         let here = |groups: &mut Groups| groups.sample().iter().map(|sample| sample.here_bytes).collect::<Vec<_>>();
         assert_eq!(here(&mut groups), [0, 60]);
-        groups.record_written_bytes(app, 50);
+        groups.confirm_written(app, in_files(50), file(1));
         assert_eq!(here(&mut groups), [50, 60]);
-        groups.record_written_bytes(app, 50);
+        groups.confirm_written(app, in_files(50), file(2));
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
-        groups.record_new_inode(app);
+        groups.confirm_written(app, WrittenBytes { files: 0, inodes: INODE_BYTES }, file(3));
         assert_eq!(here(&mut groups), [60 + INODE_BYTES, 60], "inodes are no memory in files");
+    }
+
+    fn file(inode: u64) -> RecordedFile {
+        RecordedFile { folder: 1, name: "file".into(), inode, was_empty: false }
+    }
+
+    fn in_files(files: u64) -> WrittenBytes {
+        WrittenBytes { files, inodes: 0 }
+    }
+
+    /// A close names a group. The bytes must count only after its files were examined. The examination must be due when
+    /// the claims of all groups below a limit reach the guard of that limit, and not before.
+    #[test]
+    fn claims_are_examined_at_the_guard() {
+        const LIMIT: u64 = 512 << 20;
+        let tree = Tree::new();
+        tree.group("/app", &LIMIT.to_string(), LIMIT / 2);
+        for (pid, name) in [(7, "/app/one"), (8, "/app/two")] {
+            tree.group(name, "max", LIMIT / 4);
+            tree.set(&format!("/proc/{pid}/cgroup"), &format!("0::{name}\n"));
+        }
+        tree.set("/cg/app/memory.stat", &format!("shmem {LIMIT}\n"));
+        let mut groups = Groups::new(tree.root());
+        let (one, two) = (groups.of_process(7), groups.of_process(8));
+        let here = |groups: &mut Groups| groups.sample()[0].here_bytes;
+        let guard = guard_bytes(LIMIT);
+        groups.claim_written(one, in_files(guard / 2), file(1));
+        assert!(groups.groups_to_examine().is_empty());
+        groups.claim_written(two, WrittenBytes { files: 0, inodes: guard / 2 }, file(2));
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![one, two], 0));
+        groups.end_claims(one, groups.samples(one), groups.samples(one).len());
+        groups.end_claims(two, Vec::new(), groups.samples(two).len());
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard / 2), "the files of two are gone");
+        groups.claim_written(two, in_files(guard / 2), file(3));
+        assert_eq!(groups.groups_to_examine(), [two]);
+        groups.end_claims(two, groups.samples(two), groups.samples(two).len());
+        groups.claim_written(two, in_files(guard), file(4));
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard), "the limit counts already");
     }
 
     /// A group is removed while files are still charged to it. The files must count for every limit, because the kernel

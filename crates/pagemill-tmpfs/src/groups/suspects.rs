@@ -74,7 +74,8 @@ impl Groups {
         let is_below =
             |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         let below = self.by_folder.iter().filter(|(path, _)| is_below(path));
-        below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.written_bytes).fold(0, u64::saturating_add)
+        let bytes = below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.credit.confirmed().files);
+        bytes.fold(0, u64::saturating_add)
     }
 
     /// Examines the open files of a suspect's processes. Returns whether its groups are now known to have written
@@ -99,7 +100,7 @@ impl Groups {
         for (inode, bytes) in found.bytes {
             let group = self.of_inode(inode);
             if let Some(group) = self.groups.get_mut(&group) {
-                group.written_bytes = group.written_bytes.max(bytes);
+                group.credit.confirm_at_least(bytes);
                 group.wrote_at = Instant::now();
             }
         }
@@ -217,8 +218,10 @@ mod tests {
             groups.limits_read_at = None;
         };
         age(&mut groups, WRITER_MAX_IDLE * 3 / 4);
-        groups.renew_writers(|_, _| ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 });
         let id = groups.by_inode[&inode("b")];
+        assert_eq!(groups.idle_writers(), [id]);
+        groups.renew(id);
+        assert!(groups.idle_writers().is_empty());
         assert!(groups.groups[&id].wrote_at.elapsed() < WRITER_MAX_IDLE / 2);
         age(&mut groups, 2 * WRITER_MAX_IDLE);
         groups.record_files(|group| group == id);
