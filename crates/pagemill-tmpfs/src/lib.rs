@@ -1,8 +1,9 @@
 //! The controller of `pagemill mount`: manages a tmpfs so that its memory can be reclaimed.
 //!
-//! The kernel executes all file operations without the controller, at their usual speed (except delayed opens, see
-//! [`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets the
-//! file system's size according to the limits, and creates huge pages for dense files.
+//! The kernel executes all file operations. A close after writing and a rename also queue an event for the controller.
+//! An open can wait while the file is purged, while the worker has a lease on it, or while writers are faster than
+//! purges ([`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets
+//! the file system's size according to the limits, and creates huge pages for dense files.
 //!
 //! Modules, from bottom to top:
 //!
