@@ -6,6 +6,7 @@
 //! [`SubmissionQueue`].
 
 mod requests;
+mod writer_search;
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins, occupied_bytes};
 use crate::closes::{CloseEventsChange, Closes};
@@ -36,6 +37,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+use writer_search::WriterSearch;
 
 /// Pause between two reads of the event queue. If every event woke the control loop, a close would cost the writer
 /// three times as much.
@@ -61,10 +63,6 @@ const ROOM_FOR_SHORT_CHECKS: u64 = 512 * BLOCK_BYTES as u64;
 /// Pauses between checks while usage is stable: if an alarm cannot be set, and if nothing can be purged.
 const STABLE_PAUSE: Duration = Duration::from_millis(4);
 const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
-
-/// Unknown writers are searched for again after the file system has grown by this much and this much time has passed.
-const SEARCH_GROWTH_BYTES: u64 = 8 * BLOCK_BYTES as u64;
-const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
 /// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
@@ -134,8 +132,7 @@ pub struct ControlLoop {
     throttle: Option<OpenThrottle>,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
-    /// Usage and time when writers were last searched for.
-    grown: (u64, Instant),
+    writer_search: WriterSearch,
     /// Number of known groups at the last check.
     groups_added: u32,
     purges: Vec<requests::PendingPurge>,
@@ -144,9 +141,6 @@ pub struct ControlLoop {
     closes: Closes,
     /// The blocked limits of the last check.
     blocked: Vec<BlockedLimit>,
-    /// The last search for writers found a suspect that may write here without the controller's knowledge
-    /// ([`Groups::find_writers`]).
-    has_suspects: bool,
     /// When the event queue was last read.
     drained: Instant,
     has_events: bool,
@@ -195,14 +189,13 @@ impl ControlLoop {
             throttle: None,
             machine: None,
             is_preferred: false,
-            grown: (usage.used_bytes, now),
+            writer_search: WriterSearch::new(usage.used_bytes, now),
             groups_added: 0,
             purges: Vec::new(),
             backlog: VecDeque::new(),
             scanning: Scanning::new(usage),
             closes: Closes::new(now),
             blocked: Vec::new(),
-            has_suspects: false,
             drained: now,
             has_events: false,
             failed_reads: 0,
@@ -382,7 +375,7 @@ impl ControlLoop {
         let room = self.budget.room_bytes();
         let has_room = room
             >= QUIET_ROOM.max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
-            && !self.has_suspects;
+            && !self.writer_search.has_suspects();
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
             // files.
@@ -573,16 +566,15 @@ impl ControlLoop {
     }
 
     /// Searches for writers if the file system has grown, since no event identifies a file's writer before the file is
-    /// closed.
+    /// closed. Without permission to examine other processes and pages, no writer could be found.
     fn find_writers(&mut self) {
-        let (used, at) = self.grown;
-        if self.usage.used_bytes >= used.saturating_add(SEARCH_GROWTH_BYTES) && at.elapsed() >= SEARCH_PAUSE {
+        let now = Instant::now();
+        if self.table.may_ask_for_group() && self.writer_search.is_due(self.usage.used_bytes, now) {
             let access = self.access.clone();
             let charged = |folders: &[String], from| openfiles::charged_memory(&access, folders, from);
-            self.has_suspects = self.table.groups.find_writers(charged);
-            self.grown = (self.usage.used_bytes, Instant::now());
+            let has_suspects = self.table.groups.find_writers(charged);
+            self.writer_search.record(self.usage.used_bytes, Instant::now(), has_suspects);
         }
-        self.grown.0 = self.grown.0.min(self.usage.used_bytes);
     }
 
     /// Purges for a limit during one time slice. Returns the bytes freed; `None` if no file that may be purged is left.

@@ -124,6 +124,11 @@ impl FileTable {
         }
     }
 
+    /// Returns whether the controller may read which group a page is charged to.
+    pub fn may_ask_for_group(&self) -> bool {
+        self.may_ask_for_group
+    }
+
     /// Records that events were lost because the kernel's event queue overflowed.
     pub fn record_lost_events(&mut self) {
         self.counts.events_lost += 1;
