@@ -331,28 +331,25 @@ impl FileTable {
     }
 
     /// Reads the attributes of all volatile files again, since files may have been removed or have shrunk. Returns
-    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`.
+    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`. Also returns `false` if a folder cannot
+    /// be opened; its files stay in the index until a scan.
     pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
         }
-        let mut last: Option<(u64, Option<OwnedFd>)> = None;
+        let (mut last, mut is_complete): (Option<(u64, Option<OwnedFd>)>, bool) = (None, true);
         for (folder, inode, name) in self.index.by_folder() {
             if last.as_ref().is_none_or(|(at, _)| *at != folder) {
                 last = Some((folder, self.folders.open(&self.access, folder).ok()));
             }
             let Some((_, Some(fd))) = &last else {
-                // The folder was moved. A scan finds its files at the new path.
-                self.wants_scan = true;
+                // The folder was removed or moved. A scan finds its files at the new path.
+                (self.wants_scan, is_complete) = (true, false);
                 continue;
             };
-            let seen = file_access::attributes_at(fd, &name).ok().filter(|seen| seen.inode == inode);
-            let Some(file) = self.index.remove(inode) else { continue };
-            if let Some(seen) = seen.filter(|seen| purge::can_purge(file.part, &name, seen)) {
-                self.index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
-            }
+            recheck_file(&mut self.index, fd, &name, inode);
         }
-        true
+        is_complete
     }
 
     /// Returns the memory of the volatile files whose purge lowers the usage of a limit. Inodes count, except for the
@@ -437,6 +434,15 @@ impl FileTable {
     }
 }
 
+/// Reads the attributes of a volatile file again. Removes the file from the index if it is no longer there.
+fn recheck_file(index: &mut Index, folder: &OwnedFd, name: &OsStr, inode: u64) {
+    let seen = file_access::attributes_at(folder, name).ok().filter(|seen| seen.inode == inode);
+    let Some(file) = index.remove(inode) else { return };
+    if let Some(seen) = seen.filter(|seen| purge::can_purge(file.part, name, seen)) {
+        index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
+    }
+}
+
 /// Returns the group that is charged for the sampled pages of a file. `None` if the file cannot be opened or its pages
 /// cannot be examined.
 fn charge_of_pages(groups: &mut Groups, folder: &OwnedFd, name: &OsStr, inode: u64) -> Option<Charge> {
@@ -496,6 +502,31 @@ mod tests {
     pub(super) fn table(place: &Place) -> FileTable {
         let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
         FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), Vec::new())
+    }
+
+    /// Returns a volatile file of the root folder for the index, with more memory than the real one.
+    fn volatile(table: &FileTable, name: &str) -> VolatileFile {
+        let (folder, charge) = (table.access.root_inode(), Charge::UNKNOWN);
+        VolatileFile { folder, name: name.into(), part: PurgePart::Whole, used_ns: 1, held_bytes: 1 << 30, charge }
+    }
+
+    /// A folder with a volatile file is renamed, and no event reports that. The file must not be reported as current,
+    /// and a scan must be requested.
+    #[test]
+    fn files_of_missing_folders_are_not_current() {
+        let Some(place) = Place::new() else { return };
+        let mut table = table(&place);
+        std::fs::create_dir(place.path("old")).unwrap();
+        place.write("old/file", 4096);
+        place.write("other", 4096);
+        let (folder, inode) = (place.seen("old").inode, place.seen("old/file").inode);
+        assert!(table.folders.record_subfolder(&table.access, table.access.root_inode(), OsStr::new("old")));
+        table.index.insert(inode, VolatileFile { folder, ..volatile(&table, "file") });
+        table.index.insert(place.seen("other").inode, volatile(&table, "other"));
+        assert!(table.recheck_volatile_files() && !table.wants_scan);
+        assert_eq!(table.index.held_bytes(|_| true), 2 * 4096);
+        std::fs::rename(place.path("old"), place.path("new")).unwrap();
+        assert!(!table.recheck_volatile_files() && table.wants_scan);
     }
 
     /// The charged group is read from the file's pages, also while a process has the file open. Another file of that
