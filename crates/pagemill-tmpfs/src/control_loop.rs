@@ -144,6 +144,8 @@ pub struct ControlLoop {
     /// When the event queue was last read.
     drained: Instant,
     has_events: bool,
+    /// The worker has answered.
+    has_replies: bool,
     /// Consecutive reads of events that failed.
     failed_reads: u32,
     /// Time of the next check.
@@ -198,6 +200,7 @@ impl ControlLoop {
             blocked: Vec::new(),
             drained: now,
             has_events: false,
+            has_replies: false,
             failed_reads: 0,
             next_check_at: now,
             sampled: now,
@@ -255,6 +258,11 @@ impl ControlLoop {
             self.scanning.hurry(is_asked || !self.blocked.is_empty());
             let is_urgent = !self.limits(false).is_empty();
             self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_urgent, is_asked);
+            // The worker closes a file before it answers. Without process ids, its close is recognized only if the event is
+            // read before the answer.
+            if std::mem::take(&mut self.has_replies) && !self.table.may_ask_for_group() {
+                self.drain_now();
+            }
             self.table.work_on_pages();
             self.wait();
         }
@@ -302,6 +310,7 @@ impl ControlLoop {
         }
         let listener = self.listener.as_ref().filter(|_| is_listening);
         polled.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
+        let worker_at = polled.len();
         polled.extend(self.table.pages.as_fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let alarms_at = polled.len();
         polled.extend(self.table.groups.alarms().map(|alarms| PollFd::from_borrowed_fd(alarms.as_fd(), PollFlags::IN)));
@@ -312,6 +321,7 @@ impl ControlLoop {
         }
         let is_ready = |at: usize| polled.get(at).is_some_and(|fd| !fd.revents().is_empty());
         let (is_woken, has_events, is_alarmed) = (is_ready(0), listener.is_some() && is_ready(1), is_ready(alarms_at));
+        let has_replies = is_ready(worker_at);
         if is_woken {
             self.submissions.reset_waker();
         }
@@ -319,6 +329,7 @@ impl ControlLoop {
             self.table.groups.take_alarms();
             self.next_check_at = Instant::now();
         }
+        self.has_replies = worker_at < alarms_at && has_replies;
         self.has_events |= has_events;
     }
 

@@ -192,7 +192,10 @@ impl FileTable {
         // The group is recorded also if the file has another name by now.
         let writer = self.group_of_writer(pid);
         let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
-        if !seen.is_file() {
+        // Without a process id, the worker's own close is known by the file. If a user writes to the file meanwhile, the
+        // worker reports that the file is in use, or the next scan finds the change.
+        let is_of_worker = !self.may_ask_for_group && pid == 0 && self.pages.is_sent(seen.inode);
+        if !seen.is_file() || is_of_worker {
             return;
         }
         let mut own = Marks::default();
@@ -293,7 +296,13 @@ impl FileTable {
                 .and_then(|folder| charge_of_pages(groups, &folder, name, inode))
                 .map_or(UNKNOWN, |charge| charge.group)
         };
-        self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
+        let freed = self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
+        for inode in freed {
+            let Some(VolatileFile { folder, name, .. }) = self.index.get(inode).cloned() else { continue };
+            // If the folder was removed or moved, a scan finds its files.
+            let Ok(folder) = self.folders.open(&self.access, folder) else { continue };
+            recheck_file(&mut self.index, &folder, &name, inode);
+        }
     }
 
     /// Records a file in the index of volatile files and in the worker's queue. `charge` is `None` if a scan found the
@@ -471,6 +480,8 @@ fn is_still_volatile(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Huge;
+    use pagemill_core::units::BLOCK_BYTES;
 
     /// A folder in a tmpfs.
     pub(super) struct Place(tempfile::TempDir);
@@ -508,6 +519,55 @@ mod tests {
     fn volatile(table: &FileTable, name: &str) -> VolatileFile {
         let (folder, charge) = (table.access.root_inode(), Charge::UNKNOWN);
         VolatileFile { folder, name: name.into(), part: PurgePart::Whole, used_ns: 1, held_bytes: 1 << 30, charge }
+    }
+
+    /// Events carry no process id. The close of a file that the worker has must not count as a write, unlike the closes
+    /// before and after that.
+    #[test]
+    fn closes_by_the_worker_do_not_count() {
+        let Some(place) = Place::new() else { return };
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        let access = Arc::new(FileAccess::of_root(root).unwrap());
+        let mut table = FileTable::new(access.clone(), Groups::new(""), vec!["never started".into()]);
+        table.may_ask_for_group = false;
+        place.write("file", BLOCK_BYTES);
+        let seen = place.seen("file");
+        let close = |table: &mut FileTable| {
+            let (inode, fd) = (access.root_inode(), access.open_folder(Path::new("")).unwrap());
+            table.observe(&BatchFolder { inode, fd, ancestors: Vec::new() }, OsStr::new("file"), 0);
+            std::mem::take(&mut table.closed_bytes)
+        };
+        assert_eq!(close(&mut table), seen.held_bytes);
+        assert_eq!(table.pages.count(), 1, "the worker is to examine the file");
+        table.pages.pretend_to_send(seen.inode);
+        assert_eq!((close(&mut table), table.pages.is_sent(seen.inode)), (0, true));
+        table.may_ask_for_group = true;
+        assert_eq!(close(&mut table), seen.held_bytes, "events carry the worker's process id");
+    }
+
+    /// A worker that answers each job at once, and says that it freed memory.
+    const FREEING_WORKER: &str = r#"while read -r line; do
+        inode=${line#*:}; inode=${inode%%,*}
+        echo "{\"inode\":$inode,\"huge_blocks\":0,\"split_blocks\":0,\"freed_bytes\":4096,\"is_busy\":false,\"next\":null,\"has_no_memory\":false}" >&0
+    done"#;
+
+    /// The worker frees memory of a volatile file. The index must have the new size, although no event reports that.
+    #[test]
+    fn memory_that_the_worker_freed_is_subtracted() {
+        let Some(place) = Place::new() else { return };
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        let worker = ["sh", "-c", FREEING_WORKER].map(OsString::from).to_vec();
+        let mut table = FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), worker);
+        place.write("file", BLOCK_BYTES);
+        let (seen, begun) = (place.seen("file"), Instant::now());
+        table.index.insert(seen.inode, volatile(&table, "file"));
+        table.pages.queue_file(table.access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, Duration::ZERO);
+        while table.index.held_bytes(|_| true) != seen.held_bytes {
+            assert!(begun.elapsed() < Duration::from_secs(600), "the index has the old size");
+            table.work_on_pages();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(table.counts.sparse_bytes, 4096);
     }
 
     /// A folder with a volatile file is renamed, and no event reports that. The file must not be reported as current,
