@@ -305,6 +305,14 @@ impl Groups {
         self.groups.iter().filter(|(_, group)| is_idle(group)).map(|(id, _)| *id).collect()
     }
 
+    /// Makes the last write of a group older.
+    #[cfg(test)]
+    pub fn age(&mut self, group: GroupId, by: Duration) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.wrote_at = group.wrote_at.checked_sub(by).unwrap_or(group.wrote_at);
+        }
+    }
+
     /// Counts the last write of a group as now.
     pub fn renew(&mut self, group: GroupId) {
         if let Some(group) = self.groups.get_mut(&group) {

@@ -156,6 +156,7 @@ impl FileTable {
 mod tests {
     use super::super::tests::{Place, table};
     use super::*;
+    use std::time::Duration;
 
     /// A close must add the growth of a file since its last close: nothing if the file was only renamed or opened.
     #[test]
@@ -200,6 +201,11 @@ mod tests {
         table.groups.claim_written(own, WrittenBytes { files: 1 << 20, inodes: 0 }, files[2].clone());
         table.groups.record_name(&RecordedFile { name: "d".into(), ..files[2].clone() });
         assert!(table.has_charged_file(own));
+        // The group is quiet for long. It must not be forgotten, because its closed file is still here.
+        table.groups.age(own, Duration::from_secs(45));
+        assert_eq!(table.groups.idle_writers(), [own]);
+        table.renew_writers();
+        assert!(table.groups.idle_writers().is_empty());
         assert_eq!(files.each_ref().map(|file| table.is_charged_to(own, file)), [Some(true), Some(true), Some(false)]);
         assert_eq!(table.is_charged_to(own + 1, &files[0]), Some(false));
         std::fs::remove_file(place.path("a")).unwrap();
