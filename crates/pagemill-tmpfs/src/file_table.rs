@@ -400,7 +400,7 @@ impl FileTable {
             file.charge = charge;
             let bytes = WrittenBytes { files: file.held_bytes, inodes: 0 };
             let (folder, name, was_empty) = (file.folder, file.name.clone(), file.held_bytes == 0);
-            self.groups.confirm_written(charge.group, bytes, RecordedFile { folder, name, inode, was_empty });
+            self.groups.claim_written(charge.group, bytes, RecordedFile { folder, name, inode, was_empty });
             if !self.groups.lowers_usage_of(charge.group, watch) {
                 self.index.insert(inode, file);
                 return Some(0);

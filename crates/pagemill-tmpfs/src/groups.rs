@@ -57,6 +57,9 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
 /// would cause an examination with each close.
 const CLAIMS_DIVISOR: u64 = 8;
 
+/// Maximum number of groups that are examined at a time, which takes some 0.3 ms per group.
+const MAX_EXAMINED: usize = 8;
+
 /// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
 /// no longer bounds the size.
 const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
@@ -83,10 +86,10 @@ struct Group {
 impl Group {
     /// Returns the memory that counts as memory of this file system.
     fn counted_bytes(&self) -> WrittenBytes {
-        let confirmed = self.credit.confirmed();
+        let counted = self.credit.counted();
         match self.kind {
-            GroupKind::Trusted => WrittenBytes { files: u64::MAX, ..confirmed },
-            GroupKind::Writer | GroupKind::Kept => confirmed,
+            GroupKind::Trusted => WrittenBytes { files: u64::MAX, ..counted },
+            GroupKind::Writer | GroupKind::Kept => counted,
         }
     }
 }
@@ -190,19 +193,11 @@ impl Groups {
         }
     }
 
-    /// Records that a process of `group` closed a file, which grew by this much since its last close. The bytes count
-    /// after [`Self::end_claims`].
+    /// Records that a file grew by this much since its last close, and that a process of `group` closed it or a page is
+    /// charged to `group`. The bytes count after [`Self::count_claims`].
     pub fn claim_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.credit.claim(bytes, file);
-            group.wrote_at = Instant::now();
-        }
-    }
-
-    /// Records that a file, which grew by this much, is charged to `group`.
-    pub fn confirm_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
-        if let Some(group) = self.groups.get_mut(&group) {
-            group.credit.confirm(bytes, file);
             group.wrote_at = Instant::now();
         }
     }
@@ -212,34 +207,37 @@ impl Groups {
         self.groups.values_mut().for_each(|group| group.credit.record_name(file));
     }
 
-    /// Returns the groups whose claims must be examined: with them, the limit of the group or of a group above it could
-    /// bound the size.
+    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it could
+    /// bound the size. Returns at most `MAX_EXAMINED`, those with the largest claims.
     pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
-        if self.groups.values().all(|group| group.credit.samples().is_empty()) {
+        let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
+        if !self.groups.values().any(has_claims) {
             return Vec::new();
         }
         self.read_limits();
-        let confirmed = self.bytes_by_watch(Group::counted_bytes);
+        let counted = self.bytes_by_watch(Group::counted_bytes);
         let claimed = self.bytes_by_watch(|group| group.credit.claimed());
         let is_wanted = |watch: usize| {
             let guard = guard_bytes(self.watches[watch].limit.soft_bytes);
-            let (confirmed, claimed) = (confirmed[watch].sum(), claimed[watch].sum());
-            confirmed < guard && confirmed.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR
+            let (counted, claimed) = (counted[watch].sum(), claimed[watch].sum());
+            counted < guard && counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR
         };
-        let is_wanted =
-            |group: &Group| !group.credit.samples().is_empty() && group.watches.iter().any(|watch| is_wanted(*watch));
-        self.groups.iter().filter(|(_, group)| is_wanted(group)).map(|(id, _)| *id).collect()
+        let is_wanted = |group: &Group| has_claims(group) && group.watches.iter().any(|watch| is_wanted(*watch));
+        let wanted = self.groups.iter().filter(|(_, group)| is_wanted(group));
+        let mut wanted: Vec<_> = wanted.map(|(id, group)| (group.credit.claimed().sum(), *id)).collect();
+        wanted.sort_unstable_by(|left, right| right.cmp(left));
+        wanted.into_iter().take(MAX_EXAMINED).map(|(_, id)| id).collect()
     }
 
-    /// Returns the samples of a group's claims.
+    /// Returns the samples of what a group has written.
     pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
         self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
     }
 
-    /// Ends the claims of a group. Of the `examined` samples, those in `charged` exist and are charged to the group.
-    pub fn end_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
+    /// Counts the claims of a group. Of the `examined` samples, those in `charged` exist and are charged to the group.
+    pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.credit.end_claims(charged, examined);
+            group.credit.count(charged, examined);
         }
     }
 
@@ -624,11 +622,15 @@ mod tests {
         groups.add_folder(&format!("{}/cg/named", tree.root())).unwrap();
         let here = |groups: &mut Groups| groups.sample().iter().map(|sample| sample.here_bytes).collect::<Vec<_>>();
         assert_eq!(here(&mut groups), [0, 60]);
-        groups.confirm_written(app, in_files(50), file(1));
+        let write = |groups: &mut Groups, bytes| {
+            groups.claim_written(app, bytes, file(1));
+            groups.count_claims(app, vec![file(1)], 1);
+        };
+        write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [50, 60]);
-        groups.confirm_written(app, in_files(50), file(2));
+        write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
-        groups.confirm_written(app, WrittenBytes { files: 0, inodes: INODE_BYTES }, file(3));
+        write(&mut groups, WrittenBytes { files: 0, inodes: INODE_BYTES });
         assert_eq!(here(&mut groups), [60 + INODE_BYTES, 60], "inodes are no memory in files");
     }
 
@@ -659,13 +661,13 @@ mod tests {
         groups.claim_written(one, in_files(guard / 2), file(1));
         assert!(groups.groups_to_examine().is_empty());
         groups.claim_written(two, WrittenBytes { files: 0, inodes: guard / 2 }, file(2));
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![one, two], 0));
-        groups.end_claims(one, groups.samples(one), groups.samples(one).len());
-        groups.end_claims(two, Vec::new(), groups.samples(two).len());
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![two, one], 0));
+        groups.count_claims(one, groups.samples(one), groups.samples(one).len());
+        groups.count_claims(two, Vec::new(), groups.samples(two).len());
         assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard / 2), "the files of two are gone");
         groups.claim_written(two, in_files(guard / 2), file(3));
         assert_eq!(groups.groups_to_examine(), [two]);
-        groups.end_claims(two, groups.samples(two), groups.samples(two).len());
+        groups.count_claims(two, groups.samples(two), groups.samples(two).len());
         groups.claim_written(two, in_files(guard), file(4));
         assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard), "the limit counts already");
     }

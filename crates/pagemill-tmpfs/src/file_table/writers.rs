@@ -56,11 +56,7 @@ impl FileTable {
         if !is_new {
             self.groups.record_name(&file);
         }
-        if charge.is_confirmed {
-            self.groups.confirm_written(charge.group, bytes, file);
-        } else {
-            self.groups.claim_written(charge.group, bytes, file);
-        }
+        self.groups.claim_written(charge.group, bytes, file);
         charge
     }
 
@@ -90,7 +86,7 @@ impl FileTable {
         if let Some(charge) = charge_of_pages(&mut self.groups, &fd, name, seen.inode) {
             let (files, _) = self.closed_sizes.record(seen.inode, seen.held_bytes);
             let file = recorded_file(folder, name, seen);
-            self.groups.confirm_written(charge.group, WrittenBytes { files, inodes: 0 }, file);
+            self.groups.claim_written(charge.group, WrittenBytes { files, inodes: 0 }, file);
         }
     }
 
@@ -109,7 +105,7 @@ impl FileTable {
             }
             // If no file can be examined now, the next check tries again.
             if examined > 0 {
-                self.groups.end_claims(group, charged, examined);
+                self.groups.count_claims(group, charged, examined);
             }
         }
     }

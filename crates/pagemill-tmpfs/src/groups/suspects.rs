@@ -74,7 +74,7 @@ impl Groups {
         let is_below =
             |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         let below = self.by_folder.iter().filter(|(path, _)| is_below(path));
-        let bytes = below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.credit.confirmed().files);
+        let bytes = below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.credit.counted().files);
         bytes.fold(0, u64::saturating_add)
     }
 
@@ -100,7 +100,7 @@ impl Groups {
         for (inode, bytes) in found.bytes {
             let group = self.of_inode(inode);
             if let Some(group) = self.groups.get_mut(&group) {
-                group.credit.confirm_at_least(bytes);
+                group.credit.record_open(bytes);
                 group.wrote_at = Instant::now();
             }
         }
