@@ -393,8 +393,7 @@ impl FileTable {
             return Some(0);
         };
         if let Some(watch) = watch
-            && !file.charge.is_confirmed
-            && (file.charge.group == UNKNOWN || by_group.is_none())
+            && (!self.groups.contains(file.charge.group) || (!file.charge.is_confirmed && by_group.is_none()))
             && let Some(charge) = charge_of_pages(&mut self.groups, &folder, &file.name, inode)
         {
             file.charge = charge;
