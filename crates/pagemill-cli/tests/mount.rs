@@ -1,9 +1,9 @@
-//! `pagemill mount` on the real kernel: which files are purged, huge pages, and how controllers end.
+//! `pagemill mount` on the real kernel: which files are purged, and how controllers end.
 
 mod common;
 
 use common::group::Group;
-use common::ram::{MIB, Ram, pattern, start, wait_until};
+use common::ram::{MIB, Ram, pattern, start, unprivileged, wait_until};
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
@@ -188,92 +188,8 @@ fn marks_on_files_writable_by_others_are_ignored() {
     assert_eq!(ram.purge(100), files.len() as u64 * MIB as u64);
 }
 
-/// Maps a file and returns how many of its bytes the kernel maps by huge pages.
-fn huge_bytes(path: &Path) -> usize {
-    // A Python process maps the file, because unsafe code is not allowed in this test.
-    let script = "import mmap, sys, re
-f = open(sys.argv[1], 'rb'); n = f.seek(0, 2)
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True); libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-huge = 1 << 21
-around = libc.mmap(None, n + 2 * huge, 0, 0x22, -1, 0)
-at = libc.mmap((around + huge - 1) // huge * huge, n, 1, 0x11, f.fileno(), 0)
-ctypes.memmove(ctypes.create_string_buffer(n), at, n)
-own = open('/proc/self/smaps').read().split('VmFlags')
-print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in own if '%x-' % at in part))";
-    let mut command = Command::new("python3");
-    command.args(["-c", script]).arg(path).stdin(Stdio::null());
-    let end = finish(command, TIMEOUT);
-    end.assert_success();
-    end.out.trim().parse::<usize>().unwrap() * 1024
-}
-
-/// Some time after the last close, a large file that was written in small parts must have huge pages. A file marked
-/// `never` must have small pages. A sparse file must hold only its data. Every byte must be kept.
-#[test]
-fn pages_follow_contents_and_marks() {
-    let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
-    if common::is_missing("python3") {
-        return;
-    }
-    let never = ram.folder("never", &["--huge", "never"]);
-    let dense = pattern(1, 8 * BLOCK + 5);
-    for path in [ram.at("dense"), never.join("dense")] {
-        let mut file = File::create(path).unwrap();
-        dense.chunks(64 << 10).for_each(|part| file.write_all(part).unwrap());
-    }
-    let sparse = File::create(ram.at("sparse")).unwrap();
-    sparse.set_len(32 * BLOCK as u64).unwrap();
-    sparse.write_all_at(b"x", 9 * BLOCK as u64 + 77).unwrap();
-    drop(sparse);
-    let held = |path: PathBuf| fs::metadata(path).unwrap().blocks() as usize * 512;
-    wait_until("the sparse file is small", || held(ram.at("sparse")) <= 64 << 10);
-    // The counters alone are not enough: on a busy machine, the worker may make the other file's blocks huge before it
-    // reads the file's mark.
-    let is_huge = || huge_bytes(&ram.at("dense")) == 8 * BLOCK;
-    wait_until("the dense file is huge", || is_huge() || ram.count("collapse_no_memory") > 0);
-    if !is_huge() {
-        return println!("skipped: no huge pages to be had");
-    }
-    wait_until("its twin was split", || ram.count("split_blocks") >= 8 && huge_bytes(&never.join("dense")) == 0);
-    assert!(fs::read(ram.at("dense")).unwrap() == dense && fs::read(never.join("dense")).unwrap() == dense);
-    let bytes = fs::read(ram.at("sparse")).unwrap();
-    assert_eq!((bytes.len(), bytes[9 * BLOCK + 77]), (32 * BLOCK, b'x'));
-    assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
-}
-
-/// The worker process must have the lowest priority, and its own session, because some kernels schedule by session.
-#[test]
-fn the_worker_has_the_lowest_priority() {
-    let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
-    fs::write(ram.at("file"), pattern(1, 4 * BLOCK)).unwrap();
-    let controller = ram.controller.id();
-    let children = || {
-        let tasks = fs::read_dir(format!("/proc/{controller}/task")).unwrap();
-        tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("children")).ok()).collect::<String>()
-    };
-    wait_until("the worker is there", || !children().trim().is_empty());
-    let worker: u32 = children().split_whitespace().next().unwrap().parse().unwrap();
-    let of = |pid: u32, field: usize| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        stat.rsplit(") ").next().unwrap().split(' ').nth(field).unwrap().to_owned()
-    };
-    const SESSION: usize = 3;
-    const NICE: usize = 16;
-    wait_until("it has its session", || of(worker, SESSION) == worker.to_string());
-    assert_eq!(of(worker, NICE), "19");
-    match fs::read_to_string(format!("/proc/{worker}/autogroup")) {
-        Ok(group) => wait_until("its session gives way", || {
-            group.contains("nice 19")
-                || fs::read_to_string(format!("/proc/{worker}/autogroup")).unwrap().contains("nice 19")
-        }),
-        Err(error) => println!("skipped: sessions have no priority here: {error}"),
-    }
-}
-
-/// Writers in a control group with a limit write volatile files without end. Old files must be purged, no process may
-/// be killed, and at most one write in a hundred may fail. Other files must be kept.
+/// Writers in a limited group write volatile files without end. Old files must be purged, no process may be killed, and
+/// at most one write in a hundred may fail. Other files must be kept.
 #[test]
 fn writers_survive_their_groups_limit() {
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
@@ -609,6 +525,50 @@ fn many_small_files_are_indexed_in_the_end() {
     assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
 }
 
+/// Handles of deleted folders must become stale at once, also while the controller scans, reads events and works on
+/// files. The controller may have a folder open for a moment, so the test waits. Afterwards the controller must have no
+/// folder open.
+#[test]
+fn deleted_folders_become_stale() {
+    let Some(mut ram) = Ram::new(&["--size", "256M"]) else { return };
+    if !is_root() || common::is_missing("python3") {
+        return;
+    }
+    for index in 0..1000 {
+        fs::write(ram.at(&index.to_string()), b"x").unwrap();
+    }
+    let script = "import ctypes, errno, os, struct, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+root = os.open(sys.argv[1], os.O_RDONLY); end = time.monotonic() + 600
+for at in range(1000):
+    os.mkdir('folder', dir_fd=root)
+    for name in range(at % 3): os.close(os.open('folder/%d' % name, os.O_CREAT | os.O_WRONLY, dir_fd=root))
+    handle = ctypes.create_string_buffer(struct.pack('Ii', 128, 0) + bytes(128)); mount = ctypes.c_int()
+    assert libc.name_to_handle_at(root, b'folder', handle, ctypes.byref(mount), 0) == 0, os.strerror(ctypes.get_errno())
+    for name in range(at % 3): os.unlink('folder/%d' % name, dir_fd=root)
+    os.rmdir('folder', dir_fd=root)
+    while True:
+        fd = libc.open_by_handle_at(root, handle, os.O_RDONLY)
+        if fd < 0: break
+        os.close(fd); assert time.monotonic() < end, at; time.sleep(0.001)
+    assert ctypes.get_errno() == errno.ESTALE, os.strerror(ctypes.get_errno())";
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).arg(&ram.point).stdin(Stdio::null());
+    let mut folders = Guard::new(command);
+    while !folders.has_ended() {
+        // Each of these purges finds no file and waits for a scan.
+        assert_eq!(ram.purge(1), 0);
+    }
+    assert!(folders.wait(TIMEOUT).success());
+    let open = || {
+        let links = fs::read_dir(format!("/proc/{}/fd", ram.controller.id())).unwrap().map(|link| link.unwrap().path());
+        let names = links.filter_map(|link| fs::read_link(link).ok()).map(|target| target.into_os_string());
+        names.filter_map(|name| name.into_string().ok()).any(|name| name.contains("folder"))
+    };
+    wait_until("no folder is open", || !open());
+    assert!(!ram.controller.has_ended());
+}
+
 /// Files that are renamed after they were written, and files in renamed folders, must be found under their last names.
 #[test]
 fn renamed_files_are_found() {
@@ -746,18 +706,7 @@ fn a_private_mount_needs_no_privileges() {
         command.args(["run", "--ram"]).arg(&ram).args(["--ram-size", "256M", "--", "sh", "-c", script, "sh"]);
         command.arg(&ram).arg(PAGEMILL).arg(copy);
     };
-    let mut command = if is_root() && !common::is_missing("setpriv") {
-        // The unprivileged user must be able to reach the test's folders.
-        fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o777)).unwrap();
-        for folder in ["runtime", "cache"] {
-            assert!(common::shell(&format!("chown nobody {}", place.path(folder).display())).success());
-        }
-        let mut command = place.command("setpriv");
-        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL]);
-        command
-    } else {
-        place.command(PAGEMILL)
-    };
+    let mut command = unprivileged(&place).unwrap_or_else(|| place.command(PAGEMILL));
     arguments(&mut command, &place.path("copy"));
     let end = finish(command, TIMEOUT);
     if end.code() == 2 && end.err.contains("no mount namespace") {

@@ -4,13 +4,14 @@
 mod common;
 
 use common::group::Group;
-use common::ram::{MIB, Ram, pattern, start, wait_until};
-use common::{Guard, TIMEOUT, finish, is_missing};
+use common::ram::{MIB, Ram, pattern, start, unprivileged, wait_until};
+use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, may_mount};
 use pagemill_sys::open_permission::OpenPermissions;
 use rustix::process::{Pid, Signal, kill_process};
-use std::fs;
+use serde_json::Value;
+use std::fs::{self, File};
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
@@ -23,36 +24,43 @@ fn bytes_used_by(group: &Group) -> u64 {
     read("memory.usage_in_bytes").or_else(|| read("memory.current")).unwrap_or(0)
 }
 
-/// Runs a script in the group, and waits until the group uses 400 MiB of memory. Dropping the result kills the script.
-fn fill_memory_of(group: &Group, ram: &Ram, script: &str) -> Guard {
+/// Asserts that at least 95 % of the size that `used` bytes leave of 2 GiB are available.
+fn assert_is_available(status: &Value, used_bytes: u64, beside: &str) {
+    let [size, used] = ["size_bytes", "used_bytes"].map(|name| status[name].as_u64().unwrap());
+    assert!(used >= used_bytes && used < used_bytes + MIB as u64, "{beside}: {status}");
+    assert!((size - used) * 100 >= (2 * GIB - used) * 95, "{beside}: {size} in all, {used} used: {status}");
+}
+
+/// Runs a script in the group, and waits until the group uses 400 MiB. Until then and for some time after that, the size
+/// of the empty mount must be available.
+fn fill_memory_of(group: &Group, ram: &Ram, beside: &str, script: &str) -> Guard {
     let mut command = ram.place.command("sh");
     command.args(["-c", script]);
     let guard = Guard::new(group.enter(&command));
-    wait_until("the neighbour has filled its memory", || bytes_used_by(group) >= 400 * MIB as u64);
+    wait_until("the neighbour has filled its memory", || {
+        assert_is_available(&ram.status(), 0, beside);
+        bytes_used_by(group) >= 400 * MIB as u64
+    });
+    assert_stays_available(ram, 0, beside);
     guard
 }
 
-/// Creates a file of 1 GiB in the empty mount and removes it, several times. While the file exists, at least 95 % of
-/// the remaining size must be available.
+fn assert_stays_available(ram: &Ram, used_bytes: u64, beside: &str) {
+    for _ in 0..20 {
+        assert_is_available(&ram.status(), used_bytes, beside);
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Creates and removes a file of 1 GiB in the empty mount. During that, at least 95 % of the remaining size must be
+/// available.
 fn assert_size_is_available(ram: &Ram, beside: &str) {
     let file = ram.at("file");
     for round in 0..5 {
         // The growth makes the controller search for the writer. The search proceeds in small steps.
         let end = finish(fallocate_command(&file, GIB), TIMEOUT);
         assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
-        for _ in 0..20 {
-            let status = ram.status();
-            let [size, used] = ["size_bytes", "used_bytes"].map(|name| status[name].as_u64().unwrap());
-            assert!(used >= GIB);
-            assert!((size - used) * 100 >= (2 * GIB - used) * 95, "{beside}: {size} in all, {used} used: {status}");
-            assert!(
-                status["lines"]
-                    .as_array()
-                    .unwrap()
-                    .iter()
-                    .all(|line| !line["name"].as_str().unwrap().contains("stranger"))
-            );
-        }
+        assert_stays_available(ram, GIB, beside);
         fs::remove_file(&file).unwrap();
     }
 }
@@ -63,8 +71,41 @@ fn fallocate_command(file: &Path, bytes: u64) -> Command {
     command
 }
 
-/// A control group with a limit fills its memory by anonymous memory, by files in another tmpfs, or by files in another
-/// mount. The group must not reduce the size of this mount.
+/// Asserts that the limit of no group with this name counts.
+fn assert_is_no_writer(ram: &Ram, name: &str) {
+    let status = ram.status();
+    let mut lines = status["lines"].as_array().unwrap().iter();
+    assert!(lines.all(|line| !line["name"].as_str().unwrap().ends_with(name)), "{status}");
+}
+
+/// A tmpfs with room for 480 MiB. Dropping the value unmounts it.
+struct PlainTmpfs(PathBuf);
+
+impl PlainTmpfs {
+    fn new(place: &TestFolder) -> Self {
+        let point = place.path("plain");
+        fs::create_dir(&point).unwrap();
+        assert!(common::shell(&format!("mount -t tmpfs -o size=480M pagemill-test {}", point.display())).success());
+        Self(point)
+    }
+
+    /// Returns a script that fills the file system.
+    fn fill(&self) -> String {
+        format!("head -c 420M /dev/zero > {}/file", self.0.display())
+    }
+}
+
+impl Drop for PlainTmpfs {
+    fn drop(&mut self) {
+        while !common::shell(&format!("umount {}", self.0.display())).success() {
+            thread::sleep(Duration::from_millis(10));
+        }
+        fs::remove_dir(&self.0).unwrap();
+    }
+}
+
+/// A limited group must not reduce a mount's size by anonymous memory, by files in a tmpfs of its own, or by files in
+/// another mount.
 #[test]
 fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
@@ -72,37 +113,137 @@ fn groups_that_do_not_write_here_do_not_reduce_the_size() {
         return;
     }
     let group = |name: &str| Group::new(&format!("stranger-{name}"), 512 * MIB as u64);
+    let check = |group: &Group, beside: &str, script: &str| {
+        let _neighbour = fill_memory_of(group, &ram, beside, script);
+        assert_size_is_available(&ram, beside);
+        assert_is_no_writer(&ram, group.folder.file_name().unwrap().to_str().unwrap());
+    };
     {
         let Some(group) = group("anonymous") else { return };
         // `dd` fills its buffer and then waits, because no process reads the pipe.
-        let _neighbour = fill_memory_of(&group, &ram, "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
-        assert_size_is_available(&ram, "anonymous memory");
+        check(&group, "anonymous memory", "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
     }
     {
         let Some(group) = group("tmpfs") else { return };
-        let place = ram.place.path("plain");
-        fs::create_dir(&place).unwrap();
-        let mounted = format!("mount -t tmpfs -o size=480M pagemill-test {}", place.display());
-        assert!(common::shell(&mounted).success());
-        let script = format!("head -c 420M /dev/zero > {}/file; exec sleep 100000", place.display());
-        let neighbour = fill_memory_of(&group, &ram, &script);
-        let result = std::panic::catch_unwind(|| assert_size_is_available(&ram, "a plain tmpfs"));
-        drop(neighbour);
-        assert!(common::shell(&format!("umount {}", place.display())).success());
-        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let plain = PlainTmpfs::new(&ram.place);
+        check(&group, "a plain tmpfs", &format!("{}; exec sleep 100000", plain.fill()));
     }
     {
         let Some(group) = group("mount") else { return };
         let Some(other) = Ram::new(&["--size", "480M"]) else { return };
         let script = format!("exec 3> {}; head -c 420M /dev/zero >&3; exec sleep 100000", other.at("file").display());
-        let _neighbour = fill_memory_of(&group, &ram, &script);
-        assert_size_is_available(&ram, "another mount");
+        check(&group, "another mount", &script);
     }
 }
 
-/// A control group has closed no file in the mount yet. It must reduce the mount's size by the files that its processes
-/// have open or mapped there. Writes must fail with `ENOSPC` before the group's limit is reached, and no process may be
-/// killed.
+/// A limited group has filled a tmpfs of its own, and creates and deletes small files here. It must not reduce the size
+/// of the mount, whether the mount is empty or has files of another group.
+#[test]
+fn a_group_that_deletes_its_files_does_not_reduce_the_size() {
+    let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
+    if is_missing("fallocate") || is_missing("python3") {
+        return;
+    }
+    let Some(group) = Group::new("light", 512 * MIB as u64) else { return };
+    let plain = PlainTmpfs::new(&ram.place);
+    // The controller reads events every 5 ms. The pauses let it see the files before they are deleted, and keep the rate
+    // of closes below the one above which the kernel reports no closes.
+    let churn = "import os, sys, time
+for batch in range(100):
+    names = ['%s-%d-%d' % (sys.argv[1], batch, at) for at in range(100)]
+    for name in names:
+        with open(name, 'w') as f: f.write('x')
+    time.sleep(0.02)
+    for name in names: os.unlink(name)
+open(sys.argv[2], 'w').close()";
+    let done = ram.place.path("done");
+    let script = format!(
+        "{}; python3 -c \"{churn}\" {} {}; exec sleep 100000",
+        plain.fill(),
+        ram.at("light").display(),
+        done.display()
+    );
+    let _neighbour = fill_memory_of(&group, &ram, "a light user", &script);
+    let status = ram.status();
+    wait_until("the files were created and deleted", || {
+        assert_is_available(&ram.status(), 0, "a light user");
+        done.exists()
+    });
+    assert!(ram.count("events") >= status["counts"]["events"].as_u64().unwrap() + 6000, "{}", ram.status());
+    assert_size_is_available(&ram, "a light user");
+}
+
+/// A controller without privileges trusts its own group. A process of the group fills another tmpfs. That must not
+/// reduce the size of the empty private mount.
+#[test]
+fn a_tmpfs_of_the_own_group_does_not_reduce_an_empty_private_mount() {
+    if !may_mount() || !is_root() {
+        return;
+    }
+    let place = TestFolder::new();
+    let Some(mut command) = unprivileged(&place) else { return };
+    let Some(group) = Group::new("shared", 512 * MIB as u64) else { return };
+    let (out, stop) = (place.path("cache/out"), place.path("cache/stop"));
+    let script = "cd \"$1\"; while [ ! -e \"$3\" ]; do $2 status --json . >> \"$4\"; sleep 0.02; done";
+    command.args(["run", "--ram"]).arg(place.path("ram")).args(["--ram-size", "2G", "--", "sh", "-c", script, "sh"]);
+    command.arg(place.path("ram")).arg(PAGEMILL).arg(&stop).arg(&out);
+    command.stderr(File::create(place.path("err")).unwrap());
+    let mut inside = Guard::new(group.enter(&command));
+    let statuses = || -> Vec<Value> {
+        // The last line may be incomplete.
+        let text = fs::read_to_string(&out).unwrap_or_default();
+        let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        lines.map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let mut has_ended = false;
+    wait_until("its status is known", || {
+        has_ended = inside.has_ended();
+        has_ended || !statuses().is_empty()
+    });
+    if has_ended {
+        return println!("skipped: {}", fs::read_to_string(place.path("err")).unwrap());
+    }
+    let plain = PlainTmpfs::new(&place);
+    let mut fill = place.command("sh");
+    fill.args(["-c", &format!("{}; exec sleep 100000", plain.fill())]);
+    let _neighbour = Guard::new(group.enter(&fill));
+    wait_until("the neighbour has filled its memory", || bytes_used_by(&group) >= 400 * MIB as u64);
+    let before = statuses().len();
+    wait_until("the status was read often", || statuses().len() >= before + 20);
+    fs::write(&stop, "").unwrap();
+    assert_eq!(inside.wait(TIMEOUT).code(), Some(0));
+    statuses().iter().for_each(|status| assert_is_available(status, 0, "a tmpfs of the own group"));
+}
+
+/// The volatile files of a removed group are charged to its parent. They must not be purged for the limit of another
+/// group.
+#[test]
+fn files_of_a_removed_group_are_not_purged_for_another() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let source = ram.place.path("source");
+    fs::write(&source, pattern(1, 10 * MIB)).unwrap();
+    {
+        let Some(removed) = Group::new("removed", GIB) else { return };
+        (0..4).for_each(|file| assert!(copy_in_group(&removed, &ram, &source, &cache.join(file.to_string()))));
+        ram.wait_for_volatile(4);
+    }
+    let Some(group) = Group::new("remaining", 256 * MIB as u64) else { return };
+    // The controller drops removed groups twice a second.
+    thread::sleep(Duration::from_secs(1));
+    let mut command = ram.place.command("sh");
+    let script = format!(
+        "head -c 1M /dev/zero > {}; dd if=/dev/zero bs=220M count=1 2> /dev/null | sleep 100000",
+        ram.at("known").display()
+    );
+    command.args(["-c", &script]);
+    let _filler = Guard::new(group.enter(&command));
+    wait_until("nothing can be purged for the group", || ram.count("nothing_to_purge") > 0);
+    assert_eq!(fs::read_dir(&cache).unwrap().count(), 4, "{}", ram.status());
+}
+
+/// A group has closed no file yet. It must reduce the mount's size by the files that it has open or mapped there.
+/// Writes must fail with `ENOSPC` before the group's limit is reached, and no process may be killed.
 #[test]
 fn open_files_identify_the_writing_group() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };

@@ -93,11 +93,12 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Computes thresholds and size. `size_bytes` is the requested size, `usage` the usage of the file system. `held`
-    /// returns the memory of the volatile files whose purge lowers the usage of a limit.
+    /// Computes thresholds and size. `size_bytes` is the requested size, `usage` the usage of the file system, and
+    /// `peak_bytes` the recent peak of [`occupied_bytes`]. `held` returns the memory of the volatile files whose purge
+    /// lowers the usage of a limit.
     pub fn new(
         size_bytes: u64,
-        usage: FileSystemUsage,
+        (usage, peak_bytes): (FileSystemUsage, u64),
         groups: &[Sample],
         machine: Option<Machine>,
         margins: Margins,
@@ -118,9 +119,11 @@ impl Budget {
         };
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            // A group that has written almost nothing to this file system must not reduce the size for all users.
+            // A group that has written almost nothing to this file system must not reduce the size for all users. No
+            // group has more memory here than the file system: what a group wrote may be deleted by now. The peak is
+            // used because memory that was purged may be filled again.
             let guard_bytes = guard_bytes(group.limit_bytes);
-            if group.here_bytes >= guard_bytes {
+            if group.here_bytes.min(peak_bytes) >= guard_bytes {
                 bound(group.hard_room_bytes.saturating_sub(guard_bytes), format!("group {}", group.name));
             }
         }
@@ -214,6 +217,11 @@ impl Budget {
     }
 }
 
+/// Returns the memory of all files and inodes of the file system.
+pub fn occupied_bytes(usage: FileSystemUsage) -> u64 {
+    usage.used_bytes.saturating_add(usage.inodes.saturating_mul(INODE_BYTES))
+}
+
 /// Returns tmpfs's default for the maximum number of inodes: half of the machine's pages.
 fn default_inodes(machine_bytes: u64) -> u64 {
     machine_bytes / os_page_bytes() as u64 / 2
@@ -273,6 +281,11 @@ mod tests {
         FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, max_inodes: 1, inodes: 1 }
     }
 
+    /// A file system that held much more memory recently.
+    fn busy(usage: FileSystemUsage) -> (FileSystemUsage, u64) {
+        (usage, u64::MAX)
+    }
+
     fn group(limit: u64, used: u64) -> Sample {
         let hard_room_bytes = limit.saturating_sub(used) * MIB;
         Sample {
@@ -289,7 +302,7 @@ mod tests {
     /// than what fits below the limit.
     #[test]
     fn a_group_bounds_the_size() {
-        let budget = Budget::new(8192 * MIB, usage(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, busy(usage(8192, 400)), &[group(512, 420)], None, PREFERRED, NOTHING);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
         let headroom = (512 - 420 - 8) * MIB;
@@ -305,7 +318,7 @@ mod tests {
     #[test]
     fn opens_wait_close_to_a_limit() {
         let budget = |used: u64, held: u64| {
-            Budget::new(8192 * MIB, usage(8192, 400), &[group(512, used)], None, PREFERRED, |_| held * MIB)
+            Budget::new(8192 * MIB, busy(usage(8192, 400)), &[group(512, used)], None, PREFERRED, |_| held * MIB)
         };
         let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except, &[]);
         assert_eq!([300, 416, 417].map(|used| is_close(used, 100, &[])), [false, false, true]);
@@ -319,9 +332,26 @@ mod tests {
     #[test]
     fn limits_of_nonwriters_do_not_bound_the_size() {
         let stranger = Sample { here_bytes: MIB, ..group(64, 60) };
-        let budget = Budget::new(8192 * MIB, usage(8192, 400), &[stranger], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, busy(usage(8192, 400)), &[stranger], None, PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 8192 * MIB);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 12);
+    }
+
+    /// A group counts with much memory, but the file system has held less than the guard of the group's limit: the
+    /// group's files were deleted, or they are in another tmpfs. It must not limit the size.
+    #[test]
+    fn groups_do_not_bound_an_empty_file_system() {
+        let budget = |usage: FileSystemUsage, peak: u64| {
+            Budget::new(8192 * MIB, (usage, peak * MIB), &[group(512, 500)], None, PREFERRED, NOTHING)
+        };
+        assert_eq!(budget(usage(8192, 0), 7).size_bytes, 8192 * MIB);
+        assert_eq!(
+            budget(usage(8192, 0), 8).size_bytes,
+            4 * MIB / 16 * 15,
+            "8 MiB were purged and may be filled again"
+        );
+        let inodes = FileSystemUsage { inodes: 10_000, ..usage(8192, 7) };
+        assert_eq!(occupied_bytes(inodes), 7 * MIB + 10_000 * INODE_BYTES);
     }
 
     /// Computes purge thresholds of several limits. A threshold must be lower without real-time priority and for fast
@@ -358,11 +388,11 @@ mod tests {
     #[test]
     fn far_from_limits_the_pause_is_longest() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
-        let budget = Budget::new(8192 * MIB, usage(8192, 0), &[], Some(machine), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, busy(usage(8192, 0)), &[], Some(machine), PREFERRED, NOTHING);
         assert_eq!((budget.size_bytes, budget.pause()), (8192 * MIB, LONGEST_PAUSE));
         assert!(!budget.wants_size(usage(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
-        let budget = Budget::new(8192 * MIB, usage(8192, 4000), &[], Some(short), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, busy(usage(8192, 4000)), &[], Some(short), PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 4000 * MIB + 500 * MIB / 16 * 15);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
@@ -374,7 +404,7 @@ mod tests {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
         let usage = |max_inodes, inodes| FileSystemUsage { max_inodes, inodes, ..usage(8192, 0) };
         let budget = |group: &[Sample], inodes| {
-            Budget::new(8192 * MIB, usage(1, inodes), group, Some(machine), PREFERRED, NOTHING)
+            Budget::new(8192 * MIB, busy(usage(1, inodes)), group, Some(machine), PREFERRED, NOTHING)
         };
         let near = budget(&[group(512, 420)], 1000);
         assert_eq!(near.max_inodes, 1000 + (512 - 420 - 8) * MIB / 16 / INODE_BYTES);
@@ -382,7 +412,7 @@ mod tests {
         assert!(is_wanted(1 << 20, 1000) && !is_wanted(near.max_inodes + 400, 1000));
         assert!(is_wanted(near.max_inodes - 500, 1000) && !is_wanted(near.max_inodes - 400, 1000));
         let fast = Margins { predicted_inodes: 10_000, ..PREFERRED };
-        let fast = Budget::new(8192 * MIB, usage(1, 0), &[group(512, 420)], Some(machine), fast, NOTHING);
+        let fast = Budget::new(8192 * MIB, busy(usage(1, 0)), &[group(512, 420)], Some(machine), fast, NOTHING);
         assert_eq!(fast.max_inodes, 42 * MIB / INODE_BYTES, "half of the room");
         assert_eq!(budget(&[group(512, 510)], 1000).max_inodes, 1000, "no room is left");
         assert_eq!(budget(&[], 0).max_inodes, (30_000 - 1000) * MIB / 16 / INODE_BYTES);
@@ -393,7 +423,7 @@ mod tests {
     /// is large, but not for a few MiB.
     #[test]
     fn a_small_size_is_raised_in_time() {
-        let budget = Budget::new(8192 * MIB, usage(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, busy(usage(1000, 900)), &[group(4096, 1000)], None, PREFERRED, NOTHING);
         assert!(budget.wants_change(usage(1000, 980)) && budget.wants_change(usage(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
         assert!(!close.wants_change(usage(1000, 900)), "not worth the call");
@@ -408,7 +438,7 @@ mod tests {
             let usage = FileSystemUsage { size_bytes: size, used_bytes: used, max_inodes, inodes };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
-            let budget = Budget::new(size, usage, &[group], Some(machine), PREFERRED, NOTHING);
+            let budget = Budget::new(size, busy(usage), &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
             prop_assert!(budget.max_inodes >= inodes.max(1));

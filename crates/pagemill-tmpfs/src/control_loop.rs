@@ -6,8 +6,9 @@
 //! [`SubmissionQueue`].
 
 mod requests;
+mod writer_search;
 
-use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins};
+use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins, occupied_bytes};
 use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
 use crate::file_access::{FileAccess, FileSystemUsage, now_ns};
@@ -17,6 +18,7 @@ use crate::growth_predictor::GrowthPredictor;
 use crate::messages::print_message;
 use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
+use crate::recent_peak::RecentPeak;
 use crate::scan::{self, Scanning, Which};
 use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
@@ -35,6 +37,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+use writer_search::WriterSearch;
 
 /// Pause between two reads of the event queue. If every event woke the control loop, a close would cost the writer
 /// three times as much.
@@ -60,10 +63,6 @@ const ROOM_FOR_SHORT_CHECKS: u64 = 512 * BLOCK_BYTES as u64;
 /// Pauses between checks while usage is stable: if an alarm cannot be set, and if nothing can be purged.
 const STABLE_PAUSE: Duration = Duration::from_millis(4);
 const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
-
-/// Unknown writers are searched for again after the file system has grown by this much and this much time has passed.
-const SEARCH_GROWTH_BYTES: u64 = 8 * BLOCK_BYTES as u64;
-const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
 /// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
@@ -126,13 +125,14 @@ pub struct ControlLoop {
     budget: Budget,
     usage: FileSystemUsage,
     growth_predictor: GrowthPredictor,
+    /// Recent peak of the memory of all files and inodes.
+    peak: RecentPeak,
     duty: Duty,
     /// `None` where the kernel cannot delay opens.
     throttle: Option<OpenThrottle>,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
-    /// Usage and time when writers were last searched for.
-    grown: (u64, Instant),
+    writer_search: WriterSearch,
     /// Number of known groups at the last check.
     groups_added: u32,
     purges: Vec<requests::PendingPurge>,
@@ -141,12 +141,11 @@ pub struct ControlLoop {
     closes: Closes,
     /// The blocked limits of the last check.
     blocked: Vec<BlockedLimit>,
-    /// The last search for writers found a suspect that may write here without the controller's knowledge
-    /// ([`Groups::find_writers`]).
-    has_suspects: bool,
     /// When the event queue was last read.
     drained: Instant,
     has_events: bool,
+    /// The worker has answered.
+    has_replies: bool,
     /// Consecutive reads of events that failed.
     failed_reads: u32,
     /// Time of the next check.
@@ -184,23 +183,24 @@ impl ControlLoop {
         let mut control_loop = Self {
             table: FileTable::new(access.clone(), groups, settings.worker.clone()),
             started: now,
-            budget: Budget::new(settings.size_bytes, usage, &[], None, Margins::default(), |_| 0),
+            budget: Budget::new(settings.size_bytes, (usage, 0), &[], None, Margins::default(), |_| 0),
             usage,
             growth_predictor: GrowthPredictor::new(usage.used_bytes, usage.inodes, now),
+            peak: RecentPeak::new(now),
             duty: Duty::default(),
             throttle: None,
             machine: None,
             is_preferred: false,
-            grown: (usage.used_bytes, now),
+            writer_search: WriterSearch::new(usage.used_bytes, now),
             groups_added: 0,
             purges: Vec::new(),
             backlog: VecDeque::new(),
             scanning: Scanning::new(usage),
             closes: Closes::new(now),
             blocked: Vec::new(),
-            has_suspects: false,
             drained: now,
             has_events: false,
+            has_replies: false,
             failed_reads: 0,
             next_check_at: now,
             sampled: now,
@@ -258,6 +258,11 @@ impl ControlLoop {
             self.scanning.hurry(is_asked || !self.blocked.is_empty());
             let is_urgent = !self.limits(false).is_empty();
             self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_urgent, is_asked);
+            // The worker closes a file before it answers. Without process ids, its close is recognized only if the event is
+            // read before the answer.
+            if std::mem::take(&mut self.has_replies) && !self.table.may_ask_for_group() {
+                self.drain_now();
+            }
             self.table.work_on_pages();
             self.wait();
         }
@@ -305,6 +310,7 @@ impl ControlLoop {
         }
         let listener = self.listener.as_ref().filter(|_| is_listening);
         polled.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
+        let worker_at = polled.len();
         polled.extend(self.table.pages.as_fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let alarms_at = polled.len();
         polled.extend(self.table.groups.alarms().map(|alarms| PollFd::from_borrowed_fd(alarms.as_fd(), PollFlags::IN)));
@@ -315,6 +321,7 @@ impl ControlLoop {
         }
         let is_ready = |at: usize| polled.get(at).is_some_and(|fd| !fd.revents().is_empty());
         let (is_woken, has_events, is_alarmed) = (is_ready(0), listener.is_some() && is_ready(1), is_ready(alarms_at));
+        let has_replies = is_ready(worker_at);
         if is_woken {
             self.submissions.reset_waker();
         }
@@ -322,6 +329,7 @@ impl ControlLoop {
             self.table.groups.take_alarms();
             self.next_check_at = Instant::now();
         }
+        self.has_replies = worker_at < alarms_at && has_replies;
         self.has_events |= has_events;
     }
 
@@ -378,7 +386,7 @@ impl ControlLoop {
         let room = self.budget.room_bytes();
         let has_room = room
             >= QUIET_ROOM.max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
-            && !self.has_suspects;
+            && !self.writer_search.has_suspects();
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
             // files.
@@ -532,10 +540,10 @@ impl ControlLoop {
         self.sampled = Instant::now();
         self.usage = self.access.usage().unwrap_or(self.usage);
         if self.table.groups.list_suspects_if_due() {
-            let access = self.access.clone();
-            self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(&access, folders, from));
+            self.table.renew_writers();
         }
         self.find_writers();
+        self.table.examine_claims();
         self.groups_added = self.table.groups.groups_added();
         self.table.groups.record_files(|group| self.table.index.has_files_of(group));
         let groups = self.table.groups.sample();
@@ -548,13 +556,14 @@ impl ControlLoop {
         let machine = self.machine.map(|(machine, _)| machine);
         self.growth_predictor.record_usage(self.usage.used_bytes, Instant::now());
         self.growth_predictor.record_inodes(self.usage.inodes);
+        let peak_bytes = self.peak.record(occupied_bytes(self.usage), Instant::now());
         let margins = Margins {
             is_preferred: self.is_preferred,
             predicted_bytes: self.growth_predictor.predicted_bytes(),
             predicted_inodes: self.growth_predictor.predicted_inodes(),
         };
         let held = |bound: Bound| self.table.held_bytes(bound);
-        self.budget = Budget::new(self.settings.size_bytes, self.usage, &groups, machine, margins, held);
+        self.budget = Budget::new(self.settings.size_bytes, (self.usage, peak_bytes), &groups, machine, margins, held);
         if self.budget.wants_change(self.usage) {
             match self.access.set_size(self.budget.size_bytes, self.budget.max_inodes) {
                 Ok(()) => {
@@ -568,16 +577,15 @@ impl ControlLoop {
     }
 
     /// Searches for writers if the file system has grown, since no event identifies a file's writer before the file is
-    /// closed.
+    /// closed. Without permission to examine other processes and pages, no writer could be found.
     fn find_writers(&mut self) {
-        let (used, at) = self.grown;
-        if self.usage.used_bytes >= used.saturating_add(SEARCH_GROWTH_BYTES) && at.elapsed() >= SEARCH_PAUSE {
+        let now = Instant::now();
+        if self.table.may_ask_for_group() && self.writer_search.is_due(self.usage.used_bytes, now) {
             let access = self.access.clone();
             let charged = |folders: &[String], from| openfiles::charged_memory(&access, folders, from);
-            self.has_suspects = self.table.groups.find_writers(charged);
-            self.grown = (self.usage.used_bytes, Instant::now());
+            let has_suspects = self.table.groups.find_writers(charged);
+            self.writer_search.record(self.usage.used_bytes, Instant::now(), has_suspects);
         }
-        self.grown.0 = self.grown.0.min(self.usage.used_bytes);
     }
 
     /// Purges for a limit during one time slice. Returns the bytes freed; `None` if no file that may be purged is left.

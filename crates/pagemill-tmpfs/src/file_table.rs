@@ -1,10 +1,12 @@
 //! The controller's record of the file system: the folders, the volatile files, the memory groups and the worker's
 //! queue. Events and scans update the record, and purges take files from it one at a time.
 
+mod writers;
+
 use crate::budget::Bound;
 use crate::file_access::{self, FileAccess, FileAttributes, now_ns};
 use crate::folders::Folders;
-use crate::groups::{GroupId, Groups, UNKNOWN};
+use crate::groups::{GroupId, Groups, RecordedFile, UNKNOWN, WrittenBytes};
 use crate::index::{Charge, Index, PurgePart, VolatileFile};
 use crate::messages::print_message;
 use crate::pagework::PageWork;
@@ -22,6 +24,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use writers::ClosedSizes;
 
 /// Delay between a file's close and its examination by the worker, for other files and for volatile ones. Many files
 /// are reopened soon after their close. A volatile file may also be purged soon, and its purge fails while the worker
@@ -74,6 +77,7 @@ pub struct FileTable {
     pub closed_bytes: u64,
     /// Highest inode number of a closed file: before the current batch of events, and now.
     newest_inodes: (u64, u64),
+    closed_sizes: ClosedSizes,
     /// Inodes of the volatile files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
@@ -106,6 +110,7 @@ impl FileTable {
             skipped_for_worker: false,
             closed_bytes: 0,
             newest_inodes: (0, 0),
+            closed_sizes: ClosedSizes::default(),
             seen: HashSet::new(),
             batch_began: Instant::now(),
             open_folders: HashMap::new(),
@@ -117,6 +122,11 @@ impl FileTable {
             access,
             groups,
         }
+    }
+
+    /// Returns whether the controller may read which group a page is charged to.
+    pub fn may_ask_for_group(&self) -> bool {
+        self.may_ask_for_group
     }
 
     /// Records that events were lost because the kernel's event queue overflowed.
@@ -182,7 +192,10 @@ impl FileTable {
         // The group is recorded also if the file has another name by now.
         let writer = self.group_of_writer(pid);
         let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
-        if !seen.is_file() {
+        // Without a process id, the worker's own close is known by the file. If a user writes to the file meanwhile, the
+        // worker reports that the file is in use, or the next scan finds the change.
+        let is_of_worker = !self.may_ask_for_group && pid == 0 && self.pages.is_sent(seen.inode);
+        if !seen.is_file() || is_of_worker {
             return;
         }
         let mut own = Marks::default();
@@ -203,36 +216,10 @@ impl FileTable {
             folder.ancestors.iter().copied(),
         );
         self.closed_bytes += seen.held_bytes;
-        let charge = match writer {
-            UNKNOWN => charge_of_pages(&mut self.groups, &folder.fd, name, seen.inode),
-            group => Some(Charge { group, is_confirmed: !self.may_ask_for_group }),
-        };
-        let charge = charge.unwrap_or(Charge::UNKNOWN);
-        self.groups.record_written_bytes(charge.group, seen.held_bytes);
-        // The numbers of inodes rise.
-        if seen.inode > self.newest_inodes.0 {
-            self.groups.record_new_inode(charge.group);
-            self.newest_inodes.1 = self.newest_inodes.1.max(seen.inode);
-        }
+        let charge = self.record_writer((folder.inode, &folder.fd), name, &seen, writer);
         // Files that were closed together are observed in any order, so the time of the last access orders them.
         let used_ns = seen.used_ns.max(now_ns().saturating_sub(MAX_CLOSE_DELAY_NS));
         self.record_file(folder.inode, name, &seen, marks, Some(charge), used_ns);
-    }
-
-    /// Returns the group of the process that closed a file. In a user namespace, events carry no process id, so the
-    /// result is the controller's group.
-    fn group_of_writer(&mut self, pid: u32) -> GroupId {
-        if pid == 0 {
-            return self.own_group;
-        }
-        match self.last_writer {
-            Some((last, group)) if last == pid => group,
-            _ => {
-                let group = self.groups.of_process(pid);
-                self.last_writer = Some((pid, group));
-                group
-            }
-        }
     }
 
     fn report_bad_mark(&mut self, path: PathBuf, text: &str) {
@@ -240,17 +227,6 @@ impl FileTable {
         if self.reported_paths.len() < MAX_REPORTED_PATHS && self.reported_paths.insert(path.clone()) {
             // Any user can choose names, and control characters must not reach a terminal.
             print_message(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
-        }
-    }
-
-    /// Records which group a file's pages are charged to. The folder must be known.
-    pub fn record_charge(&mut self, folder: u64, name: &OsStr, seen: &FileAttributes) {
-        if !self.may_ask_for_group || seen.held_bytes == 0 {
-            return;
-        }
-        let Ok(folder) = self.folders.open(&self.access, folder) else { return };
-        if let Some(charge) = charge_of_pages(&mut self.groups, &folder, name, seen.inode) {
-            self.groups.record_written_bytes(charge.group, seen.held_bytes);
         }
     }
 
@@ -320,7 +296,13 @@ impl FileTable {
                 .and_then(|folder| charge_of_pages(groups, &folder, name, inode))
                 .map_or(UNKNOWN, |charge| charge.group)
         };
-        self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
+        let freed = self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
+        for inode in freed {
+            let Some(VolatileFile { folder, name, .. }) = self.index.get(inode).cloned() else { continue };
+            // If the folder was removed or moved, a scan finds its files.
+            let Ok(folder) = self.folders.open(&self.access, folder) else { continue };
+            recheck_file(&mut self.index, &folder, &name, inode);
+        }
     }
 
     /// Records a file in the index of volatile files and in the worker's queue. `charge` is `None` if a scan found the
@@ -358,28 +340,25 @@ impl FileTable {
     }
 
     /// Reads the attributes of all volatile files again, since files may have been removed or have shrunk. Returns
-    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`.
+    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`. Also returns `false` if a folder cannot
+    /// be opened; its files stay in the index until a scan.
     pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
         }
-        let mut last: Option<(u64, Option<OwnedFd>)> = None;
+        let (mut last, mut is_complete): (Option<(u64, Option<OwnedFd>)>, bool) = (None, true);
         for (folder, inode, name) in self.index.by_folder() {
             if last.as_ref().is_none_or(|(at, _)| *at != folder) {
                 last = Some((folder, self.folders.open(&self.access, folder).ok()));
             }
             let Some((_, Some(fd))) = &last else {
-                // The folder was moved. A scan finds its files at the new path.
-                self.wants_scan = true;
+                // The folder was removed or moved. A scan finds its files at the new path.
+                (self.wants_scan, is_complete) = (true, false);
                 continue;
             };
-            let seen = file_access::attributes_at(fd, &name).ok().filter(|seen| seen.inode == inode);
-            let Some(file) = self.index.remove(inode) else { continue };
-            if let Some(seen) = seen.filter(|seen| purge::can_purge(file.part, &name, seen)) {
-                self.index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
-            }
+            recheck_file(&mut self.index, fd, &name, inode);
         }
-        true
+        is_complete
     }
 
     /// Returns the memory of the volatile files whose purge lowers the usage of a limit. Inodes count, except for the
@@ -397,8 +376,8 @@ impl FileTable {
     /// this file could not be purged; the caller then calls again for the next file.
     ///
     /// With `watch`, considers only files whose purge lowers the usage of that limited group, and then files that may
-    /// do so, because the charged group is not confirmed. Returns `None` if none of the considered files was last used
-    /// before `began_ns`.
+    /// do so, because the charged group is not confirmed. Examines the pages of a file first if its group is not in the
+    /// table (any more). Returns `None` if none of the considered files was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let lowers = |charge: Charge| watch.is_none_or(|watch| groups.lowers_usage_of(charge.group, watch));
@@ -414,12 +393,13 @@ impl FileTable {
             return Some(0);
         };
         if let Some(watch) = watch
-            && !file.charge.is_confirmed
-            && (file.charge.group == UNKNOWN || by_group.is_none())
+            && (!self.groups.contains(file.charge.group) || (!file.charge.is_confirmed && by_group.is_none()))
             && let Some(charge) = charge_of_pages(&mut self.groups, &folder, &file.name, inode)
         {
             file.charge = charge;
-            self.groups.record_written_bytes(charge.group, file.held_bytes);
+            let bytes = WrittenBytes { files: file.held_bytes, inodes: 0 };
+            let (folder, name, was_empty) = (file.folder, file.name.clone(), file.held_bytes == 0);
+            self.groups.claim_written(charge.group, bytes, RecordedFile { folder, name, inode, was_empty });
             if !self.groups.lowers_usage_of(charge.group, watch) {
                 self.index.insert(inode, file);
                 return Some(0);
@@ -462,6 +442,15 @@ impl FileTable {
     }
 }
 
+/// Reads the attributes of a volatile file again. Removes the file from the index if it is no longer there.
+fn recheck_file(index: &mut Index, folder: &OwnedFd, name: &OsStr, inode: u64) {
+    let seen = file_access::attributes_at(folder, name).ok().filter(|seen| seen.inode == inode);
+    let Some(file) = index.remove(inode) else { return };
+    if let Some(seen) = seen.filter(|seen| purge::can_purge(file.part, name, seen)) {
+        index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
+    }
+}
+
 /// Returns the group that is charged for the sampled pages of a file. `None` if the file cannot be opened or its pages
 /// cannot be examined.
 fn charge_of_pages(groups: &mut Groups, folder: &OwnedFd, name: &OsStr, inode: u64) -> Option<Charge> {
@@ -490,6 +479,114 @@ fn is_still_volatile(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Huge;
+    use pagemill_core::units::BLOCK_BYTES;
+
+    /// A folder in a tmpfs.
+    pub(super) struct Place(tempfile::TempDir);
+
+    impl Place {
+        pub(super) fn new() -> Option<Self> {
+            let place = tempfile::tempdir_in("/dev/shm").ok().map(Self);
+            if place.is_none() {
+                println!("skipped: no /dev/shm");
+            }
+            place
+        }
+
+        pub(super) fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        pub(super) fn write(&self, name: &str, len: usize) {
+            std::fs::write(self.path(name), vec![1; len]).unwrap();
+        }
+
+        pub(super) fn seen(&self, name: &str) -> FileAttributes {
+            let folder = std::fs::File::open(self.path("")).unwrap();
+            file_access::attributes_at(folder, OsStr::new(name)).unwrap()
+        }
+    }
+
+    /// Returns a table of the files in a folder, without a worker.
+    pub(super) fn table(place: &Place) -> FileTable {
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), Vec::new())
+    }
+
+    /// Returns a volatile file of the root folder for the index, with more memory than the real one.
+    fn volatile(table: &FileTable, name: &str) -> VolatileFile {
+        let (folder, charge) = (table.access.root_inode(), Charge::UNKNOWN);
+        VolatileFile { folder, name: name.into(), part: PurgePart::Whole, used_ns: 1, held_bytes: 1 << 30, charge }
+    }
+
+    /// Events carry no process id. The close of a file that the worker has must not count as a write, unlike the closes
+    /// before and after that.
+    #[test]
+    fn closes_by_the_worker_do_not_count() {
+        let Some(place) = Place::new() else { return };
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        let access = Arc::new(FileAccess::of_root(root).unwrap());
+        let mut table = FileTable::new(access.clone(), Groups::new(""), vec!["never started".into()]);
+        table.may_ask_for_group = false;
+        place.write("file", BLOCK_BYTES);
+        let seen = place.seen("file");
+        let close = |table: &mut FileTable| {
+            let (inode, fd) = (access.root_inode(), access.open_folder(Path::new("")).unwrap());
+            table.observe(&BatchFolder { inode, fd, ancestors: Vec::new() }, OsStr::new("file"), 0);
+            std::mem::take(&mut table.closed_bytes)
+        };
+        assert_eq!(close(&mut table), seen.held_bytes);
+        assert_eq!(table.pages.count(), 1, "the worker is to examine the file");
+        table.pages.pretend_to_send(seen.inode);
+        assert_eq!((close(&mut table), table.pages.is_sent(seen.inode)), (0, true));
+        table.may_ask_for_group = true;
+        assert_eq!(close(&mut table), seen.held_bytes, "events carry the worker's process id");
+    }
+
+    /// A worker that answers each job at once, and says that it freed memory.
+    const FREEING_WORKER: &str = r#"while read -r line; do
+        inode=${line#*:}; inode=${inode%%,*}
+        echo "{\"inode\":$inode,\"huge_blocks\":0,\"split_blocks\":0,\"freed_bytes\":4096,\"is_busy\":false,\"next\":null,\"has_no_memory\":false}" >&0
+    done"#;
+
+    /// The worker frees memory of a volatile file. The index must have the new size, although no event reports that.
+    #[test]
+    fn memory_that_the_worker_freed_is_subtracted() {
+        let Some(place) = Place::new() else { return };
+        let root: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        let worker = ["sh", "-c", FREEING_WORKER].map(OsString::from).to_vec();
+        let mut table = FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), worker);
+        place.write("file", BLOCK_BYTES);
+        let (seen, begun) = (place.seen("file"), Instant::now());
+        table.index.insert(seen.inode, volatile(&table, "file"));
+        table.pages.queue_file(table.access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, Duration::ZERO);
+        while table.index.held_bytes(|_| true) != seen.held_bytes {
+            assert!(begun.elapsed() < Duration::from_secs(600), "the index has the old size");
+            table.work_on_pages();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(table.counts.sparse_bytes, 4096);
+    }
+
+    /// A folder with a volatile file is renamed, and no event reports that. The file must not be reported as current,
+    /// and a scan must be requested.
+    #[test]
+    fn files_of_missing_folders_are_not_current() {
+        let Some(place) = Place::new() else { return };
+        let mut table = table(&place);
+        std::fs::create_dir(place.path("old")).unwrap();
+        place.write("old/file", 4096);
+        place.write("other", 4096);
+        let (folder, inode) = (place.seen("old").inode, place.seen("old/file").inode);
+        assert!(table.folders.record_subfolder(&table.access, table.access.root_inode(), OsStr::new("old")));
+        table.index.insert(inode, VolatileFile { folder, ..volatile(&table, "file") });
+        table.index.insert(place.seen("other").inode, volatile(&table, "other"));
+        assert!(table.recheck_volatile_files() && !table.wants_scan);
+        assert_eq!(table.index.held_bytes(|_| true), 2 * 4096);
+        std::fs::rename(place.path("old"), place.path("new")).unwrap();
+        assert!(!table.recheck_volatile_files() && table.wants_scan);
+    }
 
     /// The charged group is read from the file's pages, also while a process has the file open. Another file of that
     /// name has no charge.

@@ -5,16 +5,22 @@
 //! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
 //! group's limit bounds the size of this file system only if the group is known to have written here.
 
-use crate::openfiles::ChargedMemory;
+mod credit;
+mod suspects;
+
+use crate::recent_peak::RecentPeak;
+use credit::Credit;
+pub use credit::{RecordedFile, WrittenBytes};
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
-use pagemill_sys::cgroup::{GroupMemory, Hierarchy, Limit, MAX_LEVELS, Version};
+use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
 use pagemill_sys::events::{self, Events, Source};
 use pagemill_sys::file::Path;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
+use suspects::Suspect;
 
 /// Id of a group in [`Groups`]; [`UNKNOWN`] is 0.
 pub type GroupId = u32;
@@ -35,17 +41,6 @@ const LIMITS_MAX_AGE: Duration = Duration::from_millis(500);
 /// Maximum age of a process's cached group. The cache expires because processes can move to another group.
 const PROCESS_GROUP_MAX_AGE: Duration = Duration::from_secs(1);
 
-/// Maximum age of the list of suspects; [`Groups::list_suspects_if_due`] makes a new list after that.
-/// [`Groups::find_writers`] may list more often, but lists for at most 1/`LIST_TIME_DIVISOR` of the time. The list has
-/// at most `MAX_SUSPECTS` groups.
-const SUSPECTS_MAX_AGE: Duration = Duration::from_secs(5);
-const LIST_TIME_DIVISOR: u32 = 20;
-const MAX_SUSPECTS: usize = 256;
-
-/// The open files of a suspect's processes are examined after the suspect's memory in tmpfs files has grown by more
-/// than this.
-const SUSPECT_GROWTH_BYTES: u64 = 4 * BLOCK_BYTES as u64;
-
 /// The usual number of bytes below a group's limit that files may not fill ([`guard_bytes`]). They are left for page
 /// tables, for other memory that is not in files, and for writes that happen while the size is changed.
 const MIN_GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
@@ -58,12 +53,16 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
     MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
+/// Claims are examined when they are at least the guard divided by this number. Otherwise a group just below its guard
+/// would cause an examination with each close.
+const CLAIMS_DIVISOR: u64 = 8;
+
+/// Maximum number of groups that are examined at a time, which takes some 0.3 ms per group.
+const MAX_EXAMINED: usize = 8;
+
 /// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
 /// no longer bounds the size.
 const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
-
-/// A peak of a group's memory in tmpfs files counts for this long, then the peak is forgotten.
-const PEAK_MAX_AGE: Duration = Duration::from_secs(10);
 
 /// Maximum number of processes whose group is cached.
 const MAX_PROCESSES: usize = 4096;
@@ -78,13 +77,21 @@ struct Group {
     kind: GroupKind,
     /// When a process of the group last wrote to this file system, as far as is known.
     wrote_at: Instant,
-    /// Bytes that the group is known to have written to this file system, in files that its processes closed or have
-    /// open.
-    written_bytes: u64,
-    /// Memory of the inodes that the group is known to have created in this file system.
-    inode_bytes: u64,
+    /// Memory that the group is known, or claimed, to have in this file system.
+    credit: Credit,
     /// Volatile files are charged to the group.
     has_files: bool,
+}
+
+impl Group {
+    /// Returns the memory that counts as memory of this file system.
+    fn counted_bytes(&self) -> WrittenBytes {
+        let counted = self.credit.counted();
+        match self.kind {
+            GroupKind::Trusted => WrittenBytes { files: u64::MAX, ..counted },
+            GroupKind::Writer | GroupKind::Kept => counted,
+        }
+    }
 }
 
 /// How long a group stays in the table, and how much of its memory counts as memory of this file system.
@@ -100,29 +107,14 @@ enum GroupKind {
     Trusted,
 }
 
-/// A limited group that may write to this file system without the controller's knowledge (a *suspect*). Events name a
-/// process only when the process closes a file, which may be too late. So when the file system grows, the suspect's
-/// memory in tmpfs files is compared with the last value. If that memory has grown, the open files of the group's
-/// processes are examined.
-struct Suspect {
-    folder: String,
-    inode: u64,
-    limit_bytes: u64,
-    /// Memory of the group in tmpfs files when its open files were last examined, or less if the memory shrank since
-    /// then.
-    shared_bytes: u64,
-    /// Index of the group's process that is examined next.
-    next_process: usize,
-}
-
 /// A limited group: a known group or an ancestor of one.
 struct Watch {
     folder: Path,
     name: String,
     version: Version,
     limit: Limit,
-    /// Recent peak of the group's memory in tmpfs files, and the time of the peak.
-    peak_shared: Option<(u64, Instant)>,
+    /// Recent peak of the group's memory in tmpfs files.
+    peak_shared: RecentPeak,
     /// The last sample, used until the next successful read.
     last: Option<Sample>,
     /// Usage above which the kernel wakes the controller, and the event source for it (cgroup version 1 only).
@@ -201,18 +193,51 @@ impl Groups {
         }
     }
 
-    /// Records that a process of `group` closed a file here with this much memory.
-    pub fn record_written_bytes(&mut self, group: GroupId, bytes: u64) {
+    /// Records that a file grew by this much since its last close, and that a process of `group` closed it or a page is
+    /// charged to `group`. The bytes count after [`Self::count_claims`].
+    pub fn claim_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.written_bytes = group.written_bytes.saturating_add(bytes);
+            group.credit.claim(bytes, file);
             group.wrote_at = Instant::now();
         }
     }
 
-    /// Records that a process of `group` created a file here.
-    pub fn record_new_inode(&mut self, group: GroupId) {
+    /// Records the present place of a file that was renamed.
+    pub fn record_name(&mut self, file: &RecordedFile) {
+        self.groups.values_mut().for_each(|group| group.credit.record_name(file));
+    }
+
+    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it could
+    /// bound the size. Returns at most `MAX_EXAMINED`, those with the largest claims.
+    pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
+        let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
+        if !self.groups.values().any(has_claims) {
+            return Vec::new();
+        }
+        self.read_limits();
+        let counted = self.bytes_by_watch(Group::counted_bytes);
+        let claimed = self.bytes_by_watch(|group| group.credit.claimed());
+        let is_wanted = |watch: usize| {
+            let guard = guard_bytes(self.watches[watch].limit.soft_bytes);
+            let (counted, claimed) = (counted[watch].sum(), claimed[watch].sum());
+            counted < guard && counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR
+        };
+        let is_wanted = |group: &Group| has_claims(group) && group.watches.iter().any(|watch| is_wanted(*watch));
+        let wanted = self.groups.iter().filter(|(_, group)| is_wanted(group));
+        let mut wanted: Vec<_> = wanted.map(|(id, group)| (group.credit.claimed().sum(), *id)).collect();
+        wanted.sort_unstable_by(|left, right| right.cmp(left));
+        wanted.into_iter().take(MAX_EXAMINED).map(|(_, id)| id).collect()
+    }
+
+    /// Returns the samples of what a group has written.
+    pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
+        self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
+    }
+
+    /// Counts the claims of a group. Of the `examined` samples, those in `charged` exist and are charged to the group.
+    pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.inode_bytes = group.inode_bytes.saturating_add(INODE_BYTES);
+            group.credit.count(charged, examined);
         }
     }
 
@@ -271,126 +296,36 @@ impl Groups {
         folders.last().map(|path| path.as_str().to_owned())
     }
 
-    /// Finds limited groups that write here before their processes close a file.
-    ///
-    /// Must be called after the file system has grown. Selects the suspects with more memory in tmpfs files than
-    /// before, and calls `charged` to examine the open files of their processes. The arguments of `charged` are cgroup
-    /// folders and the index of the first process. Takes some 40 us per limited group of the machine, plus the time of
-    /// `charged`.
-    ///
-    /// Returns whether any suspect has grown without a known cause: its groups are not known to have written enough
-    /// here for the suspect's limit to bound the size.
-    pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) -> bool {
-        if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_TIME_DIVISOR) {
-            self.list_suspects();
-        }
-        let proved = |suspect: &Suspect| self.written_bytes_below(&suspect.folder) >= guard_bytes(suspect.limit_bytes);
-        let proved: Vec<bool> = self.suspects.iter().map(proved).collect();
-        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return false };
-        let mut grown = Vec::new();
-        for (at, suspect) in self.suspects.iter_mut().enumerate().filter(|(at, _)| !proved[*at]) {
-            let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
-            let Ok(GroupMemory { shared_bytes, .. }) = hierarchy.memory(&folder) else { continue };
-            if shared_bytes > suspect.shared_bytes.saturating_add(SUSPECT_GROWTH_BYTES) {
-                grown.push((at, shared_bytes));
-            }
-            // The stored value never rises here, so the growth of a slow writer adds up over several calls.
-            suspect.shared_bytes = suspect.shared_bytes.min(shared_bytes);
-        }
-        let mut is_open = false;
-        for (at, shared_bytes) in grown {
-            is_open |= !self.examine_suspect(at, shared_bytes, &mut charged);
-        }
-        is_open
+    /// Returns the groups that have memory here and have not written for half of `WRITER_MAX_IDLE`. A group whose
+    /// memory is still here must be renewed, or its limit no longer bounds the size.
+    pub fn idle_writers(&self) -> Vec<GroupId> {
+        let is_idle = |group: &Group| !group.credit.is_empty() && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
+        self.groups.iter().filter(|(_, group)| is_idle(group)).map(|(id, _)| *id).collect()
     }
 
-    /// Returns the bytes that groups at or below a cgroup folder are known to have written here.
-    fn written_bytes_below(&self, folder: &str) -> u64 {
-        let is_below =
-            |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-        let below = self.by_folder.iter().filter(|(path, _)| is_below(path));
-        below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.written_bytes).fold(0, u64::saturating_add)
-    }
-
-    /// Examines the open files of a suspect's processes. Returns whether its groups are now known to have written
-    /// enough here for the suspect's limit to count.
-    fn examine_suspect(
-        &mut self,
-        at: usize,
-        shared_bytes: u64,
-        charged: &mut impl FnMut(&[String], usize) -> ChargedMemory,
-    ) -> bool {
-        let suspect = &mut self.suspects[at];
-        let mut folders = Vec::new();
-        find_folders(&(&suspect.folder).into(), 0, &mut folders);
-        let found = charged(&folders, suspect.next_process);
-        if found.is_complete {
-            // Skips the suspect until its memory has grown by `SUSPECT_GROWTH_BYTES` again.
-            (suspect.shared_bytes, suspect.next_process) = (shared_bytes, 0);
-        } else {
-            suspect.next_process += found.processes;
-        }
-        let (folder, guard) = (suspect.folder.clone(), guard_bytes(suspect.limit_bytes));
-        for (inode, bytes) in found.bytes {
-            let group = self.of_inode(inode);
-            if let Some(group) = self.groups.get_mut(&group) {
-                group.written_bytes = group.written_bytes.max(bytes);
-                group.wrote_at = Instant::now();
-            }
-        }
-        self.written_bytes_below(&folder) >= guard
-    }
-
-    /// Calls `charged` for each group that has not written for half of `WRITER_MAX_IDLE`. If the group still has files
-    /// of this file system open, its last write counts as now.
-    pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
-        let is_due = |group: &&mut Group| group.written_bytes > 0 && group.wrote_at.elapsed() > WRITER_MAX_IDLE / 2;
-        for group in self.groups.values_mut().filter(is_due) {
-            let folder = group.hierarchy.folder(0).map(|folder| folder.as_str().to_owned());
-            if folder.is_some_and(|folder| charged(&[folder], 0).bytes.contains_key(&group.inode)) {
-                group.wrote_at = Instant::now();
-            }
+    /// Makes the last write of a group older.
+    #[cfg(test)]
+    pub fn age(&mut self, group: GroupId, by: Duration) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.wrote_at = group.wrote_at.checked_sub(by).unwrap_or(group.wrote_at);
         }
     }
 
-    /// Lists the limited groups if the last list is 5 s old, so that their memory is known before they write here.
-    /// Returns whether a new list was made.
-    pub fn list_suspects_if_due(&mut self) -> bool {
-        let is_due = self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_MAX_AGE);
-        if is_due {
-            self.list_suspects();
+    /// Counts the last write of a group as now.
+    pub fn renew(&mut self, group: GroupId) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.wrote_at = Instant::now();
         }
-        is_due
     }
 
-    /// Lists the limited groups of the machine as suspects. If a group was not in the last list, all its memory in
-    /// tmpfs files counts as written after that list. The first list is an exception: only later growth counts.
-    fn list_suspects(&mut self) {
-        let begun = Instant::now();
-        // Drops removed groups first, because a group that was created again under the old name is a different group.
-        self.remove_gone_groups();
-        let mut folders = Vec::new();
-        if let Some(top) = self.top_folder() {
-            find_folders(&top.into(), 0, &mut folders);
-        }
-        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
-        let is_first = self.listed.is_none();
-        let known = |suspect: Suspect| ((suspect.folder, suspect.inode), (suspect.shared_bytes, suspect.next_process));
-        let mut before: HashMap<_, _> = self.suspects.drain(..).map(known).collect();
-        for folder in folders {
-            let Some(path) = Path::format(format_args!("{folder}")) else { continue };
-            let limit = hierarchy.limit(&path);
-            if self.suspects.len() == MAX_SUSPECTS || limit == Limit::NONE {
-                continue;
-            }
-            let inode = std::fs::metadata(&folder).map_or(0, |metadata| metadata.ino());
-            let now = || if is_first { hierarchy.memory(&path).map_or(0, |held| held.shared_bytes) } else { 0 };
-            let key = (folder, inode);
-            let (shared_bytes, next_process) = before.remove(&key).unwrap_or_else(|| (now(), 0));
-            let limit_bytes = limit.soft_bytes;
-            self.suspects.push(Suspect { folder: key.0, inode, limit_bytes, shared_bytes, next_process });
-        }
-        self.listed = Some((Instant::now(), begun.elapsed()));
+    /// Returns files that may be charged to a group, the likeliest first.
+    pub fn files(&self, group: GroupId) -> Vec<RecordedFile> {
+        self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.files().cloned().collect())
+    }
+
+    /// Returns the inode of a group's cgroup folder; `None` if the group is not in the table.
+    pub fn inode(&self, group: GroupId) -> Option<u64> {
+        self.groups.get(&group).map(|group| group.inode)
     }
 
     fn add(&mut self, hierarchy: Hierarchy) -> GroupId {
@@ -422,8 +357,7 @@ impl Groups {
                 inode,
                 kind,
                 wrote_at,
-                written_bytes: 0,
-                inode_bytes: 0,
+                credit: Credit::default(),
                 has_files: false,
             },
         );
@@ -439,7 +373,7 @@ impl Groups {
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
             let is_writer = group.wrote_at.elapsed() < WRITER_MAX_IDLE;
             if !is_writer {
-                (group.written_bytes, group.inode_bytes) = (0, 0);
+                group.credit = Credit::default();
             }
             let is_watched = is_writer || group.has_files || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
@@ -450,13 +384,17 @@ impl Groups {
         self.by_inode.retain(|_, id| groups.contains_key(id));
     }
 
+    pub fn contains(&self, group: GroupId) -> bool {
+        self.groups.contains_key(&group)
+    }
+
     /// Returns the cgroup folder of a group; `None` if the group is not in the table.
     pub fn folder(&self, group: GroupId) -> Option<String> {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for an
-    /// unknown group, which may be a descendant of `watch`.
+    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for a group
+    /// that is unknown or was removed: the file may be charged to a descendant of `watch`.
     pub fn lowers_usage_of(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
@@ -484,8 +422,9 @@ impl Groups {
                         if limit == Limit::NONE {
                             continue;
                         }
+                        let new_peak = RecentPeak::new(Instant::now());
                         let (alarm, last, peak_shared) =
-                            old.map_or((None, None, None), |watch| (watch.alarm, watch.last, watch.peak_shared));
+                            old.map_or((None, None, new_peak), |watch| (watch.alarm, watch.last, watch.peak_shared));
                         let name = hierarchy.name(&folder).to_owned();
                         self.watches.push(Watch {
                             folder,
@@ -519,28 +458,21 @@ impl Groups {
     /// Returns limit and usage of every limited group. Takes some 30 us per limited group.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
-        let proved = self.written_bytes_by_watch();
+        let counted = self.bytes_by_watch(Group::counted_bytes);
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
         let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
             let usage = hierarchy.usage_bytes(&watch.folder)?;
             let held = hierarchy.memory(&watch.folder)?;
             let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
-            let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > PEAK_MAX_AGE;
-            if watch.peak_shared.as_ref().is_none_or(is_most) {
-                watch.peak_shared = Some((held.shared_bytes, Instant::now()));
-            }
+            let peak_shared = watch.peak_shared.record(held.shared_bytes, Instant::now());
             Ok(Sample {
                 watch: at,
                 name: watch.name.clone(),
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                here_bytes: watch
-                    .peak_shared
-                    .map_or(0, |(most, _)| most)
-                    .min(proved[at].0)
-                    .saturating_add(proved[at].1),
+                here_bytes: peak_shared.min(counted[at].files).saturating_add(counted[at].inodes),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {
@@ -554,19 +486,16 @@ impl Groups {
         samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
-    /// Returns for each limited group the bytes that the group and its descendants are known to have written here, and
-    /// the memory of the inodes that they are known to have created here.
-    fn written_bytes_by_watch(&self) -> Vec<(u64, u64)> {
-        let mut proved = vec![(0u64, 0u64); self.watches.len()];
+    /// Returns for each limited group the sum of `bytes_of` over the group and its descendants.
+    fn bytes_by_watch(&self, bytes_of: impl Fn(&Group) -> WrittenBytes) -> Vec<WrittenBytes> {
+        let mut sums = vec![WrittenBytes::default(); self.watches.len()];
         for group in self.groups.values() {
-            let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.written_bytes };
+            let bytes = bytes_of(group);
             for &watch in &group.watches {
-                let (written, inodes) = &mut proved[watch];
-                *written = written.saturating_add(bytes);
-                *inodes = inodes.saturating_add(group.inode_bytes);
+                sums[watch] = sums[watch].plus(bytes);
             }
         }
-        proved
+        sums
     }
 
     /// Sets an alarm: the kernel wakes the controller when the usage of the limited group `watch` passes `bytes`.
@@ -606,19 +535,6 @@ fn is_exiting(root: &str, pid: u32) -> bool {
     flags.is_none_or(|flags| flags & PF_EXITING != 0)
 }
 
-/// Adds the folder `at` and the folders below it to `found`. Stops at some `MAX_FOUND` folders.
-fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
-    const MAX_FOUND: usize = 1024;
-    if depth == MAX_LEVELS || found.len() >= MAX_FOUND {
-        return;
-    }
-    found.extend(at.to_str().map(str::to_owned));
-    let Ok(entries) = std::fs::read_dir(at) else { return };
-    for entry in entries.filter_map(Result::ok).filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
-        find_folders(&entry.path(), depth + 1, found);
-    }
-}
-
 /// Returns the folder with this inode number at or below `at`.
 fn find_folder(at: std::path::PathBuf, inode: u64, depth: usize) -> Option<std::path::PathBuf> {
     if std::fs::metadata(&at).ok()?.ino() == inode {
@@ -636,26 +552,26 @@ fn find_folder(at: std::path::PathBuf, inode: u64, depth: usize) -> Option<std::
 mod tests {
     use super::*;
 
-    struct Tree(tempfile::TempDir);
+    pub(super) struct Tree(tempfile::TempDir);
 
     impl Tree {
-        fn new() -> Self {
+        pub(super) fn new() -> Self {
             let tree = Self(tempfile::tempdir().unwrap());
             tree.set("/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
             tree
         }
 
-        fn root(&self) -> &str {
+        pub(super) fn root(&self) -> &str {
             self.0.path().to_str().unwrap()
         }
 
-        fn set(&self, path: &str, text: &str) {
+        pub(super) fn set(&self, path: &str, text: &str) {
             let path = std::path::PathBuf::from(format!("{}{path}", self.root()));
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
 
-        fn group(&self, name: &str, max: &str, current: u64) {
+        pub(super) fn group(&self, name: &str, max: &str, current: u64) {
             self.set(&format!("/cg{name}/memory.max"), max);
             self.set(&format!("/cg{name}/memory.current"), &current.to_string());
             self.set(
@@ -706,74 +622,54 @@ mod tests {
         groups.add_folder(&format!("{}/cg/named", tree.root())).unwrap();
         let here = |groups: &mut Groups| groups.sample().iter().map(|sample| sample.here_bytes).collect::<Vec<_>>();
         assert_eq!(here(&mut groups), [0, 60]);
-        groups.record_written_bytes(app, 50);
+        let write = |groups: &mut Groups, bytes| {
+            groups.claim_written(app, bytes, file(1));
+            groups.count_claims(app, vec![file(1)], 1);
+        };
+        write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [50, 60]);
-        groups.record_written_bytes(app, 50);
+        write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
-        groups.record_new_inode(app);
+        write(&mut groups, WrittenBytes { files: 0, inodes: INODE_BYTES });
         assert_eq!(here(&mut groups), [60 + INODE_BYTES, 60], "inodes are no memory in files");
     }
 
-    /// Groups fill memory before they close a file. A group with open files here must be found. A group without open
-    /// files must be examined once, and again only after its memory has grown.
+    fn file(inode: u64) -> RecordedFile {
+        RecordedFile { folder: 1, name: "file".into(), inode, was_empty: false }
+    }
+
+    fn in_files(files: u64) -> WrittenBytes {
+        WrittenBytes { files, inodes: 0 }
+    }
+
+    /// A close names a group. The bytes must count only after its files were examined. The examination must be due when
+    /// the claims of all groups below a limit reach the guard of that limit, and not before.
     #[test]
-    fn writers_are_found_by_their_open_files() {
+    fn claims_are_examined_at_the_guard() {
+        const LIMIT: u64 = 512 << 20;
         let tree = Tree::new();
-        for name in ["/own", "/a", "/b"] {
-            tree.group(name, "1000000000", 0);
+        tree.group("/app", &LIMIT.to_string(), LIMIT / 2);
+        for (pid, name) in [(7, "/app/one"), (8, "/app/two")] {
+            tree.group(name, "max", LIMIT / 4);
+            tree.set(&format!("/proc/{pid}/cgroup"), &format!("0::{name}\n"));
         }
-        tree.group("/free", "max", 0);
-        tree.set("/proc/self/cgroup", "0::/own\n");
+        tree.set("/cg/app/memory.stat", &format!("shmem {LIMIT}\n"));
         let mut groups = Groups::new(tree.root());
-        groups.of_self();
-        groups.list_suspects();
-        assert_eq!(groups.suspects.len(), 3);
-        let inode = |name: &str| std::fs::metadata(format!("{}/cg/{name}", tree.root())).unwrap().ino();
-        let mut open = HashMap::new();
-        let asked = std::cell::Cell::new(0);
-        let find = |groups: &mut Groups, open: &HashMap<u64, u64>| {
-            asked.set(0);
-            groups.find_writers(|_, _| {
-                asked.set(asked.get() + 1);
-                ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 }
-            })
-        };
-        assert!(!find(&mut groups, &open) && groups.groups_added() == 1 && asked.get() == 0);
-        let holds = |name: &str, bytes: u64| tree.set(&format!("/cg/{name}/memory.stat"), &format!("shmem {bytes}\n"));
-        holds("b", 100 * SUSPECT_GROWTH_BYTES);
-        assert!(find(&mut groups, &open), "it may write here");
-        assert_eq!((groups.groups_added(), asked.get()), (1, 1));
-        assert!(!find(&mut groups, &open) && asked.get() == 0, "it holds the same");
-        holds("b", 102 * SUSPECT_GROWTH_BYTES);
-        open.insert(inode("b"), 101 * SUSPECT_GROWTH_BYTES);
-        assert!(!find(&mut groups, &open), "it does");
-        let samples = groups.sample();
-        assert!(samples.iter().any(|sample| sample.name == "/b" && sample.here_bytes == 101 * SUSPECT_GROWTH_BYTES));
-        // All memory of a group that is new, or was created again, counts as written since the last list.
-        std::fs::remove_dir_all(format!("{}/cg/a", tree.root())).unwrap();
-        tree.group("/other", "max", 0);
-        for name in ["new", "a"] {
-            tree.group(&format!("/{name}"), "1000000000", 0);
-            holds(name, 2 * SUSPECT_GROWTH_BYTES);
-        }
-        groups.list_suspects();
-        assert!(find(&mut groups, &HashMap::new()) && asked.get() == 2);
-        // A group that no longer writes is removed, unless it still has files open.
-        let age = |groups: &mut Groups, by: Duration| {
-            let id = groups.by_inode[&inode("b")];
-            groups.groups.get_mut(&id).unwrap().wrote_at = Instant::now().checked_sub(by).unwrap();
-            groups.limits_read_at = None;
-        };
-        age(&mut groups, WRITER_MAX_IDLE * 3 / 4);
-        groups.renew_writers(|_, _| ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 });
-        let id = groups.by_inode[&inode("b")];
-        assert!(groups.groups[&id].wrote_at.elapsed() < WRITER_MAX_IDLE / 2);
-        age(&mut groups, 2 * WRITER_MAX_IDLE);
-        groups.record_files(|group| group == id);
-        assert!(groups.sample().iter().any(|sample| sample.name == "/b" && sample.here_bytes == 0));
-        groups.record_files(|_| false);
-        groups.limits_read_at = None;
-        assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
+        let (one, two) = (groups.of_process(7), groups.of_process(8));
+        let here = |groups: &mut Groups| groups.sample()[0].here_bytes;
+        let guard = guard_bytes(LIMIT);
+        groups.claim_written(one, in_files(guard / 2), file(1));
+        assert!(groups.groups_to_examine().is_empty());
+        groups.claim_written(two, WrittenBytes { files: 0, inodes: guard / 2 }, file(2));
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![two, one], 0));
+        groups.count_claims(one, groups.samples(one), groups.samples(one).len());
+        groups.count_claims(two, Vec::new(), groups.samples(two).len());
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard / 2), "the files of two are gone");
+        groups.claim_written(two, in_files(guard / 2), file(3));
+        assert_eq!(groups.groups_to_examine(), [two]);
+        groups.count_claims(two, groups.samples(two), groups.samples(two).len());
+        groups.claim_written(two, in_files(guard), file(4));
+        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard), "the limit counts already");
     }
 
     /// A group is removed while files are still charged to it. The files must count for every limit, because the kernel

@@ -1,8 +1,9 @@
 //! The controller of `pagemill mount`: manages a tmpfs so that its memory can be reclaimed.
 //!
-//! The kernel executes all file operations without the controller, at their usual speed (except delayed opens, see
-//! [`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets the
-//! file system's size according to the limits, and creates huge pages for dense files.
+//! The kernel executes all file operations. A close after writing and a rename also queue an event for the controller.
+//! An open can wait while the file is purged, while the worker has a lease on it, or while writers are faster than
+//! purges ([`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets
+//! the file system's size according to the limits, and creates huge pages for dense files.
 //!
 //! Modules, from bottom to top:
 //!
@@ -11,8 +12,9 @@
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.
-//! - [`budget`]: how much to purge, and the size. [`growth_predictor`]: predicted growth. [`duty`]: pauses of the
-//!   control loop. [`closes`]: when close events are off. None of these makes system calls.
+//! - [`budget`]: how much to purge, and the size. [`growth_predictor`]: predicted growth. [`recent_peak`]: the largest
+//!   recent value. [`duty`]: pauses of the control loop. [`closes`]: when close events are off. None of these makes
+//!   system calls.
 //! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
 //! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
 //! - [`file_table`]: the state of all files.
@@ -38,6 +40,7 @@ pub mod openfiles;
 pub mod pagework;
 pub mod policy;
 pub mod purge;
+pub mod recent_peak;
 pub mod scan;
 pub mod status;
 pub mod submissions;

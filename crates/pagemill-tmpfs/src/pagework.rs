@@ -173,6 +173,14 @@ impl PageWork {
         self.sent.contains_key(&inode)
     }
 
+    /// Sends a queued file to a worker that never answers.
+    #[cfg(test)]
+    pub fn pretend_to_send(&mut self, inode: u64) {
+        let Some(waiting) = self.waiting.remove(&inode) else { return };
+        self.order.remove(&(waiting.due, inode));
+        self.sent.insert(inode, waiting);
+    }
+
     fn insert_waiting(&mut self, inode: u64, waiting: Waiting) {
         let due = waiting.due;
         if let Some(before) = self.waiting.insert(inode, waiting) {
@@ -183,7 +191,7 @@ impl PageWork {
     }
 
     /// Processes the worker's answers and sends it the jobs that are due. `charged` returns the group charged for a
-    /// file.
+    /// file. Returns the inodes of files in which the worker freed memory.
     pub fn work(
         &mut self,
         access: &Arc<FileAccess>,
@@ -191,9 +199,21 @@ impl PageWork {
         groups: &mut Groups,
         counts: &mut Counts,
         charged: impl Fn(&mut Groups, &Path, &OsStr, u64) -> GroupId,
-    ) {
+    ) -> Vec<u64> {
         self.take_started();
-        self.take_replies_of_worker(counts);
+        let freed = self.take_replies_of_worker(counts);
+        self.send_due_jobs(access, folders, groups, counts, charged);
+        freed
+    }
+
+    fn send_due_jobs(
+        &mut self,
+        access: &Arc<FileAccess>,
+        folders: &Folders,
+        groups: &mut Groups,
+        counts: &mut Counts,
+        charged: impl Fn(&mut Groups, &Path, &OsStr, u64) -> GroupId,
+    ) {
         let now = Instant::now();
         // This check also runs while no file is queued, because a file cannot be purged while the worker has it open.
         if self.worker.as_ref().and_then(Worker::stuck_at).is_some_and(|at| at < now) {
@@ -308,17 +328,20 @@ impl PageWork {
         }
     }
 
-    fn take_replies_of_worker(&mut self, counts: &mut Counts) {
-        let Some(worker) = &mut self.worker else { return };
+    /// Records the worker's answers. Returns the inodes of files in which the worker freed memory.
+    fn take_replies_of_worker(&mut self, counts: &mut Counts) -> Vec<u64> {
+        let Some(worker) = &mut self.worker else { return Vec::new() };
         let mut done = Vec::new();
         let taken = worker.take_replies(&mut done);
         if !done.is_empty() {
             self.lost_in_a_row = 0;
         }
+        let freed = done.iter().filter(|done| done.freed_bytes > 0).map(|done| done.inode).collect();
         done.into_iter().for_each(|done| self.record_reply(done, counts));
         if taken.is_err() {
             self.drop_worker(Instant::now(), counts);
         }
+        freed
     }
 
     fn record_reply(&mut self, done: WorkerReply, counts: &mut Counts) {

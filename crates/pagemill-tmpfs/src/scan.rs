@@ -10,6 +10,7 @@ use pagemill_sys::task;
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -34,8 +35,9 @@ const URGENT_PAUSE: Duration = Duration::from_millis(20);
 const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
 /// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it worked on these entries. It does not sleep
-/// while a purge waits for it. The sleeps leave locks and CPUs to users that walk over the same files.
-const REST_AFTER: u32 = 256;
+/// while a purge waits for it. The sleeps leave locks and CPUs to users that walk over the same files. Of a large
+/// folder, so many entries are read at a time.
+const REST_AFTER: usize = 256;
 const REST_TIMES: u32 = 3;
 
 /// Maximum depth of folders.
@@ -97,8 +99,11 @@ pub enum Which {
 }
 
 /// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
-/// that are removed during the walk, and the contents of folders deeper than `MAX_DEPTH`. Does not sleep while
-/// `is_hurried` is set.
+/// that are removed during the walk, the rest of a folder that is moved meanwhile, and the contents of folders deeper
+/// than `MAX_DEPTH`. Does not sleep while `is_hurried` is set.
+///
+/// No folder is open while the scan sleeps, or during a call of `tell`, which can wait. The handle of a deleted folder
+/// can be opened, as if the folder existed, until the last descriptor is closed.
 ///
 /// # Errors
 ///
@@ -110,57 +115,80 @@ pub fn scan(
     mut tell: impl FnMut(ScanItem),
 ) -> io::Result<()> {
     let (mut entries_done, mut rested) = (0, Instant::now());
-    let mut rest_now_and_then = || {
-        entries_done += 1;
-        if entries_done % REST_AFTER == 0 && !is_hurried.load(Relaxed) {
+    let mut rest_now_and_then = |entries: usize| {
+        entries_done += entries;
+        if entries_done >= REST_AFTER && !is_hurried.load(Relaxed) {
             std::thread::sleep(rested.elapsed() * REST_TIMES);
-            rested = Instant::now();
+            (entries_done, rested) = (0, Instant::now());
         }
     };
-    let root = access.open_folder(Path::new(""))?;
-    let seen = file_access::attributes(&root)?;
-    let marks = file_access::marks(&root, |mark| tell(ScanItem::Bad { path: PathBuf::new(), mark }))?;
-    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-    let inode = access.root_inode();
-    let mut open = vec![Rc::new(PendingFolder { parent: None, above, name: OsString::new(), inode, depth: 0 })];
+    let mut found = Vec::new();
+    let mut open = vec![Rc::new(root_folder(access, &mut found)?)];
+    found.drain(..).for_each(&mut tell);
     while let Some(folder) = open.pop() {
         let path = folder.path();
-        let Ok(fd) = access.open_folder(&path) else { continue };
-        let Ok(entries) = Dir::read_from(&fd) else { continue };
-        for entry in entries.filter_map(Result::ok) {
-            let name = OsStr::from_bytes(entry.file_name().to_bytes());
-            if name == "." || name == ".." {
-                continue;
-            }
-            rest_now_and_then();
-            let (read_at, Ok(seen)) = (Instant::now(), file_access::attributes_at(&fd, name)) else { continue };
-            if !seen.is_file() && !seen.is_folder() {
-                continue;
-            }
-            let bad = |mark| tell(ScanItem::Bad { path: path.join(name), mark });
-            let Ok(marks) = file_access::marks_at(&fd, name, bad) else { continue };
-            let name = name.to_owned();
-            if seen.is_file() {
-                if which == Which::All || !folder.is_irrelevant(&name, &seen, marks) {
-                    tell(ScanItem::File { folder: folder.inode, name, seen, marks });
+        let Ok(names) = access.open_folder(&path).and_then(|fd| names_in(&fd)) else { continue };
+        for names in names.chunks(REST_AFTER) {
+            {
+                let Ok(fd) = access.open_folder(&path) else { break };
+                if file_access::attributes(&fd).is_ok_and(|seen| seen.inode != folder.inode) {
+                    break;
                 }
-                continue;
+                for name in names {
+                    open.extend(examine_entry(&folder, &path, &fd, name, which, &mut found));
+                }
             }
-            let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-            tell(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
-            debug_assert!(folder.depth <= MAX_DEPTH);
-            if folder.depth < MAX_DEPTH {
-                open.push(Rc::new(PendingFolder {
-                    parent: Some(folder.clone()),
-                    above,
-                    name,
-                    inode: seen.inode,
-                    depth: folder.depth + 1,
-                }));
-            }
+            found.drain(..).for_each(&mut tell);
+            rest_now_and_then(names.len());
         }
     }
     Ok(())
+}
+
+/// Returns the root folder. Adds invalid marks to `found`.
+fn root_folder(access: &FileAccess, found: &mut Vec<ScanItem>) -> io::Result<PendingFolder> {
+    let root = access.open_folder(Path::new(""))?;
+    let seen = file_access::attributes(&root)?;
+    let marks = file_access::marks(&root, |mark| found.push(ScanItem::Bad { path: PathBuf::new(), mark }))?;
+    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    Ok(PendingFolder { parent: None, above, name: OsString::new(), inode: access.root_inode(), depth: 0 })
+}
+
+/// Returns the names in a folder.
+fn names_in(folder: &OwnedFd) -> io::Result<Vec<OsString>> {
+    let entries = Dir::read_from(folder)?.filter_map(Result::ok);
+    let names = entries.map(|entry| OsStr::from_bytes(entry.file_name().to_bytes()).to_owned());
+    Ok(names.filter(|name| name != "." && name != "..").collect())
+}
+
+/// Adds what a scan reports of one entry of a folder to `found`. Returns the entry if it is a folder to scan.
+fn examine_entry(
+    folder: &Rc<PendingFolder>,
+    path: &Path,
+    fd: &OwnedFd,
+    name: &OsStr,
+    which: Which,
+    found: &mut Vec<ScanItem>,
+) -> Option<Rc<PendingFolder>> {
+    let (read_at, seen) = (Instant::now(), file_access::attributes_at(fd, name).ok()?);
+    if !seen.is_file() && !seen.is_folder() {
+        return None;
+    }
+    let marks =
+        file_access::marks_at(fd, name, |mark| found.push(ScanItem::Bad { path: path.join(name), mark })).ok()?;
+    let name = name.to_owned();
+    if seen.is_file() {
+        if which == Which::All || !folder.is_irrelevant(&name, &seen, marks) {
+            found.push(ScanItem::File { folder: folder.inode, name, seen, marks });
+        }
+        return None;
+    }
+    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    found.push(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
+    debug_assert!(folder.depth <= MAX_DEPTH);
+    let (inode, depth) = (seen.inode, folder.depth + 1);
+    let pending = PendingFolder { parent: Some(folder.clone()), above, name, inode, depth };
+    (folder.depth < MAX_DEPTH).then(|| Rc::new(pending))
 }
 
 /// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage
@@ -267,5 +295,40 @@ impl Scanning {
         debug_assert!((SCAN_EVERY.start..=SCAN_EVERY.end).contains(&self.interval));
         self.usage = usage;
         self.next_at = Instant::now() + self.interval;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File};
+
+    /// A folder has more entries than are read at a time. All must be reported once. While an entry is reported, the
+    /// folder must not be open.
+    #[test]
+    fn no_folder_is_open_while_entries_are_reported() {
+        let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let large = place.path().join("large");
+        fs::create_dir_all(large.join("below")).unwrap();
+        fs::write(large.join("below/file"), "x").unwrap();
+        (0..3 * REST_AFTER).for_each(|index| fs::write(large.join(index.to_string()), "x").unwrap());
+        let access = FileAccess::of_root(File::open(place.path()).unwrap().into()).unwrap();
+        let is_open = || {
+            let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|link| fs::read_link(link.ok()?.path()).ok());
+            links.into_iter().any(|target| target.starts_with(&large))
+        };
+        let (mut files, mut folders) = (Vec::new(), Vec::new());
+        scan(&access, Which::All, &AtomicBool::new(false), |found| {
+            assert!(!is_open(), "a folder is open");
+            match found {
+                ScanItem::File { name, .. } => files.push(name),
+                ScanItem::Folder { name, .. } => folders.push(name),
+                ScanItem::Bad { .. } => panic!("no mark is invalid"),
+            }
+        })
+        .unwrap();
+        files.sort();
+        files.dedup();
+        assert_eq!((files.len(), folders), (3 * REST_AFTER + 1, vec!["large".into(), "below".into()]));
     }
 }

@@ -28,7 +28,9 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// Minimum speed of creating files in folders marked `huge=never`, relative to plain tmpfs.
+/// Metric for the time of `close` alone, without a target.
+const CLOSE: &str = "close";
+/// Minimum speed of creation in folders marked `huge=never`, relative to plain tmpfs.
 const MIN_CREATE_SPEED_HUGE_NEVER: f64 = 0.9;
 
 /// Number of files, and whether their folders are marked `huge=never`.
@@ -76,13 +78,21 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         cases: &cases,
         rounds: common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from),
         size_bytes: 2 << 30,
-        metrics: &TARGETS.map(|(metric, ..)| metric),
+        metrics: &TARGETS.iter().map(|(metric, ..)| *metric).chain([CLOSE]).collect::<Vec<_>>(),
         arguments: &|case| case.arguments(),
         name: &|case| case.name(),
         limit: Duration::from_secs(300),
     };
     let samples = plan.measure(&mounter, &ready, &mut report)?;
     for case in cases {
+        for subject in &ready {
+            let table =
+                format!("{}, one thread: time of close, half the spread, times {}", case.name(), WITHIN_SIZE.name);
+            let cell = Some(TableCell { table, column: "ns".to_owned() });
+            let baseline = Some(WITHIN_SIZE.name);
+            let metric = Metric { name: CLOSE, unit: "ns", better: Better::Lower, baseline };
+            report_row(&mut report, &samples, (&case, &case.name()), subject.name, metric, cell);
+        }
         let table =
             format!("{}, one thread: operations a second, half the spread, times {}", case.name(), WITHIN_SIZE.name);
         for (name, column, bound) in TARGETS {

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Failure, WorkloadResult};
 use crate::files::FilePlace;
@@ -32,7 +32,8 @@ pub struct MetadataArguments {
     pub huge_never: bool,
 }
 
-/// Creates, stats, reads, finds and removes all files. The resulting JSON has the operations per second of each kind.
+/// Runs all operations. The JSON line has the operations per second of each kind, and the time of a close in
+/// nanoseconds.
 pub fn run(arguments: &MetadataArguments) -> WorkloadResult {
     let root = arguments.place.folder.join("tree");
     let paths = make_directories(arguments, &root)?;
@@ -42,6 +43,7 @@ pub fn run(arguments: &MetadataArguments) -> WorkloadResult {
     operations_per_second(1, &paths, create)?;
     operations_per_second(1, &paths, unlink)?;
     let create = operations_per_second(1, &paths, create)?;
+    let close = time_of_close(&paths)?;
     let stat = operations_per_second(STAT_REPEATS, &paths, stat)?;
     let read = operations_per_second(READ_REPEATS, &paths, read)?;
     let begun = Instant::now();
@@ -52,7 +54,10 @@ pub fn run(arguments: &MetadataArguments) -> WorkloadResult {
     let unlink = operations_per_second(1, &paths, unlink)?;
     arguments.place.check()?;
     fs::remove_dir_all(&root).map_err(|cause| failed_at(&root, &cause))?;
-    Ok(serde_json::json!({ "create": create, "stat": stat, "read": read, "find": find, "unlink": unlink }))
+    let measured = serde_json::json!({
+        "create": create, "close": close, "stat": stat, "read": read, "find": find, "unlink": unlink
+    });
+    Ok(measured)
 }
 
 /// Makes the directories and returns the paths of the files to create.
@@ -102,6 +107,22 @@ fn content(index: usize) -> [u8; FILE_BYTES] {
 fn create(index: usize, path: &PathBuf) -> Result<(), Failure> {
     let write = || File::create_new(path)?.write_all(&content(index));
     write().map_err(|cause| failed_at(path, &cause))
+}
+
+/// Writes each file again. Returns the mean time of `close` in nanoseconds.
+fn time_of_close(paths: &[PathBuf]) -> Result<f64, Failure> {
+    let mut took = Duration::ZERO;
+    for (index, path) in paths.iter().enumerate() {
+        let write = || {
+            let mut file = File::options().write(true).open(path)?;
+            file.write_all(&content(index)).map(|()| file)
+        };
+        let file = write().map_err(|cause| failed_at(path, &cause))?;
+        let begun = Instant::now();
+        drop(file);
+        took += begun.elapsed();
+    }
+    Ok(took.as_nanos() as f64 / paths.len().max(1) as f64)
 }
 
 fn stat(_: usize, path: &PathBuf) -> Result<(), Failure> {
@@ -171,7 +192,8 @@ mod tests {
         .expect("laid out");
         operations_per_second(1, &paths, create).expect("they are made");
 
-        assert_eq!(count_files(folder.path()).expect("a walk"), 25);
+        assert_eq!(count_files(folder.path()).expect("a count_files"), 25);
+        assert!(time_of_close(&paths).expect("each is written again") > 0.0);
         assert!(
             find(folder.path(), 25).is_ok()
                 && operations_per_second(2, &paths, stat).is_ok()

@@ -1,10 +1,11 @@
 //! A `pagemill mount` for one test, and the controller of the mount.
 
-use super::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
+use super::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -111,7 +112,25 @@ pub fn start(place: &TestFolder, point: &Path, options: &[&str]) -> Guard {
     controller
 }
 
-/// Returns `len` bytes that depend on the seed and on their position. No byte is zero.
+/// Returns the command `pagemill` for a user without privileges, which can reach the test's folders. Returns `None` if
+/// this process is root and cannot become another user.
+pub fn unprivileged(place: &TestFolder) -> Option<Command> {
+    if !is_root() {
+        return Some(place.command(PAGEMILL));
+    }
+    if is_missing("setpriv") {
+        return None;
+    }
+    fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o777)).unwrap();
+    for folder in ["runtime", "cache"] {
+        assert!(super::shell(&format!("chown nobody {}", place.path(folder).display())).success());
+    }
+    let mut command = place.command("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL]);
+    Some(command)
+}
+
+/// Returns bytes that depend on the seed and on their position. No byte is zero.
 pub fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
 }
