@@ -479,17 +479,28 @@ pub struct HandleMap<T: Movable> {
 /// Dropping `Removed` retires the value, also during unwinding.
 ///
 /// Example: [`HandleMap`].
+///
+/// # Invariants
+///
+/// This value alone frees `key` and retires its object. Until then, the word of `key` has the offset of the object.
 pub struct Removed<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
-    /// The former handle of the value.
+    /// The former handle of the value. The address of the value is not stored, because an `Option` of two words is
+    /// returned in registers.
     key: Key,
-    object: *mut HandledValue<T>,
+}
+
+impl<T: Movable> Removed<'_, T> {
+    #[inline(always)]
+    fn object(&self) -> *mut HandledValue<T> {
+        self.cache.value_at(self.key.load_word(self.cache.handles.words()))
+    }
 }
 
 impl<T: Movable> Drop for Removed<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.cache.free_and_retire(self.key.next_generation(), self.object as usize);
+        self.cache.free_and_retire(self.key.next_generation(), self.object() as usize);
     }
 }
 
@@ -498,9 +509,9 @@ impl<T: Movable> Deref for Removed<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: a live word referred to the object until `take_out` changed it, so the value is initialized and does
-        // not change (type invariant). Only the drop of `self` retires the object.
-        unsafe { &(*self.object).value }
+        // SAFETY: the word of the handle has the offset of the object (type invariant). The word was live until the
+        // removal, so the value is initialized and does not change. Only the drop of `self` retires the object.
+        unsafe { &(*self.object()).value }
     }
 }
 
@@ -618,24 +629,13 @@ impl<T: Movable> HandleMap<T> {
     /// [`Error::Busy`] if the value is pinned; [`Error::WrongState`] in a fork child.
     #[inline]
     pub fn remove(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
-        self.remove_value(handle)
-    }
-
-    /// Takes the value of a handle out of the map; `None` if the handle is not live.
-    ///
-    /// # Errors
-    ///
-    /// As [`HandleMap::remove`].
-    #[inline(always)]
-    fn remove_value(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
         self.inner.engine.check_generation()?;
         while let Some(seen) = handle.key.live_word(self.words) {
             if seen.pins() > 0 {
                 return Err(Error::Busy { what: "the value of this handle is pinned" });
             }
             if handle.key.end_value(self.words, seen) {
-                let object = handle.key.address(seen, self.base).cast();
-                return Ok(Some(Removed { cache: &self.inner, key: handle.key, object }));
+                return Ok(Some(Removed { cache: &self.inner, key: handle.key }));
             }
         }
         Ok(None)

@@ -118,24 +118,22 @@ impl Key {
     }
 
     /// Makes a handle dead if its word is still `seen` and has no pins. Returns whether it did. If so, the caller must
-    /// free the handle's next generation ([`Key::next_generation`]).
+    /// free the handle's next generation ([`Key::next_generation`]). Until then, the word has the offset of the value.
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
-        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
+        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, seen.ended().0, AcqRel, Relaxed).is_ok()
+    }
+
+    /// Returns the word of this handle, live or not.
+    #[inline]
+    pub fn load_word(self, words: &Words) -> HandleWord {
+        HandleWord(self.word(words).load(Relaxed))
     }
 
     /// Returns the next handle with the same index; `None` after the last generation.
     #[inline]
     pub fn next_generation(self) -> Option<Self> {
         (self.generation() < MAX_GENERATION).then(|| Self(self.0 + 2 * ONE_GENERATION))
-    }
-
-    /// Returns the word for the time after the value was removed. After the last generation this word is 0, which
-    /// matches no handle.
-    #[inline]
-    fn ended_word(self) -> HandleWord {
-        // The generation after the last one wraps to 0.
-        HandleWord((self.0 & !OFFSET_MASK).wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
 
     /// Returns the word of this handle if the handle is live.
@@ -229,6 +227,14 @@ impl HandleWord {
     #[inline]
     pub fn generation(self) -> u32 {
         (self.generation_and_offset() >> GENERATION_SHIFT) as u32
+    }
+
+    /// Returns the word for the time after the value was removed: that of the next generation, with the same offset. It
+    /// matches no handle, because its generation is even.
+    #[inline]
+    fn ended(self) -> Self {
+        // The generation after the last one wraps to 0.
+        Self(self.generation_and_offset().wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
 
     #[inline]
@@ -472,7 +478,7 @@ impl HandleTable {
 
     /// Makes a handle dead as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
     pub fn end_value_despite_pins(&self, key: Key) {
-        self.word(key.index()).store(key.ended_word().0, Release);
+        self.word(key.index()).store(self.load(key.index()).ended().0, Release);
     }
 
     /// Frees handles that are not live, so that they can be allocated again.
