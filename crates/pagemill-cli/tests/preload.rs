@@ -38,7 +38,7 @@ const OPTION_SETS: &[&[&str]] = &[
     &["--limit", "4G"],
 ];
 
-mod family {
+mod malloc_family {
     use super::*;
 
     #[track_caller]

@@ -2,11 +2,14 @@
 
 mod common;
 
-use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, finish_bytes, finish_with_input};
+use common::{
+    End, Guard, PAGEMILL, TIMEOUT, TestFolder, await_end_of, finish, finish_bytes, finish_with_input, is_ignored,
+};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -29,13 +32,6 @@ fn bytes(report: &Value, name: &str) -> u64 {
 }
 
 const MIB: u64 = 1 << 20;
-
-/// Returns whether this process ignores a signal, as under `nohup`. The programs that it starts ignore the signal, too.
-fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim().to_owned();
-    u64::from_str_radix(&mask, 16).unwrap() >> (signal - 1) & 1 == 1
-}
 
 mod status {
     use super::*;
@@ -176,9 +172,11 @@ mod status {
     #[test]
     fn experiments_are_listed_without_being_built() {
         let place = TestFolder::new();
-        // There is no `pagemill-bench` in the folder of this copy of the command.
-        let alone = place.path("pagemill");
-        fs::copy(PAGEMILL, &alone).unwrap();
+        // There is no `pagemill-bench` in the folder of this link. A copy could not be started while a child that
+        // another test has just forked still has the copy open for writing.
+        let folder = tempfile::tempdir_in(Path::new(PAGEMILL).parent().unwrap()).unwrap();
+        let alone = folder.path().join("pagemill");
+        fs::hard_link(PAGEMILL, &alone).unwrap();
         let mut command = place.command(&alone);
         command.args(["bench", "--help"]);
         let end = finish(command, TIMEOUT);
@@ -762,11 +760,12 @@ mod limits {
     fn the_next_command_removes_files_of_a_killed_one() {
         let place = TestFolder::new();
         // The other process ends when its standard input is closed.
-        let mut command = place.pagemill_run_shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
+        let mut command = place.pagemill_run_shell(&[], "exec 3<&0; cat <&3 & echo $$; echo $!; wait");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let input = guard.child().stdin.take();
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
+        let shell = lines.next().unwrap().unwrap();
         let program = lines.next().unwrap().unwrap();
         let has_published = || {
             let is_its = |path: &std::path::PathBuf| {
@@ -781,14 +780,12 @@ mod limits {
         }
         guard.signal("KILL");
         guard.wait(TIMEOUT);
+        // The kernel kills the shell when the command has ended, which may take a moment on a busy machine.
+        await_end_of(&shell);
         assert_eq!(finish(place.pagemill_run(&[], "true"), TIMEOUT).code(), 0);
         assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "the tree's files are still in use");
         drop(input);
-        let begun = Instant::now();
-        while fs::exists(format!("/proc/{program}")).unwrap() {
-            assert!(begun.elapsed() < TIMEOUT, "the process does not end");
-            thread::sleep(Duration::from_millis(1));
-        }
+        await_end_of(&program);
         assert_eq!(finish(place.pagemill_run(&[], "true"), TIMEOUT).code(), 0);
         place.assert_no_files_left();
     }

@@ -74,7 +74,7 @@ fn the_first_process_of_a_namespace_ends_by_its_faults() {
 /// A C++ program is compiled so that its signal handlers may throw exceptions. A handler must be able to throw an
 /// exception out of a fault.
 #[test]
-fn handlers_may_throw() {
+fn signal_handlers_may_throw() {
     let place = TestFolder::new();
     let Some(program) = place.compile("strict_throw.cpp", &["-fnon-call-exceptions"]) else { return };
     finish(place.pagemill_run(&[], &program), TIMEOUT).assert_success();

@@ -126,7 +126,7 @@ pub struct Limit {
 pub struct GroupMemory {
     /// Bytes of inactive file pages.
     pub idle_bytes: u64,
-    /// Bytes of other file pages that the kernel can read from storage again, and of reclaimable kernel caches.
+    /// Bytes of active file pages, and of reclaimable kernel caches (slabs).
     pub other_bytes: u64,
     /// Bytes of files in memory-only file systems, and of shared memory.
     pub shared_bytes: u64,

@@ -454,12 +454,18 @@ fn recheck_file(index: &mut Index, folder: &OwnedFd, name: &OsStr, inode: u64) {
 /// Returns the group that is charged for the sampled pages of a file. `None` if the file cannot be opened or its pages
 /// cannot be examined.
 fn charge_of_pages(groups: &mut Groups, folder: &OwnedFd, name: &OsStr, inode: u64) -> Option<Charge> {
+    let found = groups_of_pages(folder, name, inode)?;
+    let first = found.first().filter(|first| found.iter().all(|group| group == *first));
+    Some(Charge { group: first.map_or(UNKNOWN, |group| groups.of_inode(*group)), is_confirmed: true })
+}
+
+/// Returns the inodes of the groups that are charged for the sampled pages of a file; empty if no sampled page is
+/// resident. `None` if the file cannot be opened or its pages cannot be examined.
+fn groups_of_pages(folder: &OwnedFd, name: &OsStr, inode: u64) -> Option<Vec<u64>> {
     const MAX_SAMPLES: usize = 4;
     let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
     let seen = file_access::attributes(&fd).ok().filter(|seen| seen.inode == inode)?;
-    let found = pages::charged_groups(fd.as_fd(), seen.len_bytes, MAX_SAMPLES).ok()?;
-    let first = found.first().filter(|first| found.iter().all(|group| group == *first));
-    Some(Charge { group: first.map_or(UNKNOWN, |group| groups.of_inode(*group)), is_confirmed: true })
+    pages::charged_groups(fd.as_fd(), seen.len_bytes, MAX_SAMPLES).ok()
 }
 
 /// Returns whether an open file is volatile according to its current marks.

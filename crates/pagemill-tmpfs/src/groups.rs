@@ -53,6 +53,9 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
     MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
+/// Interval of examinations of a group whose limit bounds the size.
+const EXAMINE_AGAIN_AFTER: Duration = Duration::from_secs(1);
+
 /// Claims are examined when they are at least the guard divided by this number. Otherwise a group just below its guard
 /// would cause an examination with each close.
 const CLAIMS_DIVISOR: u64 = 8;
@@ -79,6 +82,8 @@ struct Group {
     wrote_at: Instant,
     /// Memory that the group is known, or claimed, to have in this file system.
     credit: Credit,
+    /// When the claims of the group were last examined.
+    examined_at: Option<Instant>,
     /// Volatile files are charged to the group.
     has_files: bool,
 }
@@ -208,7 +213,8 @@ impl Groups {
     }
 
     /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it could
-    /// bound the size. Returns at most `MAX_EXAMINED`, those with the largest claims.
+    /// bound the size. Where the limit bounds the size already, its groups are examined again after a second, since they
+    /// may have deleted files. Returns at most `MAX_EXAMINED`, those with the largest claims.
     pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
         let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
         if !self.groups.values().any(has_claims) {
@@ -220,9 +226,14 @@ impl Groups {
         let is_wanted = |watch: usize| {
             let guard = guard_bytes(self.watches[watch].limit.soft_bytes);
             let (counted, claimed) = (counted[watch].sum(), claimed[watch].sum());
-            counted < guard && counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR
+            let is_new = counted < guard;
+            (counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR).then_some(is_new)
         };
-        let is_wanted = |group: &Group| has_claims(group) && group.watches.iter().any(|watch| is_wanted(*watch));
+        let is_wanted = |group: &Group| {
+            let is_due = group.examined_at.is_none_or(|at| at.elapsed() >= EXAMINE_AGAIN_AFTER);
+            let mut watches = group.watches.iter().filter_map(|watch| is_wanted(*watch));
+            has_claims(group) && watches.any(|is_new| is_new || is_due)
+        };
         let wanted = self.groups.iter().filter(|(_, group)| is_wanted(group));
         let mut wanted: Vec<_> = wanted.map(|(id, group)| (group.credit.claimed().sum(), *id)).collect();
         wanted.sort_unstable_by(|left, right| right.cmp(left));
@@ -238,6 +249,7 @@ impl Groups {
     pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.credit.count(charged, examined);
+            group.examined_at = Some(Instant::now());
         }
     }
 
@@ -358,6 +370,7 @@ impl Groups {
                 kind,
                 wrote_at,
                 credit: Credit::default(),
+                examined_at: None,
                 has_files: false,
             },
         );

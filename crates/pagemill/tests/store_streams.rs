@@ -98,6 +98,40 @@ fn a_store_is_extended_before_large_writes() {
     assert!(store.inner.bytes().iter().all(|byte| *byte == 7) && store.inner.bytes().len() == 8 * MIB);
 }
 
+/// A file of which only the length was set is written in order, while its writeback runs. The store has no bytes of the
+/// file behind the written ones, so huge folios must not read it.
+#[test]
+fn a_file_with_a_length_is_written_without_reads() {
+    let store = RecordingStore::new(Vec::new(), false);
+    let cache = PageCache::builder("length").limit(64 << 20).build().unwrap();
+    let file = cache.open(store.clone()).unwrap();
+    file.truncate(16 << 20).unwrap();
+    for offset in (0..16 * MIB).step_by(128 << 10) {
+        assert_eq!(file.write_at(&[7; 128 << 10], offset as u64).unwrap(), 128 << 10);
+        if offset == 4 * MIB {
+            file.write_back(0, u64::MAX).unwrap();
+        }
+    }
+    file.sync().unwrap();
+    let calls = store.calls();
+    assert!(calls.contains(&Call::SetSize(16 << 20)) && !calls.contains(&Call::Read), "{calls:?}");
+    assert!(cache.usage().huge > 0, "sequential writes get huge folios");
+    assert!(store.inner.bytes().iter().all(|byte| *byte == 7) && store.inner.bytes().len() == 16 * MIB);
+}
+
+/// Another process has made the store longer than the file. A writeback must not cut these bytes off.
+#[test]
+fn a_store_that_others_extended_is_not_cut() {
+    let store = RecordingStore::new(Vec::new(), false);
+    let cache = PageCache::builder("longer").limit(64 << 20).build().unwrap();
+    let file = cache.open(store.clone()).unwrap();
+    file.write_at(&vec![7; 8 * MIB], 0).unwrap();
+    store.inner.write(20 * MIB as u64, &[9; 4096]).unwrap();
+    file.write_back(0, u64::MAX).unwrap();
+    assert_eq!(store.inner.bytes().len(), 20 * MIB + 4096);
+    assert_eq!(store.inner.bytes()[20 * MIB..], [9; 4096]);
+}
+
 /// A store that cannot be extended by itself must still get all writes. The sync must report no error then, because the
 /// writes extended the store.
 #[test]

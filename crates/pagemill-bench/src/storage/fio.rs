@@ -150,6 +150,8 @@ pub struct Pass<'a> {
     pub len_bytes: u64,
     pub io_bytes: u64,
     pub is_write: bool,
+    /// The file is empty, and the writes extend it.
+    pub is_append: bool,
     pub depth: u64,
 }
 
@@ -167,6 +169,9 @@ impl Pass<'_> {
             guard.to_owned(),
         ];
         let end = self.is_write.then(|| "--end_fsync=1".to_owned());
+        // By default fio makes the file as long as the job before it starts the clock.
+        let append = self.is_append.then_some(["--fallocate=none", "--file_append=1"]);
+        let end = end.into_iter().chain(append.into_iter().flatten().map(str::to_owned));
         words.into_iter().chain(end).chain(self.engine.settings.iter().map(|&word| word.to_owned())).collect()
     }
 

@@ -190,8 +190,9 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) ->
     match subject.work {
         Work::Fio(engine) => {
             let depth = (IN_FLIGHT_BYTES / call_bytes).min(MAX_IN_FLIGHT);
-            let (path, len_bytes) = (target.path(), target.len_bytes);
-            let mut outcome = Pass { engine, path, len_bytes, io_bytes: call_bytes, is_write, depth }.run()?;
+            let (path, len_bytes, is_append) = (target.path(), target.len_bytes, direction == Direction::Append);
+            let mut outcome =
+                Pass { engine, path, len_bytes, io_bytes: call_bytes, is_write, is_append, depth }.run()?;
             if let Outcome::Measured(line) = &mut outcome {
                 let cpu_us = line[super::CPU].as_f64().unwrap_or_default();
                 line[CPU_PER_MIB] = (cpu_us * f64::from(1 << 20) / call_bytes as f64).into();

@@ -288,8 +288,8 @@ impl Word {
         false
     }
 
-    /// Clears the mark of a folio as prefetched. Returns true if this call has cleared it and readahead had fetched the
-    /// folio.
+    /// Clears the folio's [`PREFETCHED_BIT`]. Returns true if this call has cleared it and the folio was fetched by
+    /// readahead, not by a requested prefetch.
     #[cold]
     fn clear_prefetched(&self, seen: State) -> bool {
         let next = seen.0 & !(PREFETCHED_BIT | USE_COUNT_MASK << USE_COUNT_SHIFT);

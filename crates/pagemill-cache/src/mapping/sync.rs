@@ -153,11 +153,7 @@ impl File {
     pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
         debug_assert!(self.syncing.is_held(), "one thread writes the file back");
         self.truncate_store(store).inspect_err(|error| self.note_error(error))?;
-        if self.size_bytes() >= self.stored_bytes.load(Relaxed).saturating_add(GROWN_BYTES) {
-            // A file system does one write at a time behind the end of a file. If the extension fails, the writes report
-            // the reason.
-            let _ = self.extend_store(store);
-        }
+        self.lengthen_store(store);
         let walked = self.walk(store, walk)?;
         walked.failure.iter().for_each(|error| self.note_error(error));
         Ok(walked)
@@ -262,6 +258,18 @@ impl File {
             }
         }
         Ok(())
+    }
+
+    /// Sets the store's length before large writes behind its end, because a file system does one write at a time there.
+    /// `stored_bytes` stays: the store has no bytes of the file behind it yet. If a truncation runs at the same time, it
+    /// has noted that the store may be too long. A failure is reported by the writes.
+    fn lengthen_store(&self, store: &dyn Store) {
+        let size_bytes = self.size_bytes();
+        let is_growing = size_bytes >= self.stored_bytes.load(Relaxed).saturating_add(GROWN_BYTES);
+        // Another process may have made the store longer than the file.
+        if is_growing && store.size_bytes().is_ok_and(|stored| stored < size_bytes) {
+            let _ = store.set_size(size_bytes);
+        }
     }
 
     /// Extends the store to the file's length, if the file is longer.

@@ -306,3 +306,19 @@ fn read_all(from: &mut impl Read) -> Vec<u8> {
     from.read_to_end(&mut bytes).unwrap();
     bytes
 }
+
+/// Returns whether this process ignores a signal, as under `nohup`. The programs that it starts ignore the signal, too.
+pub fn is_ignored(signal: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim().to_owned();
+    u64::from_str_radix(&mask, 16).unwrap() >> (signal - 1) & 1 == 1
+}
+
+/// Waits until a process has ended and was reaped.
+pub fn await_end_of(pid: &str) {
+    let begun = Instant::now();
+    while fs::exists(format!("/proc/{pid}")).unwrap() {
+        assert!(begun.elapsed() < TIMEOUT, "process {pid} does not end");
+        thread::sleep(Duration::from_millis(1));
+    }
+}

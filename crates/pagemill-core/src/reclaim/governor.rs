@@ -38,8 +38,8 @@ const SHORTEST_FAR_PAUSE: Duration = Duration::from_millis(5);
 /// Longest pause between two samples of the room below the limits.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest pause between two samples of the room below the limits, if a kernel event reports that a group gets near its
-/// limit. Samples are needed nevertheless, because limits may change.
+/// Longest pause between two samples of the room below the limits, while no limit is near and kernel events are set up
+/// that will report when a group gets near its limit. Samples are needed nevertheless, because limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
 /// Maximum of `calm_pause`, which starts at `SHORTEST_PAUSE` and doubles with each sample that finds that other
