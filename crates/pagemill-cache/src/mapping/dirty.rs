@@ -189,7 +189,7 @@ mod tests {
         ((mixed ^ mixed >> 27) % end as u64) as usize
     }
 
-    /// Asserts that the numbers of dirty bytes agree with the words of all folios, and with the marks.
+    /// Asserts that the numbers of dirty bytes agree with the state words of all folios, and with the dirty marks.
     fn assert_counts_agree(cache: &PageCache, files: &[Mapping]) {
         for file in files {
             let (mut dirty, mut marked) = (0, 0);
@@ -244,7 +244,8 @@ mod tests {
     }
 
     /// Runs random operations on two files with a store and one without. After each operation, the numbers of dirty
-    /// bytes, the marks and the words must agree. At the end nothing may be dirty, even after a dirty file was dropped.
+    /// bytes, the dirty marks in the index and the state words of the folios must agree. At the end nothing may be
+    /// dirty, even after a dirty file was dropped.
     #[test]
     fn dirty_counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();

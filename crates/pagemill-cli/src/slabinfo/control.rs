@@ -89,8 +89,8 @@ pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interru
     let wanted = named.into_iter().filter(|cache| options.is_selected(&cache.info));
     let commands: Vec<(&Cache, Action)> = wanted.map(|cache| (cache, Action::Shrink)).collect();
     let text = |results: &[CommandResult]| match options.json {
-        true => process.json(shrunk_json(results)),
-        false => process.title() + &shrunk_text(results, Style::of_output(options.verbose)),
+        true => process.json(shrink_results_json(results)),
+        false => process.title() + &shrink_results_text(results, Style::of_output(options.verbose)),
     };
     run_commands(process, &commands, text, interrupt)
 }
@@ -99,7 +99,7 @@ fn total_freed_bytes(results: &[CommandResult]) -> u64 {
     results.iter().fold(0, |sum, result| sum.saturating_add(result.outcome.shrunk.freed_bytes))
 }
 
-fn shrunk_text(results: &[CommandResult], style: Style) -> String {
+fn shrink_results_text(results: &[CommandResult], style: Style) -> String {
     if results.is_empty() {
         return "  no slab caches\n".to_owned();
     }
@@ -120,7 +120,7 @@ fn shrunk_text(results: &[CommandResult], style: Style) -> String {
     table::aligned_rows(&rows, style, true) + &format!("  {} returned\n", Bytes(total_freed_bytes(results)))
 }
 
-fn shrunk_json(results: &[CommandResult]) -> Value {
+fn shrink_results_json(results: &[CommandResult]) -> Value {
     let caches = results.iter().map(|CommandResult { name, outcome }| {
         let shrunk = &outcome.shrunk;
         json!({

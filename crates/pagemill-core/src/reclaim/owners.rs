@@ -77,7 +77,8 @@ impl RegisteredOwner {
         result.ok()
     }
 
-    /// As [`RegisteredOwner::query`], but without `catch_unwind`: for an owner of Pagemill that reports an amount.
+    /// As [`RegisteredOwner::query`], but without `catch_unwind`. Only for owners that are a part of Pagemill, not for
+    /// those that the program registered, and only to read their amounts.
     #[inline]
     fn query_own<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;

@@ -267,7 +267,7 @@ mod tests {
     const USED_RATIO_PERCENT: u32 = 60;
 
     /// A suspension of defragmentation must end when more than a 64th of the objects has changed, or memory is short.
-    /// At a ratio of 0 no step may run.
+    /// If `defrag_used_ratio` is 0, no step may run.
     #[test]
     fn suspension_ends_when_a_64th_has_changed() {
         let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(USED_RATIO_PERCENT));

@@ -22,7 +22,7 @@ struct NodeRange {
 }
 
 #[derive(Default)]
-/// The nodes of the range that are not in use.
+/// The nodes of a [`NodeRange`] that are not in use.
 struct FreeNodes {
     freed: Vec<usize>,
     /// Number of nodes that were allocated at least once: the first nodes of the range.
