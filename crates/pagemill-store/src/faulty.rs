@@ -60,7 +60,7 @@ pub struct Calls {
     pub writes: u64,
     pub set_sizes: u64,
     pub syncs: u64,
-    /// Number of failed calls. The counts above include these calls.
+    /// Number of failed calls. The counts by kind of call include these calls.
     pub failed: u64,
     /// Number of reads and writes that were interrupted halfway.
     pub shortened: u64,

@@ -4,7 +4,7 @@
 //! observes the limits of the process, of its control groups and of the machine, and returns memory before a limit is
 //! reached.
 //!
-//! | use | start with | |
+//! | use | start with | module |
 //! |---|---|---|
 //! | memory that can be computed again | [`VolatileBuf`], [`VolatileCache`] | [`volatile`] |
 //! | files in memory; files on disk, cached | [`PageCache`] | [`cache`], [`store`] |
@@ -32,7 +32,7 @@
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! A program depends on this crate only, and the examples of all items name no other.
+//! A program depends on this crate only, and the examples of all items use no other crate of Pagemill.
 //!
 //! [`Error`] converts to [`std::io::Error`], which has the original error as its source.
 

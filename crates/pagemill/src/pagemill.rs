@@ -60,8 +60,8 @@ impl Pagemill {
         self.0.account.give_all_back()
     }
 
-    /// Registers an owner of memory in the program. When a limit or pressure needs memory, Pagemill calls the owner to
-    /// return some.
+    /// Registers a shrinker: a component of the program that holds memory and can return it. When a limit or pressure
+    /// needs memory, Pagemill requests some from the shrinker.
     ///
     /// # Errors
     ///

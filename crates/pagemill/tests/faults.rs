@@ -362,7 +362,7 @@ fn slots_return_to_their_node() {
 /// An allocation over the limit must fail with the amounts in the error, and must charge nothing. After all allocations
 /// are freed, a larger allocation within the limit must succeed.
 #[test]
-fn a_failed_allocation_reports_the_numbers() {
+fn a_failed_allocation_reports_the_amounts() {
     let _exclusive = exclusive_test();
     let (pagemill, fallbacks) = (with_limit(16 * MIB), stats::get(Counter::BlocksFallback));
     free(pagemill, allocate(pagemill, MIB));

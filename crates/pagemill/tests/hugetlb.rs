@@ -44,8 +44,8 @@ fn assert_becomes_free(pages: u64) {
 /// Returns the number of reserved huge pages before these tests. The number is read once, before the first test adds
 /// pages.
 fn initially_reserved() -> Result<u64, String> {
-    static FIRST: OnceLock<Result<u64, String>> = OnceLock::new();
-    FIRST.get_or_init(|| read_number("nr_hugepages")).clone()
+    static FIRST_READING: OnceLock<Result<u64, String>> = OnceLock::new();
+    FIRST_READING.get_or_init(|| read_number("nr_hugepages")).clone()
 }
 
 /// Reserves additional huge pages. The field is the number of reserved huge pages before, which is restored on drop.

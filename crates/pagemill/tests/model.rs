@@ -1,7 +1,7 @@
 //! Model tests of the heap and of extents. A test makes random operations and checks all contents after each of them.
 //!
-//! Each run prints its seed, and `PAGEMILL_TEST_SEED` repeats a run. The account is compared with the resident bytes
-//! that the kernel reports.
+//! Each run prints its seed, and `PAGEMILL_TEST_SEED` repeats a run. The charged bytes are compared with the resident
+//! bytes that the kernel reports.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
 use pagemill_core::Error;
@@ -40,8 +40,8 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// Returns a generator and prints its seed. The seed is taken from `PAGEMILL_TEST_SEED`. Without that variable, it
-    /// is new for each run and each `salt`.
+    /// Returns a generator of pseudo-random numbers, and prints its seed. The seed is taken from `PAGEMILL_TEST_SEED`.
+    /// Without that variable, it is new for each run and each `salt`.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));

@@ -630,8 +630,8 @@ fn read_after_free(case: &str) {
 /// A child process reads freed memory of a slab cache. AddressSanitizer must report the read.
 #[test]
 fn asan_reports_uses_of_free_objects() {
-    const CASE: &str = "PAGEMILL_USE_AFTER_FREE";
-    if let Ok(case) = std::env::var(CASE) {
+    const CASE_ENV: &str = "PAGEMILL_USE_AFTER_FREE";
+    if let Ok(case) = std::env::var(CASE_ENV) {
         return read_after_free(&case);
     }
     if !cfg!(asan) {
@@ -640,7 +640,7 @@ fn asan_reports_uses_of_free_objects() {
     }
     for case in ["magazine", "slab", "value", "owner"] {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "asan_reports_uses_of_free_objects", "--nocapture"]).env(CASE, case);
+        child.args(["--exact", "asan_reports_uses_of_free_objects", "--nocapture"]).env(CASE_ENV, case);
         let output = child.output().unwrap();
         let (said, report) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(report.contains("AddressSanitizer: use-after-poison"), "{case}: {said}{report}");

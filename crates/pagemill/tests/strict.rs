@@ -114,8 +114,8 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
 /// Returns the byte at an address. If the read faults, returns [`GOT_SIGBUS`], [`GOT_SIGSEGV`] or [`GOT_WRONG_INFO`].
 /// The first call installs signal handlers of the program.
 fn probe(addr: usize) -> i32 {
-    static HANDLERS: Once = Once::new();
-    HANDLERS.call_once(|| {
+    static INSTALL_HANDLERS: Once = Once::new();
+    INSTALL_HANDLERS.call_once(|| {
         install(libc::SIGBUS, on_signal);
         install(libc::SIGSEGV, on_signal);
     });
@@ -309,12 +309,12 @@ fn guards_of_a_fork_child_are_separate() {
 /// its own thread.
 #[test]
 fn a_signal_handler_does_not_deadlock_with_its_thread() {
-    static READ: AtomicUsize = AtomicUsize::new(0);
-    static ADDR: AtomicUsize = AtomicUsize::new(0);
+    static HANDLER_READ_COUNT: AtomicUsize = AtomicUsize::new(0);
+    static PURGED_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
     extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
         // SAFETY: a signal handler handles a fault of this read.
-        unsafe { load(ADDR.load(Relaxed)) };
-        READ.fetch_add(1, Relaxed);
+        unsafe { load(PURGED_PAGE_ADDR.load(Relaxed)) };
+        HANDLER_READ_COUNT.fetch_add(1, Relaxed);
     }
     let _exclusive = exclusive_test();
     let area = Area::huge(8, 1);
@@ -326,7 +326,7 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     let mut room = vec![0_u8; 128 << 10];
     let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
     let own_stack = change_signal_stack(&nested);
-    ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
+    PURGED_PAGE_ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
     // Another thread sends signals to this thread all the time.
     // SAFETY: the calls have no arguments.
@@ -342,7 +342,7 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
         });
         // Runs at least 300 rounds, and more until the handler has run often enough.
         let mut round = 0;
-        while round < 300 || READ.load(Relaxed) <= 100 {
+        while round < 300 || HANDLER_READ_COUNT.load(Relaxed) <= 100 {
             purge(usize::MAX);
             area.unmark(0, area.pages());
             (0..area.pages()).step_by(64).for_each(|index| area.write(index, 1));
@@ -472,7 +472,7 @@ fn heap_slots_can_be_marked_strictly() {
 /// a signal.
 #[test]
 fn purges_race_with_reads() {
-    const PROBES: usize = 1_000_000;
+    const PROBE_COUNT: usize = 1_000_000;
     let _exclusive = exclusive_test();
     let areas = [Area::plain(64, 1), Area::huge(2, 1), Area::plain(512, 1)];
     let others = [Area::plain(64, 1), Area::huge(1, 1)];
@@ -481,7 +481,7 @@ fn purges_race_with_reads() {
     }
     areas[0].unmark(0, 64);
     let (done, signals) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    while done.load(Relaxed) < PROBES {
+    while done.load(Relaxed) < PROBE_COUNT {
         for (area, how) in areas.iter().zip([How::Full, How::Partial, How::Partial]) {
             mark(area, 0, area.pages(), how);
         }

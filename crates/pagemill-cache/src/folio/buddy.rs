@@ -15,7 +15,7 @@ use std::ops::Range;
 /// Number of possible orders of a run. A run has from 1 page to 512 pages of 4 KiB, which is a block.
 pub(super) const ORDER_COUNT: usize = 10;
 
-/// Marks the end of a list, in place of a frame number.
+/// Marks the end of a free list, in place of a frame number.
 const END_OF_LIST: u32 = u32::MAX;
 
 /// Index of the list of free chunks that are leased to rings. These chunks are allocated first, and are not returned to
@@ -28,7 +28,7 @@ pub(super) struct Buddies {
     first: [u32; ORDER_COUNT + 1],
     /// Number of completely free chunks, leased or not.
     pub free_chunk_count: u32,
-    /// Log2 of the pages of a chunk.
+    /// Log2 of the number of pages of a chunk.
     max_order: u8,
     pub leases: Leases,
 }

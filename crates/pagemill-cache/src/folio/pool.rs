@@ -75,11 +75,11 @@ impl Frame {
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
 pub(crate) struct NewFolio {
-    /// Number of the first page in the pool.
+    /// Number of the folio's first page in the pool.
     pub number: u32,
-    /// Log2 of the number of pages.
+    /// Log2 of the folio's number of pages.
     pub order: u8,
-    /// Whether all bytes of the pages are zero.
+    /// Whether all bytes of the folio are zero.
     pub is_zero: bool,
 }
 
@@ -107,11 +107,11 @@ struct PoolState {
 pub(crate) struct Pool {
     arena: &'static Arena,
     page: PageSize,
-    /// Log2 of the bytes of a page.
+    /// Log2 of the number of bytes of a page.
     page_shift: u32,
     /// Start of the pool's address range.
     base: usize,
-    /// Log2 of the pages of a chunk: the order of a huge folio.
+    /// Log2 of the number of pages of a chunk: the order of a huge folio.
     chunk_order: u8,
     max_chunks: u32,
     /// Whether chunks that become resident later use huge pages.
@@ -204,7 +204,7 @@ impl Pool {
     /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them together, and
     /// [`Pool::return_hugetlb`] removes all of them. In between the pool returns none to the system.
     ///
-    /// Without the feature `hugetlb` the compiler leaves out what depends on it.
+    /// Without the feature `hugetlb` the result is always false, so the compiler removes the code that depends on it.
     pub fn is_hugetlb(&self) -> bool {
         cfg!(feature = "hugetlb") && self.reserve.is_some()
     }
@@ -375,7 +375,7 @@ impl Pool {
         taken.map(|(number, is_zero)| NewFolio { number, order, is_zero })
     }
 
-    /// Allocates up to `most` single pages that are free and have memory. Returns the number allocated.
+    /// Allocates up to `most` single pages that are free and have memory. Returns the number of allocated pages.
     pub fn allocate_free_pages(&self, most: usize, mut taken: impl FnMut(NewFolio)) -> usize {
         self.state.with(|state| {
             let free = std::iter::from_fn(|| state.buddies.allocate(&self.frames, 0));
@@ -385,8 +385,8 @@ impl Pool {
         })
     }
 
-    /// Allocates `pages` consecutive free pages that have memory, and returns the number of the first. Each page is
-    /// *Busy*, and is freed separately.
+    /// Allocates `pages` consecutive free pages that have memory, and returns the number of the first of these pages.
+    /// Each page is *Busy*, and is freed separately.
     pub fn allocate_free_contiguous(&self, pages: u32) -> Option<u32> {
         let order = pages.next_power_of_two().trailing_zeros() as u8;
         if order > self.chunk_order {
@@ -765,8 +765,8 @@ impl Pool {
         unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
     }
 
-    /// Publishes the number of free chunks for threads that read it without the lock, and in the statistics. The caller
-    /// holds the lock.
+    /// Publishes the number of free chunks for threads that read it without the lock `state`, and in the statistics.
+    /// The caller holds this lock.
     fn publish_free_chunks(&self, state: &PoolState) {
         if self.is_lease_end_requested() && !state.buddies.has_leased() {
             self.is_lease_end_requested.store(false, Relaxed);

@@ -472,7 +472,8 @@ mod tests {
         assert_eq!(word.load().kind(), Kind::Free);
     }
 
-    /// A copy must be valid if the folio was frozen meanwhile, and invalid if the folio was held meanwhile.
+    /// A copy of a folio's bytes must be valid if the folio was frozen during the copy, and invalid if the folio was
+    /// held.
     #[test]
     fn versions_show_whether_a_copy_is_valid() {
         let word = Word::new();

@@ -50,9 +50,9 @@ impl Builder {
         }
     }
 
-    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half of it
-    /// and one huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
-    /// The default is a quarter of the machine's memory.
+    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half of the
+    /// limit and one huge folio: some blocks are only partly used, and free blocks are not returned before memory is
+    /// needed. The default is a quarter of the machine's memory.
     pub fn limit(self, bytes: u64) -> Self {
         Self { limit_bytes: Some(bytes), ..self }
     }
@@ -114,16 +114,17 @@ impl Builder {
 
     /// Creates the cache as one of the page caches of the process ([`Caches::of_process`]).
     ///
-    /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
+    /// Cost: address space for the limit, and for 16 bytes of metadata for each page of the limit. Memory becomes
+    /// resident as files are written.
     ///
     /// # Errors
     ///
     /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
     /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
     /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
-    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid shares of dirty pages.
-    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. Errors of
-    /// [`Source::Hugetlb`].
+    /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid percentages of dirty pages.
+    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. With reserved huge pages,
+    /// also the errors of [`Source::Hugetlb`].
     pub fn build(self) -> Result<PageCache> {
         self.build_in(Caches::of_process()?)
     }

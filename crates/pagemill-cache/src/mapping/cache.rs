@@ -282,7 +282,7 @@ pub(crate) struct Inner {
     pub(super) timeout: Option<Duration>,
     /// The eviction order of the cache's folios.
     pub(super) order: &'static Order,
-    /// Whether the order was reset for this cache. Creating the cache's first file with a store resets the order.
+    /// Whether the eviction order was reset for this cache. Creating the cache's first file with a store resets it.
     is_order_started: Guarded<bool>,
     /// Number of files with a store.
     pub(super) stored_files: AtomicU32,
@@ -342,8 +342,8 @@ impl Inner {
         }
     }
 
-    /// Allocates consecutive pages, within the limit. If no free pages fit and the pool has less memory than the limit,
-    /// makes a new chunk resident for them. Returns the number of the first page.
+    /// Allocates consecutive pages, within the limit. If no run of free pages is long enough and the pool has less
+    /// memory than the limit, makes a new chunk resident for them. Returns the number of the first page.
     pub fn allocate_contiguous(&self, pages: u32) -> Option<u32> {
         let bytes = self.folio_bytes(0) * u64::from(pages);
         self.charge(bytes).ok()?;
@@ -411,7 +411,7 @@ impl Inner {
         Ok(taken)
     }
 
-    /// Reverts [`Inner::allocate_replacement`]: frees the folio and ends the charge of the difference.
+    /// Reverts [`Inner::allocate_replacement`]: frees the folio, and ends the charge that the allocation has added.
     pub fn free_replacement(&self, number: u32, order: u8, present_bytes: u64) {
         self.count_freed(order);
         self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
@@ -629,7 +629,7 @@ impl PageCache {
         Ok(file)
     }
 
-    /// Allows or forbids new huge folios. Existing huge folios stay.
+    /// Allows or forbids new huge folios in the cache. Existing huge folios stay.
     pub fn set_huge(&self, is_allowed: bool) {
         self.0.use_huge.store(is_allowed, Relaxed);
         self.0.pool.allow_huge(is_allowed);
@@ -639,12 +639,12 @@ impl PageCache {
         self.0.pool.page()
     }
 
-    /// Returns the bytes of a huge folio: a block, or a page that is larger.
+    /// Returns the size of a huge folio in bytes: that of a block, or that of a page if pages are larger.
     pub fn huge_bytes(&self) -> usize {
         self.0.pool.chunk_bytes()
     }
 
-    /// Returns the bytes of all folios of the cache's files, which the limit bounds.
+    /// Returns the total bytes of all folios of the cache's files. The cache's limit bounds this number.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes.load(Relaxed)
     }

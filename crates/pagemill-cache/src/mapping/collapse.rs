@@ -33,8 +33,9 @@ struct SmallFolios<'file> {
 }
 
 impl Mapping {
-    /// Collapses the small folios around `offset` into one huge folio. Holes between these folios become zeros. Returns
-    /// `false` if the range already has a huge folio, or no folio at all.
+    /// Collapses the small folios around `offset` into one huge folio of `PageCache::huge_bytes` bytes. Holes between
+    /// these folios become zeros. Returns `false` if there is a huge folio already, or if the range that it would cover
+    /// has no folio at all.
     ///
     /// Cost: a copy of the huge folio, during which writers wait.
     ///
@@ -48,7 +49,8 @@ impl Mapping {
 }
 
 impl File {
-    /// As [`Mapping::collapse`], for the range that contains page `index`. Counts a success in `counter`.
+    /// As [`Mapping::collapse`], for the range of a huge folio that contains page `index`. Counts a success in
+    /// `counter`.
     pub(super) fn collapse_at(&self, index: u64, counter: Counter) -> Result<bool> {
         let (order, span) = (self.pool().chunk_order(), self.span_of(index));
         let end = self.size_bytes();
@@ -92,8 +94,8 @@ impl File {
         Ok(true)
     }
 
-    /// Replaces the small folios in the index by the huge one, if the range's index entries are unchanged. Returns
-    /// whether the folios were replaced.
+    /// Replaces the small folios in the index by the huge folio `taken`, if the index entries of their range are
+    /// unchanged. Returns whether the folios were replaced.
     fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, folios.first);
         debug_assert!(first.is_multiple_of(1 << order) && folios.pages == 1 << order);
@@ -149,24 +151,24 @@ impl<'file> SmallFolios<'file> {
         (at > first).then_some(folios)
     }
 
-    /// Returns the index of the first page of the range that has no folio.
+    /// Returns the index of the first page without a folio in the range to collapse.
     fn first_missing(&self) -> Option<u64> {
         let missing = self.numbers[..self.pages].iter().position(|number| *number == NO_FOLIO);
         missing.map(|at| self.first + at as u64)
     }
 
-    /// Returns the total bytes of the small folios.
+    /// Returns the total bytes of the small folios in the range to collapse.
     fn present_bytes(&self) -> u64 {
         self.present().count() as u64 * self.file.page_bytes() as u64
     }
 
-    /// Returns the place in the range and the page number of each small folio.
+    /// Returns each small folio of the range to collapse: its place in the range, and its page number.
     fn present(&self) -> impl Iterator<Item = (usize, u32)> {
         let numbers = self.numbers[..self.pages].iter().copied().enumerate();
         numbers.filter(|(_, number)| *number != NO_FOLIO)
     }
 
-    /// Freezes all small folios of the range. Returns false if one of them is in use.
+    /// Freezes all small folios of the range to collapse. Returns false if one of them is in use.
     fn freeze(&mut self) -> bool {
         debug_assert!(self.frozen == 0 && self.dirty_bytes == 0, "the folios are frozen once");
         for at in 0..self.pages {

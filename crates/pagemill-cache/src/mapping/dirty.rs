@@ -29,7 +29,7 @@ pub(super) struct Dirty {
     pub since_ns: AtomicU64,
     /// Number of write transfers that the store has received and not completed.
     pub in_flight: AtomicU32,
-    /// Number of writeback failures in the lower half, and the last error number in the upper half.
+    /// In the lower half, the file's number of writeback failures; in the upper half, the error number of the last one.
     errors: AtomicU64,
     /// State of the background writeback of the file.
     pub flush: FileFlush,
@@ -51,13 +51,13 @@ impl Dirty {
         self.bytes.load(SeqCst)
     }
 
-    /// Returns the number of writeback failures, and the last error number.
+    /// Returns the file's number of writeback failures, and the error number of the last one.
     pub fn errors(&self) -> (u32, i32) {
         let errors = self.errors.load(SeqCst);
         (errors as u32, (errors >> u32::BITS) as i32)
     }
 
-    /// Returns the last writeback error.
+    /// Returns the file's last writeback error.
     pub fn failure(&self) -> Error {
         Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
     }
@@ -114,7 +114,8 @@ impl File {
         }
     }
 
-    /// Makes a folio dirty that was clean and is about to change. The caller has pinned the folio, and holds the gate.
+    /// Makes a folio dirty that was clean and is about to change. The caller has pinned the folio, and holds the file's
+    /// gate.
     #[cold]
     pub(super) fn make_dirty(&self, place: &Place) {
         if self.dirty.is_some() {

@@ -79,7 +79,7 @@ impl Inner {
         may_scan && self.evict_scan(want_bytes) >= want_bytes
     }
 
-    /// Evicts the candidates of one scan until `want_bytes` are freed. Returns the bytes freed.
+    /// Evicts the candidates of one eviction scan until `want_bytes` are freed. Returns the bytes freed.
     fn evict_scan(&self, want_bytes: u64) -> u64 {
         let (mut scan, mut freed) = (self.order.scan(), 0);
         while freed < want_bytes {
@@ -95,7 +95,7 @@ impl Inner {
         freed
     }
 
-    /// Evicts the candidate of a scan if its folio is clean and not in use. Returns the bytes freed.
+    /// Evicts the candidate of an eviction scan if its folio is clean and not in use. Returns the bytes freed.
     fn evict(&self, candidate: &Candidate) -> u64 {
         let owner = self.pool.owner(candidate.number);
         // The page may belong to a file without a store by now, whose folios are not in the order.

@@ -32,20 +32,21 @@ use std::time::Duration;
 /// Maximum number of bytes that one slice of a file writes.
 const SLICE_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Delay before a file is retried after its first failure.
+/// Delay before the writeback of a file is retried after its first failure.
 const FIRST_RETRY_DELAY_NS: u64 = 100_000_000;
-/// Maximum delay before a file is retried.
+/// Maximum delay before the writeback of a file is retried.
 const MAX_RETRY_DELAY_NS: u64 = 30_000_000_000;
-/// Maximum number of doublings of the delay. Keeps the shift from overflowing.
+/// Maximum number of doublings of the delay before the writeback of a file is retried. The limit keeps the shift from
+/// overflowing.
 const MAX_RETRY_DOUBLINGS: u32 = 16;
 
-/// Delay before a file that is busy, or has writes in flight, is checked again.
+/// Delay before background writeback checks a file again, if the file is busy or has writes in flight.
 const RECHECK_NS: u64 = 100_000_000;
 
-/// Time after which a slice gives up on a store that completes no write.
+/// Time after which a writeback slice gives up on a store that completes no write.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Slices with fewer bytes than this are not used to measure the speed of a store.
+/// Writeback slices with fewer bytes than this are not used to measure the speed of a store.
 const SPEED_SAMPLE_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
@@ -106,22 +107,22 @@ pub(super) struct Balance {
     pub timeout: Duration,
     /// Files with dirty pages, each listed once.
     files: Guarded<Vec<Weak<File>>>,
-    /// Serializes scans of the list. A scan takes the files off the list and puts them back, so a concurrent scan would
-    /// miss files.
+    /// Serializes scans of the list `files`. A scan takes the files off this list and puts them back, so a concurrent
+    /// scan would miss files.
     scan_lock: Lock,
     /// Whether the flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the
     /// thread again.
     is_woken: AtomicBool,
     /// Total bytes that writers made dirty or tried to make dirty.
     pub dirtied_bytes: AtomicU64,
-    /// Total bytes that became clean.
+    /// Total bytes of dirty folios that became clean.
     pub cleaned_bytes: AtomicU64,
     /// Recent time to write back a MiB; 0 before the first measurement.
     pub ns_per_mib: AtomicU64,
 }
 
 impl Balance {
-    /// Computes the limits of a cache that may have up to `limit_bytes`.
+    /// Computes the limits of dirty bytes for a cache that may have up to `limit_bytes`.
     ///
     /// # Errors
     ///
@@ -164,13 +165,13 @@ impl Balance {
 pub(super) struct FileFlush {
     /// Whether the file is in [`Balance`]'s list of files with dirty pages.
     is_listed: AtomicBool,
-    /// Page at which the next slice begins.
+    /// Page at which the file's next writeback slice begins.
     cursor: AtomicU64,
-    /// Time when the current walk over the whole file began.
+    /// Time when the current walk of writeback over the whole file began.
     walk_began_ns: AtomicU64,
-    /// Number of consecutive failed slices.
+    /// Number of consecutive writeback slices of the file that failed.
     failures: AtomicU32,
-    /// Time before which the file is not retried.
+    /// Time before which the writeback of the file is not retried.
     retry_at_ns: AtomicU64,
 }
 
@@ -180,17 +181,17 @@ impl FileFlush {
         self.failures.load(Relaxed) > 0 && self.retry_at_ns.load(Relaxed) > coarse_ns()
     }
 
-    /// Returns whether the last slice ended before the end of the file.
+    /// Returns whether the file's last writeback slice ended before the end of the file.
     pub fn is_midway(&self) -> bool {
         self.cursor.load(Relaxed) > 0
     }
 
-    /// Delays the next slice, because this slice wrote nothing: other threads use the folios.
+    /// Delays the file's next writeback slice, because this slice wrote nothing: other threads use the folios.
     fn delay(&self) {
         self.retry_at_ns.store(coarse_ns() + RECHECK_NS, Relaxed);
     }
 
-    /// Delays the next slice after a failure, each time longer.
+    /// Delays the file's next writeback slice after a failure, each time longer.
     fn delay_longer(&self) {
         let failures = self.failures.fetch_add(1, Relaxed);
         let delay_ns =
@@ -447,7 +448,7 @@ use pagemill_sys::futex::{self, Scope};
 #[cfg(not(shuttle))]
 use pagemill_sys::thread;
 
-/// The thread exits when nothing has been dirty for this time.
+/// The flusher thread exits when no folio has been dirty for this time.
 #[cfg(not(shuttle))]
 const IDLE_NS: u64 = 10_000_000_000;
 

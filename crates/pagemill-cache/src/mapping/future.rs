@@ -8,7 +8,8 @@ use super::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use std::sync::Arc;
 
-/// Maximum number of attempts. A page may be evicted before its task runs, and is then read again.
+/// Maximum number of attempts of a call to read a page. The page may be evicted before its task runs, and is then read
+/// again.
 const MAX_READ_ATTEMPTS: usize = 16;
 
 /// Error if a page is evicted again after each of [`MAX_READ_ATTEMPTS`] reads.

@@ -189,7 +189,7 @@ impl Mapping {
         Self(file, AtomicU32::new(0))
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the file in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.0.size_bytes()
     }

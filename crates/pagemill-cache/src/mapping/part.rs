@@ -1,4 +1,4 @@
-//! Page caches as a part of an instance: what a fork and a measurement do.
+//! Page caches as a part of an `Instance`: what they do at a fork and at a measurement of memory.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
 use super::Caches;
@@ -69,7 +69,7 @@ impl Part for Caches {
         self.users.release();
     }
 
-    /// Marks all caches as inherited, and the background threads as not running.
+    /// In a fork child: marks all caches as inherited, and the background threads as not running.
     unsafe fn begin_child(&self) {
         // SAFETY: the caller's promise.
         unsafe { epoch::begin_child() };

@@ -12,10 +12,10 @@ use pagemill_core::error::{Error, Result};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. For I/O, or for many
-/// reads. A pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still
-/// removes it from the file; its memory stays until the unpin. If the call covers only a part of the folio, that part
-/// is zeroed, and the folio stays in the file.
+/// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. A pin suits I/O and
+/// repeated reads of one folio. A pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the
+/// whole folio still removes it from the file; its memory stays until the unpin. If the call covers only a part of the
+/// folio, that part is zeroed, and the folio stays in the file.
 ///
 /// Other threads may write to the folio at the same time, so its bytes are copied, never borrowed. A fork child must
 /// not use an inherited pin: the memory may not be mapped there (docs/files-behind.md).
@@ -39,11 +39,11 @@ use std::ops::{Deref, DerefMut};
 pub struct Pin<'file> {
     file: &'file File,
     frame: &'static Frame,
-    /// Address of the requested byte.
+    /// Address of the pin's first byte.
     addr: usize,
-    /// Offset of the requested byte in the folio.
+    /// Offset of the pin's first byte in the folio.
     at: u32,
-    /// Length from the requested byte to the end of the folio.
+    /// Length from the pin's first byte to the end of the folio.
     len_bytes: u32,
 }
 
@@ -59,12 +59,12 @@ pub struct Pins<'file> {
 }
 
 impl<'file> Pins<'file> {
-    /// Returns the number of folios.
+    /// Returns the number of pinned folios.
     pub fn len(&self) -> usize {
         usize::from(self.first.is_some()) + self.others.len()
     }
 
-    /// Returns whether the range was empty, or lies behind the end of the file.
+    /// Returns whether there are no pinned folios: the range was empty, or lies behind the end of the file.
     pub fn is_empty(&self) -> bool {
         self.first.is_none()
     }
@@ -272,12 +272,12 @@ impl File {
 }
 
 impl Pin<'_> {
-    /// Returns the number of bytes from the requested one to the end of the folio.
+    /// Returns the number of bytes from the pin's first byte to the end of the folio.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes as usize
     }
 
-    /// Copies bytes out, starting `at` bytes behind the requested byte.
+    /// Copies bytes of the folio to `to`, starting `at` bytes behind the pin's first byte.
     ///
     /// # Panics
     ///
@@ -287,7 +287,8 @@ impl Pin<'_> {
         self.file.pool().copy_out(self.number(), self.at as usize + at, to);
     }
 
-    /// Copies bytes in, starting `at` bytes behind the requested byte. The range must not exceed the end of the file.
+    /// Copies `from` into the folio, starting `at` bytes behind the pin's first byte. The range must not exceed the end
+    /// of the file.
     ///
     /// # Errors
     ///
@@ -319,7 +320,7 @@ impl Pin<'_> {
         Ok(())
     }
 
-    /// Returns the eight bytes that start `at` bytes behind the requested byte, as a little-endian number.
+    /// Returns the eight bytes that start `at` bytes behind the pin's first byte, as a little-endian number.
     ///
     /// # Panics
     ///

@@ -36,7 +36,7 @@ pub struct Ask {
     pub read_bytes: u64,
 }
 
-/// The decision of a policy.
+/// The decision of a policy about the folio size for a range.
 ///
 /// Example: [`Policy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,9 +91,9 @@ const LARGE_FILE_SPANS: u64 = 2;
 const DENSE_FRACTION: (u64, u64) = (7, 8);
 
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
-/// half of the range, or if a large file is written sequentially. A small file, or one with scattered writes, gets
-/// small folios until its ranges are dense. So does a write to a range of which the store has other bytes, because a huge
-/// folio would first have to read them.
+/// half of the range that the folio covers, or if a large file is written sequentially. A small file, or one with
+/// scattered writes, gets small folios until its ranges are dense. So does a write to a range of which the store has
+/// other bytes, because a huge folio would first have to read them.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]

@@ -45,14 +45,14 @@ impl Mapping {
 enum Hole {
     /// This many bytes were read as zeros.
     Zeros(usize),
-    /// This call created a folio there.
+    /// This call has created a folio for the page.
     Filled,
     /// Another thread created the folio, or the folio was read together with others. Its first use is not recorded yet.
     FilledByOther,
 }
 
 impl File {
-    /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes.
+    /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes read.
     #[inline]
     pub(super) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let index = self.index_of(offset);

@@ -251,7 +251,7 @@ fn run_two_threads(first: usize, then: usize) {
 }
 
 /// Runs `run` in random schedules, and in `times` as many schedules with few preemptions (PCT). With `times` 0, runs a
-/// quarter of both. Returns the number of random schedules.
+/// quarter of the schedules of both kinds. Returns the number of random schedules.
 ///
 /// One test runs at a time. All tests share one arena, and under shuttle the locks of the arena work only between
 /// threads of one test. A thread that waits for a thread that the system has preempted would make any number of steps.

@@ -87,7 +87,7 @@ impl Caches {
         Ok(at)
     }
 
-    /// Creates a pool of `max_bytes` and adds it to the list. Returns its index.
+    /// Creates a pool of `max_bytes` and adds it to the list of pools. Returns its index there.
     fn new_pool(&self, users: &mut Pools, settings: &Builder, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
         if users.len() == MAX_CACHES {
             return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
@@ -106,7 +106,7 @@ impl Caches {
 }
 
 /// Returns the size of a pool of ordinary memory. The size is a power of two, so that similar caches can reuse the
-/// addresses. The size is at least 1.5 times the limit, because not all chunks are filled completely.
+/// addresses. The size is at least 1.5 times the cache's limit, because not all chunks are filled completely.
 fn ordinary_bytes(settings: &Builder) -> Result<u64> {
     let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
     let wanted = settings.limit_bytes().saturating_add(settings.limit_bytes() / 2).max(2 * chunk_bytes);

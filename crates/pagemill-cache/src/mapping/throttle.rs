@@ -18,14 +18,14 @@ use std::time::Duration;
 /// Number of bytes that a waiting writer writes back at a time.
 const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// Above `free_bytes`, one writer pauses each time that writers have made this number of bytes dirty. The number is
-/// small enough that no pause is long, and large enough that a pause is a real sleep.
+/// While more than `free_bytes` are dirty, one writer pauses each time that writers have made this number of bytes
+/// dirty. The number is small enough that no pause is long, and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
 /// Maximum length of one pause.
 const MAX_PAUSE: Duration = Duration::from_millis(200);
 
-/// Interval of checks whether other threads made progress.
+/// Interval of checks whether other threads made progress with writeback.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Balance {

@@ -25,7 +25,7 @@ pub enum Holder {
     SpareNodes,
 }
 
-/// Memory use of one cache in bytes. The fields from `huge` to `index` add up to its memory.
+/// Memory use of one cache in bytes. The fields from `huge` to `index` add up to the cache's memory.
 ///
 /// ```
 /// use pagemill::PageCache;
@@ -84,11 +84,11 @@ impl Usage {
     }
 }
 
-/// A time limit of a walk. Reads the clock only at some of its checks.
+/// A time limit of a walk over pages or files. Reads the clock only at some of its checks.
 struct Deadline {
     /// Time on the fine clock at which the limit is reached. `None`: no limit.
     ns: Option<u64>,
-    /// Number of checks so far.
+    /// Number of checks of the limit so far.
     checks: u32,
     is_over: bool,
 }

@@ -127,8 +127,8 @@ impl Worker {
         }
     }
 
-    /// Takes up to `steps` ranges from the queue. Collapses a range if the policy chooses a huge folio for it.
-    /// Returns the number of new huge folios.
+    /// Takes up to `steps` ranges from the queue of ranges to collapse. Collapses a range if the policy chooses a huge
+    /// folio for it. Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
         for _ in 0..steps {

@@ -18,7 +18,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// If nothing was written: [`pagemill_core::Error::NoMemory`] over the limit, with the numbers.
+    /// If nothing was written: [`pagemill_core::Error::NoMemory`] over the limit; the error contains the amounts.
     /// [`pagemill_core::Error::BadOffset`] past 2^63, [`pagemill_core::Error::FileTooLarge`].
     /// [`pagemill_core::Error::Busy`] if a folio is held for a second. [`pagemill_core::Error::Store`], also if too
     /// much is dirty and the store fails or does not complete writes ([`super::Writeback`]).

@@ -35,7 +35,7 @@ const MAX_BYTES_IN_FLIGHT: u64 = 16 * BLOCK_BYTES as u64;
 /// Number of runs that are passed to the store at a time. One call for each run would cost too much, and one call for
 /// all runs would leave the device idle until then.
 const BATCH_RUNS: usize = 8;
-/// Number of bytes that are passed to the store at a time.
+/// Number of bytes of dirty folios that are passed to the store at a time.
 const BATCH_BYTES: u64 = MAX_BYTES_IN_FLIGHT / 4;
 
 /// Maximum length of a run of small folios. A device writes a few large transfers faster than many small ones.
@@ -44,7 +44,7 @@ const MAX_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 /// Interval of wakeups in a wait without a time limit.
 const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The name of the operation in errors of the store.
+/// The name of the operation in errors of a store during writeback.
 const WRITEBACK_OPERATION: &str = "writing a file back";
 
 /// Why a file is written back.
@@ -117,13 +117,13 @@ struct WalkState {
 /// The runs of a walk that are in flight, and their results.
 #[derive(Default)]
 struct WalkProgress {
-    /// Number of runs in flight.
+    /// Number of runs (transfers of adjacent folios) in flight.
     runs: usize,
-    /// Number of bytes in flight.
+    /// Number of bytes that these runs have in flight.
     bytes: u64,
     /// The walk sleeps until at most this many runs and bytes are in flight.
     awaited: (usize, u64),
-    /// Number of runs that have ended.
+    /// Number of runs (transfers of adjacent folios) that have ended.
     ended: u64,
     written_bytes: u64,
     /// Whether a folio was written but is dirty nevertheless.
@@ -140,7 +140,7 @@ impl WalkProgress {
 }
 
 impl WalkState {
-    /// Locks the progress. The lock is held for a few instructions only, without callbacks.
+    /// Locks the progress of the walk. The lock is held for a few instructions only, without callbacks.
     fn state(&self) -> MutexGuard<'_, WalkProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

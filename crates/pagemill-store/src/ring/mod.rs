@@ -51,7 +51,7 @@ use tables::MEMORY_TABLE_LEN;
 /// Maximum of [`Settings::depth`]; a ring uses this value in place of larger ones.
 const MAX_DEPTH: u32 = 4096;
 
-/// The kind of backend that does the transfers.
+/// The kind of backend that does the transfers of a ring.
 ///
 /// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

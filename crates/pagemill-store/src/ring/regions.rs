@@ -33,7 +33,7 @@ pub(super) struct Region {
 
 /// The registered memory of one ring.
 pub(super) struct Regions {
-    /// Sorted by address; regions do not overlap.
+    /// The regions, sorted by address. They do not overlap.
     regions: Vec<Region>,
     /// Free indexes of the kernel's table.
     free: Vec<u16>,

@@ -109,9 +109,9 @@ impl<B: Buffer> Ring<B> {
     ///
     /// # Errors
     ///
-    /// Returns the memory with the error. Transfers also work without registration. `ENOMEM` over the limit. `EINVAL`
-    /// if the memory overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is not
-    /// equal to it. `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
+    /// Returns the memory with the error. Transfers also work without registration. `ENOMEM` over `RLIMIT_MEMLOCK`.
+    /// `EINVAL` if the memory overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is
+    /// not equal to it. `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
     pub fn register(&mut self, memory: Box<dyn Buffer>) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
         if let Err(error) = self.check_process() {
             return Err((error, memory));

@@ -38,7 +38,7 @@ struct ThreadJob {
 }
 
 impl ThreadJob {
-    /// Adds the job's completion to the queue, and wakes the thread of the ring.
+    /// Adds the job's completion to the ring's completion queue, and wakes the thread of the ring.
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
         self.completions.handle.waker.wake();

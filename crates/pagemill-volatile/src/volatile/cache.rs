@@ -209,7 +209,7 @@ struct ShardCounts {
 }
 
 impl<K, V: Blob> VolatileCache<K, V> {
-    /// Returns what the lookups found since the cache was created.
+    /// Returns the number of lookups since the cache was created, by result.
     ///
     /// ```
     /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;

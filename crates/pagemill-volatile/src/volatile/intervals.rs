@@ -43,9 +43,9 @@ pub(super) struct Intervals<T> {
     leaves: usize,
     /// Number of leaves created so far, in use or free.
     leaf_numbers: usize,
-    /// Number of intervals.
+    /// Number of intervals in the map.
     count: usize,
-    /// Sum of the lengths of all intervals.
+    /// Sum of the lengths of all intervals in the map.
     bytes: u64,
 }
 
@@ -79,13 +79,13 @@ impl<T: Copy> Intervals<T> {
         Self { directory, entries, leaves: 0, leaf_numbers: 0, count: 0, bytes: 0 }
     }
 
-    /// Number of intervals.
+    /// Number of intervals in the map.
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
-    /// Sum of the lengths of all intervals.
+    /// Sum of the lengths of all intervals in the map.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -356,7 +356,7 @@ impl<U> SparseArray<U> {
         Ok(())
     }
 
-    /// Length of the reservation in bytes.
+    /// Returns the length of the reserved address space in bytes.
     fn max_bytes(&self) -> usize {
         (self.max_len * size_of::<U>()).next_multiple_of(OPEN_STEP_BYTES)
     }

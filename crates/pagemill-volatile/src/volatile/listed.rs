@@ -5,7 +5,7 @@ use super::word::{RangePhase, ticks_since};
 use super::{Ranges, current_epoch};
 use std::sync::atomic::Ordering::Acquire;
 
-/// How a range was created.
+/// How a volatile range was created.
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum RangeKind {
     Marked,
 }
 
-/// The state of a range.
+/// The state of a volatile range.
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl Listed {
     };
 }
 
-/// The result of copying one part of a list.
+/// The result of copying one part of a list of volatile ranges.
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -26,7 +26,7 @@ pub(super) struct Mark {
     pub is_empty: bool,
     /// Whether the interval is claimed by a purge or by a thread that removes its guards.
     pub is_purging: bool,
-    /// Whether purged pages get guards.
+    /// Whether purged pages get guards, which make accesses raise a signal.
     pub is_strict: bool,
     /// Whether some pages have guards.
     pub is_guarded: bool,
@@ -111,7 +111,7 @@ impl MarkTable {
         }
     }
 
-    /// As [`Intervals::cut`]; also updates the sums.
+    /// As [`Intervals::cut`]; also updates the sums of marked bytes.
     pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, Mark)) -> Result<u64> {
         let mut removed_sums = Sums::default();
         let bytes = self.marks.cut(range, |part, mark| {
@@ -122,7 +122,7 @@ impl MarkTable {
         Ok(bytes)
     }
 
-    /// Returns whether any part of the range is claimed.
+    /// Returns whether a purge or a removal of guards has claimed any part of the range.
     pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
         let mut is_busy = false;
         if self.claimed > 0 {
@@ -171,7 +171,7 @@ impl MarkTable {
         Ok(())
     }
 
-    /// As [`Intervals::insert`]; also updates the sums.
+    /// As [`Intervals::insert`]; also updates the sums of marked bytes.
     pub fn insert(&mut self, range: Range<usize>, mark: Mark) -> Result<()> {
         self.marks.insert(range.clone(), mark)?;
         self.sums.add(Sums::of(&self.own, self.generation, &range, &mark));

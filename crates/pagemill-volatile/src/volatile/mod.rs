@@ -75,7 +75,7 @@ const MAX_PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
 /// Number of size classes of ranges in packs: the powers of two from 4 KiB to 1 MiB.
 const PACK_CLASSES: usize = 9;
-/// Size of the ranges of the smallest size class.
+/// Size of a range in a pack, in the smallest size class.
 const MIN_CLASS_BYTES: usize = MAX_PACKED_BYTES >> (PACK_CLASSES - 1);
 
 /// Value of [`RangeEntry::class`] for a range that has a slot of the heap.
@@ -89,8 +89,8 @@ const SHARDS: usize = 64;
 /// range may not be accessed soon.
 const MAX_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Number of new entries that a shard gets at a time (64 KiB). The number is small in shuttle tests, which take long
-/// for each entry that a purge visits.
+/// Number of new entries that a shard gets at a time. Together they take 64 KiB. The number is small in shuttle tests,
+/// which take long for each entry that a purge visits.
 const ENTRIES_PER_RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
 /// Returns the index of this thread's shard. The shard depends on the thread, not on the CPU, because the thread that
@@ -137,7 +137,7 @@ pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
     entries: Table<RangeEntry>,
-    /// Number of entries created so far.
+    /// Number of range entries created so far.
     count: AtomicU32,
     /// Heads of the free lists, by shard and class. The last class is that of entries without memory. Protected by
     /// `free_lists_lock`.
@@ -394,7 +394,7 @@ impl Ranges {
         self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
     }
 
-    /// Acquires the locks, so that a fork copies consistent entries and lists.
+    /// Acquires the locks of the ranges, so that a fork copies consistent entries and lists.
     pub fn acquire_for_fork(&self) {
         self.purger.lock.acquire();
         self.free_lists_lock.acquire();

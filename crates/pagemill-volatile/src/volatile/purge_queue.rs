@@ -15,7 +15,7 @@ pub(super) const QUEUE_LENGTH: usize = 512;
 pub(super) struct PurgeQueue {
     /// For each queued range: the key that identifies the range, and the epoch of its mark.
     entries: [(AtomicU64, AtomicU32); QUEUE_LENGTH],
-    /// The ranges in `entries[next..end]` are not purged yet.
+    /// Index of the next range to purge: those in `entries[next..end]` are not purged yet.
     next: AtomicUsize,
     /// Number of ranges that the last walk has stored in `entries`.
     end: AtomicUsize,

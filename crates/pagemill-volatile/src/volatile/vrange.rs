@@ -363,7 +363,7 @@ impl Vranges {
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
-    /// Waits until no marked memory is claimed, and acquires the locks.
+    /// Waits until no marked memory is claimed, and acquires the locks of the marks.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.

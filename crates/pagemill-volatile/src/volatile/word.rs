@@ -54,7 +54,7 @@ const EPOCH_SHIFT: u32 = 40;
 /// After a purge that a thread waited for, no purge can claim the range again for this many ticks.
 const GRACE_TICKS: u32 = 2;
 
-/// Number of bits of an epoch.
+/// Number of bits of an epoch in a state word.
 const EPOCH_BITS: u32 = u64::BITS - EPOCH_SHIFT;
 
 /// Converts a time in nanoseconds to an epoch: a number of ticks of 2^22 ns (4.2 ms), which wraps after 19 hours.
@@ -135,7 +135,7 @@ impl SeenWord {
 pub(crate) enum Refused {
     /// A purge has claimed the range. The caller can wait and try again.
     Purging,
-    /// The operation is not possible in the contained phase.
+    /// The range is in this phase, which does not allow the operation.
     RangePhase(RangePhase),
     /// The range has the maximum number of pins.
     Pins,
@@ -174,7 +174,7 @@ impl RangeWord {
         }
     }
 
-    /// Changes *Free* to *Held*, for a new owner.
+    /// Changes the range's phase from *Free* to *Held*, for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED_BIT, ())),
@@ -182,8 +182,8 @@ impl RangeWord {
         })
     }
 
-    /// Changes *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says whether the range
-    /// keeps its memory. Removes pins that were leaked.
+    /// Changes the range's phase from *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says
+    /// whether the range keeps its memory. Removes pins that were leaked.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
@@ -195,7 +195,7 @@ impl RangeWord {
         })
     }
 
-    /// Changes *Held* to *Volatile*. The range counts as marked at `epoch`.
+    /// Changes the range's phase from *Held* to *Volatile*. The range counts as marked at `epoch`.
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
@@ -206,9 +206,9 @@ impl RangeWord {
         })
     }
 
-    /// Changes *Volatile* to *Held*. Returns whether bytes were lost. If bytes were lost, `unmark` also pins the range,
-    /// so that the caller can read `kept_bytes` before another thread marks the range again. The caller must then call
-    /// [`RangeWord::unpin`].
+    /// Changes the range's phase from *Volatile* to *Held*. Returns whether bytes were lost. If bytes were lost,
+    /// `unmark` also pins the range, so that the caller can read `kept_bytes` before another thread marks the range
+    /// again. The caller must then call [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
@@ -364,7 +364,7 @@ mod tests {
         assert!(word.load().phase() == RangePhase::Free && !word.load().is_claimable(4));
     }
 
-    /// Ages must be correct when the epoch wraps.
+    /// The ages of marks must be correct when the epoch wraps.
     #[test]
     fn ages_are_correct_when_epochs_wrap() {
         assert_eq!(age(5, 3), 2);

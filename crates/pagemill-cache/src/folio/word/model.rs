@@ -257,8 +257,8 @@ impl WordAndModel {
     }
 }
 
-/// Every operation must change exactly the fields that its documentation names. The test runs 30,000 random operations,
-/// starting with a version that is about to wrap around.
+/// Every operation on a state word must change exactly the fields that its documentation names. The test runs 30,000
+/// random operations, starting with a version that is about to wrap around.
 #[test]
 fn operations_change_exactly_the_documented_fields() {
     let version = u32::MAX - 20;
@@ -273,7 +273,7 @@ fn operations_change_exactly_the_documented_fields() {
 
 /// A [`State`] must report the kind, the order and the version from which it was created.
 #[test]
-fn a_state_reports_the_fields_it_was_made_of() {
+fn a_state_reports_the_fields_it_was_created_from() {
     for kind in ALL_KINDS {
         for order in 0..16 {
             let state = State::new(kind, order, 0xF123_4567);

@@ -71,7 +71,7 @@ const SHARE_STEP_PAGES: u64 = 2;
 /// eviction.
 const CLOCK_HAND_RATIO: u64 = 3;
 
-/// Number of steps of an eviction scan for which the lock is held at a time.
+/// Number of steps of an eviction scan for which the order's lock is held at a time.
 const STEPS_PER_LOCK: u32 = 64;
 
 /// Deferred folios (dirty or in use when the scan reached them) are scanned again once `1 / DEFERRED_DIVISOR` of the
@@ -213,9 +213,9 @@ pub struct Candidate {
 /// Example: [`Folios`].
 pub struct Order {
     links: Links,
-    /// Number of pages whose links are committed. Changed under the lock `opening`.
+    /// Number of pages whose links in the queues are committed. Changed under the lock `opening`.
     opened_pages: AtomicUsize,
-    /// Lock of the thread that commits links.
+    /// Lock that a thread holds while it commits links of the queues.
     opening: Lock,
     /// Maximum number of pages of the cache.
     most_pages: usize,
@@ -223,10 +223,10 @@ pub struct Order {
     state: Guarded<QueueState>,
 }
 
-/// The part of the order's state that the lock protects.
+/// The part of an eviction order's state that its lock protects.
 struct QueueState {
     queues: Queues,
-    /// Share of the new part in the cache, in units of 2^-32.
+    /// Target share of the new part (probation and small queue) in the cache, in units of 2^-32.
     share: u64,
     /// Used pages that the clock hand passed in the main queue, beyond the number that returning folios allow
     /// ([`CLOCK_HAND_RATIO`]).
@@ -237,7 +237,7 @@ struct QueueState {
     rescan_pages: [u64; 2],
 }
 
-/// Result of one step of a scan.
+/// Result of one step of an eviction scan.
 enum ScanStep {
     Found(Candidate),
     /// The scan continues.
@@ -247,7 +247,7 @@ enum ScanStep {
 }
 
 impl Order {
-    /// Creates the order of a cache of up to `most_pages`. Reserves addresses, and commits no memory.
+    /// Creates the eviction order of a cache of up to `most_pages`. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
@@ -263,9 +263,10 @@ impl Order {
         })
     }
 
-    /// Resets the order for a cache of up to `pages` pages. All folios of the previous cache must have been freed.
+    /// Resets the eviction order for a cache of up to `pages` pages. All folios of the previous cache must have been
+    /// freed.
     ///
-    /// Cost: one step for each folio that is still linked.
+    /// Cost: one step for each folio that is still linked in a queue.
     pub fn begin(&self, pages: u64) {
         self.ghosts.open(pages);
         self.state.with(|state| {
@@ -386,7 +387,7 @@ pub struct EvictScan<'order> {
 }
 
 impl EvictScan<'_> {
-    /// Returns the next candidate, or `None` if there is none.
+    /// Returns the next candidate for eviction, or `None` if the scan finds none.
     pub fn next(&mut self, folios: &impl Folios) -> Option<Candidate> {
         loop {
             let links = &self.order.links;
@@ -430,7 +431,7 @@ impl QueueState {
             .sum()
     }
 
-    /// Returns the target size of the new part, in pages.
+    /// Returns the target size of the new part (probation and small queue), in pages.
     fn target(&self) -> u64 {
         (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(FULL_SHARE)) as u64
     }
@@ -493,7 +494,7 @@ impl QueueState {
         queues.iter().copied().find(|queue| !self.queues.is_empty(*queue))
     }
 
-    /// Scans one folio: returns it as candidate, or moves it to another queue.
+    /// Scans one folio: returns it as a candidate for eviction, or moves it to another queue.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         debug_assert!(self.new_pages() <= self.queues.total());
         let is_new_large = self.new_pages() >= self.target().max(1);

@@ -1,9 +1,8 @@
 //! Shuttle tests of whole ranges: threads use, purge and allocate ranges in random interleavings.
 //!
-//! Loom tests run_in_many_schedules every interleaving of a state word's operations. The tests here run whole
-//! operations on real memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
-//! `SHUTTLE_RANDOM_SEED` repeats a sequence of executions. A failure may end in an abort, so run these tests with
-//! `--nocapture`.
+//! Loom tests run every interleaving of a state word's operations. The tests here run whole operations on real memory,
+//! in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and `SHUTTLE_RANDOM_SEED`
+//! repeats a sequence of executions. A failure may end in an abort, so run these tests with `--nocapture`.
 #![allow(unsafe_code)] // drops the objects of an execution, reads bytes
 
 mod handles;
@@ -34,7 +33,7 @@ const PCT_DEPTH: usize = 4;
 /// Maximum number of steps of one execution of a test. A longer execution waits for an event that never happens.
 const MAX_STEPS: usize = 300_000;
 
-/// An object with a `'static` reference that is dropped at the end of an execution.
+/// An object with a `'static` reference that is dropped at the end of an execution of a test.
 struct Owned<T>(*mut T);
 
 impl<T> Owned<T> {
@@ -53,7 +52,7 @@ impl<T> Owned<T> {
     }
 }
 
-/// The shrinkers of one execution.
+/// The shrinkers of one execution of a test.
 #[derive(Clone, Copy)]
 struct Fixture {
     heap: &'static Heap,

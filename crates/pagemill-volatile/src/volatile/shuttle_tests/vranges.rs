@@ -142,7 +142,8 @@ impl UserArea {
     }
 }
 
-/// Asserts that the sums agree with the marks, that no piece is claimed, and that no thread waits for a piece.
+/// Asserts that the sums of marked bytes agree with the marks, that no piece is claimed, and that no thread waits for a
+/// piece.
 fn check_state(vranges: &Vranges) {
     vranges.table.with(|table| {
         assert_eq!((table.claimed, table.waiting), (0, 0));
