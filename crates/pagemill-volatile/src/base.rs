@@ -8,8 +8,8 @@ use pagemill_core::error::Result;
 use pagemill_core::instance::{Instance, Part, PartOfProcess, Product};
 use pagemill_heap::Heap;
 
-/// The heap and the volatile ranges of an instance. The preload library creates one `Base`, and so does every program
-/// with volatile ranges of its own.
+/// The heap and the volatile ranges of a Pagemill instance. The preload library creates one `Base`, and so does every
+/// program with volatile ranges of its own.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;

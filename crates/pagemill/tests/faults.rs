@@ -68,7 +68,7 @@ fn purge(pagemill: &Testbed) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-/// Measures overcommitted memory, so that it is charged. Returns the charged bytes of the account.
+/// Measures overcommitted memory, so that it is charged. Returns the number of charged bytes.
 fn charge_of(pagemill: &Testbed) -> u64 {
     pagemill.account.reconcile();
     pagemill.account.resident()
@@ -688,8 +688,8 @@ fn a_fork_child_leaves_the_parent_alone() {
     }
 }
 
-/// A fork child frees inherited memory, purges, and allocates again. Its account must charge nothing at first and after
-/// the purge. Then it must charge all bytes that the child wrote.
+/// A fork child frees inherited memory, purges, and allocates again. No bytes may be charged to the child at first and
+/// after the purge. Then all bytes that it wrote must be charged.
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();

@@ -201,9 +201,9 @@ struct HeapModel {
     pagemill: &'static Testbed,
     random: Random,
     live: BTreeMap<usize, LiveAllocation>,
-    /// The end of the highest allocation so far, as an offset in the heap.
+    /// Address at which the highest allocation so far ends.
     highest_end: usize,
-    /// The limit of the account in bytes.
+    /// The memory limit in bytes.
     limit: u64,
     /// Number of requests that the heap has refused.
     refusals: usize,
@@ -360,8 +360,8 @@ impl HeapModel {
         }
     }
 
-    /// Asserts that the account charges at least all bytes that were written, and at most the bytes that the kernel
-    /// reports as resident.
+    /// Asserts that at least all bytes that were written are charged, and at most the bytes that the kernel reports as
+    /// resident.
     fn compare_with_kernel(&self, step: usize) {
         self.pagemill.account.reconcile();
         let charged = self.pagemill.account.resident();

@@ -439,8 +439,8 @@ fn purges_race_with_locking() {
     });
 }
 
-/// Slots of the heap are marked as strictly volatile and purged. They must behave like other memory, and the account
-/// must stay correct.
+/// Slots of the heap are marked as strictly volatile and purged. They must behave like other memory, and the number of
+/// charged bytes must stay correct.
 #[test]
 fn heap_slots_can_be_marked_strictly() {
     let _exclusive = exclusive_test();

@@ -375,8 +375,8 @@ fn the_helper_thread_wakes_for_the_first_range() {
     }
 }
 
-/// An allocation would exceed the limit of the account while ranges are volatile. The account must purge ranges, and
-/// the allocation must succeed.
+/// An allocation would exceed the memory limit while ranges are volatile. Ranges must be purged, and the allocation
+/// must succeed.
 #[test]
 fn volatile_ranges_are_purged_over_a_limit() {
     let limited = Testbed::new(pagemill_core::arena::Layout::for_test(), 64 << 20).unwrap();

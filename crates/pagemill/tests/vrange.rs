@@ -291,7 +291,7 @@ fn protected_and_unmapped_ranges_are_not_purged() {
     });
 }
 
-/// When heap slots are marked volatile and purged, the account must discharge their memory.
+/// When heap slots are marked volatile and purged, their memory must be discharged.
 #[test]
 fn purged_heap_slots_are_discharged() {
     let _exclusive = exclusive_test();

@@ -44,19 +44,19 @@ pub(crate) enum Kind {
 /// All kinds of pages, in the order of their numbers in a state word.
 const ALL_KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
-/// Mask of the field with the [`Kind`].
+/// Mask of the field of a state word with the [`Kind`].
 const KIND_MASK: u64 = 7;
-/// Position of the field with the folio's order, which is log2 of its pages.
+/// Position of the field of a state word with the folio's order, which is log2 of its pages.
 const ORDER_SHIFT: u32 = 3;
-/// Mask of the order, after the word was shifted by [`ORDER_SHIFT`].
+/// Mask of the order, after the state word was shifted by [`ORDER_SHIFT`].
 const ORDER_MASK: u64 = 0xF;
-/// Bit: the folio is never split.
+/// Bit of a state word: the folio is never split.
 const UNSPLITTABLE_BIT: u64 = 1 << 7;
-/// Bit: the folio was changed since it was written to its store.
+/// Bit of a state word: the folio was changed since it was written to its store.
 const DIRTY_BIT: u64 = 1 << 8;
 /// Position of the field with the use count: uses that the eviction scan has not subtracted yet, at most [`MAX_USES`].
 const USE_COUNT_SHIFT: u32 = 9;
-/// Mask of the use count, after the word was shifted by [`USE_COUNT_SHIFT`].
+/// Mask of the use count, after the state word was shifted by [`USE_COUNT_SHIFT`].
 const USE_COUNT_MASK: u64 = 3;
 /// Maximum of a folio's use count.
 const MAX_USES: u64 = 2;
@@ -67,13 +67,13 @@ const PREFETCHED_BIT: u64 = ZERO_BIT;
 const READAHEAD_VALUE: u64 = 1 << USE_COUNT_SHIFT;
 /// Bit of free pages: all bytes of the run are zero.
 const ZERO_BIT: u64 = 1 << 11;
-/// Position of the field with the pin count.
+/// Position of the field of a state word with the pin count.
 const PIN_SHIFT: u32 = 12;
-/// The value that one pin adds to the word.
+/// The value that one pin adds to a state word.
 const ONE_PIN: u64 = 1 << PIN_SHIFT;
-/// Mask of the pin count, after the word was shifted by [`PIN_SHIFT`].
+/// Mask of the pin count, after the state word was shifted by [`PIN_SHIFT`].
 const PIN_MASK: u64 = 0xF_FFFF;
-/// Position of the field with the version.
+/// Position of the field of a state word with the version.
 const VERSION_SHIFT: u32 = 32;
 
 /// Value of the pin count of a busy or frozen folio that was removed from its file. The thread that ends the hold or
@@ -604,8 +604,8 @@ mod loom_tests {
         });
     }
 
-    /// One thread holds a folio while another thread pins it. Hold and pin must exclude each other. A thread that pins
-    /// the folio after the hold must see the holder's writes.
+    /// One thread holds a folio while another thread pins it. A folio must never be held and pinned at the same time. A
+    /// thread that pins the folio after the hold must see the holder's writes.
     #[test]
     fn hold_and_pin_exclude_each_other() {
         loom::model(|| {

@@ -12,17 +12,17 @@ use pagemill_core::trace::Event;
 /// Maximum number of pages of a huge folio.
 const MAX_FOLIO_PAGES: usize = 512;
 
-/// Value in place of a page number for a page of the range that has no folio.
+/// Value in place of a page number for a page without a folio in the range to collapse.
 const NO_FOLIO: u32 = u32::MAX;
 
 /// The small folios of a range that is about to be collapsed. They are frozen during the copy.
 struct SmallFolios<'file> {
     file: &'file File,
-    /// Index of the range's first page in the file.
+    /// Index in the file of the first page of the range to collapse.
     first: u64,
     /// The page number of the folio at each page of the range; [`NO_FOLIO`] if the file has no folio there.
     numbers: [u32; MAX_FOLIO_PAGES],
-    /// Number of pages of the range.
+    /// Number of pages of the range to collapse.
     pages: usize,
     /// Number of leading pages of the range whose folios are frozen.
     frozen: usize,

@@ -20,7 +20,7 @@ pub(super) struct SharedGate<'gate>(&'gate Gate);
 pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {
-    /// Holds the gate shared. Waits while a thread holds the gate exclusively.
+    /// Takes the file's gate (its lock) shared. Waits while a thread holds the gate exclusively.
     #[inline]
     pub fn shared(&self) -> SharedGate<'_> {
         if self.0.fetch_add(1, Acquire) & EXCLUSIVE != 0 {
@@ -44,7 +44,7 @@ impl Gate {
         }
     }
 
-    /// Takes the gate exclusively. Waits for shared holders, each of which copies one folio at most.
+    /// Takes the file's gate (its lock) exclusively. Waits for shared holders, each of which copies one folio at most.
     pub fn exclusive(&self) -> ExclusiveGate<'_> {
         let mut backoff = Backoff::new();
         loop {

@@ -131,7 +131,7 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::Busy`] if the folio is pinned or held for a second. [`Error::ReadOnly`] if the store is read-only,
-    /// because a hold counts as a write. Otherwise see [`Mapping::pin`].
+    /// because holding a folio counts as a write. Otherwise see [`Mapping::pin`].
     pub fn hold(&self, offset: u64) -> Result<Exclusive<'_>> {
         let file = &*self.0;
         file.check_inside(offset)?;
@@ -249,7 +249,8 @@ impl File {
         Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
     }
 
-    /// Ends a hold without a change. Frees the folio if it was removed from the file meanwhile.
+    /// Ends an exclusive hold of a folio that was not changed. Frees the folio if it was removed from the file
+    /// meanwhile.
     pub(super) fn end_hold(&self, number: u32) {
         self.note_revived(number, self.pool().word(number).end_hold(false));
     }

@@ -77,7 +77,8 @@ impl File {
         self.note_revoked();
     }
 
-    /// Evicts all folios of the file. The caller holds the gate, so only pins can make a folio dirty meanwhile.
+    /// Evicts all folios of the file. The caller holds the file's gate exclusively, so only pins can make a folio dirty
+    /// meanwhile.
     fn evict_all(&self) -> Result<()> {
         let (mut at, mut timed_wait) = (0, TimedWait::new());
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {

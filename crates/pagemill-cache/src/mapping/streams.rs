@@ -320,7 +320,7 @@ impl Streams {
         if stream.is_confirmed() { stream.propose(size_bytes, rules) } else { None }
     }
 
-    /// Begins a stream with one access. Returns its index in the table.
+    /// Begins a stream with one access. Returns its index in the table of streams.
     fn begin(&mut self, access: Range<u64>, rules: &Rules) -> usize {
         let used = self.entries.iter().filter(|stream| stream.is_present());
         let distances = used.map(|stream| access.start.wrapping_sub(stream.begin) as i64);

@@ -1,8 +1,8 @@
 //! Throttling of writers: a writer pauses or waits, for a bounded time, before dirty pages fill the cache. This module
 //! also writes pages back when all pages are dirty and a thread needs a page.
 //!
-//! Called without the gate and without locks. A writer that waits also writes its own file back, unless another thread
-//! does.
+//! Called without the file's gate and without other locks. A writer that waits also writes its own file back, unless
+//! another thread does.
 
 use super::File;
 use super::cache::Inner;
@@ -84,7 +84,8 @@ impl File {
         dirty_bytes >= balance.most_bytes || made / PACED_BYTES != (made + bytes) / PACED_BYTES
     }
 
-    /// Waits until this file may have another dirty folio. Must not be called under a lock or with the gate held.
+    /// Waits until this file may have another dirty folio. Must not be called under a lock or with the file's gate
+    /// held.
     ///
     /// # Errors
     ///

@@ -102,7 +102,7 @@ impl Deadline {
         Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
     }
 
-    /// Checks the limit. Returns whether this check or an earlier one has found that the time is over.
+    /// Checks the time limit. Returns whether this check or an earlier one has found that the time is over.
     fn is_over(&mut self) -> bool {
         self.checks += 1;
         if let Some(ns) = self.ns

@@ -28,9 +28,9 @@ const MAX_COLLAPSE_RETRIES: u8 = 3;
 /// A range whose small folios may be collapsed.
 struct QueuedRange {
     file: Weak<File>,
-    /// Index of a page in the range.
+    /// Index of a page in the queued range.
     index: u64,
-    /// Number of failed attempts to collapse the range.
+    /// Number of failed attempts to collapse the queued range.
     tries: u8,
 }
 

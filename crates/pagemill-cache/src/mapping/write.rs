@@ -99,8 +99,8 @@ impl File {
         true
     }
 
-    /// As [`File::write_piece`], for a writer that must be throttled: waits without the gate, then writes without
-    /// another check.
+    /// As [`File::write_piece`], for a writer that must be throttled: waits without the file's gate, then writes
+    /// without another check.
     #[cold]
     fn write_piece_throttled(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;

@@ -4,7 +4,7 @@
 //! value as absent. In [`VolatileCache::get_or_try_insert`], the first thread that misses a value computes it, while
 //! other threads that look up the same key wait. So the function that computes a value must not look up the same key.
 //!
-//! Uses `range`, and the global allocator for keys and the table.
+//! Uses `range`, and the global allocator for keys and the table of the map.
 
 use super::range::{Behaviour, VolatileBuf};
 use super::{Contents, Ranges};
@@ -142,7 +142,7 @@ impl<const LEN: usize> Blob for [u8; LEN] {
     }
 }
 
-/// The value of a key, as stored in the table.
+/// The value of a key, as stored in a cache's table.
 #[derive(Default)]
 enum Value {
     /// The value was not computed yet, or computing it failed.
@@ -156,7 +156,7 @@ enum Value {
 /// The cell of one key. Its lock is held for writing while the value is computed.
 type ValueCell = Arc<RwLock<Value>>;
 
-/// A shard of the table.
+/// A shard of a cache's table: some of its keys.
 struct TableShard<K> {
     cells: HashMap<K, ValueCell>,
     /// Number of new keys until the next search for purged values.

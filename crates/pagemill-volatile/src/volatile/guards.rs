@@ -128,7 +128,7 @@ fn next_page_with_bit(range: &Range<usize>, wanted: bool) -> Option<usize> {
 /// # Errors
 ///
 /// [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond 2^48; [`Error::System`] without
-/// memory for the table.
+/// memory for the table of guarded pages.
 pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> {
     check_support()?;
     if range.end > TABLE_END {

@@ -35,7 +35,7 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// Returns whether a purge in a process of this generation may claim the interval.
+    /// Returns whether a purge in a process of this generation may claim the marked interval.
     pub fn is_claimable(&self, generation: u16) -> bool {
         !self.is_empty && !self.is_purging && self.generation == generation
     }

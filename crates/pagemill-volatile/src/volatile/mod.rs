@@ -111,7 +111,8 @@ fn current_epoch() -> u32 {
 #[repr(C, align(128))]
 struct RangeEntry {
     word: RangeWord,
-    /// Address of the bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with the range.
+    /// Address of the range's bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with
+    /// the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
     /// Number of bytes at the start of the range that were not purged. Valid while the word has the bit `LOST_BIT`.
@@ -130,7 +131,7 @@ struct RangeEntry {
 // SAFETY: the type consists of atomics, for which zero bits are valid.
 unsafe impl Zeroed for RangeEntry {}
 
-/// All ranges of one instance.
+/// All volatile ranges with a handle of one Pagemill instance.
 ///
 /// Example: [`VolatileBuf`].
 pub struct Ranges {
@@ -389,7 +390,7 @@ impl Ranges {
         }
     }
 
-    /// Returns the number of resident bytes of the entries.
+    /// Returns the number of resident bytes of the range entries.
     pub fn metadata_bytes(&self) -> u64 {
         self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
     }

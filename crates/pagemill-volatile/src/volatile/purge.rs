@@ -140,8 +140,8 @@ impl Ranges {
         stats::set(Counter::RangesGiveable, bytes);
     }
 
-    /// Walks all entries (some nanoseconds for each) to fill the purge queue and to sum up the giveable bytes. Returns
-    /// the length of the queue.
+    /// Walks all entries, which takes some nanoseconds for each, to fill the purge queue and to sum up the giveable
+    /// bytes. Returns the length of the queue.
     fn fill_queue(&self) -> usize {
         let (now, mut oldest, mut giveable) = (current_epoch(), OldestRanges::new(), 0);
         for number in 0..self.count.load(Acquire) {

@@ -23,8 +23,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Number of marked intervals that a measurement copies at a time while it holds the lock. It then queries their pages
-/// without the lock.
+/// Number of marked intervals that a measurement copies at a time while it holds the lock of the marks. It then queries
+/// their pages without this lock.
 const MEASURE_BATCH_LEN: usize = 64;
 
 impl Shrinker for Vranges {
@@ -80,9 +80,9 @@ struct PurgeRequest {
 /// were freed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PieceResult {
-    /// Nothing was discarded.
+    /// No byte of the piece was discarded.
     Nothing,
-    /// A part was discarded before the kernel refused the rest.
+    /// A part of the piece was discarded before the kernel refused the rest.
     Some { bytes: u64 },
     /// All of the piece was discarded.
     All { bytes: u64 },

@@ -28,7 +28,8 @@ use std::ops::Range;
 /// some 20 us.
 pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
-/// The account publishes its statistics whenever the giveable bytes cross a multiple of this number.
+/// Marking publishes the statistics of the process whenever the giveable bytes of marked memory cross a multiple of
+/// this number.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// The state that a call of [`Vranges::vrange`] sets for a range.
@@ -122,9 +123,10 @@ pub struct Vranges {
     pub(super) table: Guarded<MarkTable>,
     pub(super) purging: Lock,
     pub(super) queue: PurgeQueue,
-    /// Bytes that are marked and not purged: a copy of `Sums::all` that is read without the lock.
+    /// Bytes that are marked and not purged: a copy of `Sums::all` that is read without the lock of the marks.
     pub(super) giveable_bytes: AtomicU64,
-    /// The part of `giveable_bytes` outside the arena: a copy of `Sums::foreign` that is read without the lock.
+    /// The part of `giveable_bytes` outside the arena: a copy of `Sums::foreign` that is read without the lock of the
+    /// marks.
     pub(super) foreign_bytes: AtomicU64,
     /// The part of `giveable_bytes` that a purge would not free, as last measured: not resident, or not purgeable. Each
     /// change of marks resets it to 0.
@@ -132,7 +134,7 @@ pub struct Vranges {
     /// The part of `foreign_bytes` that a purge would not free, as last measured.
     pub(super) unfreeable_foreign_bytes: AtomicU64,
     /// Bytes of all marked intervals, including intervals that are already purged or were inherited in a fork. Read
-    /// without the lock.
+    /// without the lock of the marks.
     marked_bytes: AtomicU64,
 }
 

@@ -30,7 +30,7 @@ pub(crate) enum RangePhase {
     Purging = 3,
 }
 
-/// Mask of the field with the [`RangePhase`].
+/// Mask of the field of a state word with the [`RangePhase`].
 const PHASE_MASK: u64 = 3;
 /// Bit, used in the phases *Volatile* and *Purging*: bytes were discarded since the range was marked.
 const LOST_BIT: u64 = 1 << 2;
@@ -41,14 +41,14 @@ const AWAITED_BIT: u64 = 1 << 3;
 const FROM_FREE_BIT: u64 = 1 << 4;
 /// Bit, used in the phase *Free*: the range may still have memory of its last owner.
 const BACKED_BIT: u64 = 1 << 5;
-/// The value that one pin adds to the word.
+/// The value that one pin adds to a state word.
 const ONE_PIN: u64 = 1 << 8;
-/// Mask of the field with the number of pins.
+/// Mask of the field of a state word with the number of pins.
 const PINS_MASK: u64 = 0xFFFF << 8;
 const GENERATION_SHIFT: u32 = 24;
-/// Mask of the field with the generation number, which increases when the owner of the range drops it.
+/// Mask of the field of a state word with the generation number, which increases when the owner of the range drops it.
 const GENERATION_MASK: u64 = 0xFFFF << GENERATION_SHIFT;
-/// Position of the field with the epoch of the mark: the upper bits of the word.
+/// Position of the field with the epoch of the mark: the upper bits of a state word.
 const EPOCH_SHIFT: u32 = 40;
 
 /// After a purge that a thread waited for, no purge can claim the range again for this many ticks.

@@ -61,7 +61,7 @@ pub(super) struct Ghosts {
 }
 
 impl Ghosts {
-    /// Creates a table for a cache of up to `most_pages`. Reserves addresses, and commits no memory.
+    /// Creates a table of ghosts for a cache of up to `most_pages`. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
@@ -77,8 +77,8 @@ impl Ghosts {
         })
     }
 
-    /// Starts the table for a cache of up to `pages` pages, and invalidates the ghosts of earlier caches. If the system
-    /// cannot commit the memory, the table stays empty.
+    /// Starts the table of ghosts for a cache of up to `pages` pages, and invalidates the ghosts of earlier caches. If
+    /// the system cannot commit the memory, the table stays empty.
     pub fn open(&self, pages: u64) {
         let sets = sets_for(pages);
         let is_open = self.ghosts.open(0, 0, WAYS * sets as usize).is_ok();
@@ -89,7 +89,7 @@ impl Ghosts {
         self.sets.store(if is_open { sets } else { 0 }, Relaxed);
     }
 
-    /// Returns the resident bytes of the table.
+    /// Returns the resident bytes of the table of ghosts.
     pub fn resident_bytes(&self) -> u64 {
         self.ghosts.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
     }

@@ -240,7 +240,7 @@ struct QueueState {
 /// Result of one step of an eviction scan.
 enum ScanStep {
     Found(Candidate),
-    /// The scan continues.
+    /// The step found no candidate; the scan continues.
     Next,
     /// No folio is left to scan.
     Nothing,

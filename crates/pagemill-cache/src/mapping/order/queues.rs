@@ -106,7 +106,7 @@ pub(super) struct PoppedFolio {
 pub(super) struct Links(Table<AtomicU64>);
 
 impl Links {
-    /// Creates a table for up to `most_pages`. Reserves addresses, and commits no memory.
+    /// Creates a table of the links of up to `most_pages` pages. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
