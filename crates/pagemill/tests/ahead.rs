@@ -12,7 +12,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// Lets one test at a time run, because the counters belong to the process.
@@ -30,7 +30,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 fn cache_with_policy(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let settings = PageCache::builder("ahead").limit(limit_bytes as u64).policy(policy).page(page);
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
@@ -83,7 +83,7 @@ fn readahead_waits_for_no_other_store() {
     let _exclusive = exclusive_test();
     for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
         let writeback = Writeback::default().background_percent(100).most_percent(100);
-        let page = PageSize::new(PAGE).unwrap();
+        let page = PageSize::new(PAGE_BYTES).unwrap();
         let caches = Testbed::for_test().caches;
         caches.collapse_by_hand();
         let settings =
@@ -105,23 +105,23 @@ fn readahead_waits_for_no_other_store() {
 #[test]
 fn sequential_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
-    const LEN: usize = 32 * MIB;
-    for (step, is_backward) in [(PAGE, false), (10_000, false), (256 << 10, false), (PAGE, true)] {
-        let (cache, store) = (cache(128 * MIB), delayed_store(LEN));
+    const FILE_BYTES: usize = 32 * MIB;
+    for (step, is_backward) in [(PAGE_BYTES, false), (10_000, false), (256 << 10, false), (PAGE_BYTES, true)] {
+        let (cache, store) = (cache(128 * MIB), delayed_store(FILE_BYTES));
         let file = open(&cache, &store);
         let since = CountersBefore::now();
-        let offsets: Vec<_> = (0..LEN / step).map(|nth| nth * step).collect();
+        let offsets: Vec<_> = (0..FILE_BYTES / step).map(|nth| nth * step).collect();
         if is_backward {
             offsets.iter().rev().for_each(|at| read(&file, *at, step));
         } else {
             offsets.iter().for_each(|at| read(&file, *at, step));
         }
         let [ahead, used, unused, transfers] = since.increases();
-        let least = (LEN - 4 * step.max(PAGE)) as u64 * 15 / 16;
+        let least = (FILE_BYTES - 4 * step.max(PAGE_BYTES)) as u64 * 15 / 16;
         assert!(ahead >= least && used >= least && unused == 0, "{step}: {ahead} came, {used} were used");
         assert!(transfers <= 2 * 32, "{transfers} transfers for 32 MiB");
         assert!(store.calls().reads <= 2 * 32 + 4, "{:?}", store.calls());
-        assert!(ahead <= LEN as u64);
+        assert!(ahead <= FILE_BYTES as u64);
     }
 }
 
@@ -139,9 +139,9 @@ fn strided_reads_are_read_ahead() {
             read(&file, 1000 + nth * 50_000, 3000);
         }
         let [ahead, used, ..] = since.increases();
-        let pages = |bytes: u64| bytes / PAGE as u64;
+        let pages = |bytes: u64| bytes / PAGE_BYTES as u64;
         assert!(pages(used) >= 290 && pages(ahead) <= 2 * 300, "{} of {} pages", pages(used), pages(ahead));
-        assert!(cache.charged_bytes() <= 2 * 310 * PAGE as u64);
+        assert!(cache.charged_bytes() <= 2 * 310 * PAGE_BYTES as u64);
     }
 }
 
@@ -150,23 +150,25 @@ fn strided_reads_are_read_ahead() {
 #[test]
 fn random_reads_start_no_readahead() {
     let _exclusive = exclusive_test();
-    const LEN: usize = 256 * MIB;
-    let store = FaultyStore::new(ZeroStore(LEN as u64));
+    const FILE_BYTES: usize = 256 * MIB;
+    let store = FaultyStore::new(ZeroStore(FILE_BYTES as u64));
     let cache = cache(16 * MIB);
     let file = cache.open(Arc::new(store.clone())).unwrap();
     let since = CountersBefore::now();
     let mut seed = 1_u64;
     for _ in 0..10_000 {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        file.read_at(&mut [0; PAGE], (seed >> 20) / PAGE as u64 * PAGE as u64 % LEN as u64).unwrap();
+        file.read_at(&mut [0; PAGE_BYTES], (seed >> 20) / PAGE_BYTES as u64 * PAGE_BYTES as u64 % FILE_BYTES as u64)
+            .unwrap();
     }
     assert_eq!(since.increases(), [0; 4]);
     // With `Advice::Random`, sequential reads start no readahead either.
     file.advise(Advice::Random);
-    (0..1000).for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE], page * PAGE as u64).unwrap(), PAGE));
+    (0..1000)
+        .for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE_BYTES], page * PAGE_BYTES as u64).unwrap(), PAGE_BYTES));
     assert_eq!(since.increases(), [0; 4]);
     file.advise(Advice::Sequential);
-    file.read_at(&mut [0; PAGE], (LEN / 2) as u64).unwrap();
+    file.read_at(&mut [0; PAGE_BYTES], (FILE_BYTES / 2) as u64).unwrap();
     assert!(
         since.increases()[0] > (400 << 10),
         "believed at once, and what is there already is passed over: {:?}",
@@ -204,16 +206,16 @@ impl Store for ZeroStore {
 #[test]
 fn readahead_continues_when_the_cache_is_full() {
     let _exclusive = exclusive_test();
-    const LEN: usize = 64 * MIB;
-    let (cache, store) = (cache(8 * MIB), delayed_store(LEN));
+    const FILE_BYTES: usize = 64 * MIB;
+    let (cache, store) = (cache(8 * MIB), delayed_store(FILE_BYTES));
     let file = open(&cache, &store);
     let since = CountersBefore::now();
     for _ in 0..2 {
-        (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
+        (0..FILE_BYTES / PAGE_BYTES).for_each(|page| read(&file, page * PAGE_BYTES, PAGE_BYTES));
         assert!(cache.charged_bytes() <= 8 * MIB as u64);
     }
     let [ahead, used, unused, transfers] = since.increases();
-    assert!(used >= 2 * LEN as u64 * 9 / 10 && unused <= ahead / 20, "{ahead} came, {used} used, {unused} not");
+    assert!(used >= 2 * FILE_BYTES as u64 * 9 / 10 && unused <= ahead / 20, "{ahead} came, {used} used, {unused} not");
     assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
 }
 
@@ -221,37 +223,38 @@ fn readahead_continues_when_the_cache_is_full() {
 #[test]
 fn huge_folios_are_read_ahead() {
     let _exclusive = exclusive_test();
-    const LEN: usize = 64 * MIB;
-    let (cache, store) = (cache_with_policy(Box::new(Always), 128 * MIB), delayed_store(LEN));
+    const FILE_BYTES: usize = 64 * MIB;
+    let (cache, store) = (cache_with_policy(Box::new(Always), 128 * MIB), delayed_store(FILE_BYTES));
     let file = open(&cache, &store);
     let since = CountersBefore::now();
-    (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
+    (0..FILE_BYTES / PAGE_BYTES).for_each(|page| read(&file, page * PAGE_BYTES, PAGE_BYTES));
     let [ahead, used, _, transfers] = since.increases();
-    let folios = (LEN / cache.huge_bytes()) as u64;
+    let folios = (FILE_BYTES / cache.huge_bytes()) as u64;
     assert_eq!((store.calls().reads, transfers), (folios, folios - 3));
-    assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
+    assert!(ahead == used && used == (FILE_BYTES - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
 /// Three threads read a regular file in different orders. All bytes must be right, and pages must be read ahead.
 #[test]
 fn system_files_are_read_ahead() {
     let _exclusive = exclusive_test();
-    const LEN: usize = 16 * MIB + 777;
+    const FILE_BYTES: usize = 16 * MIB + 777;
     let path = std::env::temp_dir().join(format!("pagemill-ahead-{}", std::process::id()));
-    std::fs::write(&path, bytes(LEN)).unwrap();
+    std::fs::write(&path, bytes(FILE_BYTES)).unwrap();
     for (policy, limit) in [(Box::new(Never) as Box<dyn Policy>, 8 * MIB), (Box::new(Always), 48 * MIB)] {
         let cache = cache_with_policy(policy, limit);
         let file = cache.open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
         let since = CountersBefore::now();
         std::thread::scope(|scope| {
-            scope.spawn(|| (0..LEN / 5000).for_each(|nth| read(&file, nth * 5000, 5000)));
-            scope.spawn(|| (0..LEN / PAGE).rev().for_each(|nth| read(&file, nth * PAGE, PAGE)));
+            scope.spawn(|| (0..FILE_BYTES / 5000).for_each(|nth| read(&file, nth * 5000, 5000)));
+            scope
+                .spawn(|| (0..FILE_BYTES / PAGE_BYTES).rev().for_each(|nth| read(&file, nth * PAGE_BYTES, PAGE_BYTES)));
             scope.spawn(|| (0..100).for_each(|nth| read(&file, nth * 150_000, 100)));
         });
         assert!(since.increases()[1] > MIB as u64, "{:?}", since.increases());
         assert!(cache.charged_bytes() <= limit as u64);
-        read(&file, LEN - 900, 900);
-        file.will_need(0, LEN as u64).unwrap();
+        read(&file, FILE_BYTES - 900, 900);
+        file.will_need(0, FILE_BYTES as u64).unwrap();
         drop(file);
         FileStore::open(&path).expect("what was on its way is given up");
         assert_eq!(cache.charged_bytes(), 0);
@@ -270,7 +273,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert_eq!(file.will_need(0, MIB as u64).unwrap(), MIB as u64);
     assert_eq!(file.will_need(0, MIB as u64).unwrap(), 0, "the pages are already being read");
     std::thread::scope(|scope| {
-        let reading = scope.spawn(|| read(&file, 5 * PAGE, 100));
+        let reading = scope.spawn(|| read(&file, 5 * PAGE_BYTES, 100));
         store.release();
         reading.join().unwrap();
     });
@@ -289,7 +292,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     store.set_faults(Faults { seed: 3, fail_per_mille: 500, ..Faults::default() });
     let mut good = 0;
     for page in 768..1024 {
-        good += usize::from(file.read_at(&mut [0; PAGE], (page * PAGE) as u64).is_ok());
+        good += usize::from(file.read_at(&mut [0; PAGE_BYTES], (page * PAGE_BYTES) as u64).is_ok());
     }
     assert!((1..=256).contains(&good));
 }
@@ -308,13 +311,13 @@ fn truncation_during_readahead_leaks_nothing() {
         assert_eq!(file.will_need(0, MIB as u64).unwrap(), MIB as u64);
         file.truncate(100).unwrap();
         file.truncate(MIB as u64).unwrap();
-        let mut found = vec![9; PAGE];
+        let mut found = vec![9; PAGE_BYTES];
         if file.read_at(&mut found, 0).is_ok() {
             assert!(found[..100] == bytes(100) && found[100..].iter().all(|byte| *byte == 0));
         }
-        assert!(file.write_at(&[7; PAGE], 8 * PAGE as u64).is_ok_and(|len| len == PAGE));
-        assert_eq!(file.read_at(&mut found, 8 * PAGE as u64).unwrap(), PAGE);
-        assert_eq!(found, [7; PAGE]);
+        assert!(file.write_at(&[7; PAGE_BYTES], 8 * PAGE_BYTES as u64).is_ok_and(|len| len == PAGE_BYTES));
+        assert_eq!(file.read_at(&mut found, 8 * PAGE_BYTES as u64).unwrap(), PAGE_BYTES);
+        assert_eq!(found, [7; PAGE_BYTES]);
         file.will_need(0, MIB as u64).unwrap();
         drop(file);
         assert_eq!(cache.charged_bytes(), 0);
@@ -335,7 +338,7 @@ fn readahead_uses_only_its_share_of_the_cache() {
     store.release();
     drop(file);
     let file = open(&cache, &store);
-    let pins: Vec<_> = (0..MIB / PAGE).map(|page| file.pin((page * PAGE) as u64).unwrap()).collect();
+    let pins: Vec<_> = (0..MIB / PAGE_BYTES).map(|page| file.pin((page * PAGE_BYTES) as u64).unwrap()).collect();
     assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), 0, "all is in use");
     drop(pins);
     assert!(matches!(file.will_need(u64::MAX, 1), Err(Error::BadOffset { .. })));
@@ -355,13 +358,13 @@ fn pages_used_once_are_evicted_first() {
     let (scanned, kept) = (open(&cache, &store), open(&cache, &other));
     kept.advise(Advice::Random);
     // Reads the other file only once. By uses alone, its pages would be evicted like those of the scanned file.
-    (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
+    (0..3 * MIB / PAGE_BYTES).for_each(|page| read(&kept, page * PAGE_BYTES, PAGE_BYTES));
     let reads = other.calls().reads;
     scanned.advise_reuse(Reuse::Once);
     for _ in 0..2 {
-        (0..32 * MIB / PAGE).for_each(|page| read(&scanned, page * PAGE, PAGE));
+        (0..32 * MIB / PAGE_BYTES).for_each(|page| read(&scanned, page * PAGE_BYTES, PAGE_BYTES));
     }
-    (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
+    (0..3 * MIB / PAGE_BYTES).for_each(|page| read(&kept, page * PAGE_BYTES, PAGE_BYTES));
     assert_eq!(other.calls().reads, reads, "pages of the other file went");
 }
 
@@ -374,13 +377,13 @@ fn dont_need_drops_clean_pages() {
     let file = open(&cache, &store);
     read(&file, 0, MIB - 100);
     let charged = cache.charged_bytes();
-    assert_eq!(file.dont_need(1, PAGE as u64).unwrap(), 0, "no whole page");
-    assert_eq!(file.dont_need(1, 3 * PAGE as u64).unwrap(), 2 * PAGE as u64);
-    file.write_at(&[byte_at(10 * PAGE)], 10 * PAGE as u64).unwrap();
-    let pin = file.pin(20 * PAGE as u64).unwrap();
-    assert_eq!(file.dont_need(10 * PAGE as u64, 11 * PAGE as u64).unwrap(), 9 * PAGE as u64);
+    assert_eq!(file.dont_need(1, PAGE_BYTES as u64).unwrap(), 0, "no whole page");
+    assert_eq!(file.dont_need(1, 3 * PAGE_BYTES as u64).unwrap(), 2 * PAGE_BYTES as u64);
+    file.write_at(&[byte_at(10 * PAGE_BYTES)], 10 * PAGE_BYTES as u64).unwrap();
+    let pin = file.pin(20 * PAGE_BYTES as u64).unwrap();
+    assert_eq!(file.dont_need(10 * PAGE_BYTES as u64, 11 * PAGE_BYTES as u64).unwrap(), 9 * PAGE_BYTES as u64);
     drop(pin);
-    assert_eq!(cache.charged_bytes(), charged - 11 * PAGE as u64);
+    assert_eq!(cache.charged_bytes(), charged - 11 * PAGE_BYTES as u64);
     file.sync().unwrap();
     file.dont_need(0, u64::MAX).unwrap();
     assert_eq!(cache.charged_bytes(), 0);

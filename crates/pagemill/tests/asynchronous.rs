@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 fn bytes(len: usize) -> Vec<u8> {
@@ -23,7 +23,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 fn settings(limit_bytes: usize) -> Builder {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     PageCache::builder("asynchronous").limit(limit_bytes as u64).policy(Never).page(page)
 }
 
@@ -119,7 +119,7 @@ fn the_latest_waker_is_called() {
     let file = open(&cache, &store);
     store.hold();
     let ((first, first_waker), (second, second_waker)) = (CountingWaker::new(), CountingWaker::new());
-    let mut to = vec![0; 3 * PAGE];
+    let mut to = vec![0; 3 * PAGE_BYTES];
     let mut reading = Box::pin(file.read_async(&mut to, 100));
     assert!(reading.as_mut().poll(&mut Context::from_waker(&first_waker)).is_pending());
     thread::scope(|scope| {
@@ -131,9 +131,9 @@ fn the_latest_waker_is_called() {
     store.release();
     wait_until(|| second.count() > 0);
     let polled = reading.as_mut().poll(&mut Context::from_waker(&first_waker));
-    assert!(matches!(polled, Poll::Ready(Ok(len)) if len == 3 * PAGE));
+    assert!(matches!(polled, Poll::Ready(Ok(len)) if len == 3 * PAGE_BYTES));
     drop(reading);
-    assert!(to[..] == bytes(MIB / 2)[100..100 + 3 * PAGE]);
+    assert!(to[..] == bytes(MIB / 2)[100..100 + 3 * PAGE_BYTES]);
     assert_eq!((first.count(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
@@ -141,7 +141,7 @@ fn the_latest_waker_is_called() {
 /// its threads. Every task must complete.
 #[test]
 fn many_tasks_run_on_two_threads() {
-    const TASKS: usize = 200;
+    const TASK_COUNT: usize = 200;
     type Task = std::pin::Pin<Box<dyn Future<Output = ()> + Send>>;
     #[derive(Default)]
     struct Executor {
@@ -161,17 +161,17 @@ fn many_tasks_run_on_two_threads() {
     store.set_faults(Faults { seed: 7, delay_per_mille: 500, longest_delay, is_reordered: true, ..Faults::default() });
     let (file, expected) = (Arc::new(open(&cache, &store)), Arc::new(bytes(4 * MIB)));
     let executor = Arc::new(Executor::default());
-    let tasks: Vec<Mutex<Option<Task>>> = (0..TASKS)
+    let tasks: Vec<Mutex<Option<Task>>> = (0..TASK_COUNT)
         .map(|number| {
             let (file, expected) = (file.clone(), expected.clone());
             let task = async move {
                 for step in 0..5 {
-                    let offset = (number * 7919 + step * 104_729) * 997 % (4 * MIB - 2 * PAGE);
-                    let mut to = vec![0; 1 + (number + step) * 31 % (2 * PAGE)];
+                    let offset = (number * 7919 + step * 104_729) * 997 % (4 * MIB - 2 * PAGE_BYTES);
+                    let mut to = vec![0; 1 + (number + step) * 31 % (2 * PAGE_BYTES)];
                     let len = file.read_async(&mut to, offset as u64).await.unwrap();
                     assert!(to[..] == expected[offset..offset + len] && len == to.len());
                     let pin = file.pin_async(offset as u64).await.unwrap();
-                    file.fetch((offset / 2) as u64, PAGE as u64).await.unwrap();
+                    file.fetch((offset / 2) as u64, PAGE_BYTES as u64).await.unwrap();
                     pin.read_at(&mut to[..1], 0);
                     assert_eq!(to[0], expected[offset]);
                 }
@@ -179,8 +179,8 @@ fn many_tasks_run_on_two_threads() {
             Mutex::new(Some(Box::pin(task) as Task))
         })
         .collect();
-    executor.ready.lock().unwrap().extend(0..TASKS);
-    executor.left.store(TASKS, SeqCst);
+    executor.ready.lock().unwrap().extend(0..TASK_COUNT);
+    executor.left.store(TASK_COUNT, SeqCst);
     let work = || {
         while executor.left.load(SeqCst) > 0 {
             let mut ready = executor.ready.lock().unwrap();
@@ -211,7 +211,7 @@ fn many_tasks_run_on_two_threads() {
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
-    assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
+    assert_read(&file, 9 * PAGE_BYTES, &bytes(MIB)[9 * PAGE_BYTES..10 * PAGE_BYTES]);
     store.hold();
     let ((one, waker), mut context) = (CountingWaker::new(), Context::from_waker(Waker::noop()));
     let (mut first, mut second) = (pin!(file.pin_async(0)), pin!(file.pin_async(5)));
@@ -220,7 +220,7 @@ fn a_page_is_read_once() {
     thread::scope(|scope| {
         let reads = store.calls().reads;
         let reading = scope.spawn(|| assert_read(&file, 10, &bytes(MIB)[10..30]));
-        assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
+        assert_read(&file, 9 * PAGE_BYTES, &bytes(MIB)[9 * PAGE_BYTES..10 * PAGE_BYTES]);
         assert_eq!(store.calls().reads, reads);
         store.release();
         reading.join().unwrap();
@@ -248,7 +248,7 @@ fn ranges_are_read_by_few_transfers() {
     assert_read(&file, 0, &bytes(8 * MIB));
     assert_eq!(store.calls().reads, reads);
     file.dont_need(0, 8 * MIB as u64).unwrap();
-    assert_eq!(file.pin_range(MIB as u64 + 5, MIB / 2).unwrap().len(), MIB / 2 / PAGE + 1);
+    assert_eq!(file.pin_range(MIB as u64 + 5, MIB / 2).unwrap().len(), MIB / 2 / PAGE_BYTES + 1);
     assert_eq!(store.calls().reads, reads + 1);
 }
 
@@ -266,10 +266,10 @@ fn reads_of_dropped_futures_continue() {
     assert!(pinning.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     drop(pinning);
     store.release();
-    wait_until(|| cache.charged_bytes() == PAGE as u64 && file.pin_present(0).unwrap().is_some());
+    wait_until(|| cache.charged_bytes() == PAGE_BYTES as u64 && file.pin_present(0).unwrap().is_some());
     assert_eq!((count.count(), store.calls().reads), (0, 1));
     let pin = block_on(file.pin_async(0)).unwrap();
-    assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
+    assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE_BYTES, 1));
 }
 
 /// A failed read must leave no page in the cache. In the second part, two tasks wait for one read that fails. The task
@@ -290,7 +290,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
     store.set_faults(Faults::default());
     store.release();
     assert!(block_on(starts).is_err() && block_on(waits).is_ok());
-    assert_read(&file, 0, &bytes(MIB)[..PAGE]);
+    assert_read(&file, 0, &bytes(MIB)[..PAGE_BYTES]);
     let past = block_on(file.pin_async(MIB as u64)).map(drop);
     assert!(matches!(past, Err(Error::PastEnd { .. })));
     assert!(matches!(block_on(file.read_async(&mut [0; 8], u64::MAX)), Err(Error::BadOffset { .. })));
@@ -305,14 +305,14 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     let file = open(&cache, &store);
     store.hold();
     let mut context = Context::from_waker(Waker::noop());
-    let mut to = vec![7; 4 * PAGE];
+    let mut to = vec![7; 4 * PAGE_BYTES];
     let mut reading = Box::pin(file.read_async(&mut to, 0));
     assert!(reading.as_mut().poll(&mut context).is_pending());
     file.truncate(10).unwrap();
-    file.truncate(3 * PAGE as u64).unwrap();
+    file.truncate(3 * PAGE_BYTES as u64).unwrap();
     store.release();
-    assert_eq!(block_on(reading).unwrap(), 3 * PAGE);
-    assert!(to[..10] == bytes(MIB)[..10] && to[10..3 * PAGE].iter().all(|byte| *byte == 0), "cut off, and back");
+    assert_eq!(block_on(reading).unwrap(), 3 * PAGE_BYTES);
+    assert!(to[..10] == bytes(MIB)[..10] && to[10..3 * PAGE_BYTES].iter().all(|byte| *byte == 0), "cut off, and back");
     drop(file);
     let shared: Arc<dyn Store> = Arc::new(store.clone());
     let file = cache.open(shared.clone()).unwrap();
@@ -328,10 +328,10 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
 /// store, and for files without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
-    let (cache, store) = (cache(8 * PAGE), delayed_store(MIB));
+    let (cache, store) = (cache(8 * PAGE_BYTES), delayed_store(MIB));
     let file = open(&cache, &store);
-    let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
-    assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
+    let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE_BYTES as u64)).unwrap()).collect();
+    assert!(matches!(block_on(file.pin_async(9 * PAGE_BYTES as u64)).map(drop), Err(Error::NoMemory { .. })));
     drop(pins);
     // After a failed eviction, the next eviction is delayed. So the fetch may fail for a while.
     wait_until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
@@ -342,10 +342,10 @@ fn futures_work_with_every_kind_of_file() {
     let mut to = vec![9; MIB];
     assert_eq!(block_on(in_memory.read_async(&mut to, 0)).unwrap(), MIB);
     assert!(to.iter().all(|byte| *byte == 0));
-    wait_until(|| block_on(plain.fetch(0, PAGE as u64)).is_ok());
+    wait_until(|| block_on(plain.fetch(0, PAGE_BYTES as u64)).is_ok());
     assert_eq!(block_on(plain.read_async(&mut to, 0)).unwrap(), MIB);
     assert!(to == bytes(MIB));
-    assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
+    assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE_BYTES - 5);
 }
 
 /// Futures read a regular file, in small and in huge folios. All bytes must be right.
@@ -389,17 +389,17 @@ fn calls_time_out_if_the_store_hangs() {
     is_late(file.write_at(&[9; 8], 100));
     is_late(file.pin(200).map(|pin| pin.len_bytes()));
     is_late(file.hold(300).map(|held| held.len()));
-    is_late(file.read_at(&mut [0; 8], PAGE as u64));
+    is_late(file.read_at(&mut [0; 8], PAGE_BYTES as u64));
     assert!(stats::get(Counter::ReadsLate) >= late + 5);
     assert_eq!(store.calls().reads, 2, "each page is asked for once");
     // Cached data must be available. A write of a whole page needs no read from the store.
-    assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
-    assert_read(&file, 5 * PAGE, &[9; PAGE]);
+    assert_eq!(file.write_at(&[9; PAGE_BYTES], 5 * PAGE_BYTES as u64).unwrap(), PAGE_BYTES);
+    assert_read(&file, 5 * PAGE_BYTES, &[9; PAGE_BYTES]);
     store.release();
-    wait_until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
-    assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
+    wait_until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE_BYTES as u64).unwrap().is_some());
+    assert_read(&file, 0, &bytes(MIB)[..2 * PAGE_BYTES]);
     assert_eq!(store.calls().reads, 2);
     // A read that fails within the timeout must report its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
-    wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == libc::EIO);
+    wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE_BYTES as u64).unwrap_err().errno() == libc::EIO);
 }

@@ -18,14 +18,14 @@ use std::thread;
 use std::time::Duration;
 use stores::BrokenStore;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// The value of all bytes in one file. Reads of other files must never find it.
 const SECRET: u8 = 0x5a;
 
 fn settings(limit_bytes: usize) -> Builder {
-    PageCache::builder("hostile").limit(limit_bytes as u64).page(PageSize::new(PAGE).unwrap())
+    PageCache::builder("hostile").limit(limit_bytes as u64).page(PageSize::new(PAGE_BYTES).unwrap())
 }
 
 fn cache_without_threads(settings: Builder) -> PageCache {
@@ -131,23 +131,23 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
 fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback::default().age(Duration::from_millis(1));
     let cache = settings(8 * MIB).writeback(writeback).build_in(Testbed::for_test().caches).unwrap();
-    let panics = Arc::new(BrokenStore::that_panics(PAGE));
-    let good = Arc::new(MemoryStore::new(Vec::new(), PAGE));
+    let panics = Arc::new(BrokenStore::that_panics(PAGE_BYTES));
+    let good = Arc::new(MemoryStore::new(Vec::new(), PAGE_BYTES));
     let before = stats::get(Counter::BehindPanics);
     let bad_file = cache.open(panics.clone()).unwrap();
-    bad_file.write_at(&[1; PAGE], 0).unwrap();
+    bad_file.write_at(&[1; PAGE_BYTES], 0).unwrap();
     wait_until(|| stats::get(Counter::BehindPanics) > before);
     let good_file = cache.open(good.clone()).unwrap();
     for byte in 2..5 {
-        good_file.write_at(&[byte; PAGE], 0).unwrap();
-        wait_until(|| good.bytes() == [byte; PAGE]);
+        good_file.write_at(&[byte; PAGE_BYTES], 0).unwrap();
+        wait_until(|| good.bytes() == [byte; PAGE_BYTES]);
     }
-    assert!(panics.inner.bytes().is_empty() && bad_file.dirty_bytes() == PAGE as u64);
+    assert!(panics.inner.bytes().is_empty() && bad_file.dirty_bytes() == PAGE_BYTES as u64);
     panics.panics.store(false, SeqCst);
     bad_file.sync().unwrap();
-    assert_eq!(panics.inner.bytes(), [1; PAGE]);
-    bad_file.write_at(&[9; PAGE], 0).unwrap();
-    wait_until(|| panics.inner.bytes() == [9; PAGE]);
+    assert_eq!(panics.inner.bytes(), [1; PAGE_BYTES]);
+    bad_file.write_at(&[9; PAGE_BYTES], 0).unwrap();
+    wait_until(|| panics.inner.bytes() == [9; PAGE_BYTES]);
 }
 
 /// A policy that chooses small folios. If its flag is set, it panics when it decides about a collapse.
@@ -205,9 +205,9 @@ fn transfers_continue_after_a_callback_panics() {
 fn a_sync_times_out_if_the_store_completes_nothing() {
     let timeout = Some(Duration::from_millis(30));
     let cache = cache_without_threads(settings(4 * MIB).timeout(timeout).policy(Never));
-    let store = Arc::new(BrokenStore::that_completes_no_transfer(PAGE));
+    let store = Arc::new(BrokenStore::that_completes_no_transfer(PAGE_BYTES));
     let file = cache.open(store.clone()).unwrap();
-    file.write_at(&[8; 3 * PAGE], 0).unwrap();
+    file.write_at(&[8; 3 * PAGE_BYTES], 0).unwrap();
     let is_busy = |result: pagemill_core::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
     is_busy(file.sync());
     is_busy(file.sync());
@@ -218,21 +218,21 @@ fn a_sync_times_out_if_the_store_completes_nothing() {
     assert!(!started.is_empty());
     started.into_iter().for_each(|transfer| transfer.run(&store.inner));
     file.sync().unwrap();
-    assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
+    assert_eq!(store.inner.bytes(), [8; 3 * PAGE_BYTES]);
 }
 
 /// Calls get extreme offsets and lengths. No call may panic. Each must fail, or stop at the end of the file.
 #[test]
 fn extreme_offsets_and_lengths_do_not_panic() {
-    let page = PAGE as u64;
+    let page = PAGE_BYTES as u64;
     let extremes =
         [0, 1, page - 1, page, i64::MAX as u64 - page, i64::MAX as u64 - 1, i64::MAX as u64, u64::MAX - page];
     let extremes = extremes.into_iter().chain([u64::MAX - 1, u64::MAX]);
     let cache = cache_without_threads(settings(4 * MIB).policy(Never));
-    let stored = Arc::new(MemoryStore::new(vec![6; 2 * PAGE], PAGE));
+    let stored = Arc::new(MemoryStore::new(vec![6; 2 * PAGE_BYTES], PAGE_BYTES));
     for file in [cache.create().unwrap(), cache.open(stored).unwrap()] {
         for offset in extremes.clone() {
-            file.write_at(&[6; 2 * PAGE], 0).unwrap();
+            file.write_at(&[6; 2 * PAGE_BYTES], 0).unwrap();
             let mut bytes = [0; 32];
             let _ =
                 (file.read_at(&mut bytes, offset), file.read_vectored_at(&mut [io::IoSliceMut::new(&mut [0])], offset));

@@ -15,7 +15,7 @@ use std::fs;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const RESERVED_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 fn read_number(name: &str) -> Result<u64, String> {
@@ -74,7 +74,7 @@ impl Drop for AdditionalPages {
 
 /// Returns settings of a cache with a limit of `blocks` blocks. The cache itself has one block more.
 fn settings(blocks: usize, source: Source) -> Builder {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     PageCache::builder("reserved").limit((blocks * BLOCK_BYTES) as u64).page(page).policy(Always).source(source)
 }
 
@@ -156,12 +156,12 @@ fn reserved_pages_are_not_split() {
     let cache = make_cache(2);
     let (file, bytes) = (cache.create().unwrap(), pattern(2 * BLOCK_BYTES, 0));
     file.write_at(&bytes, 0).unwrap();
-    file.truncate((BLOCK_BYTES + PAGE) as u64).unwrap();
+    file.truncate((BLOCK_BYTES + PAGE_BYTES) as u64).unwrap();
     assert_eq!((cache.usage().huge, file.split_sparse().unwrap()), (bytes.len() as u64, 0));
-    assert_contents(&file, &bytes[..BLOCK_BYTES + PAGE]);
+    assert_contents(&file, &bytes[..BLOCK_BYTES + PAGE_BYTES]);
     file.truncate(bytes.len() as u64).unwrap();
-    let mut end = vec![0xEE; BLOCK_BYTES - PAGE];
-    file.read_at(&mut end, (BLOCK_BYTES + PAGE) as u64).unwrap();
+    let mut end = vec![0xEE; BLOCK_BYTES - PAGE_BYTES];
+    file.read_at(&mut end, (BLOCK_BYTES + PAGE_BYTES) as u64).unwrap();
     assert!(end.iter().all(|byte| *byte == 0));
 }
 
@@ -301,11 +301,11 @@ fn threads_find_room_in_reserved_pages() {
             let cache = &cache;
             scope.spawn(move || {
                 let bytes = pattern(8 * BLOCK_BYTES, seed);
-                let file = cache.open(Arc::new(MemoryStore::new(vec![0; bytes.len()], PAGE))).unwrap();
-                for (at, part) in bytes.chunks(16 * PAGE).enumerate() {
-                    file.write_at(part, (at * 16 * PAGE) as u64).unwrap();
+                let file = cache.open(Arc::new(MemoryStore::new(vec![0; bytes.len()], PAGE_BYTES))).unwrap();
+                for (at, part) in bytes.chunks(16 * PAGE_BYTES).enumerate() {
+                    file.write_at(part, (at * 16 * PAGE_BYTES) as u64).unwrap();
                 }
-                for step in [BLOCK_BYTES, 16 * PAGE, 3 * PAGE] {
+                for step in [BLOCK_BYTES, 16 * PAGE_BYTES, 3 * PAGE_BYTES] {
                     let mut read = vec![0; step];
                     for (at, part) in bytes.chunks(step).enumerate() {
                         assert_eq!(file.read_at(&mut read[..part.len()], (at * step) as u64).unwrap(), part.len());

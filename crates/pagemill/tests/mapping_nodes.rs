@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-const PAGE: usize = PageSize::MIN_BYTES;
+const PAGE_BYTES: usize = PageSize::MIN_BYTES;
 
 /// Number of pages that an index node of the lowest level covers.
 const NODE_PAGES: u64 = 64;
@@ -28,7 +28,7 @@ fn exclusive_test() -> MutexGuard<'static, ()> {
 
 fn cache(pagemill: &Testbed) -> PageCache {
     pagemill.caches.collapse_by_hand();
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     PageCache::builder("sparse").limit(64 << 20).page(page).huge(false).build_in(pagemill.caches).unwrap()
 }
 
@@ -38,7 +38,7 @@ fn sample(at: u64) -> [u8; SAMPLE_BYTES] {
 }
 
 fn offset(at: u64) -> u64 {
-    at * NODE_PAGES * PAGE as u64
+    at * NODE_PAGES * PAGE_BYTES as u64
 }
 
 fn write(file: &Mapping, at: u64) {
@@ -46,7 +46,7 @@ fn write(file: &Mapping, at: u64) {
 }
 
 fn punch(file: &Mapping, at: u64) {
-    assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
+    assert_eq!(file.punch_hole(offset(at), PAGE_BYTES as u64).unwrap(), PAGE_BYTES as u64);
 }
 
 /// Asserts that the page in node `at` has the bytes of [`sample`] if `is_there`, and reads as zeros otherwise.
@@ -121,7 +121,7 @@ impl Drop for StopOnDrop<'_> {
 #[test]
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
-    const ROUNDS: usize = 12;
+    const ROUND_COUNT: usize = 12;
     let _exclusive = exclusive_test();
     let pagemill = Testbed::for_test();
     let (cache, is_done) = (cache(pagemill), AtomicBool::new(false));
@@ -140,16 +140,16 @@ fn threads_use_files_while_their_index_is_packed() {
         let users: Vec<_> = (0..2)
             .map(|user| {
                 scope.spawn(move || {
-                    // Runs at least `ROUNDS` rounds, and more until a node was moved.
+                    // Runs at least `ROUND_COUNT` rounds, and more until a node was moved.
                     let nothing_moved = || info(pagemill).moved == 0 && !is_done.load(Relaxed);
-                    for round in (0..).take_while(|round| *round < ROUNDS || nothing_moved()) {
+                    for round in (0..).take_while(|round| *round < ROUND_COUNT || nothing_moved()) {
                         let own = sparse_file(cache, PAGES / 4);
                         for at in 0..PAGES {
                             match (at % 6, (at + round as u64) % 2) {
                                 (0, _) => assert_has(file, at, true),
                                 (part, 0) if part % 2 == user => write(file, at),
                                 (part, _) if part % 2 == user => {
-                                    assert!(file.punch_hole(offset(at), PAGE as u64).is_ok())
+                                    assert!(file.punch_hole(offset(at), PAGE_BYTES as u64).is_ok())
                                 }
                                 _ => {}
                             }

@@ -13,12 +13,12 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const PAGE: usize = 64 << 10;
+const PAGE_BYTES: usize = 64 << 10;
 const BLOCK: u64 = BLOCK_BYTES as u64;
-const PAGES: usize = BLOCK_BYTES / PAGE;
+const PAGES: usize = BLOCK_BYTES / PAGE_BYTES;
 
 fn settings() -> Builder {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     PageCache::builder("thin").limit(64 << 20).page(page).policy(Always)
 }
 
@@ -34,7 +34,7 @@ fn cache() -> PageCache {
 fn file(cache: &PageCache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {
-        file.write_at(&vec![span as u8 + 1; pages * PAGE], span as u64 * BLOCK).unwrap();
+        file.write_at(&vec![span as u8 + 1; pages * PAGE_BYTES], span as u64 * BLOCK).unwrap();
     }
     assert_eq!(cache.usage().huge, full_pages.len() as u64 * BLOCK);
     file
@@ -44,7 +44,7 @@ fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     let mut bytes = vec![0xEE; BLOCK_BYTES];
     for (span, pages) in full_pages.iter().enumerate() {
         let len = file.read_at(&mut bytes, span as u64 * BLOCK).unwrap();
-        let (full, rest) = bytes[..len].split_at(pages * PAGE);
+        let (full, rest) = bytes[..len].split_at(pages * PAGE_BYTES);
         assert!(full.iter().all(|byte| *byte == span as u8 + 1) && rest.iter().all(|byte| *byte == 0), "{span}");
     }
 }
@@ -60,10 +60,10 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     let split = stats::get(Counter::HugeSplitBehind);
     assert_eq!(cache.split_sparse_waiting(usize::MAX), 0, "just written");
     let freed: usize = full[..3].iter().map(|pages| PAGES - pages).sum();
-    assert_eq!(cache.split_sparse_waiting(usize::MAX), (freed * PAGE) as u64);
+    assert_eq!(cache.split_sparse_waiting(usize::MAX), (freed * PAGE_BYTES) as u64);
     assert!(stats::get(Counter::HugeSplitBehind) >= split + 3);
     let usage = cache.usage();
-    assert_eq!((usage.huge, usage.charged), (2 * BLOCK, 5 * BLOCK - (freed * PAGE) as u64), "{usage:?}");
+    assert_eq!((usage.huge, usage.charged), (2 * BLOCK, 5 * BLOCK - (freed * PAGE_BYTES) as u64), "{usage:?}");
     assert_eq!((cache.split_sparse_waiting(usize::MAX), cache.split_sparse_waiting(usize::MAX)), (0, 0));
     assert_contents(&file, &full);
 }
@@ -75,7 +75,7 @@ fn a_step_checks_the_requested_number_of_folios() {
     let full = [1, 2, PAGES, 3];
     let file = file(&cache, &full);
     cache.split_sparse_waiting(usize::MAX);
-    let freed: Vec<u64> = (0..5).map(|_| cache.split_sparse_waiting(1) / PAGE as u64).collect();
+    let freed: Vec<u64> = (0..5).map(|_| cache.split_sparse_waiting(1) / PAGE_BYTES as u64).collect();
     let each = |pages: usize| (PAGES - pages) as u64;
     assert_eq!(freed, [each(1), each(2), 0, each(3), 0]);
     assert_contents(&file, &full);
@@ -93,7 +93,7 @@ fn folios_in_use_are_not_split() {
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
     }
     assert_eq!((cache.usage().huge, cache.usage().locked), (BLOCK, BLOCK));
-    let freed = BLOCK - PAGE as u64;
+    let freed = BLOCK - PAGE_BYTES as u64;
     assert_eq!(cache.split_sparse_waiting(usize::MAX), freed, "the folio was not written since");
     pin.write_at(&[2; 8], 0).unwrap();
     drop(pin);
@@ -107,12 +107,12 @@ fn zeroed_folios_are_checked_again() {
     let cache = cache();
     let file = file(&cache, &[PAGES, PAGES]);
     assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0; 3]);
-    file.zero_range(PAGE as u64, BLOCK - PAGE as u64).unwrap();
+    file.zero_range(PAGE_BYTES as u64, BLOCK - PAGE_BYTES as u64).unwrap();
     let pin = file.pin(BLOCK).unwrap();
-    file.truncate(BLOCK + PAGE as u64).unwrap();
+    file.truncate(BLOCK + PAGE_BYTES as u64).unwrap();
     drop(pin);
     assert_eq!(cache.usage().huge, 2 * BLOCK, "a pinned folio is zeroed, not split");
-    let freed = BLOCK - PAGE as u64;
+    let freed = BLOCK - PAGE_BYTES as u64;
     assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0, 2 * freed, 0]);
     assert_contents(&file, &[1, 1]);
 }
@@ -127,22 +127,22 @@ fn split_folios_are_not_allocated_as_huge_again() {
     file.truncate(3 * BLOCK).unwrap();
     assert_contents(&file, &[0, 0, 0]);
     assert_eq!(cache.usage().huge, 3 * BLOCK, "the policy chooses huge folios for reads of holes");
-    file.write_at(&[1; PAGE], 0).unwrap();
+    file.write_at(&[1; PAGE_BYTES], 0).unwrap();
     file.write_at(&[2; BLOCK_BYTES / 2], BLOCK).unwrap();
     let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
     assert!(split.iter().sum::<u64>() > 0);
     let after = cache.usage();
     // One page of the folio of zeros remains, which prevents a new huge folio there.
-    assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
+    assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE_BYTES) as u64));
     for round in 0..6 {
         assert_contents(&file, &full);
-        file.write_at(&[2; 8], BLOCK + round * PAGE as u64).unwrap();
+        file.write_at(&[2; 8], BLOCK + round * PAGE_BYTES as u64).unwrap();
         cache.collapse_waiting(usize::MAX);
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
     // Once the last page of the range is written, the policy must be consulted again.
-    file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
+    file.write_at(&[2; PAGE_BYTES], 2 * BLOCK - PAGE_BYTES as u64).unwrap();
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }
 
@@ -228,7 +228,7 @@ fn the_background_thread_splits_sparse_folios() {
         let threads_before = thread_count();
         let own = settings().build_in(common::pagemill().caches).unwrap();
         let file = own.create().unwrap();
-        let is_written = file.write_at(&[1; PAGE], 0).is_ok() && file.write_at(&[1; PAGE], BLOCK).is_ok();
+        let is_written = file.write_at(&[1; PAGE_BYTES], 0).is_ok() && file.write_at(&[1; PAGE_BYTES], BLOCK).is_ok();
         threads_before == 1 && is_written && thread_count() == 2
     });
     while cache.usage().huge > BLOCK {

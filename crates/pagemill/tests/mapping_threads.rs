@@ -9,7 +9,7 @@ use pagemill_testbed::Testbed;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
@@ -18,7 +18,8 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 const TEST_TIME: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
-    let settings = PageCache::builder("threads").limit(limit_bytes).policy(policy).page(PageSize::new(PAGE).unwrap());
+    let settings =
+        PageCache::builder("threads").limit(limit_bytes).policy(policy).page(PageSize::new(PAGE_BYTES).unwrap());
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
@@ -35,9 +36,9 @@ fn random(seed: &mut u64) -> u64 {
 }
 
 fn write(file: &Mapping, number: u64, page: u64, pages: u64) -> bool {
-    let words = (page..page + pages).flat_map(|page| std::iter::repeat_n(stamp(number, page), PAGE / WORD));
+    let words = (page..page + pages).flat_map(|page| std::iter::repeat_n(stamp(number, page), PAGE_BYTES / WORD));
     let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
-    match file.write_at(&bytes, page * PAGE as u64) {
+    match file.write_at(&bytes, page * PAGE_BYTES as u64) {
         Ok(_) => true,
         Err(Error::NoMemory { .. }) => false,
         Err(error) => panic!("{error}"),
@@ -48,7 +49,7 @@ fn write(file: &Mapping, number: u64, page: u64, pages: u64) -> bool {
 fn assert_stamps(bytes: &[u8], number: u64, page: u64) {
     for (at, word) in bytes.chunks_exact(WORD).enumerate() {
         let word = u64::from_le_bytes(word.try_into().unwrap());
-        let expected = stamp(number, page + (at * WORD / PAGE) as u64);
+        let expected = stamp(number, page + (at * WORD / PAGE_BYTES) as u64);
         assert!(word == 0 || word == expected, "file {number}, page {page}: {word:#x} for {expected:#x}");
     }
 }
@@ -56,12 +57,12 @@ fn assert_stamps(bytes: &[u8], number: u64, page: u64) {
 /// Removes, zeroes, splits or collapses folios of the file at random.
 fn change_folios_randomly(file: &Mapping, seed: &mut u64) {
     // Offsets and lengths are whole words, so that each word is one stamp, or zero.
-    let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
+    let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE_BYTES as u64) / WORD as u64 * WORD as u64;
     let (offset, len) = (some(seed, PAGES), some(seed, 600));
     let done = match random(seed) % 8 {
         0 => file.truncate(offset),
         1 | 2 => file.punch_hole(offset, len).map(drop),
-        3 => file.zero_range(offset, len % PAGE as u64),
+        3 => file.zero_range(offset, len % PAGE_BYTES as u64),
         4 => file.split(offset).map(drop),
         5 => file.split_sparse().map(drop),
         _ => file.collapse(offset).map(drop),
@@ -89,14 +90,14 @@ fn use_two_files_concurrently(cache: &PageCache) {
             });
             scope.spawn(move || {
                 let mut seed = 0xABCD_EF01 + thread;
-                let mut bytes = vec![0; 8 * PAGE];
+                let mut bytes = vec![0; 8 * PAGE_BYTES];
                 while !is_over.load(Relaxed) {
                     let (number, page) = (random(&mut seed) % 2, random(&mut seed) % PAGES);
                     let file = &files[number as usize];
                     if !random(&mut seed).is_multiple_of(4) {
-                        let len = file.read_at(&mut bytes, page * PAGE as u64).unwrap();
+                        let len = file.read_at(&mut bytes, page * PAGE_BYTES as u64).unwrap();
                         assert_stamps(&bytes[..len], number, page);
-                    } else if let Ok(Some(pin)) = file.pin_present(page * PAGE as u64) {
+                    } else if let Ok(Some(pin)) = file.pin_present(page * PAGE_BYTES as u64) {
                         let word = pin.read_u64(0);
                         assert!(word == 0 || word == stamp(number, page), "{word:#x}");
                     }

@@ -31,7 +31,7 @@ const MAX_LIVE_BYTES: usize = 256 << 20;
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
 /// Returns a number whose bits depend on all bits of `value`.
-fn mix(mut value: u64) -> u64 {
+fn mix_bits(mut value: u64) -> u64 {
     value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     value ^ value >> 31
@@ -44,14 +44,14 @@ impl Random {
     /// Without that variable, it is new for each run and each `salt`.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
-        let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
+        let seed = named.unwrap_or_else(|| mix_bits(clock::fine_ns() ^ salt));
         println!("{what}: PAGEMILL_TEST_SEED={seed}");
         Self(seed)
     }
 
     fn next_number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        mix(self.0)
+        mix_bits(self.0)
     }
 
     fn random_below(&mut self, end: u64) -> u64 {
@@ -85,9 +85,9 @@ impl Contents {
             let offset = match index {
                 0 => 0,
                 1 => last & !7,
-                _ => (mix(self.seed ^ index) as usize % last) & !7,
+                _ => (mix_bits(self.seed ^ index) as usize % last) & !7,
             };
-            (offset, mix(self.seed ^ offset as u64) | 1)
+            (offset, mix_bits(self.seed ^ offset as u64) | 1)
         })
     }
 
@@ -428,7 +428,7 @@ fn the_limit_is_not_exceeded_by_charged_allocations() {
     let mut model = HeapModel::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
     // A block that is split under the limit is overcommitted again. So an allocation that fits may exceed the limit by
     // two blocks.
-    const OVERCOMMITTED: u64 = 2 * BLOCK_BYTES as u64;
+    const OVERCOMMITTED_BYTES: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
         if model.random.random_below(3) == 0 {
             model.allocate()
@@ -437,7 +437,7 @@ fn the_limit_is_not_exceeded_by_charged_allocations() {
         };
         model.pagemill.account.reconcile();
         let resident = model.pagemill.account.resident();
-        assert!(resident <= LIMIT + OVERCOMMITTED, "step {step}: {resident} bytes under a limit of {LIMIT}");
+        assert!(resident <= LIMIT + OVERCOMMITTED_BYTES, "step {step}: {resident} bytes under a limit of {LIMIT}");
         model.check(&format!("step {step}"));
     }
     assert!(model.refusals > 0, "the limit was never reached");

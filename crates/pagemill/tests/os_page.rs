@@ -16,29 +16,32 @@ const OS_PAGE_ENV: &str = "OS_PAGE_TEST_BYTES";
 /// Maximum length of the test's file.
 const MAX_FILE_BYTES: usize = 5 * BLOCK_BYTES / 2;
 
-/// Runs [`caches_here`] in a child process that simulates OS pages of `bytes` bytes. The child must succeed.
+/// Runs [`caches_work_with_simulated_os_pages`] in a child process that simulates OS pages of `bytes` bytes. The child
+/// must succeed.
 fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);
+    command.args(["--exact", "caches_work_with_simulated_os_pages", "--ignored", "--nocapture", "--test-threads=1"]);
     let output = command.env(OS_PAGE_ENV, bytes.to_string()).output().unwrap();
     let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
+/// A page cache must work in a child process with OS pages of 16 KiB.
 #[test]
-fn caches_where_os_pages_are_16_kib() {
+fn caches_work_with_os_pages_of_16_kib() {
     run_with_os_pages_of(16 * KIB);
 }
 
+/// A page cache must work in a child process with OS pages of 64 KiB.
 #[test]
-fn caches_where_os_pages_are_64_kib() {
+fn caches_work_with_os_pages_of_64_kib() {
     run_with_os_pages_of(64 * KIB);
 }
 
 /// The part of the tests that runs in the child processes, with the OS page size of [`OS_PAGE_ENV`].
 #[test]
 #[ignore = "for other tests"]
-fn caches_here() {
+fn caches_work_with_simulated_os_pages() {
     let Some(bytes) = std::env::var(OS_PAGE_ENV).ok().and_then(|bytes| bytes.parse().ok()) else { return };
     mem::pretend_os_page(bytes);
     assert_eq!((os_page_bytes(), os_pages_per_block()), (bytes, BLOCK_BYTES / bytes));

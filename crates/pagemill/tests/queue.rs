@@ -11,7 +11,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
@@ -41,7 +41,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let settings = PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(page);
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
@@ -78,7 +78,7 @@ fn every_page_is_reported_once() {
     for store in [scratch.store(), memory] {
         let cache = cache(Box::new(Never), 8 * MIB);
         let file = cache.open(store).unwrap();
-        let pages = len.div_ceil(PAGE) as u64;
+        let pages = len.div_ceil(PAGE_BYTES) as u64;
         let mut queue = cache.queue(32).unwrap();
         let (mut reported, mut present) = (BTreeSet::new(), 0);
         for step in 0..pages {
@@ -87,11 +87,11 @@ fn every_page_is_reported_once() {
                 queue.wait(1, WAIT_LIMIT).unwrap();
                 collect_completed(&mut queue, &mut reported);
             }
-            present += u64::from(queue.fetch(&file, page * PAGE as u64 + 5, page).unwrap() == Fetch::Present);
+            present += u64::from(queue.fetch(&file, page * PAGE_BYTES as u64 + 5, page).unwrap() == Fetch::Present);
         }
         drain(&mut queue, &mut reported);
         assert_eq!(reported.len() as u64 + present, pages);
-        assert_eq!(cache.charged_bytes(), pages * PAGE as u64);
+        assert_eq!(cache.charged_bytes(), pages * PAGE_BYTES as u64);
         assert_eq!(queue.fetch(&file, 0, 0).unwrap(), Fetch::Present);
         assert_bytes(&file, &bytes(len));
     }
@@ -103,7 +103,8 @@ fn every_page_is_reported_once() {
 fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
     let scratch = TempFile::new("room", len);
-    for (policy, limit, step) in [(Box::new(Never) as Box<dyn Policy>, MIB, PAGE), (Box::new(Always), 8 * MIB, 2 * MIB)]
+    for (policy, limit, step) in
+        [(Box::new(Never) as Box<dyn Policy>, MIB, PAGE_BYTES), (Box::new(Always), 8 * MIB, 2 * MIB)]
     {
         let cache = cache(policy, limit);
         let file = cache.open(scratch.store()).unwrap();
@@ -128,13 +129,13 @@ fn fetches_beyond_the_limit_evict_pages() {
 /// owns the queue. The queue must still report the page, and must not undo concurrent writes.
 #[test]
 fn reads_do_not_wait_for_a_queue() {
-    let len = 64 * PAGE;
+    let len = 64 * PAGE_BYTES;
     let scratch = TempFile::new("overtaken", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queue = cache.queue(8).unwrap();
     for page in 0..8 {
-        assert_eq!(queue.fetch(&file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+        assert_eq!(queue.fetch(&file, page * PAGE_BYTES as u64, page).unwrap(), Fetch::Started);
     }
     let mut expected = bytes(len);
     assert_bytes(&file, &expected);
@@ -151,14 +152,14 @@ fn reads_do_not_wait_for_a_queue() {
 /// Two queues fetch the same pages. Each page must be read from the store only once, and both queues must report it.
 #[test]
 fn two_queues_share_pages() {
-    let len = 16 * PAGE;
+    let len = 16 * PAGE_BYTES;
     let scratch = TempFile::new("two", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queues = [cache.queue(16).unwrap(), cache.queue(16).unwrap()];
     for queue in &mut queues {
         for page in 0..16 {
-            assert_eq!(queue.fetch(&file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+            assert_eq!(queue.fetch(&file, page * PAGE_BYTES as u64, page).unwrap(), Fetch::Started);
         }
     }
     let [one, two] = &mut queues;
@@ -173,7 +174,7 @@ fn two_queues_share_pages() {
 /// once for each request.
 #[test]
 fn repeated_requests_share_a_read() {
-    let scratch = TempFile::new("twice", 8 * PAGE);
+    let scratch = TempFile::new("twice", 8 * PAGE_BYTES);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queue = cache.queue(8).unwrap();
@@ -190,12 +191,12 @@ fn repeated_requests_share_a_read() {
 /// and no memory may leak.
 #[test]
 fn dropping_files_and_queues_leaks_nothing() {
-    let len = 64 * PAGE;
+    let len = 64 * PAGE_BYTES;
     let scratch = TempFile::new("gone", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let begin = |queue: &mut Queue, file: &Mapping| {
         for page in 0..8 {
-            assert_eq!(queue.fetch(file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+            assert_eq!(queue.fetch(file, page * PAGE_BYTES as u64, page).unwrap(), Fetch::Started);
         }
     };
     let mut queue = cache.queue(8).unwrap();
@@ -229,21 +230,21 @@ fn dropping_files_and_queues_leaks_nothing() {
 /// Invalid requests to a queue must fail without an effect.
 #[test]
 fn invalid_requests_fail() {
-    let scratch = TempFile::new("bad", 4 * PAGE);
+    let scratch = TempFile::new("bad", 4 * PAGE_BYTES);
     let (one, other) = (cache(Box::new(Never), 8 * MIB), cache(Box::new(Never), 8 * MIB));
     let file = one.open(scratch.store()).unwrap();
     let mut queue = one.queue(1).unwrap();
-    assert!(matches!(queue.fetch(&file, 4 * PAGE as u64, 0), Err(Error::PastEnd { .. })));
+    assert!(matches!(queue.fetch(&file, 4 * PAGE_BYTES as u64, 0), Err(Error::PastEnd { .. })));
     assert!(matches!(queue.fetch(&file, u64::MAX, 0), Err(Error::BadOffset { .. })));
     assert!(matches!(queue.fetch(&other.create().unwrap(), 0, 0), Err(Error::PastEnd { .. })));
     let stranger = other.create().unwrap();
     stranger.write_at(&[1], 0).unwrap();
     assert!(matches!(queue.fetch(&stranger, 0, 0), Err(Error::WrongState { .. })));
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
-    assert!(matches!(queue.fetch(&file, PAGE as u64, 2), Err(Error::Busy { .. })));
+    assert!(matches!(queue.fetch(&file, PAGE_BYTES as u64, 2), Err(Error::Busy { .. })));
     drain(&mut queue, &mut BTreeSet::new());
     let in_memory = one.create().unwrap();
-    in_memory.truncate(PAGE as u64).unwrap();
+    in_memory.truncate(PAGE_BYTES as u64).unwrap();
     assert_eq!(queue.fetch(&in_memory, 0, 3).unwrap(), Fetch::Present, "a hole is there without memory");
     assert_eq!((queue.wait(1, WAIT_LIMIT).unwrap(), queue.len(), queue.depth()), (0, 0, 1));
 }

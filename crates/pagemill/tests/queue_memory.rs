@@ -18,16 +18,16 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
-const HUGE: usize = 2 * MIB;
+const HUGE_FOLIO_BYTES: usize = 2 * MIB;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 /// Length of a file that does not fit into its cache, in bytes.
 const FILE_BYTES: usize = 20 * MIB;
 
 /// Environment variable that makes a child process run its part of a test. Its value is the path of the test's file.
-const CHILD_FILE: &str = "QUEUE_MEMORY_PART";
+const CHILD_FILE_ENV: &str = "QUEUE_MEMORY_PART";
 
 fn pattern(at: usize, seed: u8) -> u8 {
     (at / 509 % 251) as u8 ^ seed
@@ -42,7 +42,7 @@ fn write_test_file(folder: &Path, seed: u8) -> PathBuf {
 
 fn pagemill_cache(policy: Box<dyn Policy>, limit_bytes: usize) -> (&'static Testbed, PageCache) {
     let settings =
-        PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(PageSize::new(PAGE).unwrap());
+        PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(PageSize::new(PAGE_BYTES).unwrap());
     let pagemill = Testbed::for_test();
     (pagemill, settings.build_in(pagemill.caches).unwrap())
 }
@@ -67,9 +67,13 @@ fn check_completed(queue: &mut Queue, file: &Mapping, seed: u8) {
 
 /// Compares the page at `offset`, and the first and last page of its huge folio, with the pattern of the file.
 fn check_huge_folio(file: &Mapping, offset: usize, seed: u8) {
-    let mut bytes = [0; PAGE];
-    for offset in [offset, offset / HUGE * HUGE, offset / HUGE * HUGE + HUGE - PAGE] {
-        assert_eq!(file.read_at(&mut bytes, offset as u64).unwrap(), PAGE);
+    let mut bytes = [0; PAGE_BYTES];
+    for offset in [
+        offset,
+        offset / HUGE_FOLIO_BYTES * HUGE_FOLIO_BYTES,
+        offset / HUGE_FOLIO_BYTES * HUGE_FOLIO_BYTES + HUGE_FOLIO_BYTES - PAGE_BYTES,
+    ] {
+        assert_eq!(file.read_at(&mut bytes, offset as u64).unwrap(), PAGE_BYTES);
         let is_right = bytes.iter().enumerate().all(|(at, byte)| *byte == pattern(offset + at, seed));
         assert!(is_right, "at {offset}");
     }
@@ -94,7 +98,7 @@ fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
 /// Reads until the queue has registered memory. If the kernel does not register memory here, returns the reason.
 fn register_memory(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
     for _ in 0..4 {
-        read_all(queue, file, HUGE, seed);
+        read_all(queue, file, HUGE_FOLIO_BYTES, seed);
         if queue.registered_bytes() > 0 {
             return Ok(());
         }
@@ -121,7 +125,7 @@ fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
 fn registered_memory_is_returned_after_its_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
     let paths = [1, 2].map(|seed| write_test_file(folder.path(), seed));
-    for (policy, step) in [(Box::new(Always) as Box<dyn Policy>, HUGE), (Box::new(Never), PAGE)] {
+    for (policy, step) in [(Box::new(Always) as Box<dyn Policy>, HUGE_FOLIO_BYTES), (Box::new(Never), PAGE_BYTES)] {
         let cache = cache(policy, 8 * MIB);
         let mut queue = cache.queue(4).unwrap();
         for (round, path) in paths.iter().cycle().take(3).enumerate() {
@@ -134,7 +138,7 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
             read_all(&mut queue, &mapping, step, seed);
             drop(mapping);
             let registered = queue.registered_bytes();
-            assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE), "{registered}");
+            assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE_FOLIO_BYTES), "{registered}");
             // All folios are free now, but only memory that is not registered may be returned.
             let unregistered = cache.give_back();
             assert!(unregistered <= (8 * MIB) as u64, "{unregistered} returned, {registered} registered");
@@ -160,7 +164,7 @@ fn a_busy_queue_releases_memory_on_request() {
             return println!("skipped: {reason}");
         }
         drop(one);
-        let offsets = (0..FILE_BYTES).step_by(HUGE).cycle().take(40);
+        let offsets = (0..FILE_BYTES).step_by(HUGE_FOLIO_BYTES).cycle().take(40);
         let mut returned = 0;
         for offset in offsets {
             while queue.is_full() {
@@ -260,8 +264,8 @@ fn calls_of_a_fork_child_fail() {
         unsafe { pagemill.instance.begin_child() };
         let is_refused = |result: Result<(), Error>| u8::from(matches!(result, Err(Error::WrongState { .. })));
         let mut refused = 0;
-        for offset in (0..FILE_BYTES).step_by(HUGE) {
-            refused |= 1 - is_refused(mapping.read_at(&mut [0; PAGE], offset as u64).map(drop));
+        for offset in (0..FILE_BYTES).step_by(HUGE_FOLIO_BYTES) {
+            refused |= 1 - is_refused(mapping.read_at(&mut [0; PAGE_BYTES], offset as u64).map(drop));
             refused |= (1 - is_refused(mapping.pin(offset as u64).map(drop))) << 1;
             refused |= (1 - is_refused(queue.fetch(&mapping, offset as u64, 0).map(drop))) << 2;
         }
@@ -275,7 +279,7 @@ fn calls_of_a_fork_child_fail() {
     // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(status, 0, "a signal, or a bit for each kind of call that did not fail");
-    read_all(&mut queue, &mapping, HUGE, 5);
+    read_all(&mut queue, &mapping, HUGE_FOLIO_BYTES, 5);
     drop(mapping);
     let registered = queue.registered_bytes();
     cache.give_back();
@@ -287,13 +291,13 @@ fn calls_of_a_fork_child_fail() {
 /// without registered memory.
 #[test]
 fn a_queue_reads_without_registered_memory() {
-    const TEST: &str = "a_queue_reads_without_registered_memory";
-    if let Some(path) = std::env::var_os(CHILD_FILE) {
+    const TEST_NAME: &str = "a_queue_reads_without_registered_memory";
+    if let Some(path) = std::env::var_os(CHILD_FILE_ENV) {
         let cache = cache(Box::new(Always), 8 * MIB);
         let mut queue = cache.queue(4).unwrap();
         let mapping = open(&cache, Path::new(&path));
         assert!(register_memory(&mut queue, &mapping, 6).is_err());
-        read_all(&mut queue, &mapping, HUGE, 6);
+        read_all(&mut queue, &mapping, HUGE_FOLIO_BYTES, 6);
         assert_eq!((stats::get(Counter::RegionsRegistered), queue.registered_bytes()), (0, 0));
         if stats::get(Counter::RingsRefused) == 0 {
             assert_eq!(stats::get(Counter::RegionsRefused), 1);
@@ -311,8 +315,8 @@ fn a_queue_reads_without_registered_memory() {
     let program = folder.path().join("tests");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST, "--nocapture"]);
-    limited.env(CHILD_FILE, write_test_file(folder.path(), 6)).current_dir(folder.path()).uid(65534).gid(65534);
+    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST_NAME, "--nocapture"]);
+    limited.env(CHILD_FILE_ENV, write_test_file(folder.path(), 6)).current_dir(folder.path()).uid(65534).gid(65534);
     let output = limited.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -329,18 +333,21 @@ fn open_delayed_store(cache: &PageCache, len: usize) -> (FaultyStore<MemoryStore
 /// descriptor must report their completions.
 #[test]
 fn reads_of_a_delayed_store_overlap() {
-    const COUNT: usize = 32;
+    const READ_COUNT: usize = 32;
     for is_watched in [false, true] {
         let cache = cache(Box::new(Never), 8 * MIB);
-        let (store, file) = open_delayed_store(&cache, COUNT * PAGE + 100);
-        let mut queue = cache.queue(COUNT as u32).unwrap();
+        let (store, file) = open_delayed_store(&cache, READ_COUNT * PAGE_BYTES + 100);
+        let mut queue = cache.queue(READ_COUNT as u32).unwrap();
         store.hold();
-        for page in 0..COUNT {
-            let offset = (page * PAGE) as u64;
+        for page in 0..READ_COUNT {
+            let offset = (page * PAGE_BYTES) as u64;
             assert_eq!(queue.fetch(&file, offset, offset).unwrap(), Fetch::Started);
         }
-        assert!(queue.is_full() && matches!(queue.fetch(&file, (COUNT * PAGE) as u64, 0), Err(Error::Busy { .. })));
-        while store.held() < COUNT {
+        assert!(
+            queue.is_full()
+                && matches!(queue.fetch(&file, (READ_COUNT * PAGE_BYTES) as u64, 0), Err(Error::Busy { .. }))
+        );
+        while store.held() < READ_COUNT {
             std::thread::yield_now();
         }
         assert_eq!(queue.wait(1, Duration::from_millis(1)).unwrap(), 0);
@@ -351,23 +358,23 @@ fn reads_of_a_delayed_store_overlap() {
         }
         store.release();
         let mut completed = 0;
-        while completed < COUNT {
+        while completed < READ_COUNT {
             if is_watched {
-                assert!(is_readable(&mut queue, WAIT_LIMIT), "{completed} of {COUNT} completed");
+                assert!(is_readable(&mut queue, WAIT_LIMIT), "{completed} of {READ_COUNT} completed");
                 queue.wait(0, Duration::ZERO).unwrap();
             } else {
-                assert!(queue.wait(COUNT - completed, WAIT_LIMIT).unwrap() > 0);
+                assert!(queue.wait(READ_COUNT - completed, WAIT_LIMIT).unwrap() > 0);
             }
             while let Some(fetched) = queue.next() {
                 fetched.result.unwrap();
-                let (mut bytes, offset) = ([0; PAGE], fetched.token);
-                assert_eq!(file.read_at(&mut bytes, offset).unwrap(), PAGE);
+                let (mut bytes, offset) = ([0; PAGE_BYTES], fetched.token);
+                assert_eq!(file.read_at(&mut bytes, offset).unwrap(), PAGE_BYTES);
                 assert!((offset as usize..).zip(bytes).all(|(at, byte)| byte == pattern(at, 7)), "at {offset}");
                 completed += 1;
             }
         }
         assert!(queue.is_empty());
-        assert_eq!(store.calls().reads, COUNT as u64, "each page was read once");
+        assert_eq!(store.calls().reads, READ_COUNT as u64, "each page was read once");
     }
 }
 
@@ -376,11 +383,11 @@ fn reads_of_a_delayed_store_overlap() {
 #[test]
 fn delayed_reads_may_fail_or_be_cancelled() {
     let cache = cache(Box::new(Always), 16 * MIB);
-    let (store, file) = open_delayed_store(&cache, 4 * HUGE);
+    let (store, file) = open_delayed_store(&cache, 4 * HUGE_FOLIO_BYTES);
     let mut queue = cache.queue(4).unwrap();
     let fetch = |queue: &mut Queue, file: &Mapping| {
         for at in 0..4 {
-            assert_eq!(queue.fetch(file, (at * HUGE) as u64, at as u64).unwrap(), Fetch::Started);
+            assert_eq!(queue.fetch(file, (at * HUGE_FOLIO_BYTES) as u64, at as u64).unwrap(), Fetch::Started);
         }
     };
     let drain = |queue: &mut Queue, is_failed: bool| {
@@ -402,19 +409,19 @@ fn delayed_reads_may_fail_or_be_cancelled() {
 
     store.hold();
     fetch(&mut queue, &file);
-    let kept = HUGE + 10;
-    [kept, 4 * HUGE].into_iter().for_each(|len| file.truncate(len as u64).unwrap());
+    let kept = HUGE_FOLIO_BYTES + 10;
+    [kept, 4 * HUGE_FOLIO_BYTES].into_iter().for_each(|len| file.truncate(len as u64).unwrap());
     store.release();
     drain(&mut queue, false);
-    let mut bytes = vec![1; 4 * HUGE];
+    let mut bytes = vec![1; 4 * HUGE_FOLIO_BYTES];
     assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if at < kept { pattern(at, 7) } else { 0 }));
     drop(file);
 
-    let (store, file) = open_delayed_store(&cache, 4 * HUGE);
+    let (store, file) = open_delayed_store(&cache, 4 * HUGE_FOLIO_BYTES);
     store.hold();
     fetch(&mut queue, &file);
-    assert_eq!(cache.charged_bytes(), (4 * HUGE) as u64);
+    assert_eq!(cache.charged_bytes(), (4 * HUGE_FOLIO_BYTES) as u64);
     drop(queue);
     while cache.charged_bytes() > 0 {
         std::thread::yield_now();

@@ -128,19 +128,23 @@ fn a_fork_child_waits_for_its_own_readers() {
 /// block, the block must be charged to the child, and the child must be able to free the block afterwards.
 #[test]
 fn a_fork_child_is_charged_for_free_blocks_of_its_parent() {
-    const VALUES: u64 = 40_000;
+    const VALUE_COUNT: u64 = 40_000;
     let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
-    drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
+    drop((0..VALUE_COUNT).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
     drop(cache);
     assert!(pagemill.slabs.giveable_bytes() >= 2 * BLOCK_BYTES as u64);
     let free = || (pagemill.slabs.giveable_bytes(), stats::get(Counter::SlabFree), pagemill.account.resident());
     let uses_some = || {
         let own = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("own")).unwrap();
-        let slots: Vec<_> = (0..VALUES / 4).map(|number| own.insert([number; 24]).unwrap()).collect();
+        let slots: Vec<_> = (0..VALUE_COUNT / 4).map(|number| own.insert([number; 24]).unwrap()).collect();
         let resident = own.info().unwrap().total.resident_bytes;
-        assert!(resident >= VALUES / 4 * 192 && pagemill.account.resident() == resident, "{resident} {:?}", free());
+        assert!(
+            resident >= VALUE_COUNT / 4 * 192 && pagemill.account.resident() == resident,
+            "{resident} {:?}",
+            free()
+        );
         drop(slots);
         drop(own);
         assert_eq!(free(), (resident, resident, resident));
@@ -482,16 +486,16 @@ fn a_program_with_files() {
 /// Makes 32 threads use a slab cache by handle, so that each thread has a thread slot. Then drops the cache. Returns
 /// the size of its handle table in bytes, and a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
-    const THREADS: usize = 32;
+    const THREAD_COUNT: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
-    let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
+    let (are_in, may_end) = (Arc::new(Barrier::new(THREAD_COUNT + 1)), Arc::new(Barrier::new(THREAD_COUNT + 1)));
     // The threads run one at a time, because a thread does not open its magazine while another thread opens one.
     let one_at_a_time = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<HandleMap<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
         assert!(cache.remove(cache.insert(1).unwrap()).unwrap().is_some());
     };
-    let threads: Vec<_> = (0..THREADS)
+    let threads: Vec<_> = (0..THREAD_COUNT)
         .map(|_| {
             let (cache, one_at_a_time, are_in, may_end) =
                 (cache.clone(), one_at_a_time.clone(), are_in.clone(), may_end.clone());
@@ -538,13 +542,13 @@ fn a_program_with_threads() {
     assert!(is_done, "see the child's message above");
 }
 
-const VALUES: u64 = 60_000;
+const VALUE_COUNT: u64 = 60_000;
 
 /// Creates a slab cache and removes nine tenths of its values. Returns the cache and the handles of the remaining
 /// values.
 fn fragmented_cache(slabs: &'static Slabs) -> (HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
-    let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
+    let mut handles: Vec<_> = (0..VALUE_COUNT).map(|number| cache.insert([number; 24]).unwrap()).collect();
     for (handle, number) in handles.iter().zip(0..) {
         assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some());
     }
@@ -561,7 +565,7 @@ fn wait_for_memory((cache, handles): &(HandleMap<[u64; 24]>, Vec<Handle<[u64; 24
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(cache.info().unwrap().moved > 0);
-    for (handle, number) in handles.iter().zip((0..VALUES).step_by(10)) {
+    for (handle, number) in handles.iter().zip((0..VALUE_COUNT).step_by(10)) {
         assert_eq!(cache.get(*handle, &slab::enter()), Some(&[number; 24]));
     }
 }

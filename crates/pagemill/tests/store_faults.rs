@@ -19,11 +19,11 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 use stores::BrokenStore;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 fn cache_of(policy: Box<dyn Policy>) -> PageCache {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
     PageCache::builder("faults").limit(16 * MIB as u64).policy(policy).page(page).build_in(caches).unwrap()
@@ -79,7 +79,7 @@ fn bytes_cut_off_by_another_process_read_zero() {
         let bytes = pattern(len, 1);
         fs::write(&path, &bytes).unwrap();
         let file = open(&cache, &path);
-        assert!(read(&file, 0, PAGE) == bytes[..PAGE]);
+        assert!(read(&file, 0, PAGE_BYTES) == bytes[..PAGE_BYTES]);
         let others = File::options().write(true).open(&path).unwrap();
         let left = 5 * MIB + 100;
         others.set_len(left as u64).unwrap();
@@ -87,18 +87,18 @@ fn bytes_cut_off_by_another_process_read_zero() {
         let tail = read(&file, 4 * MIB, 2 * MIB);
         assert!(tail[..MIB + 100] == bytes[4 * MIB..left] && tail[MIB + 100..].iter().all(|byte| *byte == 0));
         others.set_len(100).unwrap();
-        assert!(read(&file, 0, PAGE) == bytes[..PAGE], "in memory");
+        assert!(read(&file, 0, PAGE_BYTES) == bytes[..PAGE_BYTES], "in memory");
         file.sync().unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 100, "nothing was changed here");
         file.refresh().unwrap();
         assert_eq!((file.size_bytes(), cache.charged_bytes()), (100, 0));
-        assert!(read(&file, 0, PAGE) == bytes[..100]);
+        assert!(read(&file, 0, PAGE_BYTES) == bytes[..100]);
         // Added bytes must read as zeros, in memory and in the file.
-        file.truncate(PAGE as u64).unwrap();
+        file.truncate(PAGE_BYTES as u64).unwrap();
         file.sync().unwrap();
         let mut expected = bytes[..100].to_vec();
-        expected.resize(PAGE, 0);
-        assert!(read(&file, 0, PAGE) == expected && fs::read(&path).unwrap() == expected);
+        expected.resize(PAGE_BYTES, 0);
+        assert!(read(&file, 0, PAGE_BYTES) == expected && fs::read(&path).unwrap() == expected);
     }
 }
 
@@ -116,7 +116,7 @@ fn bytes_appended_by_another_process_stay() {
         assert!(read(&reader, 0, 3 * MIB) == bytes[..len]);
         let others = File::options().write(true).open(&path).unwrap();
         others.write_all_at(&bytes[len..], len as u64).unwrap();
-        assert_eq!(read(&reader, len, PAGE), []);
+        assert_eq!(read(&reader, len, PAGE_BYTES), []);
         write(&writer, &bytes[..10], 0);
         writer.sync().unwrap();
         assert!(fs::read(&path).unwrap() == bytes);
@@ -138,27 +138,27 @@ fn bytes_appended_by_another_process_stay() {
 fn a_refresh_keeps_local_changes() {
     let (cache, folder) = (cache(), folder());
     let path = folder.path().join("file");
-    fs::write(&path, pattern(4 * PAGE, 3)).unwrap();
+    fs::write(&path, pattern(4 * PAGE_BYTES, 3)).unwrap();
     let file = open(&cache, &path);
     let others = File::options().write(true).open(&path).unwrap();
     let is_refused = || matches!(file.refresh(), Err(Error::WrongState { .. }));
-    write(&file, b"here", PAGE);
-    others.set_len(PAGE as u64).unwrap();
-    assert!(is_refused() && file.size_bytes() == 4 * PAGE as u64);
+    write(&file, b"here", PAGE_BYTES);
+    others.set_len(PAGE_BYTES as u64).unwrap();
+    assert!(is_refused() && file.size_bytes() == 4 * PAGE_BYTES as u64);
     file.sync().unwrap();
-    assert_eq!(read(&file, PAGE, 4), b"here");
-    file.truncate(3 * PAGE as u64).unwrap();
+    assert_eq!(read(&file, PAGE_BYTES, 4), b"here");
+    file.truncate(3 * PAGE_BYTES as u64).unwrap();
     assert!(is_refused());
-    file.truncate(5 * PAGE as u64).unwrap();
+    file.truncate(5 * PAGE_BYTES as u64).unwrap();
     assert!(is_refused());
     file.sync().unwrap();
-    let pin = file.pin(PAGE as u64).unwrap();
-    others.write_all_at(b"there", PAGE as u64).unwrap();
+    let pin = file.pin(PAGE_BYTES as u64).unwrap();
+    others.write_all_at(b"there", PAGE_BYTES as u64).unwrap();
     assert!(matches!(file.refresh(), Err(Error::Busy { .. })));
-    assert_eq!(read(&file, PAGE, 4), b"here");
+    assert_eq!(read(&file, PAGE_BYTES, 4), b"here");
     drop(pin);
     file.refresh().unwrap();
-    assert_eq!(read(&file, PAGE, 5), b"there");
+    assert_eq!(read(&file, PAGE_BYTES, 5), b"there");
     assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
 }
 
@@ -171,7 +171,7 @@ fn reads_during_refreshes_find_the_files_bytes() {
     write(&secret, &vec![0x55; 8 * MIB], 0);
     drop(secret);
     let path = folder.path().join("file");
-    fs::write(&path, vec![1; 16 * PAGE]).unwrap();
+    fs::write(&path, vec![1; 16 * PAGE_BYTES]).unwrap();
     let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
     let others = File::options().write(true).open(&path).unwrap();
     let is_over = std::sync::atomic::AtomicBool::new(false);
@@ -179,16 +179,16 @@ fn reads_during_refreshes_find_the_files_bytes() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                    assert!(read(&file, 0, 16 * PAGE).iter().all(|byte| *byte < 0x40));
+                    assert!(read(&file, 0, 16 * PAGE_BYTES).iter().all(|byte| *byte < 0x40));
                 }
             });
         }
         for round in 0..200 {
-            others.set_len(100 + round % 7 * PAGE as u64).unwrap();
-            others.write_all_at(&vec![round as u8 % 60 + 1; 9 * PAGE], round % 5 * PAGE as u64).unwrap();
+            others.set_len(100 + round % 7 * PAGE_BYTES as u64).unwrap();
+            others.write_all_at(&vec![round as u8 % 60 + 1; 9 * PAGE_BYTES], round % 5 * PAGE_BYTES as u64).unwrap();
             file.refresh().unwrap();
             let expected = fs::read(&path).unwrap();
-            assert!(read(&file, 0, 16 * PAGE) == expected, "round {round}");
+            assert!(read(&file, 0, 16 * PAGE_BYTES) == expected, "round {round}");
         }
         is_over.store(true, std::sync::atomic::Ordering::Relaxed);
     });
@@ -200,22 +200,22 @@ fn reads_during_refreshes_find_the_files_bytes() {
 fn a_mapping_keeps_the_file_that_it_opened() {
     let (cache, folder) = (cache(), folder());
     let (path, other) = (folder.path().join("file"), folder.path().join("other"));
-    fs::write(&path, pattern(4 * PAGE, 1)).unwrap();
-    fs::write(&other, pattern(2 * PAGE, 9)).unwrap();
+    fs::write(&path, pattern(4 * PAGE_BYTES, 1)).unwrap();
+    fs::write(&other, pattern(2 * PAGE_BYTES, 9)).unwrap();
     let file = open(&cache, &path);
     let opened = File::open(&path).unwrap();
     fs::rename(&other, &path).unwrap();
     write(&file, b"mine", 10);
     file.sync().unwrap();
     file.refresh().unwrap();
-    assert!(fs::read(&path).unwrap() == pattern(2 * PAGE, 9));
-    let mut expected = pattern(4 * PAGE, 1);
+    assert!(fs::read(&path).unwrap() == pattern(2 * PAGE_BYTES, 9));
+    let mut expected = pattern(4 * PAGE_BYTES, 1);
     expected[10..14].copy_from_slice(b"mine");
-    let mut found = vec![0; 4 * PAGE];
+    let mut found = vec![0; 4 * PAGE_BYTES];
     opened.read_exact_at(&mut found, 0).unwrap();
-    assert!(found == expected && read(&file, 0, 5 * PAGE) == expected);
+    assert!(found == expected && read(&file, 0, 5 * PAGE_BYTES) == expected);
     let second = open(&cache, &path);
-    assert!(read(&second, 0, PAGE) == pattern(2 * PAGE, 9)[..PAGE]);
+    assert!(read(&second, 0, PAGE_BYTES) == pattern(2 * PAGE_BYTES, 9)[..PAGE_BYTES]);
     fs::remove_file(&path).unwrap();
     write(&second, b"gone", 0);
     second.sync().unwrap();
@@ -304,10 +304,10 @@ fn write_errors_lose_no_data() {
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
-    let store = faulty_store(pattern(16 * PAGE, 1));
+    let store = faulty_store(pattern(16 * PAGE_BYTES, 1));
     let file = cache.open(Arc::new(store.clone())).unwrap();
-    assert!(read(&file, 0, PAGE) == pattern(PAGE, 1));
-    write(&file, b"dirty", 4 * PAGE);
+    assert!(read(&file, 0, PAGE_BYTES) == pattern(PAGE_BYTES, 1));
+    write(&file, b"dirty", 4 * PAGE_BYTES);
     let awaited = stats::get(Counter::FoliosAwaited);
     store.hold();
     std::thread::scope(|scope| {
@@ -316,23 +316,23 @@ fn a_store_that_hangs_blocks_only_its_callers() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let reading = scope.spawn(|| read(&file, 8 * PAGE, 10));
+        let reading = scope.spawn(|| read(&file, 8 * PAGE_BYTES, 10));
         until_held(1);
         let syncing = scope.spawn(|| file.sync());
         until_held(2);
-        assert!(read(&file, 0, PAGE) == pattern(PAGE, 1), "what is in memory is read");
-        assert_eq!(read(&file, 4 * PAGE, 5), b"dirty");
+        assert!(read(&file, 0, PAGE_BYTES) == pattern(PAGE_BYTES, 1), "what is in memory is read");
+        assert_eq!(read(&file, 4 * PAGE_BYTES, 5), b"dirty");
         write(&file, b"other", 0);
-        assert!(matches!(file.write_at(b"again", 4 * PAGE as u64), Err(Error::Busy { .. })));
+        assert!(matches!(file.write_at(b"again", 4 * PAGE_BYTES as u64), Err(Error::Busy { .. })));
         assert!(stats::get(Counter::FoliosAwaited) > awaited);
         assert!(!reading.is_finished() && !syncing.is_finished());
         store.release();
-        assert_eq!(reading.join().unwrap(), pattern(16 * PAGE, 1)[8 * PAGE..8 * PAGE + 10]);
+        assert_eq!(reading.join().unwrap(), pattern(16 * PAGE_BYTES, 1)[8 * PAGE_BYTES..8 * PAGE_BYTES + 10]);
         syncing.join().unwrap().unwrap();
     });
     file.sync().unwrap();
     let bytes = store.inner().bytes();
-    assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
+    assert!(bytes[..5] == *b"other" && bytes[4 * PAGE_BYTES..4 * PAGE_BYTES + 5] == *b"dirty");
 }
 
 /// A file with a read-only store must be readable. Every change of the file must fail without an effect.
@@ -351,7 +351,7 @@ fn read_only_files_reject_changes() {
             file.truncate(0).unwrap_err(),
             file.truncate(bytes.len() as u64).unwrap_err(),
             file.zero_range(0, 10).unwrap_err(),
-            file.hold(PAGE as u64).map(drop).unwrap_err(),
+            file.hold(PAGE_BYTES as u64).map(drop).unwrap_err(),
             pin.write_at(b"x", 0).unwrap_err(),
         ];
         assert!(errors.iter().all(|error| matches!(error, Error::ReadOnly) && error.errno() == libc::EBADF));
@@ -399,17 +399,17 @@ fn pages_behind_the_end_become_clean() {
     let store = faulty_store(Vec::new());
     let file = cache.open(Arc::new(store.clone())).unwrap();
     file.truncate(2 * MIB as u64).unwrap();
-    write(&file, &pattern(PAGE + 100, 1), 0);
+    write(&file, &pattern(PAGE_BYTES + 100, 1), 0);
     assert!(read(&file, 0, 1) == [1] && cache.charged_bytes() == 2 * MIB as u64);
     let pin = file.pin(0).unwrap();
-    file.truncate(PAGE as u64 + 100).unwrap();
+    file.truncate(PAGE_BYTES as u64 + 100).unwrap();
     drop(pin);
     assert!(file.split(0).unwrap() && cache.charged_bytes() == 2 * MIB as u64);
     file.sync().unwrap();
-    assert!(store.inner().bytes() == pattern(PAGE + 100, 1));
+    assert!(store.inner().bytes() == pattern(PAGE_BYTES + 100, 1));
     file.refresh().unwrap();
     assert_eq!(cache.charged_bytes(), 0);
-    assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
+    assert!(read(&file, 0, 2 * PAGE_BYTES) == pattern(PAGE_BYTES + 100, 1));
 }
 
 /// A store panics while its pages are written back to make room for another file. Later calls on both files must
@@ -417,23 +417,23 @@ fn pages_behind_the_end_become_clean() {
 #[test]
 fn a_panic_of_a_store_blocks_no_thread() {
     let writeback = Writeback::default().background_percent(100).most_percent(100);
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
     let settings = PageCache::builder("panics").limit(MIB as u64);
     // If a thread blocked nevertheless, it would get an error.
     let timeout = Some(Duration::from_millis(100));
     let cache = settings.policy(Never).page(page).writeback(writeback).timeout(timeout).build_in(caches).unwrap();
-    let store = Arc::new(BrokenStore::that_panics(PAGE));
+    let store = Arc::new(BrokenStore::that_panics(PAGE_BYTES));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);
-    let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE))).unwrap();
-    for len in [PAGE, 2 * PAGE] {
+    let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE_BYTES))).unwrap();
+    for len in [PAGE_BYTES, 2 * PAGE_BYTES] {
         let lost = catch_unwind(AssertUnwindSafe(|| read(&other, 0, len)));
         assert!(lost.is_err());
     }
     store.panics.store(false, SeqCst);
-    assert_eq!(read(&other, 0, 2 * PAGE), pattern(2 * PAGE, 2));
+    assert_eq!(read(&other, 0, 2 * PAGE_BYTES), pattern(2 * PAGE_BYTES, 2));
     dirty.sync().unwrap();
     assert_eq!(read(&dirty, 0, MIB), pattern(MIB, 1));
     drop((dirty, other));

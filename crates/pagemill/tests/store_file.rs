@@ -314,7 +314,7 @@ fn a_writer_of_another_process_is_refused() {
 /// instead of a deadly signal, and must write nothing.
 #[test]
 fn exceeding_the_file_size_limit_is_an_error() {
-    const TEST: &str = "exceeding_the_file_size_limit_is_an_error";
+    const TEST_NAME: &str = "exceeding_the_file_size_limit_is_an_error";
     if let Some(path) = child_argument() {
         let store = FileStore::create(path).unwrap();
         store.write(0, &aligned(&[1; 4 * KIB])).unwrap();
@@ -330,7 +330,7 @@ fn exceeding_the_file_size_limit_is_an_error() {
         return;
     }
     let folder = folder();
-    let inner = child_command(TEST, &folder.path().join("file"));
+    let inner = child_command(TEST_NAME, &folder.path().join("file"));
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -f 64; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
     limited.env(CHILD_ENV, folder.path().join("file"));
@@ -400,12 +400,12 @@ fn threads_and_rings_produce_the_same_file() {
 /// An environment variable is set so that rings use threads instead of io_uring. A ring must then use threads.
 #[test]
 fn an_environment_variable_selects_threads() {
-    const TEST: &str = "an_environment_variable_selects_threads";
+    const TEST_NAME: &str = "an_environment_variable_selects_threads";
     if child_argument().is_some() {
         assert!(!ring(Engine::Best).is_kernel());
         return assert_eq!(stats::get(Counter::RingsRefused), 0, "threads were selected, so no ring was refused");
     }
-    let mut command = child_command(TEST, Path::new("yes"));
+    let mut command = child_command(TEST_NAME, Path::new("yes"));
     command.env("PAGEMILL_IO", "threads");
     assert_passes(command);
 }
@@ -413,7 +413,7 @@ fn an_environment_variable_selects_threads() {
 /// An unprivileged user may not lock memory. Registering memory must fail, and transfers must still work.
 #[test]
 fn transfers_work_without_registered_memory() {
-    const TEST: &str = "transfers_work_without_registered_memory";
+    const TEST_NAME: &str = "transfers_work_without_registered_memory";
     if let Some(path) = child_argument() {
         let store = FileStore::create(path).unwrap();
         let mut ring = ring(Engine::Best);
@@ -441,7 +441,7 @@ fn transfers_work_without_registered_memory() {
     let program = folder.path().join("tests");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST, "--nocapture"]);
+    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST_NAME, "--nocapture"]);
     limited.env(CHILD_ENV, folder.path().join("file")).current_dir(folder.path()).uid(65534).gid(65534);
     print!("{}", assert_passes(limited));
 }

@@ -20,7 +20,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
@@ -28,7 +28,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 const CHILD_FILE_ENV: &str = "STORE_LIMITS_FILE";
 
 fn cache() -> PageCache {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
     PageCache::builder("limits").limit(16 * MIB as u64).page(page).policy(Always).build_in(caches).unwrap()
@@ -181,12 +181,12 @@ fn stores_work_if_the_kernel_refuses_rings() {
 /// An unprivileged user may not lock memory, and then has no rings either. A store must still work.
 #[test]
 fn stores_work_without_locked_memory() {
-    const TEST: &str = "stores_work_without_locked_memory";
+    const TEST_NAME: &str = "stores_work_without_locked_memory";
     if let Some(path) = file_for_child() {
         return assert_works(&path);
     }
-    run_in_child(TEST, true, || set_limit(libc::RLIMIT_MEMLOCK, 0));
-    run_in_child(TEST, true, || {
+    run_in_child(TEST_NAME, true, || set_limit(libc::RLIMIT_MEMLOCK, 0));
+    run_in_child(TEST_NAME, true, || {
         set_limit(libc::RLIMIT_MEMLOCK, 0)?;
         forbid_rings(libc::EPERM)
     });
@@ -225,7 +225,7 @@ fn open_files_work_without_new_descriptors() {
     assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
     assert!(bytes == pattern(bytes.len()));
     for at in [0, 2 * MIB, 4 * MIB] {
-        assert_eq!(file.write_at(&[9; PAGE], at as u64).unwrap(), PAGE);
+        assert_eq!(file.write_at(&[9; PAGE_BYTES], at as u64).unwrap(), PAGE_BYTES);
     }
     file.sync().unwrap();
 }
@@ -243,9 +243,9 @@ fn a_sync_reports_that_files_may_not_grow() {
         let error = file.sync().unwrap_err();
         assert_eq!(error.errno(), libc::EFBIG, "{error}");
     }
-    let mut bytes = vec![0; PAGE];
-    assert_eq!(file.read_at(&mut bytes, 0).unwrap(), PAGE);
-    assert!(bytes[..10] == [9; 10] && bytes[10..] == pattern(PAGE)[10..]);
+    let mut bytes = vec![0; PAGE_BYTES];
+    assert_eq!(file.read_at(&mut bytes, 0).unwrap(), PAGE_BYTES);
+    assert!(bytes[..10] == [9; 10] && bytes[10..] == pattern(PAGE_BYTES)[10..]);
     file.truncate(0).unwrap();
     file.sync().unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), 0);
@@ -285,11 +285,11 @@ fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), St
 /// checks accesses through a mapping.
 fn assert_transfers_are_right(path: &Path, len: usize) {
     let store = FileStore::open(path).unwrap();
-    assert!(store.alignment().offset == PAGE && store.block_bytes() == PAGE, "{:?}", store.alignment());
+    assert!(store.alignment().offset == PAGE_BYTES && store.block_bytes() == PAGE_BYTES, "{:?}", store.alignment());
     let mut expected = vec![0; len];
-    let mut memory = vec![0; 3 * PAGE];
+    let mut memory = vec![0; 3 * PAGE_BYTES];
     for round in 0..200 {
-        let (at, count, skip) = (round * 7919 % (len - 3 * PAGE), round * 613 % (2 * PAGE), round % 7);
+        let (at, count, skip) = (round * 7919 % (len - 3 * PAGE_BYTES), round * 613 % (2 * PAGE_BYTES), round % 7);
         let at = if round % 3 == 0 { at / 512 * 512 } else { at };
         memory[skip..skip + count].fill(round as u8);
         store.write(at as u64, &memory[skip..skip + count]).unwrap();

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// Upper bound of every wait in these tests.
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 fn cache(limit_bytes: usize) -> PageCache {
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
     PageCache::builder("sound").limit(limit_bytes as u64).policy(Never).page(page).build_in(caches).unwrap()
@@ -37,7 +37,7 @@ struct HookedStore {
 
 impl HookedStore {
     fn new(bytes: Vec<u8>, on_read: Hook, on_write: Hook) -> Arc<Self> {
-        Arc::new(Self { store: MemoryStore::new(bytes, PAGE), on_read, on_write, fills: true })
+        Arc::new(Self { store: MemoryStore::new(bytes, PAGE_BYTES), on_read, on_write, fills: true })
     }
 }
 
@@ -46,7 +46,7 @@ impl Store for HookedStore {
         self.store.size_bytes()
     }
     fn block_bytes(&self) -> usize {
-        PAGE
+        PAGE_BYTES
     }
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         (self.on_read)(offset);
@@ -73,24 +73,24 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
     let (go_on, may_go_on) = mpsc::channel::<()>();
     let (writing, may_go_on) = (Mutex::new(writing), Mutex::new(may_go_on));
     let hook: Hook = Box::new(move |offset| {
-        if offset == 2 * PAGE as u64 {
+        if offset == 2 * PAGE_BYTES as u64 {
             writing.lock().unwrap().send(()).unwrap();
             may_go_on.lock().unwrap().recv().unwrap();
         }
     });
-    let store = HookedStore::new(vec![7; PAGE], Box::new(|_| {}), hook);
+    let store = HookedStore::new(vec![7; PAGE_BYTES], Box::new(|_| {}), hook);
     let file = cache.open(store).unwrap();
-    file.write_at(&[9; PAGE], 2 * PAGE as u64).unwrap();
+    file.write_at(&[9; PAGE_BYTES], 2 * PAGE_BYTES as u64).unwrap();
     std::thread::scope(|scope| {
         let syncing = scope.spawn(|| file.sync());
         is_writing.recv().unwrap();
-        file.truncate(PAGE as u64).unwrap();
-        file.truncate(3 * PAGE as u64).unwrap();
+        file.truncate(PAGE_BYTES as u64).unwrap();
+        file.truncate(3 * PAGE_BYTES as u64).unwrap();
         go_on.send(()).unwrap();
         syncing.join().unwrap().unwrap();
     });
     let mut bytes = [1; 8];
-    file.read_at(&mut bytes, 2 * PAGE as u64).unwrap();
+    file.read_at(&mut bytes, 2 * PAGE_BYTES as u64).unwrap();
     assert_eq!(bytes, [0; 8], "cut off, and back");
 }
 
@@ -113,7 +113,9 @@ extern "C" fn on_fault(_: i32) {
         unsafe { libc::usleep(1000) };
     }
     // SAFETY: the page of `inaccessible_page`, which stays mapped.
-    unsafe { libc::mprotect(INACCESSIBLE_PAGE_ADDR.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+    unsafe {
+        libc::mprotect(INACCESSIBLE_PAGE_ADDR.load(SeqCst) as *mut _, PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE)
+    };
 }
 
 fn inaccessible_page(byte: u8) -> &'static [u8] {
@@ -121,21 +123,21 @@ fn inaccessible_page(byte: u8) -> &'static [u8] {
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
-            PAGE,
+            PAGE_BYTES,
             libc::PROT_READ | libc::PROT_WRITE,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
             -1,
             0,
         );
-        std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE);
-        libc::mprotect(at, PAGE, libc::PROT_NONE);
+        std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE_BYTES);
+        libc::mprotect(at, PAGE_BYTES, libc::PROT_NONE);
         INACCESSIBLE_PAGE_ADDR.store(at as usize, SeqCst);
         IS_FAULTING.store(false, SeqCst);
         MAY_GRANT_ACCESS.store(false, SeqCst);
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_fault as *const () as usize;
         libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut());
-        std::slice::from_raw_parts(at.cast::<u8>(), PAGE)
+        std::slice::from_raw_parts(at.cast::<u8>(), PAGE_BYTES)
     }
 }
 
@@ -152,11 +154,11 @@ fn wait_until_set(what: &AtomicBool) {
 fn a_collapse_during_a_write_loses_no_data() {
     let _guard = HANDLER_USE.lock();
     let cache = cache(4 * MIB);
-    let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE))).unwrap();
-    let other = cache.open(Arc::new(MemoryStore::new(vec![3; 6 * MIB], PAGE))).unwrap();
+    let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE_BYTES))).unwrap();
+    let other = cache.open(Arc::new(MemoryStore::new(vec![3; 6 * MIB], PAGE_BYTES))).unwrap();
     file.truncate(2 * MIB as u64).unwrap();
-    file.write_at(&[1; PAGE], 0).unwrap();
-    let last = (2 * MIB - PAGE) as u64;
+    file.write_at(&[1; PAGE_BYTES], 0).unwrap();
+    let last = (2 * MIB - PAGE_BYTES) as u64;
     let slow = inaccessible_page(5);
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
@@ -188,7 +190,7 @@ fn a_collapse_during_a_write_loses_no_data() {
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _guard = HANDLER_USE.lock();
     let cache = cache(4 * MIB);
-    let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE))).unwrap();
+    let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE_BYTES))).unwrap();
     let slow = inaccessible_page(5);
     let is_read = &AtomicBool::new(false);
     let in_time = std::thread::scope(|scope| {
@@ -220,14 +222,14 @@ fn a_queue_exposes_no_bytes_of_other_files() {
     secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
     secret.truncate(0).unwrap();
     let short = Arc::new(HookedStore {
-        store: MemoryStore::new(vec![0; 64 * PAGE], PAGE),
+        store: MemoryStore::new(vec![0; 64 * PAGE_BYTES], PAGE_BYTES),
         on_read: Box::new(|_| {}),
         on_write: Box::new(|_| {}),
         fills: false,
     });
     let file = cache.open(short).unwrap();
     let mut bytes = [0; 8];
-    file.read_at(&mut bytes, PAGE as u64).unwrap();
+    file.read_at(&mut bytes, PAGE_BYTES as u64).unwrap();
     assert_eq!(bytes, [0; 8], "by a read");
     let mut queue = cache.queue(4).unwrap();
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Present);
@@ -246,11 +248,11 @@ fn a_file_exposes_no_bytes_of_other_files() {
     let scratch = TempFile::new("e", 7);
     std::fs::write(&scratch.0, [7; 100]).unwrap();
     let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
-    file.truncate(4 * PAGE as u64).unwrap();
-    file.write_at(&[7; 10], 3 * PAGE as u64 - 10).unwrap();
-    let mut bytes = vec![1; 4 * PAGE];
+    file.truncate(4 * PAGE_BYTES as u64).unwrap();
+    file.write_at(&[7; 10], 3 * PAGE_BYTES as u64 - 10).unwrap();
+    let mut bytes = vec![1; 4 * PAGE_BYTES];
     assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
-    let is_written = |at: usize| at < 100 || (3 * PAGE - 10..3 * PAGE).contains(&at);
+    let is_written = |at: usize| at < 100 || (3 * PAGE_BYTES - 10..3 * PAGE_BYTES).contains(&at);
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if is_written(at) { 7 } else { 0 }));
 }
 
@@ -259,7 +261,7 @@ struct TempFile(std::path::PathBuf);
 impl TempFile {
     fn new(name: &str, byte: u8) -> Self {
         let path = std::env::temp_dir().join(format!("pagemill-sound-{}-{name}", std::process::id()));
-        std::fs::write(&path, vec![byte; 16 * PAGE]).unwrap();
+        std::fs::write(&path, vec![byte; 16 * PAGE_BYTES]).unwrap();
         Self(path)
     }
 }
@@ -333,7 +335,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
         reading.store(true, SeqCst);
         wait_until_set(&ending);
     });
-    let file = cache.open(HookedStore::new(vec![7; PAGE], hook, Box::new(|_| {}))).unwrap();
+    let file = cache.open(HookedStore::new(vec![7; PAGE_BYTES], hook, Box::new(|_| {}))).unwrap();
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| file.read_at(&mut [0; 8], 0).unwrap());
         wait_until_set(&is_reading);
@@ -360,16 +362,16 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
 #[test]
 fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
-    let hook: Hook = Box::new(|offset| assert!(offset != 9 * PAGE as u64, "the store panics"));
-    let file = cache.open(HookedStore::new(vec![7; 16 * PAGE], hook, Box::new(|_| {}))).unwrap();
-    let bytes = vec![1; 9 * PAGE + 100];
+    let hook: Hook = Box::new(|offset| assert!(offset != 9 * PAGE_BYTES as u64, "the store panics"));
+    let file = cache.open(HookedStore::new(vec![7; 16 * PAGE_BYTES], hook, Box::new(|_| {}))).unwrap();
+    let bytes = vec![1; 9 * PAGE_BYTES + 100];
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| file.write_at(&bytes, 0)));
     assert!(result.is_err());
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        cache.queue(2).unwrap().fetch(&file, 9 * PAGE as u64, 1).map(drop)
+        cache.queue(2).unwrap().fetch(&file, 9 * PAGE_BYTES as u64, 1).map(drop)
     }));
     assert!(result.is_err());
-    assert_eq!(cache.charged_bytes(), 9 * PAGE as u64, "what was written before");
+    assert_eq!(cache.charged_bytes(), 9 * PAGE_BYTES as u64, "what was written before");
     // No thread waits for a read that failed.
     file.truncate(0).unwrap();
     assert_eq!(cache.charged_bytes(), 0);
@@ -390,7 +392,7 @@ fn a_write_during_a_slow_sync_succeeds() {
     });
     let file = cache.open(HookedStore::new(Vec::new(), Box::new(|_| {}), hook)).unwrap();
     for page in 0..20 {
-        file.write_at(&[1; 8], 2 * page * PAGE as u64).unwrap();
+        file.write_at(&[1; 8], 2 * page * PAGE_BYTES as u64).unwrap();
     }
     std::thread::scope(|scope| {
         let syncing = scope.spawn(|| file.sync());

@@ -315,7 +315,7 @@ fn a_stopped_member_costs_a_bounded_wait() {
     b.end();
 }
 
-fn mix(mut value: u64) -> u64 {
+fn mix_bits(mut value: u64) -> u64 {
     value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     value ^ value >> 31
@@ -334,14 +334,14 @@ fn random_contents_of_the_page_harm_no_member() {
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {
-            random = mix(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
+            random = mix_bits(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
             // Half of the writes go to the head and the entries of the first members, which are read most.
             let end = if random & 1 == 0 { 1024 } else { TreePage::LEN as u64 };
             let value = match random >> 1 & 3 {
                 0 => 0,
                 1 => u64::MAX,
                 2 => random >> 40,
-                _ => mix(random),
+                _ => mix_bits(random),
             };
             file.write_at(&value.to_le_bytes(), (random >> 8) % (end / 8) * 8).unwrap();
         }

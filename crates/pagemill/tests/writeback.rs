@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-const PAGE: usize = 4 << 10;
+const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// Upper bound of every wait in these tests.
@@ -40,13 +40,13 @@ fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> 
     if is_thread_disabled {
         caches.collapse_by_hand();
     }
-    let page = PageSize::new(PAGE).unwrap();
+    let page = PageSize::new(PAGE_BYTES).unwrap();
     let settings = PageCache::builder("writeback").limit(limit_bytes as u64);
     settings.policy(Never).page(page).writeback(writeback).build_in(caches).unwrap()
 }
 
 fn open(cache: &PageCache) -> (FaultyMemoryStore, Mapping) {
-    let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
+    let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE_BYTES));
     let file = cache.open(Arc::new(store.clone())).unwrap();
     (store, file)
 }
@@ -60,7 +60,7 @@ fn wait_until(failure: &str, condition: impl Fn() -> bool) {
 }
 
 fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill_core::error::Result<usize> {
-    file.write_at(&[byte; PAGE], (page * PAGE) as u64)
+    file.write_at(&[byte; PAGE_BYTES], (page * PAGE_BYTES) as u64)
 }
 
 /// Pages that are dirty for longer than the configured age must be written back in the background. One thread serves
@@ -76,11 +76,11 @@ fn old_pages_are_written_back() {
                 write_page(file, page, round).unwrap();
             }
             wait_until("old pages stay in memory", || file.dirty_bytes() == 0);
-            assert!(store.inner().bytes()[..3 * PAGE].iter().all(|byte| *byte == round));
+            assert!(store.inner().bytes()[..3 * PAGE_BYTES].iter().all(|byte| *byte == round));
         }
     }
     assert_eq!((cache.dirty_bytes(), files[0].0.calls().syncs), (0, 0));
-    assert!(stats::get(Counter::CacheWrittenForAge) - before >= (3 * 2 * 4 * PAGE) as u64);
+    assert!(stats::get(Counter::CacheWrittenForAge) - before >= (3 * 2 * 4 * PAGE_BYTES) as u64);
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
@@ -91,13 +91,13 @@ fn pages_are_written_back_only_when_due() {
     let fresh = cache(64 * MIB, dirty_shares(100, 100), true);
     let (store, file) = open(&fresh);
     write_page(&file, 0, 1).unwrap();
-    assert_eq!((fresh.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE as u64, 0));
+    assert_eq!((fresh.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE_BYTES as u64, 0));
     let old = cache(64 * MIB, dirty_shares(100, 100).age(Duration::ZERO), true);
     let (store, file) = open(&old);
     for page in (0..100).chain(200..300).rev() {
         write_page(&file, page, 1).unwrap();
     }
-    assert_eq!((old.write_back_due(), file.dirty_bytes()), ((200 * PAGE) as u64, 0));
+    assert_eq!((old.write_back_due(), file.dirty_bytes()), ((200 * PAGE_BYTES) as u64, 0));
     assert_eq!(store.calls().writes, 2);
     assert_eq!(old.write_back_due(), 0);
 }
@@ -135,8 +135,8 @@ fn writers_wait_for_a_store_that_hangs() {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for page in 0..2000 {
-                    assert_eq!(write_page(&file, page, 1).unwrap(), PAGE);
-                    assert!(cache.dirty_bytes() <= (MIB + PAGE) as u64);
+                    assert_eq!(write_page(&file, page, 1).unwrap(), PAGE_BYTES);
+                    assert!(cache.dirty_bytes() <= (MIB + PAGE_BYTES) as u64);
                 }
                 is_over.store(true, SeqCst);
             });
@@ -174,25 +174,25 @@ fn writers_time_out_if_the_store_hangs() {
         );
         assert_eq!(error.errno(), ETIMEDOUT, "{error}");
         page += end_page(&file);
-        assert!(page >= MIB / PAGE - 1);
+        assert!(page >= MIB / PAGE_BYTES - 1);
         for at in 0..100 {
             // A writer of another file may also time out. It must succeed when it tries again.
             wait_until("the writer of another file fails", || write_page(&other, at, 2).is_ok());
         }
-        let mut bytes = vec![0; page * PAGE];
+        let mut bytes = vec![0; page * PAGE_BYTES];
         assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
         assert!(bytes.iter().all(|byte| *byte == 1));
         store.release();
         file.sync().unwrap();
         other.sync().unwrap();
-        assert!(store.inner().bytes() == bytes && other_store.inner().bytes() == vec![2; 100 * PAGE]);
+        assert!(store.inner().bytes() == bytes && other_store.inner().bytes() == vec![2; 100 * PAGE_BYTES]);
         write_page(&file, page, 1).unwrap();
     }
 }
 
 /// Returns the index of the first page beyond the end of the file.
 fn end_page(file: &Mapping) -> usize {
-    file.size_bytes() as usize / PAGE
+    file.size_bytes() as usize / PAGE_BYTES
 }
 
 /// A store fails, and the share of dirty pages is too high. Writers must get the store's error, their data must stay in
@@ -210,8 +210,8 @@ fn no_data_is_lost_if_the_store_fails() {
     };
     assert!(matches!(error, Error::Store { .. }) && error.errno() == ENOSPC, "{error}");
     let pages = end_page(&file);
-    assert!(file.dirty_bytes() == (pages * PAGE) as u64 && pages >= MIB / PAGE - 1);
-    let mut bytes = vec![0; pages * PAGE];
+    assert!(file.dirty_bytes() == (pages * PAGE_BYTES) as u64 && pages >= MIB / PAGE_BYTES - 1);
+    let mut bytes = vec![0; pages * PAGE_BYTES];
     assert!(file.read_at(&mut bytes, 0).is_ok() && bytes.iter().all(|byte| *byte == 1));
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);
     store.set_faults(Faults::default());
@@ -238,7 +238,7 @@ fn a_page_that_fails_does_not_block_other_pages() {
     }
     store.set_faults(Faults { seed: 1, fail_per_mille: 300, errno: EIO, ..Faults::default() });
     cache.write_back_due();
-    assert!(file.dirty_bytes() < (60 * PAGE) as u64, "{}", file.dirty_bytes());
+    assert!(file.dirty_bytes() < (60 * PAGE_BYTES) as u64, "{}", file.dirty_bytes());
     store.set_faults(Faults::default());
     wait_until("the page is not tried again", || {
         cache.write_back_due();
@@ -252,36 +252,36 @@ fn a_page_that_fails_does_not_block_other_pages() {
 #[test]
 fn dirty_pages_are_written_back_to_make_room() {
     for is_thread_disabled in [false, true] {
-        let cache = cache(64 * PAGE, dirty_shares(100, 100), is_thread_disabled);
+        let cache = cache(64 * PAGE_BYTES, dirty_shares(100, 100), is_thread_disabled);
         let (store, file) = open(&cache);
         let memory = cache.create().unwrap();
-        file.truncate((200 * PAGE) as u64).unwrap();
+        file.truncate((200 * PAGE_BYTES) as u64).unwrap();
         // Writers wait only at 100 % dirty pages. Writes through pins and holds never wait.
         for page in 0..64 {
-            file.pin((page * PAGE) as u64).unwrap().write_at(&[1], 0).unwrap();
+            file.pin((page * PAGE_BYTES) as u64).unwrap().write_at(&[1], 0).unwrap();
         }
-        assert_eq!(cache.dirty_bytes(), (64 * PAGE) as u64);
+        assert_eq!(cache.dirty_bytes(), (64 * PAGE_BYTES) as u64);
         let before = stats::get(Counter::CacheWrittenForRoom);
         let mut byte = [9];
-        assert_eq!(file.read_at(&mut byte, (100 * PAGE) as u64).unwrap(), 1);
+        assert_eq!(file.read_at(&mut byte, (100 * PAGE_BYTES) as u64).unwrap(), 1);
         assert!(byte == [0] && stats::get(Counter::CacheWrittenForRoom) > before);
         assert_eq!(
-            memory.write_at(&vec![5; 60 * PAGE], 0).unwrap(),
-            60 * PAGE,
+            memory.write_at(&vec![5; 60 * PAGE_BYTES], 0).unwrap(),
+            60 * PAGE_BYTES,
             "the other pages are written back, too"
         );
         file.hold(0).unwrap()[0] = 7;
         for page in 1..4 {
-            file.pin((page * PAGE) as u64).unwrap().set_dirty();
+            file.pin((page * PAGE_BYTES) as u64).unwrap().set_dirty();
         }
         store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
-        let error = file.read_at(&mut byte, (101 * PAGE) as u64).unwrap_err();
+        let error = file.read_at(&mut byte, (101 * PAGE_BYTES) as u64).unwrap_err();
         assert_eq!((error.errno(), matches!(error, Error::Store { .. })), (ENOSPC, true));
         store.set_faults(Faults::default());
         file.read_at(&mut byte, 0).unwrap();
         assert_eq!(byte, [7]);
         let _ = file.sync();
-        assert_eq!(file.read_at(&mut byte, (101 * PAGE) as u64).unwrap(), 1);
+        assert_eq!(file.read_at(&mut byte, (101 * PAGE_BYTES) as u64).unwrap(), 1);
         drop((file, memory));
         assert_eq!((cache.dirty_bytes(), cache.charged_bytes()), (0, 0));
     }
@@ -293,7 +293,7 @@ fn dirty_pages_are_written_back_to_make_room() {
 fn writeback_makes_room_wherever_the_last_slice_ended() {
     let cache = cache(8 * MIB, dirty_shares(100, 100), true);
     let (_, file) = open(&cache);
-    let pages = 8 * MIB / PAGE;
+    let pages = 8 * MIB / PAGE_BYTES;
     (0..pages).for_each(|page| _ = write_page(&file, page, 1).unwrap());
     // This write starts a slice that ends in the middle of the file.
     write_page(&file, pages, 1).unwrap();
@@ -303,7 +303,7 @@ fn writeback_makes_room_wherever_the_last_slice_ended() {
     // From here on, all dirty pages are before that position, and the cache is full.
     let other = cache.create().unwrap();
     other.write_at(&vec![1; 7 * MIB], 0).unwrap();
-    (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
+    (0..MIB / PAGE_BYTES).for_each(|page| _ = write_page(&file, page, 2).unwrap());
     assert_eq!((file.dirty_bytes(), cache.charged_bytes()), (MIB as u64, 8 * MIB as u64));
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
@@ -317,14 +317,14 @@ fn pages_behind_the_end_become_clean() {
     let (store, file) = open(&cache);
     file.write_at(&vec![1; 2 * MIB], 0).unwrap();
     let pin = file.pin(0).unwrap();
-    file.truncate(PAGE as u64).unwrap();
+    file.truncate(PAGE_BYTES as u64).unwrap();
     drop(pin);
     assert!(file.split(0).unwrap() && file.dirty_bytes() == 2 * MIB as u64);
     file.sync().unwrap();
-    assert!(file.dirty_bytes() == 0 && store.inner().bytes() == [1; PAGE]);
+    assert!(file.dirty_bytes() == 0 && store.inner().bytes() == [1; PAGE_BYTES]);
     file.truncate(2 * MIB as u64).unwrap();
-    let mut bytes = vec![9; 2 * MIB - PAGE];
-    file.read_at(&mut bytes, PAGE as u64).unwrap();
+    let mut bytes = vec![9; 2 * MIB - PAGE_BYTES];
+    file.read_at(&mut bytes, PAGE_BYTES as u64).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
@@ -337,9 +337,9 @@ fn write_back_does_not_sync() {
         write_page(&file, page, 1).unwrap();
     }
     file.write_back(0, 0).unwrap();
-    file.write_back((2 * PAGE + 1) as u64, (2 * PAGE) as u64).unwrap();
+    file.write_back((2 * PAGE_BYTES + 1) as u64, (2 * PAGE_BYTES) as u64).unwrap();
     let calls = store.calls();
-    assert_eq!((file.dirty_bytes(), calls.writes, calls.syncs), ((7 * PAGE) as u64, 1, 0));
+    assert_eq!((file.dirty_bytes(), calls.writes, calls.syncs), ((7 * PAGE_BYTES) as u64, 1, 0));
     file.write_back(0, u64::MAX).unwrap();
     assert_eq!((file.dirty_bytes(), store.calls().syncs), (0, 0));
     let before = store.calls().writes;
@@ -367,7 +367,7 @@ fn invalid_shares_are_rejected() {
                     write_page(&file, page, 3).unwrap();
                 }
                 file.sync().unwrap();
-                assert_eq!(store.inner().bytes(), vec![3; 4 * PAGE]);
+                assert_eq!(store.inner().bytes(), vec![3; 4 * PAGE_BYTES]);
             }
             Err(error) => assert!(!is_valid && error.errno() == libc::EINVAL, "{error}"),
         }
@@ -399,8 +399,8 @@ fn concurrent_writers_lose_no_data() {
             while !is_over.load(SeqCst) {
                 file.sync().unwrap();
                 // These changes are beyond all pages that are checked.
-                file.write_at(&[9; 100], (1600 * PAGE) as u64).unwrap();
-                file.truncate((1550 * PAGE) as u64).unwrap();
+                file.write_at(&[9; 100], (1600 * PAGE_BYTES) as u64).unwrap();
+                file.truncate((1550 * PAGE_BYTES) as u64).unwrap();
             }
         });
         writers.into_iter().for_each(|writer| writer.join().unwrap());
@@ -408,7 +408,7 @@ fn concurrent_writers_lose_no_data() {
     });
     file.sync().unwrap();
     store.set_faults(Faults::default());
-    let mut bytes = vec![0; 1500 * PAGE];
+    let mut bytes = vec![0; 1500 * PAGE_BYTES];
     store.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
@@ -426,10 +426,14 @@ fn dropping_the_last_handle_writes_back() {
     }
     drop(file);
     assert_eq!(store.calls().writes, 0);
-    other.truncate((6 * PAGE + 10) as u64).unwrap();
+    other.truncate((6 * PAGE_BYTES + 10) as u64).unwrap();
     drop(other);
     let bytes = store.inner().bytes();
-    assert!(bytes.len() == 6 * PAGE + 10 && bytes[..PAGE] == [1; PAGE] && bytes[6 * PAGE..] == [1; 10]);
+    assert!(
+        bytes.len() == 6 * PAGE_BYTES + 10
+            && bytes[..PAGE_BYTES] == [1; PAGE_BYTES]
+            && bytes[6 * PAGE_BYTES..] == [1; 10]
+    );
     // Nothing has changed, so the store must not be called.
     let calls = store.calls();
     drop(cache.open(Arc::new(store.clone())).unwrap());
@@ -440,23 +444,23 @@ fn dropping_the_last_handle_writes_back() {
     write_page(&file, 0, 2).unwrap();
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     let (file, error) = file.close().unwrap_err();
-    assert_eq!((error.errno(), file.dirty_bytes()), (ENOSPC, PAGE as u64));
+    assert_eq!((error.errno(), file.dirty_bytes()), (ENOSPC, PAGE_BYTES as u64));
     drop(file);
-    assert!(stats::get(Counter::CacheLost) - lost >= PAGE as u64);
+    assert!(stats::get(Counter::CacheLost) - lost >= PAGE_BYTES as u64);
     store.set_faults(Faults::default());
     let impatient = cache_with_timeout(Duration::from_millis(50));
     let file = impatient.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 0, 3).unwrap();
     store.hold();
     drop(file);
-    assert!(stats::get(Counter::CacheLost) - lost >= (2 * PAGE) as u64);
+    assert!(stats::get(Counter::CacheLost) - lost >= (2 * PAGE_BYTES) as u64);
     assert_eq!((cache.dirty_bytes(), impatient.dirty_bytes()), (0, 0));
     store.release();
     let file = cache.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 1, 4).unwrap();
     let syncs = store.calls().syncs;
     file.close().unwrap();
-    assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
+    assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE_BYTES..2 * PAGE_BYTES] == [4; PAGE_BYTES]);
 }
 
 /// A regular file is written back by many concurrent transfers. All data must arrive. Reopening the file immediately
@@ -480,8 +484,8 @@ fn files_are_written_back_and_reopened() {
         drop(file);
         let bytes = std::fs::read(&path).unwrap();
         for step in 0..1500_usize {
-            let at = step * 7919 % 6000 * PAGE;
-            assert!(bytes[at..at + PAGE] == [round; PAGE], "round {round}, step {step}");
+            let at = step * 7919 % 6000 * PAGE_BYTES;
+            assert!(bytes[at..at + PAGE_BYTES] == [round; PAGE_BYTES], "round {round}, step {step}");
         }
     }
     std::fs::remove_dir_all(&folder).unwrap();
@@ -494,12 +498,12 @@ fn pinned_pages_do_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(50, 90), true);
     let (store, file) = open(&cache);
     (0..64).for_each(|page| _ = write_page(&file, page, 7).unwrap());
-    let pins = [5, 9].map(|page| file.pin(page * PAGE as u64).unwrap());
-    for result in [file.sync(), file.write_back(0, (64 * PAGE) as u64)] {
+    let pins = [5, 9].map(|page| file.pin(page * PAGE_BYTES as u64).unwrap());
+    for result in [file.sync(), file.write_back(0, (64 * PAGE_BYTES) as u64)] {
         assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
-        assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
+        assert_eq!(file.dirty_bytes(), 2 * PAGE_BYTES as u64);
     }
-    assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
+    assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE_BYTES);
     // An error of the store must take precedence over the error for pinned pages.
     (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
@@ -507,5 +511,5 @@ fn pinned_pages_do_not_block_other_pages() {
     store.set_faults(Faults::default());
     drop(pins);
     file.sync().unwrap();
-    assert_eq!(store.inner().bytes(), [8; 64 * PAGE]);
+    assert_eq!(store.inner().bytes(), [8; 64 * PAGE_BYTES]);
 }
