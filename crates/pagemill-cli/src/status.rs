@@ -135,7 +135,9 @@ fn text_of(state: &State) -> String {
         Some(pid) => writeln!(text, "{}  controller {pid}, {:.0} s", state.mount_point, state.uptime_seconds),
         None => writeln!(text, "{}", no_controller_message(Path::new(&state.mount_point))),
     };
-    let asked = match (&state.bounded_by, state.size_bytes.cmp(&state.asked_bytes)) {
+    // A tmpfs has a size in whole pages.
+    let asked_size_bytes = state.asked_bytes.next_multiple_of(pagemill_sys::mem::os_page_bytes() as u64);
+    let asked = match (&state.bounded_by, state.size_bytes.cmp(&asked_size_bytes)) {
         _ if state.controller_pid.is_none() => String::new(),
         (_, Ordering::Equal) => String::new(),
         (_, Ordering::Greater) => format!("{} requested; more is in use", Bytes(state.asked_bytes)),
@@ -224,6 +226,9 @@ mod tests {
         assert!(text.contains("8 GiB requested; bounded by group /app\n") && !text.contains("cut off"), "{text}");
         let larger = text_of(&State { asked_bytes: 1 << 20, bounded_by: None, ..state.clone() });
         assert!(larger.contains("1 MiB requested; more is in use\n"), "{larger}");
+        let rounded =
+            text_of(&State { asked_bytes: (1 << 30) - 7, size_bytes: 1 << 30, bounded_by: None, ..state.clone() });
+        assert!(!rounded.contains("requested"), "{rounded}");
         let text = text_of(&State { controller_pid: None, ..state });
         assert!(text.starts_with("no controller of /mnt/ram answers") && !text.contains("volatile "), "{text}");
     }
