@@ -1,4 +1,4 @@
-//! Nodes for tests, in memory that is never returned.
+//! Forests of nodes for tests, in memory that is never freed.
 #![allow(unsafe_code)] // a source of nodes
 
 use super::forest::{Forest, Forests, Source};
@@ -59,7 +59,7 @@ unsafe impl Source for NodeRange {
     }
 }
 
-/// Creates a forest that can have `limit` nodes.
+/// Creates a forest that can have up to `limit` nodes.
 pub(super) fn forest_of(limit: usize) -> &'static Forest {
     // The bytes before the first node are inaccessible.
     let bytes = limit * size_of::<Node>();

@@ -42,18 +42,18 @@ pub(crate) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Executes the actions of all batches of emptied slabs. Readers of concurrent tests may delay the batches for longer
-/// than one call waits, so this function repeats the call.
+/// Executes the deferred actions of all batches of emptied slabs. Readers of concurrent tests may delay the batches for
+/// longer than one call waits, so this function repeats the call.
 pub(crate) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
 
-/// Time after which a test is considered stuck. Far longer than any test takes on an overloaded machine.
+/// Time after which a test is considered stuck: far longer than any test takes, even on an overloaded machine.
 pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
 /// Returns an iterator for a thread that uses a cache while another thread packs the cache. The iterator yields at
-/// least `rounds` rounds, and more until the packing thread has moved objects. On one processor the packing thread may
-/// not have run before.
+/// least `rounds` rounds, and more until the packing thread has moved objects. If there is only one processor, the
+/// packing thread may not have run before that.
 pub(crate) fn rounds_until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {
