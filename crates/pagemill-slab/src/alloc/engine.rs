@@ -68,7 +68,7 @@ pub(crate) struct ObjectSpec {
 ///
 /// # Errors
 ///
-/// [`Error::BadRatio`] beyond 100.
+/// [`Error::BadRatio`] if `percent` is above 100.
 pub(crate) fn check_ratio(percent: u32) -> Result<()> {
     if percent <= MAX_PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
@@ -152,7 +152,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`] beyond 100.
+    /// [`Error::BadRatio`] if `percent` is above 100.
     #[cfg_attr(not(feature = "control"), allow(dead_code))]
     pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
         check_ratio(percent)?;

@@ -25,7 +25,7 @@ use std::sync::atomic::{self, fence};
 const MIN_THREADS: usize = 1 << 10;
 
 /// Maximum number of objects in a magazine: two sheaves.
-const CAPACITY: usize = 2 * MAX_SHEAF_LEN;
+const MAGAZINE_CAPACITY: usize = 2 * MAX_SHEAF_LEN;
 
 /// The stack of the free objects of one cache that belong to one thread slot.
 ///
@@ -43,7 +43,7 @@ pub(crate) struct Magazine {
     capacity: AtomicU32,
     /// NUMA node of the memory of the stored objects.
     node: AtomicU32,
-    objects: [AtomicU64; CAPACITY],
+    objects: [AtomicU64; MAGAZINE_CAPACITY],
 }
 
 // SAFETY: atomic words are valid if all bits are zero.
@@ -127,7 +127,7 @@ impl MagazineGuard<'_> {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
         let count = if is_of_node { objects.len().min((self.capacity.load(Relaxed) - len) as usize) } else { 0 };
-        debug_assert!(len as usize + count <= CAPACITY);
+        debug_assert!(len as usize + count <= MAGAZINE_CAPACITY);
         (len..).zip(objects.take(count)).for_each(|(at, object)| self.object_at(at).store(object as u64, Relaxed));
         self.len.store(len + count as u32, Release);
         if count > 0 {
@@ -144,7 +144,7 @@ impl MagazineGuard<'_> {
 
     /// Opens the magazine: sets the number of objects that it may hold to `capacity`.
     pub fn open(self, capacity: usize) {
-        debug_assert!(capacity <= CAPACITY);
+        debug_assert!(capacity <= MAGAZINE_CAPACITY);
         debug_assert!(self.len() <= capacity, "no object is lost");
         self.capacity.store(capacity as u32, Relaxed);
     }
@@ -154,8 +154,9 @@ impl Magazine {
     /// Returns the word at position `at` of the stack.
     #[inline(always)]
     fn object_at(&self, at: u32) -> &AtomicU64 {
-        debug_assert!((at as usize) < CAPACITY);
-        // SAFETY: `at` is below `len` or the current capacity, neither of which exceeds `CAPACITY` (type invariant).
+        debug_assert!((at as usize) < MAGAZINE_CAPACITY);
+        // SAFETY: `at` is below `len` or the current capacity, neither of which exceeds `MAGAZINE_CAPACITY` (type
+        // invariant).
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
@@ -163,7 +164,7 @@ impl Magazine {
     /// `len` is 0 while the others move, so a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
-        debug_assert!(len as usize <= CAPACITY);
+        debug_assert!(len as usize <= MAGAZINE_CAPACITY);
         let count = objects.len().min(len as usize) as u32;
         (0..count).zip(objects).for_each(|(at, object)| *object = self.object_at(at).load(Relaxed) as usize);
         self.len.store(0, Relaxed);

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_sizes_are_refused() {
+    fn unsupported_object_and_slab_sizes_are_refused() {
         for bytes in [BLOCK_BYTES + 1, 1 << 56, isize::MAX as usize - 7] {
             assert!(matches!(Shape::new(bytes, 8, None), Err(Error::BadLength { .. })), "{bytes}");
         }

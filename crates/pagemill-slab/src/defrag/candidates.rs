@@ -56,7 +56,7 @@ impl SearchId {
         Self { key: (0, 0), id: FIRST_SEARCH_ID }
     }
 
-    /// Continues the search if it has the same `key`, else begins a new search. Returns whether a new search began.
+    /// Continues the search if its key is `key`, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
         if is_new {

@@ -28,7 +28,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`] beyond 100.
+    /// [`Error::BadRatio`] if `percent` is above 100.
     pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
         self.check_generation()?;
         check_ratio(percent)?;

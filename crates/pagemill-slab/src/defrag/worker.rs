@@ -185,8 +185,8 @@ impl Worker {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of `wakeups`
-    /// before the last check for work.
+    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of the event
+    /// `wakeups` that was read before the last check for work.
     pub fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
         if self.is_notified.load(SeqCst) == 0 {
@@ -196,7 +196,8 @@ impl Worker {
     }
 
     /// Lets the background thread rest for `ns`, or until it is stopped. A wake-up during the rest shortens the rest to
-    /// the minimum [`MIN_REST_NS`]. `seen` is the count of `wakeups` before the last check for work.
+    /// the minimum [`MIN_REST_NS`]. `seen` is the count of the event `wakeups` that was read before the last check for
+    /// work.
     pub fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
@@ -209,8 +210,8 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Adds the processor time that the background thread used since `before_ns` to the statistics. Adds the rest that
-    /// follows from that time to `rest_due_ns`.
+    /// Adds to the statistics the processor time that the background thread has used since its processor time was
+    /// `before_ns`. Adds the rest that is due for it to `rest_due_ns`.
     pub fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -239,8 +240,8 @@ pub(crate) fn is_worker() -> bool {
     false
 }
 
-/// Returns the rest that is due after a visit: `rest_due_ns` from before, plus the rest for `took_ns` of processor
-/// time.
+/// Returns how many nanoseconds the background thread must rest after a visit: `rest_due_ns`, which were due before,
+/// plus the rest for `took_ns` of processor time.
 pub(crate) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
     rest_due_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MAX_REST_NS)
 }

@@ -54,7 +54,7 @@ pub struct SlabInfo {
     pub freed: u64,
     /// Number of objects that were not moved because they were in use or pinned.
     pub busy: u64,
-    /// Number of objects that were not moved because `isolate` rejected them.
+    /// Number of objects that were not moved because the callback `isolate` of their owner rejected them.
     pub refused: u64,
     /// Number of objects that were not moved because there was no destination, or because their owner could not move
     /// them.

@@ -12,7 +12,7 @@
 //! | 112 | (u32) number of the NUMA node |
 //! | 116 | (u8, 0 or 1) whether the background thread skips the cache after a panic; 117 to 119 are zero |
 //! | 120 | (u64) number of free objects in magazines |
-//! | 128, 136, 144, 152, 160 | (u64) number of objects for each outcome of a move: moved, freed, busy, refused, failed |
+//! | 128, 136, 144, 152, 160 | (u64) objects by the outcome of their move: moved, freed, busy, refused, failed |
 //! | 168, 176, 184 | (u64) emptied slabs; objects allocated from other nodes; bytes of the handle table |
 //! | 192, 200 | (u64) of the node: number of used objects; number of all objects |
 //! | 208, 212, 216, 220, 224 | (u32) of the node: number of slabs; of partial, empty, lost slabs; of blocks |

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 /// Maximum number of nodes in a forest for most tests.
-const DEFAULT_LIMIT: usize = 1 << 20;
+const DEFAULT_NODE_LIMIT: usize = 1 << 20;
 
 /// A reserved range of addresses for nodes, which is the source of a forest.
 struct NodeRange {
@@ -72,7 +72,7 @@ pub(super) fn forest_of(limit: usize) -> &'static Forest {
 
 /// Creates a forest that can have enough nodes for most tests.
 pub(super) fn forest() -> &'static Forest {
-    forest_of(DEFAULT_LIMIT)
+    forest_of(DEFAULT_NODE_LIMIT)
 }
 
 /// The only forest of a test process that has no slab caches.

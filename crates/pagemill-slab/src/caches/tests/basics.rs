@@ -73,7 +73,7 @@ fn object(number: u64) -> Object {
 /// Values in a fixed cache must keep their contents and lie at distinct addresses, and `into_inner` must return them
 /// unchanged.
 #[test]
-fn values_are_kept() {
+fn values_keep_contents_and_addresses() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
     let mut slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
     slots.retain(|slot| slot[0] % 3 != 0);

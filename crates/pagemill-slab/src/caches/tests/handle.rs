@@ -1,4 +1,4 @@
-//! Tests of caches by handle.
+//! Tests of slab caches whose values are reached by handle.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::*;

@@ -409,7 +409,7 @@ fn bare_slabs_are_destinations_when_packing() {
 
 /// Pinned items must keep their address and be counted as refused. After they are unpinned, they must be moved.
 #[test]
-fn pinned_items_stay() {
+fn pinned_items_keep_their_address() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
     let items = fragment_cache(&cache, 60_000);
     let pinned: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().step_by(1_000).collect();
