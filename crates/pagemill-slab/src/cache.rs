@@ -20,7 +20,7 @@ pub enum SlabKind {
     ByHandle,
 }
 
-/// The operations of every kind of cache. The list of all caches refers to caches by this trait.
+/// The operations of every kind of slab cache. The list of all slab caches holds references to this trait.
 pub(crate) trait Cache: Send + Sync {
     fn engine(&self) -> &Engine;
 
@@ -31,13 +31,13 @@ pub(crate) trait Cache: Send + Sync {
         0
     }
 
-    /// Returns the number of objects that are unreachable but wait for readers.
+    /// Returns the number of unreachable objects that cannot be freed before their readers have finished.
     fn waiting_objects(&self) -> u64 {
         self.engine().objects_in_batches()
     }
 
-    /// Packs the objects of the cache into fewer slabs: directly if moving them runs no user callback, otherwise by a
-    /// request to the background thread. Does nothing if the objects cannot be moved.
+    /// Packs the objects of the cache into fewer slabs: moves them at once if this runs no user callback, and otherwise
+    /// asks the background thread to move them. Does nothing if the objects cannot be moved.
     fn pack_without_callback(&self) {}
 
     /// Frees unused memory, as [`SlabCache::shrink`](crate::SlabCache::shrink) describes.
@@ -66,9 +66,9 @@ pub(crate) trait Cache: Send + Sync {
         Ok(Progress { is_done: true, ..Progress::default() })
     }
 
-    /// Frees unused memory without calling user callbacks. With `Limit`, also drains magazines and packs objects.
-    /// Returns the bytes that were returned to the system. These do not include whole blocks that become free, which
-    /// keep their memory.
+    /// Frees unused memory without calling user callbacks. With [`Urgency::Limit`], also drains magazines and packs
+    /// objects. Returns the bytes that were returned to the system. Whole blocks that become free are not included,
+    /// because they keep their memory.
     fn give_back(&self, urgency: Urgency) -> u64 {
         let engine = self.engine();
         if engine.check_generation().is_err() {

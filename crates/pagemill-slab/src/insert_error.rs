@@ -1,9 +1,9 @@
-//! [`InsertError`]: an insertion that failed, with the value.
+//! [`InsertError`]: the error of an insertion that failed, with the value that was to be inserted.
 
 use pagemill_core::error::Error;
 use std::fmt;
 
-/// An insertion that failed. The error contains the value.
+/// Error of an insertion into a slab cache. It contains the value that was to be inserted.
 ///
 /// The conversion to [`Error`] drops the value, so `?` works in functions that return
 /// [`Result`](pagemill_core::Result).

@@ -1,4 +1,4 @@
-//! What all kinds of slab caches have in common.
+//! The trait [`SlabCache`]: operations that all kinds of slab caches have in common.
 
 use crate::FixedSlab;
 use crate::HandleMap;
@@ -64,10 +64,10 @@ impl<T: Movable> Inner for HandleMap<T> {
 pub trait SlabCache: Inner {
     /// Packs all movable objects into as few slabs and blocks as possible, drops removed values, and frees the unused
     /// memory: free objects in magazines and barns, idle blocks, empty slabs, unused pages of the handle table. Returns
-    /// by how many bytes the charge of the cache fell.
+    /// by how many bytes the memory charged for the cache fell.
     ///
-    /// Afterwards each node has at most one partial slab, unless some objects could not be moved. Waits for readers, at
-    /// most one second, so it must not be called under a guard.
+    /// Afterwards the cache has at most one partial slab on each NUMA node, unless some objects could not be moved.
+    /// Waits for readers, at most one second, so a thread that has a guard must not call it.
     ///
     /// # Errors
     ///
@@ -81,9 +81,10 @@ pub trait SlabCache: Inner {
         self.inner().shrink()
     }
 
-    /// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the
-    /// cache's ratio. The time is checked after every 64 objects, but at least one slab is finished. A later call frees
-    /// the memory, after readers have finished. Does nothing for a [`FixedSlab`] cache.
+    /// Runs a step of defragmentation for about `budget`: empties slabs and blocks of which a smaller percentage is in
+    /// use than the cache's `defrag_used_ratio`. The time is checked after every 64 objects, but at least one slab is
+    /// finished. After readers have finished, a later call frees the memory of the emptied slabs. Does nothing for a
+    /// [`FixedSlab`] cache.
     ///
     /// # Errors
     ///
@@ -106,8 +107,8 @@ pub trait SlabCache: Inner {
         self.inner().move_objects(from, to, most)
     }
 
-    /// Moves objects from NUMA nodes with more than the average to nodes with less, until each has the average. Does
-    /// nothing for a [`FixedSlab`] cache.
+    /// Moves objects from NUMA nodes with more than the average number of objects to nodes with fewer, until each has
+    /// the average. Does nothing for a [`FixedSlab`] cache.
     ///
     /// # Errors
     ///

@@ -1,9 +1,9 @@
 //! Caches of equally sized objects ([`Slabs`]). Movable objects are packed into fewer slabs, so that memory can be
 //! returned.
 //!
-//! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] cache keep their address until they are dropped.
-//! Objects of an [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
-//! cache are reached through a handle table, so the cache can move them by itself.
+//! All kinds of caches are built on the same allocator (`engine`). Objects of a [`FixedSlab`] cache keep their address
+//! until they are dropped. Objects of an [`OwnerSlab`] cache are moved by their owner, which updates all references.
+//! Values of a [`HandleMap`] cache are reached through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies
 //! apart (`meta`). A *whole* block is populated and freed as 2 MiB, a *sparse* block slab by slab. A thread allocates
@@ -18,7 +18,7 @@
 //!
 //! The crate `pagemill` re-exports what programs use; examples of these items use its names.
 //!
-//! | folder | |
+//! | folder | contents |
 //! |---|---|
 //! | `alloc` | blocks, slabs, nodes, magazines |
 //! | `read` | values by handle: epochs, handle tables, retirement |

@@ -1,4 +1,5 @@
-//! Slab caches as a part of an instance: what a fork, the exit and a measurement do.
+//! Slab caches as a part of an instance: what they do at a fork, at the exit of the process, and in a measurement of
+//! memory.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
 use crate::alloc::thread_slots;
@@ -73,7 +74,8 @@ impl Part for Slabs {
         self.worker.release_after_fork();
     }
 
-    /// Removes the caches, which belong to the parent, and the background thread, which does not exist in the child.
+    /// In a fork child: forgets the caches, which belong to the parent, and the background thread, which does not exist
+    /// in the child.
     unsafe fn begin_child(&self) {
         self.worker.begin_child();
         thread_slots::begin_child();

@@ -51,7 +51,7 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     where
         Self: Sized;
 
-    /// Returns whether a node can probably be moved. Only `relocate` decides.
+    /// Returns whether a node can probably be moved. Only a call of `relocate` shows whether it can.
     ///
     /// # Safety
     ///
@@ -67,20 +67,20 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     /// `old` and `new` are addresses of objects of the cache, and `new` has no other user.
     unsafe fn relocate(&'static self, old: usize, new: usize) -> bool;
 
-    /// Begins the grace period of the nodes that were retired since the last call.
+    /// Begins the grace period of the index nodes that were retired since the last call of `seal`.
     fn seal(&'static self);
 
-    /// Returns whether retired nodes wait for readers.
+    /// Returns whether any retired index node cannot be freed before its readers have finished.
     fn is_waiting(&self) -> bool;
 
-    /// Frees the retired nodes whose grace period is over.
+    /// Frees the retired index nodes whose grace period is over.
     fn free_retired(&self);
 
     /// Returns the resident bytes of the index's own tables.
     fn metadata_bytes(&self) -> u64;
 }
 
-/// The name of the cache in statistics, as in Linux.
+/// The name of the cache of index nodes in statistics, as in Linux.
 const CACHE_NAME: &str = "xarray_node";
 
 /// The cache of index nodes and its [`SharedState`], which has blocks of its own. Both are created on first use.
@@ -127,12 +127,12 @@ impl IndexNodes {
         })
     }
 
-    /// Returns the resident bytes of the nodes.
+    /// Returns the resident bytes of all index nodes of this process.
     pub fn resident_bytes(&self) -> u64 {
         self.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
     }
 
-    /// Returns the resident bytes of the metadata for the nodes, without the nodes themselves.
+    /// Returns the resident bytes of the metadata for index nodes, without the nodes themselves.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
         blocks + self.own_cache().map_or(0, |cache| cache.index().metadata_bytes())
@@ -156,7 +156,7 @@ impl IndexNodes {
 /// The part of a [`NodeCache`] to which the list of all caches refers.
 pub(crate) struct NodeInner {
     engine: Engine,
-    /// The index that moves the nodes. Set before other threads can see the cache.
+    /// The index that owns and moves the nodes. Set before other threads can see the cache.
     index: OnceLock<&'static dyn NodeIndex>,
 }
 
@@ -208,7 +208,7 @@ impl Cache for NodeInner {
         self.engine.finish_retired_in_background() || is_waiting
     }
 
-    /// Packs the nodes directly, because moving a node runs no user code and waits for no lock.
+    /// Packs the nodes into fewer slabs on this thread, because moving a node runs no user code and waits for no lock.
     fn pack_without_callback(&self) {
         steps::pack(&self.engine, self);
     }
@@ -222,8 +222,8 @@ impl Cache for NodeInner {
 impl Mover for NodeInner {
     type Isolated = ();
 
-    /// Keeps the nodes that can probably be moved in the chunk, without acquiring the lock of their array. `relocate`
-    /// checks again under that lock.
+    /// Removes the nodes that probably cannot be moved from the chunk, without acquiring the lock of their array.
+    /// `relocate` checks the others under that lock.
     fn isolate(&self, chunk: &mut Chunk) {
         // SAFETY: the chunk has objects of the cache.
         chunk.retain(|object| unsafe { self.index().may_move(object) });
@@ -244,8 +244,8 @@ impl Mover for NodeInner {
 /// The memory from which an index allocates its nodes.
 ///
 /// The addresses of [`NodeMemory::window`] are reserved until the process ends, and contain only nodes. Addresses that
-/// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads
-/// zero. Slabs are set up with atomic stores, because readers may access them.
+/// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads as
+/// zero. Slabs are set up with atomic stores, because readers may access their memory meanwhile.
 ///
 /// Example: `IndexNodes` of `pagemill-cache`.
 pub struct NodeMemory(Arc<NodeInner>);
@@ -277,7 +277,8 @@ impl NodeMemory {
         unsafe { self.0.engine.free(node) };
     }
 
-    /// Wakes the background thread, which frees retired nodes. Does nothing if the used ratio of the cache is 0.
+    /// Wakes the background thread, which frees retired nodes. Does nothing if the `defrag_used_ratio` of the cache is
+    /// 0.
     pub fn note_retired(&self) {
         if self.0.engine.used_ratio.load(Relaxed) > 0 {
             self.0.engine.shared.worker.notify();
@@ -328,7 +329,8 @@ impl NodeCache {
         self.inner.index()
     }
 
-    /// As [`crate::SlabCache::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
+    /// As [`crate::SlabCache::shrink`]: packs all nodes into fewer slabs. Nodes of arrays that another thread has
+    /// locked are not moved.
     ///
     /// # Errors
     ///
@@ -355,7 +357,7 @@ impl NodeCache {
         self.inner.engine.set_used_ratio(percent)
     }
 
-    /// Returns the statistics of the cache.
+    /// Returns the statistics of the cache of index nodes.
     ///
     /// # Errors
     ///
@@ -373,7 +375,7 @@ impl NodeCache {
         while !self.inner.engine.finish_all_retired().unwrap() {}
     }
 
-    /// Frees the memory of those slabs that have no objects.
+    /// Frees the memory of those slabs of the cache that have no objects.
     pub fn shrink_slabs(&self) {
         self.inner.engine.shrink().unwrap();
     }

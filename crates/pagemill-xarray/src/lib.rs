@@ -1,4 +1,4 @@
-//! The index of a page cache: an [`XArray`], its nodes in a [`Forest`].
+//! The index of a page cache: an [`XArray`], whose nodes lie in a [`Forest`].
 //!
 //! Uses `pagemill-core`. `pagemill-cache` uses this crate for the pages of files.
 

@@ -4,7 +4,7 @@
 //! The magazine's thread sets `entered` before it reads `draining`. The draining thread sets `draining` before it reads
 //! `entered`. A barrier separates the two steps on each side, so at least one thread sees the flag of the other. Either
 //! the draining thread executes one process-wide barrier (`membarrier`) for all threads, or each side executes its own.
-//! The kernel's support decides this once for a process ([`Barriers`]).
+//! The choice is the same for the whole process, and depends on the kernel's support of `membarrier` ([`Barriers`]).
 
 use pagemill_core::sync::{Acquire, AtomicU32, Relaxed, Release, fence};
 #[cfg(not(loom))]
@@ -107,8 +107,8 @@ impl AsymmetricLock {
         self.draining.store(1, Relaxed);
     }
 
-    /// Returns whether the magazine's thread does not hold the lock. If this returns true after [`Barriers::execute`],
-    /// the draining thread has exclusive access.
+    /// Returns whether the lock is free: the magazine's thread does not hold it. If this returns true after
+    /// [`Barriers::execute`], the draining thread has exclusive access.
     pub fn is_not_held_by_owner(&self) -> bool {
         self.entered.load(Acquire) == 0
     }
@@ -140,8 +140,8 @@ mod loom_tests {
     /// A magazine reduced to its lock and a number of objects.
     struct Magazine {
         lock: AsymmetricLock,
-        /// Number of objects in the magazine. A change reads the number, then writes it, so of two concurrent changes
-        /// one would be lost.
+        /// Number of objects in the magazine. Each change first loads the number and then stores the new one, so of two
+        /// concurrent changes one would be lost.
         objects: AtomicU32,
     }
 

@@ -1,4 +1,4 @@
-//! Barns: bounded stacks of full sheaves (arrays of free objects) on each node, from which magazines are refilled.
+//! Barns: bounded stacks of full sheaves (arrays of free objects) on each NUMA node, from which magazines are refilled.
 //!
 //! If one thread frees objects that another thread allocates, barns pass the objects on as whole sheaves, without a
 //! look-up of the slab of each object. A node has several barns, and a thread prefers one of them. So a thread that
@@ -12,7 +12,7 @@ use pagemill_core::arena::{Table, Zeroed};
 use pagemill_core::error::Result;
 use pagemill_core::sync::Lock;
 
-/// Number of barns that a cache has on each node. A thread prefers the barn that its thread slot selects.
+/// Number of barns that a slab cache has on each NUMA node. A thread prefers the barn that its thread slot selects.
 pub(crate) const BARNS_PER_NODE: usize = 8;
 
 /// Maximum number of sheaves in a barn.
@@ -25,7 +25,7 @@ pub(crate) struct Sheaf([LockedU64; MAX_SHEAF_LEN]);
 // SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Sheaf {}
 
-/// The sheaves of all barns of all caches, in one table.
+/// The memory for the sheaves of all barns of all slab caches, in one table.
 pub(crate) struct BarnMemory {
     sheaves: Table<Sheaf>,
 }
@@ -55,7 +55,7 @@ impl BarnMemory {
     }
 }
 
-/// A bounded stack of full sheaves with its own lock, shared by some threads of a node.
+/// A bounded stack of full sheaves with its own lock, shared by some of the threads that allocate from one NUMA node.
 pub(crate) struct Barn {
     barn_memory: &'static BarnMemory,
     /// Index of the barn's first sheaf in `barn_memory`.
@@ -63,7 +63,7 @@ pub(crate) struct Barn {
     /// Number of objects in a sheaf.
     sheaf_len: usize,
     lock: Lock,
-    /// Number of stored sheaves. Changed under `lock`.
+    /// Number of sheaves that the barn contains. Changed under `lock`.
     sheaf_count: LockedU32,
 }
 
@@ -81,13 +81,13 @@ impl Barn {
         }
     }
 
-    /// Returns the number of objects in the barn, approximately.
+    /// Returns the approximate number of free objects in the barn.
     pub fn objects(&self) -> usize {
         self.sheaf_count.get() as usize * self.sheaf_len
     }
 
-    /// Stores the objects as a sheaf. Returns false if `objects` does not have the length of a sheaf, or the barn is
-    /// full.
+    /// Adds `objects` to the barn as a sheaf. Returns false if `objects` does not have the length of a sheaf, or the
+    /// barn is full.
     pub fn push_sheaf(&self, objects: &[usize]) -> bool {
         if objects.len() != self.sheaf_len || self.sheaf_count.get() as usize == SHEAVES_PER_BARN {
             return false;
@@ -104,8 +104,8 @@ impl Barn {
         has_room
     }
 
-    /// Removes a sheaf, copies its objects to `objects`, and returns their number. Returns 0 if the barn is empty or
-    /// `objects` is shorter than a sheaf. With an empty barn, the call costs one load.
+    /// Removes a sheaf from the barn, copies its objects to `objects`, and returns their number. Returns 0 if the barn
+    /// is empty or `objects` is shorter than a sheaf. With an empty barn, the call costs one load.
     pub fn pop_sheaf(&self, objects: &mut [usize]) -> usize {
         if self.sheaf_count.get() == 0 || objects.len() < self.sheaf_len {
             return 0;

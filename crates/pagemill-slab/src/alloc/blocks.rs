@@ -41,7 +41,7 @@ const BLOCKS_PER_OPEN: u32 = 32;
 /// empty.
 #[derive(Clone, Copy, Default)]
 struct FreeBlocks {
-    /// Number of blocks that were used at least once. They are the first blocks of the node.
+    /// Number of blocks of the node that were used at least once. They are the node's first blocks.
     opened: u32,
     /// Head of the list of free whole blocks that have memory. In a fork child the list also has blocks of the parent,
     /// whose memory is discarded before use.
@@ -50,10 +50,10 @@ struct FreeBlocks {
     without_memory: u32,
 }
 
-/// The block allocator: one window of addresses, with free lists for each node.
+/// The allocator of slab blocks: one window of addresses, with lists of free blocks for each NUMA node.
 pub(crate) struct Blocks {
     pub arena: &'static Arena,
-    /// Start address of the window.
+    /// Start address of the window that contains all blocks.
     base: usize,
     /// Whether the blocks lie in the arena, which charges their memory.
     is_charged: bool,
@@ -145,14 +145,14 @@ impl Blocks {
         self.base..self.addr(self.blocks_per_node * self.arena.nodes.count() as u32)
     }
 
-    /// Returns the number of the block that contains an address.
+    /// Returns the number of the slab block that contains the address `addr`.
     #[inline]
     pub fn number_of(&self, addr: usize) -> u32 {
         debug_assert!(self.window().contains(&addr), "the address is in the window of slab caches");
         ((addr - self.base) / BLOCK_BYTES) as u32
     }
 
-    /// Returns the address of a block.
+    /// Returns the start address of a block.
     #[inline]
     pub fn addr(&self, block: u32) -> usize {
         self.base + block as usize * BLOCK_BYTES
@@ -176,14 +176,14 @@ impl Blocks {
         self.slabs.get(block as usize * MAX_SLABS + slab as usize)
     }
 
-    /// Returns the index of a block within the arena.
+    /// Returns the index that a slab block has among all blocks of the arena.
     fn arena_index(&self, block: u32) -> usize {
         self.arena.block_of(self.addr(block))
     }
 
-    /// Allocates a block of a NUMA node. A free whole block with memory is used first. A block without memory becomes
-    /// whole if `filling`, the expected use of the block, allows a huge page. In the metadata of the returned block, no
-    /// slab is in the set of any level.
+    /// Allocates a block of a NUMA node. A free whole block with memory is used first. Otherwise a block without memory
+    /// is used, which becomes whole if `filling`, the expected use of the block, allows a huge page. In the metadata of
+    /// the returned block, no slab is in the set of any level.
     ///
     /// # Errors
     ///
@@ -224,8 +224,8 @@ impl Blocks {
         (self.arena.block_state(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
     }
 
-    /// Populates a block that has no memory as a whole, or prepares it to be populated slab by slab. Returns whether
-    /// the block is whole.
+    /// If `wants_whole` is true and a huge page is available, populates the whole block. Otherwise prepares the block
+    /// to be populated slab by slab. Returns whether the block is whole.
     fn prepare_memory(&self, block: u32, wants_whole: bool) -> Result<bool> {
         if self.is_charged {
             // Memory of the parent, or memory that the kernel kept, is discarded first. If the kernel keeps it again,
@@ -248,8 +248,8 @@ impl Blocks {
         Ok(false)
     }
 
-    /// Removes a free block of `node` from a list in `free`, or opens the next block of the node that was never used.
-    /// Returns the number of the block and whether the block has memory.
+    /// Removes a free block of `node` from a list in `free`, or opens the next of the node's blocks that were never
+    /// used. Returns the number of the block and whether the block has memory.
     fn find_free(&self, free: &mut FreeBlocks, node: usize) -> Result<(u32, bool)> {
         if let Some(block) = self.pop_block(&mut free.with_memory) {
             return Ok((block, true));
@@ -306,8 +306,8 @@ impl Blocks {
         Some(block)
     }
 
-    /// Frees a block without objects. The memory of a sparse block is freed now; a whole block keeps its memory.
-    /// Returns the freed bytes.
+    /// Frees a block without objects. Also frees the memory of a sparse block; a whole block keeps its memory. Returns
+    /// the freed bytes.
     pub fn free(&self, block: u32) -> u64 {
         let in_use = self.in_use.fetch_sub(1, Relaxed);
         debug_assert!(in_use > 0, "the block was allocated");
@@ -357,7 +357,7 @@ impl Blocks {
     }
 
     /// Frees the memory of one slab in a sparse block: `len_bytes` from offset `at` of the block. Returns the bytes
-    /// that were charged for it, or `None` if the kernel refuses.
+    /// that were charged for it, or `None` if the kernel refuses to free the memory.
     ///
     /// # Safety
     ///
@@ -378,7 +378,7 @@ impl Blocks {
         self.freed_with_memory.load(Relaxed)
     }
 
-    /// Returns the bytes of free blocks that keep their memory.
+    /// Returns how many bytes of memory the free blocks keep.
     pub fn giveable_bytes(&self) -> u64 {
         u64::from(self.free_with_memory.load(Relaxed)) * BLOCK_BYTES as u64
     }

@@ -3,20 +3,20 @@
 //!
 //! A trailer follows each object. The trailer consists of a *redzone* word and the source locations of the last
 //! allocation and the last free. The value of the redzone also shows whether the object is free. Every allocation and
-//! free checks the trailer and the poison of free objects. Magazines are not used. Damage causes a panic that names
-//! these locations.
+//! free checks the trailer and the poison of free objects. Magazines are not used. Damage causes a panic that names the
+//! source locations of the last allocation and free.
 #![allow(unsafe_code)] // accesses free objects and the bytes after objects
 
 use std::panic::Location;
 
-/// Redzone of an allocated object. This and the next three values are those of the kernel, so that a memory dump looks
-/// familiar.
+/// Redzone of an allocated object. The redzones and poison bytes have the values of Linux's slab allocator, so that a
+/// memory dump looks familiar.
 const IN_USE_REDZONE: u64 = 0xcccc_cccc_cccc_cccc;
 /// Redzone of a free object.
 const FREE_REDZONE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
-/// Value of the bytes of a free object.
+/// Poison: value of each byte of a free object, except the last byte.
 const POISON_BYTE: u8 = 0x6b;
-/// Value of the last byte of a free object.
+/// Poison: value of the last byte of a free object.
 const LAST_POISON_BYTE: u8 = 0xa5;
 
 /// Source location of a call, as a static reference.
@@ -30,13 +30,13 @@ struct Trailer {
     freed_at: Option<CallSite>,
 }
 
-/// The checks that one cache makes in debug mode.
+/// The checks that one slab cache makes in debug mode.
 ///
 /// # Invariants
 ///
 /// A trailer follows each object of the cache, at the next multiple of eight. The owner of an allocated object has
 /// exclusive access to object and trailer. While the object is free, only the thread that is about to allocate it
-/// accesses them.
+/// accesses the object and its trailer.
 pub(crate) struct Checks {
     name: String,
     object_bytes: usize,

@@ -37,8 +37,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Step of the sequence of percentages by which an allocation decides whether to try other NUMA nodes first. The step
-/// and 100 have no common factor, so a hundred steps yield each percentage once.
+/// Difference between successive percentages of a sequence, taken modulo 100. With these percentages an allocation
+/// decides whether to try other NUMA nodes first. The difference and 100 have no common factor, so a hundred steps
+/// yield each percentage once.
 const REMOTE_PERCENT_STEP: u32 = 37;
 const MAX_PERCENT: u32 = 100;
 
@@ -48,7 +49,7 @@ pub(crate) type Constructor = Box<dyn Fn(usize) + Send + Sync>;
 /// Properties that all objects of a cache share: their layout, their constructor, and how they can be moved.
 pub(crate) struct ObjectSpec {
     pub layout: Layout,
-    /// Size of an object as the cache's user defined it. `layout` may be larger.
+    /// Size in bytes of an object as the cache's user defined it. The size in `layout` may be larger.
     pub user_bytes: usize,
     /// Byte range of an object that AddressSanitizer poisons while the object is free.
     pub poisoned_range: Range<usize>,
@@ -63,11 +64,11 @@ pub(crate) struct ObjectSpec {
     pub handles: Option<&'static HandleTable>,
 }
 
-/// Checks that a ratio is a valid percentage.
+/// Checks that a ratio of a slab cache is a valid percentage, from 0 to 100.
 ///
 /// # Errors
 ///
-/// [`Error::BadRatio`] beyond 100.
+/// [`Error::BadRatio`] if `percent` is above 100.
 pub(crate) fn check_ratio(percent: u32) -> Result<()> {
     if percent <= MAX_PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
@@ -76,7 +77,8 @@ pub(crate) fn check_ratio(percent: u32) -> Result<()> {
 ///
 /// # Invariants
 ///
-/// An allocated object keeps its memory until the object is freed. All objects of an open slab have been constructed.
+/// An allocated object keeps its memory until the object is freed. In an open slab (one from which objects are
+/// allocated), all objects have been constructed.
 pub(crate) struct Engine {
     pub shared: &'static SharedState,
     pub name: Arc<str>,
@@ -97,16 +99,16 @@ pub(crate) struct Engine {
     /// objects.
     handles: Option<&'static HandleTable>,
     has_one_node: bool,
-    /// The slabs and blocks of each node.
+    /// The slabs and blocks of the cache on each NUMA node.
     nodes: Box<[Padded<Guarded<NodeState>>]>,
-    /// The barns of all nodes, [`BARNS_PER_NODE`] for each.
+    /// The cache's barns of all NUMA nodes, [`BARNS_PER_NODE`] for each node.
     barns: Box<[Padded<Barn>]>,
-    /// For each node, whether the cache has filled a block there completely. If so, the next block of the node may be
-    /// whole.
+    /// For each NUMA node, whether the cache has filled a block of the node completely. If so, the next block of the
+    /// node may be whole.
     pub has_filled_block: Box<[AtomicBool]>,
-    /// Constructor of objects, if they have one.
+    /// Constructor of the cache's objects, if they have one.
     pub constructor: Option<Constructor>,
-    /// Checks of debug mode; `None` in normal mode.
+    /// The checks of allocations and frees in debug mode; `None` in normal mode.
     pub checks: Option<Checks>,
     /// One bit for each thread slot that has opened its magazine of this cache; empty in debug mode. Changed under
     /// `drain_lock`.
@@ -117,7 +119,7 @@ pub(crate) struct Engine {
     pub is_draining: AtomicBool,
     /// Position in the sequence of percentages that [`Engine::next_percent`] returns.
     percent_counter: AtomicU32,
-    /// Batches of emptied slabs that wait for readers.
+    /// Batches of emptied slabs that wait until all readers of their moved objects have finished.
     pub batches: Guarded<VecDeque<Batch>>,
     /// State of the defragmentation of the cache.
     pub passes: Passes,
@@ -127,13 +129,13 @@ pub(crate) struct Engine {
     /// Set when a callback panicked on the background thread, which skips the cache from then on.
     pub has_panicked: AtomicBool,
     pub shrink_request: Guarded<ShrinkRequest>,
-    /// Set when the user drops the cache. Requests of other processes then fail.
+    /// Set when the user drops the cache. Requests of other processes for the cache then fail.
     pub is_unregistered: AtomicBool,
     pub counts: Counts,
 }
 
-/// Counts of the cache: objects by the outcome of their move (`moved` to `refused`), emptied slabs, and objects that
-/// were allocated from another node than the preferred one.
+/// Statistics of one slab cache: objects by the outcome of their move (fields `moved` to `refused`), emptied slabs, and
+/// objects that were allocated from another NUMA node than the preferred one.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub moved: AtomicU64,
@@ -150,7 +152,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`] beyond 100.
+    /// [`Error::BadRatio`] if `percent` is above 100.
     #[cfg_attr(not(feature = "control"), allow(dead_code))]
     pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
         check_ratio(percent)?;
@@ -235,7 +237,7 @@ impl Engine {
         Err(Error::WrongState { what: "a slab cache of the parent process: a fork child must create its own" })
     }
 
-    /// Calls `act` with the state of a node, under the node's lock.
+    /// Calls `act` with the cache's state on a NUMA node, under the lock of that state.
     pub fn with_node<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> R {
         let (shape, blocks) = (&self.shape, &self.shared.blocks);
         self.nodes[node].0.with(|state| act(&mut Node { shape, blocks, state }))
@@ -285,8 +287,8 @@ impl Engine {
         }
     }
 
-    /// Allocates an object together with the result of `take_other`, which takes a handle from the thread's stock.
-    /// Returns `None`, and allocates neither, if one of the two is not available. `take_other` must not panic.
+    /// Allocates an object and calls `take_other`, which takes a handle from the thread's stock. Returns both. Returns
+    /// `None`, and allocates neither, if the object or the handle is not available. `take_other` must not panic.
     #[inline(always)]
     pub fn allocate_together<R>(&self, take_other: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
         let found = self.enter()?.pop_together(|| take_other(own_slot() as usize))?;
@@ -294,8 +296,9 @@ impl Engine {
         Some(found)
     }
 
-    /// Frees several objects. If there is one NUMA node, puts them into this thread's magazine as far as they fit, and
-    /// may first remove a sheaf of older objects to make room. Frees the other objects one by one, which is slower.
+    /// Frees several objects. If the machine has only one NUMA node, puts them into this thread's magazine as far as
+    /// they fit, and may first remove a sheaf of older objects to make room. Frees the other objects one by one, which
+    /// is slower.
     ///
     /// # Safety
     ///
@@ -316,8 +319,9 @@ impl Engine {
         objects[rest..].iter().for_each(|object| unsafe { self.free(*object as usize) });
     }
 
-    /// Calls `act` with this thread's slot, while the thread holds the lock of its magazine. The lock also protects the
-    /// slot's stock. `act` must not panic. Returns `None` if the magazine is not open.
+    /// Calls `act` with the index of this thread's slot, while the thread holds the lock of its magazine. The lock also
+    /// protects the stock of the thread slot. `act` must not panic. Returns `None` if the magazine is not open or is
+    /// being drained.
     #[inline(always)]
     pub fn with_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
         self.enter()?.run_entered(|| act(own_slot() as usize))
@@ -333,7 +337,7 @@ impl Engine {
         self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
-    /// Returns whether an object lies on the NUMA node from which the magazine holds objects.
+    /// Returns whether an object lies on the NUMA node whose objects the magazine contains.
     #[inline(always)]
     fn is_same_node(&self, magazine: &Magazine, object: usize) -> bool {
         self.has_one_node || magazine.node() == self.node_of(object)
@@ -410,13 +414,13 @@ impl Engine {
         Ok(taken[0])
     }
 
-    /// Allows AddressSanitizer to accept accesses to an object, which is about to be used.
+    /// Makes AddressSanitizer accept accesses to an object that is about to be used.
     #[inline(always)]
     pub fn unpoison(&self, object: usize) {
         poison::unpoison(object + self.poisoned_range.start, self.poisoned_range.len());
     }
 
-    /// Makes AddressSanitizer report accesses to an object, which is free.
+    /// Makes AddressSanitizer report accesses to a free object.
     #[inline(always)]
     pub fn poison(&self, object: usize) {
         poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
@@ -477,7 +481,7 @@ impl Engine {
         self.return_objects(node, &[object]);
     }
 
-    /// Returns free objects of a node to the barn that this thread prefers, or to their slabs.
+    /// Returns free objects of a NUMA node to the barn that this thread prefers, or to their slabs.
     pub fn return_objects(&self, node: usize, objects: &[usize]) {
         if objects.is_empty() {
             return;
@@ -506,7 +510,7 @@ impl Engine {
     }
 
     /// Asks the background thread to pack the cache's objects into fewer slabs, because memory is short. The first call
-    /// after memory became short also shortens the thread's current rest.
+    /// after memory became short also shortens the current rest of the background thread.
     pub fn note_memory_short(&self) {
         let worker = self.shared.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_stopped() {
@@ -602,13 +606,13 @@ impl Engine {
         (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.check()));
     }
 
-    /// Returns the number of slabs and blocks with objects in use.
+    /// Returns how many slabs and how many blocks of the cache have objects in use, as one sum.
     pub fn used_slabs_and_blocks(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.used_slabs_and_blocks())).sum()
     }
 
-    /// Returns the number of objects that are not on the free lists of their slabs: allocated, or in magazines and
-    /// barns.
+    /// Returns the number of the cache's objects that are not free in their slabs: allocated objects, and free objects
+    /// in magazines and barns.
     pub fn used_objects(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used_objects())).sum()
     }
@@ -618,8 +622,8 @@ impl Engine {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.tally().resident_bytes)).sum()
     }
 
-    /// Returns the bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node whose lock is held,
-    /// because the lock's holder may run a callback.
+    /// Returns the bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node if a thread holds the
+    /// node's lock, because that thread may be running a callback.
     pub fn kept_bytes(&self) -> u64 {
         if self.check_generation().is_err() {
             return 0;

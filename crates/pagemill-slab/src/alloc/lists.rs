@@ -1,10 +1,10 @@
-//! Doubly linked lists of the blocks of one cache on one node. The links lie in the metadata of the blocks. A block is
-//! in at most one list of each kind.
+//! Doubly linked lists of the blocks of one cache on one node. The links lie in the metadata of the blocks. There are
+//! several kinds of lists, and a block is in at most one list of each kind.
 
 use crate::alloc::blocks::Blocks;
 use crate::alloc::meta::Links;
 
-/// `COUNT` lists of blocks that use the links of kind `KIND`.
+/// `COUNT` lists of blocks. Their links are in entry `KIND` of each block's array of links.
 pub(crate) struct Lists<const COUNT: usize, const KIND: usize> {
     /// For each list, the number of its first block plus one; 0 if the list is empty.
     heads: [u32; COUNT],
@@ -89,7 +89,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Checks that each list has the same blocks in both directions.
+    /// Checks that each list contains the same blocks when it is followed forwards and backwards.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check(&self, blocks: &Blocks) {
         for list in 0..COUNT {

@@ -19,12 +19,13 @@ use std::hint::assert_unchecked;
 use std::ops::Deref;
 use std::sync::atomic::{self, fence};
 
-/// Minimum number of threads for which a table by thread slot reserves addresses. If addresses are short, the number is
-/// halved, down to this minimum. If even that table does not fit, no cache is created.
+/// Minimum number of threads for which a table by thread slot reserves addresses. If not enough addresses are
+/// available, the number of threads is halved, down to this minimum. If even that table does not fit, no slab cache is
+/// created.
 const MIN_THREADS: usize = 1 << 10;
 
 /// Maximum number of objects in a magazine: two sheaves.
-const CAPACITY: usize = 2 * MAX_SHEAF_LEN;
+const MAGAZINE_CAPACITY: usize = 2 * MAX_SHEAF_LEN;
 
 /// The stack of the free objects of one cache that belong to one thread slot.
 ///
@@ -42,7 +43,7 @@ pub(crate) struct Magazine {
     capacity: AtomicU32,
     /// NUMA node of the memory of the stored objects.
     node: AtomicU32,
-    objects: [AtomicU64; CAPACITY],
+    objects: [AtomicU64; MAGAZINE_CAPACITY],
 }
 
 // SAFETY: atomic words are valid if all bits are zero.
@@ -88,20 +89,20 @@ impl MagazineGuard<'_> {
         take_other().map(|result| (self.take_last(last), result))
     }
 
-    /// Returns the position of the object that was added last; `None` if the magazine is empty.
+    /// Returns the stack position of the object that was added last; `None` if the magazine is empty.
     #[inline(always)]
     fn last(&self) -> Option<u32> {
         self.len.load(Relaxed).checked_sub(1)
     }
 
-    /// Removes and returns the object at position `last`, the highest one.
+    /// Removes and returns the object at `last`, the highest position of the stack.
     #[inline(always)]
     fn take_last(&self, last: u32) -> usize {
         self.len.store(last, Relaxed);
         self.object_at(last).load(Relaxed) as usize
     }
 
-    /// Adds an object. Returns false if the magazine is full.
+    /// Adds a free object to the magazine. Returns false if the magazine is full.
     #[inline(always)]
     pub fn push(self, object: usize) -> bool {
         let len = self.len.load(Relaxed);
@@ -120,13 +121,13 @@ impl MagazineGuard<'_> {
         (self.capacity.load(Relaxed) > 0).then(act)
     }
 
-    /// Adds as many of the objects as fit. All of them belong to `node`; none is added if the magazine has objects of
-    /// another node. Returns the number of added objects.
+    /// Adds as many of the objects as fit into the magazine. All of them lie on NUMA node `node`; none is added if the
+    /// magazine has objects of another node. Returns the number of added objects.
     pub fn fill(self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
         let count = if is_of_node { objects.len().min((self.capacity.load(Relaxed) - len) as usize) } else { 0 };
-        debug_assert!(len as usize + count <= CAPACITY);
+        debug_assert!(len as usize + count <= MAGAZINE_CAPACITY);
         (len..).zip(objects.take(count)).for_each(|(at, object)| self.object_at(at).store(object as u64, Relaxed));
         self.len.store(len + count as u32, Release);
         if count > 0 {
@@ -135,15 +136,15 @@ impl MagazineGuard<'_> {
         count
     }
 
-    /// Removes the oldest objects, up to the length of `sheaf`, and copies them to `sheaf`. Returns the number of
-    /// removed objects.
+    /// Removes the objects that were added first, up to the length of `sheaf`, and copies them to `sheaf`. Returns the
+    /// number of removed objects.
     pub fn drain(self, sheaf: &mut [usize]) -> usize {
         self.take_oldest(sheaf)
     }
 
     /// Opens the magazine: sets the number of objects that it may hold to `capacity`.
     pub fn open(self, capacity: usize) {
-        debug_assert!(capacity <= CAPACITY);
+        debug_assert!(capacity <= MAGAZINE_CAPACITY);
         debug_assert!(self.len() <= capacity, "no object is lost");
         self.capacity.store(capacity as u32, Relaxed);
     }
@@ -153,16 +154,17 @@ impl Magazine {
     /// Returns the word at position `at` of the stack.
     #[inline(always)]
     fn object_at(&self, at: u32) -> &AtomicU64 {
-        debug_assert!((at as usize) < CAPACITY);
-        // SAFETY: `at` is below `len` or the current capacity, neither of which exceeds `CAPACITY` (type invariant).
+        debug_assert!((at as usize) < MAGAZINE_CAPACITY);
+        // SAFETY: `at` is below `len` or the current capacity, neither of which exceeds `MAGAZINE_CAPACITY` (type
+        // invariant).
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
     /// Removes the oldest objects, copies them to `objects`, and moves the others down to the bottom of the stack.
-    /// `len` is 0 while they move, so a child forked meanwhile finds no object at two positions.
+    /// `len` is 0 while the others move, so a child forked meanwhile finds no object at two positions.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
-        debug_assert!(len as usize <= CAPACITY);
+        debug_assert!(len as usize <= MAGAZINE_CAPACITY);
         let count = objects.len().min(len as usize) as u32;
         (0..count).zip(objects).for_each(|(at, object)| *object = self.object_at(at).load(Relaxed) as usize);
         self.len.store(0, Relaxed);
@@ -174,7 +176,7 @@ impl Magazine {
         count as usize
     }
 
-    /// Returns the number of stored objects. The number is approximate, except on the magazine's thread.
+    /// Returns the number of objects in the magazine. The number is approximate, except on the magazine's thread.
     pub fn len(&self) -> usize {
         self.len.load(Relaxed) as usize
     }
@@ -202,8 +204,8 @@ impl Magazine {
         self.lock.begin_drain();
     }
 
-    /// Returns whether the magazine's thread does not hold the magazine's lock. Called after [`Magazine::begin_drain`]
-    /// and a barrier.
+    /// Returns whether the magazine's lock is free: the magazine's thread does not hold it. Called after
+    /// [`Magazine::begin_drain`] and a barrier.
     pub fn is_not_held_by_owner(&self) -> bool {
         self.lock.is_not_held_by_owner()
     }
@@ -214,8 +216,8 @@ impl Magazine {
     }
 }
 
-/// Creates a table with an entry for each thread slot, or for fewer slots if addresses are short. Returns the table and
-/// the number of entries.
+/// Creates a table with an entry for each thread slot, or for fewer slots if not enough addresses are available.
+/// Returns the table and the number of entries.
 pub(crate) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     let mut threads = MAX_THREADS;
     loop {
@@ -279,8 +281,8 @@ impl Offset {
 ///
 /// # Invariants
 ///
-/// `base` is the start of the range's table. The table is open (accessible) from there to `plain_end` or `fenced_end`,
-/// which lie at a magazine boundary, and stays open.
+/// `base` is the start of the table of magazines. The table is open (accessible) from there to `plain_end` or
+/// `fenced_end`, which lie at a magazine boundary, and stays open.
 pub(crate) struct Magazines {
     base: *const Magazine,
     /// End of the open magazines if their threads enter without a barrier ([`Barriers::DrainerOnly`]); else 0.
@@ -297,8 +299,8 @@ unsafe impl Send for Magazines {}
 unsafe impl Sync for Magazines {}
 
 impl Magazines {
-    /// Creates the magazines of the one cache that uses the range. No thread can enter a magazine before
-    /// [`Magazines::open_slot`].
+    /// Creates the magazines of the one cache that uses the magazine range `range`. No thread can enter a magazine
+    /// before [`Magazines::open_slot`].
     pub fn new(range: &'static MagazineRange, barriers: Barriers) -> Self {
         Self {
             base: range.table.start(),
@@ -331,7 +333,7 @@ impl Magazines {
         }
     }
 
-    /// Enters the magazine with a barrier. Kept out of line, since most kernels need no barrier.
+    /// Enters a magazine with a memory barrier. Not inlined, since most kernels need no barrier.
     #[cold]
     #[inline(never)]
     fn enter_fenced(&self, magazine: *const Magazine) -> Option<MagazineGuard<'_>> {
@@ -476,7 +478,8 @@ mod tests {
     }
 
     /// Opens the magazines of several thread slots. A thread must be able to enter magazines up to the highest slot
-    /// that was opened, and none beyond the last slot. Opening a magazine of one cache must not affect another cache.
+    /// that was opened, and none beyond the last slot. Opening a magazine of one cache must not open one of another
+    /// cache.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH_BARRIERS {

@@ -1,5 +1,5 @@
 //! Slab metadata, which lies apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block
-//! has the set of slabs at each level of use.
+//! has a set of its slabs for each level of use.
 //!
 //! All metadata is changed under the lock of the node that has the block ([`crate::alloc::node`]). The words are atomic
 //! only because they lie in shared tables.
@@ -119,8 +119,8 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    /// Allocates up to `most` free objects, the lowest first, and calls `on_allocated` with the index of each. Returns
-    /// the number of objects. The slab has `capacity` objects.
+    /// Allocates up to `most` free objects of the slab, the lowest index first, and calls `on_allocated` with the index
+    /// of each. Returns the number of objects. The slab has `capacity` objects.
     pub fn allocate(&self, capacity: u32, most: usize, mut on_allocated: impl FnMut(u32)) -> usize {
         let mut count = 0;
         for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
@@ -142,7 +142,7 @@ impl Slab {
         count
     }
 
-    /// Frees the object with index `object`.
+    /// Frees the object that has index `object` in the slab.
     ///
     /// # Panics
     ///
@@ -155,7 +155,7 @@ impl Slab {
         self.used.sub(1);
     }
 
-    /// Frees all objects of a set.
+    /// Frees those objects of the slab that are in a set.
     ///
     /// # Panics
     ///
@@ -168,8 +168,8 @@ impl Slab {
         self.used.sub(objects.count());
     }
 
-    /// Calls `found` with the index of each used object, beginning at object `from`, for at most `most` objects.
-    /// Returns the number of calls.
+    /// Calls `found` with the index of each used object of the slab, beginning at object `from`, for at most `most`
+    /// objects. Returns the number of calls.
     pub fn for_each_allocated(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
         let first = from as usize / 64;
         let mut objects = ObjectSet(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
@@ -188,13 +188,13 @@ pub(crate) enum Level {
     Bare,
     /// The slab is set up, and all objects are free.
     Empty,
-    /// The first of four levels of partial slabs, by quarters in use.
+    /// The first of four levels for partial slabs: one level for each quarter of the objects in use.
     Partial,
 }
 
-/// Number of levels of partial slabs.
+/// Number of levels for partial slabs: one for each quarter of the objects in use.
 const QUARTER_LEVEL_COUNT: usize = 4;
-/// Number of levels of use.
+/// Number of levels of a slab's use: bare, empty, and four partial levels.
 pub(crate) const LEVEL_COUNT: usize = Level::Partial as usize + QUARTER_LEVEL_COUNT;
 /// Number of 64-bit words in the set of slabs at one level.
 const SLAB_SET_WORDS: usize = 2;
@@ -210,12 +210,12 @@ pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     }
 }
 
-/// Index in [`Block::links`] of the links for the lists of blocks by use. Each block of a node is in one of these
-/// lists.
+/// Index in [`Block::links`] of the links for the lists by use, which sort blocks by how many of their objects are in
+/// use. Each block of a node is in one of these lists.
 pub(crate) const BY_USE: usize = 0;
 /// Index in [`Block::links`] of the links for the queues of blocks that the current block search has not visited yet.
 pub(crate) const SEARCH_QUEUE: usize = 1;
-/// Number of kinds of lists that a block can be in.
+/// Number of kinds of lists that a block can be in: lists by use, and search queues.
 const LIST_KIND_COUNT: usize = SEARCH_QUEUE + 1;
 
 /// Neighbours of a block in a list, as block numbers plus one (0: no neighbour), and the index of that list.
@@ -230,7 +230,7 @@ pub(crate) struct Links {
 #[repr(C, align(64))]
 #[derive(Default)]
 pub(crate) struct Block {
-    /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
+    /// For each level of use, the set of the block's slabs at that level. Full, claimed and lost slabs are at no level.
     levels: [[LockedU64; SLAB_SET_WORDS]; LEVEL_COUNT],
     /// Neighbours of the block in its list of each kind.
     pub links: [Links; LIST_KIND_COUNT],
@@ -238,9 +238,9 @@ pub(crate) struct Block {
     pub used: LockedU32,
     /// Number of objects that can be allocated from the block's open slabs.
     pub free_objects: LockedU32,
-    /// Number of slabs that are claimed or lost.
+    /// Number of the block's slabs that are claimed or lost.
     pub claimed: LockedU32,
-    /// Number of slabs that are set up.
+    /// Number of the block's slabs that are set up, that is, divided into objects.
     pub slabs: LockedU32,
     /// 1 if the block is sparse: its memory is charged and freed slab by slab.
     pub is_sparse: LockedU32,
@@ -284,28 +284,28 @@ impl Block {
         self.links[BY_USE].list.get() as usize
     }
 
-    /// Adds a slab to the set of slabs at a level.
+    /// Adds a slab of the block to the set of slabs at a level of use.
     pub fn insert(&self, level: usize, slab: u32) {
         debug_assert!((0..LEVEL_COUNT).all(|other| self.mask_at_level(other) >> slab & 1 == 0), "a slab has one level");
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
 
-    /// Removes a slab from the set of slabs at a level.
+    /// Removes a slab of the block from the set of slabs at a level of use.
     pub fn remove(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         debug_assert!(word.get() >> (slab % 64) & 1 == 1, "the slab has this level");
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
-    /// Returns the first slab at a level.
+    /// Returns the number of the block's first slab at a level of use.
     #[inline]
     pub fn first_at_level(&self, level: usize) -> Option<u32> {
         let slabs = self.mask_at_level(level);
         (slabs != 0).then(|| slabs.trailing_zeros())
     }
 
-    /// Returns the set of slabs at a level, one bit each.
+    /// Returns the set of the block's slabs at a level of use, with one bit for each slab.
     fn mask_at_level(&self, level: usize) -> u128 {
         let [low, high] = &self.levels[level];
         u128::from(low.get()) | u128::from(high.get()) << u64::BITS
@@ -329,12 +329,13 @@ impl Block {
         (0..slabs).for_each(|slab| self.insert(Level::Bare as usize, slab));
     }
 
-    /// Removes all slabs from the sets of all levels.
+    /// Removes all slabs of the block from the sets of all levels of use.
     pub fn clear_levels(&self) {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
 
-    /// Returns the fullest partial slab. If no slab is partial and `may_be_empty` is true, returns an empty slab.
+    /// Returns the fullest partial slab of the block. If no slab is partial and `may_be_empty` is true, returns an
+    /// empty slab.
     pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
         (least..LEVEL_COUNT).rev().find_map(|level| self.first_at_level(level))
@@ -350,8 +351,8 @@ mod tests {
         unsafe { std::mem::zeroed() }
     }
 
-    /// Allocates objects until the slab is full. Each object must be allocated once, and none beyond the capacity. An
-    /// object that is then freed must be allocated again.
+    /// Allocates objects of a slab until the slab is full. Each object must be allocated once, and none beyond the
+    /// capacity. An object that is then freed must be allocated again.
     #[test]
     fn each_object_is_allocated_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {

@@ -1,4 +1,4 @@
-//! Allocation: blocks of 2 MiB, slabs, nodes, and the magazines of threads.
+//! Allocation of objects: blocks of 2 MiB, slabs, the state of each NUMA node, and the magazines of threads.
 
 pub(crate) mod asymmetric_lock;
 #[cfg(not(loom))]

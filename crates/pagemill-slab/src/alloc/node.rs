@@ -16,17 +16,17 @@ use pagemill_core::units::BLOCK_BYTES;
 pub(crate) const USE_CLASS_COUNT: u32 = 8;
 
 /// Index of the list of blocks that have neither used objects nor claimed slabs. The lists from 1 to [`FULLEST_LIST`]
-/// have the other blocks with free objects, by eighths of the block in use.
+/// have the other blocks with free objects, sorted by how many eighths of a block's objects are in use.
 pub(crate) const IDLE_LIST: usize = 0;
 /// Index of the last list of blocks with free objects: those that are at least seven eighths in use.
 pub(crate) const FULLEST_LIST: usize = USE_CLASS_COUNT as usize;
-/// Index of the list of blocks whose set-up slabs are full, but that have bare slabs.
+/// Index of the list of blocks that have bare slabs, while all their other slabs are full.
 pub(crate) const FULL_WITH_BARE_LIST: usize = FULLEST_LIST + 1;
 /// Index of the list of blocks that have neither free objects nor bare slabs.
 pub(crate) const FULL_LIST: usize = FULL_WITH_BARE_LIST + 1;
 /// Index of the list of blocks that defragmentation is emptying.
 const EMPTYING_LIST: usize = FULL_LIST + 1;
-/// Number of lists of blocks by use.
+/// Number of lists in which a node keeps its blocks, by how many of their objects are in use.
 pub(crate) const USE_LIST_COUNT: usize = EMPTYING_LIST + 1;
 
 /// Number of idle blocks that a node keeps for later objects.
@@ -37,17 +37,17 @@ const KEPT_EMPTY_SLABS: u32 = 4;
 /// How much memory a node keeps for later objects when unused memory is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// [`KEPT_IDLE_BLOCKS`] blocks and [`KEPT_EMPTY_SLABS`] slabs.
+    /// The node keeps [`KEPT_IDLE_BLOCKS`] idle blocks and [`KEPT_EMPTY_SLABS`] empty slabs.
     Reserve,
     Nothing,
 }
 
-/// The slabs from which objects may be allocated.
+/// The slabs from which an allocation or a move may take free objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TargetSlabs {
     /// Partial slabs of all blocks.
     Partial,
-    /// Partial and empty slabs of blocks in use. Moves may also set up bare slabs of these blocks.
+    /// Partial and empty slabs of blocks in use. To move objects, bare slabs of these blocks may also be set up.
     InUse,
     /// As `InUse`, but only in blocks with at least this many objects in use.
     Fuller(u32),
@@ -61,7 +61,7 @@ pub(crate) struct NodeState {
     pub searches: Searches,
     blocks: u32,
     idle_blocks: u32,
-    /// Number of whole blocks. The 2 MiB of a whole block are charged and freed together.
+    /// Number of whole blocks of the cache on the node. The 2 MiB of a whole block are charged and freed together.
     whole_blocks: u32,
     /// Number of slabs that are set up.
     slabs: u32,
@@ -75,13 +75,13 @@ pub(crate) struct NodeState {
     empty_in_sparse_blocks: u32,
     /// Number of bare slabs in whole blocks that hold objects. These slabs have memory already.
     pub bare_slabs: u32,
-    /// For each list, how many of the slabs in `bare_slabs` are in the blocks of that list.
+    /// For each list of blocks by use, how many of the `bare_slabs` are in blocks of that list.
     pub bare_slabs_in: [u32; USE_LIST_COUNT],
     /// Number of objects that are not free in their slabs: they are allocated, or in magazines and barns.
     used: u64,
     /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
-    /// For each list, how many of the objects in `free_objects` are in the blocks of that list.
+    /// For each list of blocks by use, how many of the `free_objects` are in blocks of that list.
     pub free_objects_in: [u64; USE_LIST_COUNT],
     /// Number of objects that users freed into slabs since the last [`crate::alloc::engine::Engine::has_new_frees`].
     pub freed_objects: u64,
@@ -89,7 +89,7 @@ pub(crate) struct NodeState {
     lost: u32,
 }
 
-/// Statistics of one node.
+/// Statistics of one slab cache on one NUMA node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     pub blocks: u32,
@@ -102,7 +102,8 @@ pub(crate) struct Tally {
     pub resident_bytes: u64,
 }
 
-/// The allocator state of a node, together with the blocks and the layout to which the state refers.
+/// The allocator state of a slab cache on one NUMA node, together with the block allocator and the layout that
+/// operations on the state need.
 pub(crate) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
@@ -138,8 +139,8 @@ impl NodeState {
 }
 
 impl Node<'_> {
-    /// Allocates up to `taken.len()` objects from the given slabs and writes their addresses into `taken`. Returns the
-    /// number of objects.
+    /// Allocates up to `taken.len()` objects from the slabs that `targets` allows, and writes their addresses into
+    /// `taken`. Returns the number of objects.
     pub fn allocate(&mut self, targets: TargetSlabs, taken: &mut [usize]) -> usize {
         let mut count = 0;
         while count < taken.len()
@@ -160,8 +161,8 @@ impl Node<'_> {
         count
     }
 
-    /// Finds a slab with a free object in the fullest block that has such a slab. Returns the number of the block and
-    /// of the slab.
+    /// Finds a slab with a free object, among those that `targets` allows, in the fullest block that has such a slab.
+    /// Returns the number of the block and of the slab.
     fn find_slab(&self, targets: TargetSlabs) -> Option<(u32, u32)> {
         let may_be_empty = targets != TargetSlabs::Partial;
         let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE_LIST + 1 };
@@ -209,8 +210,8 @@ impl Node<'_> {
         level_of(self.blocks.slab(block, slab).used_objects(), self.shape.capacity)
     }
 
-    /// Updates all counters and lists after `more` objects of a slab were allocated (negative: freed). `before` is the
-    /// slab's level before that.
+    /// Updates all counters and lists after `more` objects of a slab were allocated (if negative, freed). `before` is
+    /// the level of use that the slab had before.
     fn note_change(&mut self, block_number: u32, slab: u32, before: Option<usize>, more: i32) {
         let block = self.blocks.block(block_number);
         debug_assert!(self.state.used.checked_add_signed(i64::from(more)).is_some(), "the node counts its objects");
@@ -224,7 +225,7 @@ impl Node<'_> {
         self.update_use_list(block_number);
     }
 
-    /// Adds `more` (negative: subtracts) free objects to the counters of a block, of its list and of the node.
+    /// Adds `more`, which may be negative, to the counters of free objects of a block, of its list and of the node.
     fn add_free_objects(&mut self, block_number: u32, more: i32) {
         let block = self.blocks.block(block_number);
         block.free_objects.set(block.free_objects.get().wrapping_add_signed(more));
@@ -235,7 +236,7 @@ impl Node<'_> {
     }
 
     /// Moves a slab from the set of level `before` to the set of level `after`, and updates the counters of partial and
-    /// empty slabs. With `None`, the slab is in no set.
+    /// empty slabs. A level of `None` means that the slab is in no set.
     fn change_level(&mut self, block_number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
         if before == after {
             return;
@@ -261,7 +262,7 @@ impl Node<'_> {
         }
     }
 
-    /// Moves a block to the list that fits its use.
+    /// Moves a block to the list that fits the number of its objects in use.
     pub fn update_use_list(&mut self, block_number: u32) {
         let list = self.use_list_for(block_number);
         if list != self.blocks.block(block_number).use_list() {
@@ -270,7 +271,7 @@ impl Node<'_> {
         }
     }
 
-    /// Returns the list that fits the use of a block.
+    /// Returns the index of the list that fits the number of a block's objects in use.
     fn use_list_for(&self, block_number: u32) -> usize {
         let block = self.blocks.block(block_number);
         if block.is_emptying.get() == 1 {
@@ -291,7 +292,7 @@ impl Node<'_> {
         IDLE_LIST + 1 + (used * USE_CLASS_COUNT / self.shape.block_capacity()).min(USE_CLASS_COUNT - 1) as usize
     }
 
-    /// Adds a block to a list and to the counters of that list.
+    /// Adds a block to a list of blocks by use, and to the counters of that list.
     pub fn link(&mut self, block_number: u32, list: usize) {
         let block = self.blocks.block(block_number);
         block.exhausted_search.set(0);
@@ -305,7 +306,7 @@ impl Node<'_> {
         }
     }
 
-    /// Adds `more` (negative: subtracts) bare slabs to the counters of the node and of the block's list.
+    /// Adds `more`, which may be negative, to the counters of bare slabs of the node and of the block's list.
     fn add_bare_slabs(&mut self, block_number: u32, more: i32) {
         for bare in
             [&mut self.state.bare_slabs, &mut self.state.bare_slabs_in[self.blocks.block(block_number).use_list()]]
@@ -323,7 +324,7 @@ impl Node<'_> {
         if is_counted { block.count_at_level(Level::Bare as usize) } else { 0 }
     }
 
-    /// Removes a block from its list and from the counters of that list.
+    /// Removes a block from its list of blocks by use, and from the counters of that list.
     pub fn unlink(&mut self, block_number: u32) {
         let block = self.blocks.block(block_number);
         self.add_bare_slabs(block_number, -(self.counted_bare_slabs(block_number) as i32));
@@ -370,7 +371,7 @@ impl Node<'_> {
         Some(block_number)
     }
 
-    /// Returns the bytes of idle whole blocks, and of empty slabs in sparse blocks.
+    /// Returns the bytes of memory in idle whole blocks, and in empty slabs of sparse blocks.
     pub fn kept_bytes(&self) -> u64 {
         let whole =
             self.blocks_in_list(IDLE_LIST).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
@@ -378,7 +379,8 @@ impl Node<'_> {
         whole as u64 * BLOCK_BYTES as u64 + empty
     }
 
-    /// Claims a bare slab, so that the caller can set it up. Returns the number of the block and of the slab.
+    /// Claims a bare slab of the node, so that the caller can set the slab up. Returns the number of the block and of
+    /// the slab.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
         let block_number = [FULL_WITH_BARE_LIST, IDLE_LIST].into_iter().find_map(|list| {
             self.blocks_in_list(list)
@@ -388,7 +390,7 @@ impl Node<'_> {
     }
 
     /// As [`Node::claim_bare`], but only in whole blocks that hold objects, where a slab needs no further memory.
-    /// Chooses a block of the fullest list with at least `least` objects in use.
+    /// Chooses a block with at least `least` objects in use, from the list of the fullest blocks that has one.
     pub fn claim_bare_in_used_block(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
             let block_meta = self.blocks.block(*block);
@@ -485,7 +487,7 @@ impl Node<'_> {
         self.state.lost += 1;
     }
 
-    /// Returns the number of slabs and blocks with objects in use.
+    /// Returns how many slabs and how many blocks of the node have objects in use, as one sum.
     pub fn used_slabs_and_blocks(&self) -> u64 {
         u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle_blocks)
     }
@@ -505,8 +507,8 @@ impl Node<'_> {
         }
     }
 
-    /// Checks that each list has the same blocks in both directions, and that blocks without candidates for
-    /// defragmentation come last in their lists.
+    /// Checks that each list contains the same blocks when it is followed forwards and backwards, and that blocks
+    /// without candidates for defragmentation come last in their lists.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_lists(&self) {
         self.state.lists.check(self.blocks);
@@ -517,7 +519,7 @@ impl Node<'_> {
         );
     }
 
-    /// Checks that all counters match the states of the slabs.
+    /// Checks that all counters of the node match the states of its slabs.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check(&self) {
         let (mut blocks, mut used, mut free_objects, mut slabs, mut idle) = (0, 0, 0, 0, 0);

@@ -1,5 +1,5 @@
-//! Poisoning of free memory for AddressSanitizer (`--cfg asan`), which then reports each access. In other builds these
-//! functions do nothing.
+//! Poisoning of free memory for AddressSanitizer (`--cfg asan`), which then reports each access to that memory. In
+//! other builds the functions of this module do nothing.
 #![allow(unsafe_code)] // calls the sanitizer's runtime
 
 #[cfg(asan)]
@@ -19,7 +19,7 @@ pub(crate) fn poison(_at: usize, _bytes: usize) {
     }
 }
 
-/// Makes a byte range accessible again.
+/// Makes AddressSanitizer accept accesses to a byte range of slabs again.
 #[inline(always)]
 pub(crate) fn unpoison(_at: usize, _bytes: usize) {
     // SAFETY: changes only the sanitizer's shadow memory.

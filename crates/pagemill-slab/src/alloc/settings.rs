@@ -40,22 +40,22 @@ impl Settings {
         Self { slab_bytes: slab_bytes.into(), ..self }
     }
 
-    /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls and in the
-    /// background. The value 0 empties none, and 100 all that are not full. The default is 30, as in Linux. The
-    /// background thread runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and
-    /// after [`Slabs::defrag_by_hand`](crate::Slabs::defrag_by_hand).
+    /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls of the program
+    /// and in the background. With 0, none are emptied, and with 100, all that are not full. The default is 30, as in
+    /// Linux. The background thread runs callbacks of owners and destructors of removed values, except for caches with
+    /// ratio 0 and after [`Slabs::defrag_by_hand`](crate::Slabs::defrag_by_hand).
     pub fn defrag_used_ratio(self, percent: u32) -> Self {
         Self { defrag_used_ratio: percent, ..self }
     }
 
     /// Sets the percentage of allocations that try other NUMA nodes if the current node has no free object. The other
-    /// allocations set up a slab on the current node at once. The default is 100.
+    /// allocations set up a new slab on the current node without trying other nodes. The default is 100.
     pub fn remote_node_defrag_ratio(self, percent: u32) -> Self {
         Self { remote_node_defrag_ratio: percent, ..self }
     }
 
-    /// Sets whether the cache detects damage with redzones and poison, and records the callers that allocated and freed
-    /// an object. Each allocation and free then acquires a lock and checks the object. The default is false.
+    /// Sets whether the cache detects damaged objects with redzones and poison, and records the callers that allocated
+    /// and freed an object. Each allocation and free then acquires a lock and checks the object. The default is false.
     pub fn debug(self, is_debug: bool) -> Self {
         Self { is_debug, ..self }
     }

@@ -1,4 +1,4 @@
-//! The layout of a cache: distance between objects, objects per slab, and slabs per block.
+//! The layout of a slab cache: distance between objects, objects per slab, and slabs per block.
 
 use pagemill_core::error::{Error, Result};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
@@ -38,13 +38,13 @@ pub(crate) struct Shape {
     pub sheaf_len: usize,
     /// Log2 of `slab_bytes`.
     slab_shift: u32,
-    /// 2^32 divided by the stride, rounded up. Multiplication by this number replaces the division by the stride.
+    /// 2^32 divided by `stride`, rounded up. Multiplication by this number replaces the division by the stride.
     reciprocal: u64,
 }
 
 impl Shape {
-    /// Computes the layout for objects of `bytes` at multiples of `align`. `slab_bytes` is the slab size; if `None`, it
-    /// is chosen.
+    /// Computes the layout for objects of `bytes` at multiples of `align`. `slab_bytes` is the slab size; if `None`, a
+    /// suitable size is chosen.
     ///
     /// # Errors
     ///
@@ -77,9 +77,9 @@ impl Shape {
         })
     }
 
-    /// Chooses the slab size: the largest power of two that [`MAX_OBJECTS`] objects fill, but at least `least` and
-    /// normally at most [`DEFAULT_SLAB_BYTES`]. A larger slab would spread few objects over more memory. The size is
-    /// doubled while too much of the slab would be wasted.
+    /// Chooses the slab size: the largest power of two that [`MAX_OBJECTS`] objects fill, but at least `least` bytes
+    /// and normally at most [`DEFAULT_SLAB_BYTES`]. A larger slab would spread few objects over more memory. The size
+    /// is doubled while too much of the slab would be wasted.
     fn choose_slab_bytes(stride: usize, least: usize) -> usize {
         let filled = 1 << stride.saturating_mul(MAX_OBJECTS).ilog2();
         let full = filled.clamp(least, DEFAULT_SLAB_BYTES.max(least));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_sizes_are_refused() {
+    fn unsupported_object_and_slab_sizes_are_refused() {
         for bytes in [BLOCK_BYTES + 1, 1 << 56, isize::MAX as usize - 7] {
             assert!(matches!(Shape::new(bytes, 8, None), Err(Error::BadLength { .. })), "{bytes}");
         }

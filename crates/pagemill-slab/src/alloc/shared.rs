@@ -1,4 +1,4 @@
-//! State that all caches share: blocks, cache ids, the memory of magazines and barns, unused handle tables.
+//! State that all slab caches share: blocks, cache ids, the memory of magazines and barns, unused handle tables.
 
 use crate::alloc::asymmetric_lock::Barriers;
 use crate::alloc::barn::{BARNS_PER_NODE, BarnMemory};
@@ -11,22 +11,24 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::Guarded;
 
 /// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
-/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if
-/// available). One more cache fails with [`Error::TooMany`].
+/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB of addresses
+/// if available). One more cache fails with [`Error::TooMany`].
 pub const MAX_CACHES: usize = 1 << 10;
 
-/// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
+/// The ids of slab caches that are in use. A cache that could not be closed, or that belongs to the parent process,
+/// keeps its id.
 pub(crate) struct CacheIds {
-    /// For each cache id, whether it is in use.
+    /// For each id of a slab cache, whether it is in use.
     pub are_taken: [bool; MAX_CACHES],
-    /// The magazine range of each id that was ever in use. The memory of these ids' barns is accessible, too.
+    /// The magazine range of each id that was ever in use. The memory for the barns of each of these ids is accessible,
+    /// too.
     pub ranges: Vec<&'static MagazineRange>,
 }
 
-/// State that all caches share, created with the first cache. The cache of index nodes has a second instance with
-/// blocks of its own.
+/// State that all slab caches share, created with the first cache. The cache of index nodes has another `SharedState`,
+/// with blocks of its own.
 pub(crate) struct SharedState {
-    /// The background thread of all caches.
+    /// State of the background thread, which serves all slab caches.
     pub worker: &'static Worker,
     pub blocks: Blocks,
     /// The kind of memory barriers with which threads enter and drain magazines. It depends on the kernel.
@@ -50,8 +52,8 @@ impl SharedState {
         })
     }
 
-    /// Creates the state for the cache of index nodes. It shares everything with `self` but the blocks and the handle
-    /// tables.
+    /// Creates the shared state for the cache of index nodes. It has blocks and handle tables of its own, and
+    /// everything else in common with `self`.
     pub fn for_metadata(&self) -> Result<Self> {
         let (blocks, free_handle_tables) = (Blocks::for_metadata(self.blocks.arena)?, Guarded::new(Vec::new()));
         Ok(Self { blocks, free_handle_tables, ..*self })

@@ -1,4 +1,5 @@
-//! The stock: free handles, and retired objects that wait for readers, which one thread keeps for a cache by handle.
+//! The stock: the free handles that one thread keeps for a cache by handle, and the retired objects that wait for
+//! readers.
 //!
 //! The stock of a thread slot is protected by the lock of the slot's magazine. Only a thread that has entered or
 //! drained the magazine uses it.
@@ -11,12 +12,12 @@ use pagemill_core::arena::Zeroed;
 /// Size of a [`Stock`] in bytes.
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Maximum number of free handles in a stock. They fill the bytes that the retire list leaves. That memory becomes
-/// resident only as handles are added.
+/// Maximum number of free handles in a stock. They fill the bytes of the stock that the retire list leaves. Memory of
+/// the stock becomes resident only as handles are added.
 pub(crate) const STOCK_KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that a stock gets from the handle table in one call. Their words fill whole cache lines of the
-/// table, which no other thread shares.
+/// Number of handles that a stock gets from the handle table in one call. The words of these handles fill whole cache
+/// lines of the table, so no other thread uses these lines.
 pub(crate) const KEY_BATCH_LEN: usize = 64;
 
 /// Maximum number of retired objects in a stock.
@@ -35,8 +36,8 @@ const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
 unsafe impl Zeroed for Stock {}
 
 impl Stock {
-    /// Adds a free handle and a retired object. Returns false, and adds neither, if the handle or the object does not
-    /// fit.
+    /// Adds a free handle and a retired object to the stock. Returns false, and adds neither, if the handle or the
+    /// object does not fit.
     #[inline(always)]
     pub fn push_pair(&self, key: u64, object: u64) -> bool {
         let (keys, objects) = (self.keys.len.get(), self.retired.objects.len.get());
@@ -60,7 +61,7 @@ impl Stock {
 pub(crate) struct ThreadRetireList {
     /// Number of objects that the list may hold before the next [`ThreadRetireList::drain_batch`]; 0 at first.
     capacity: LockedU32,
-    /// Number of objects that wait for the readers of `epoch`.
+    /// Number of objects of the list that wait for the readers of `epoch`.
     waiting: LockedU32,
     /// Readers that began at this epoch or earlier may still use the waiting objects.
     epoch: LockedU64,
@@ -80,9 +81,9 @@ impl ThreadRetireList {
         self.objects.len.get() < self.capacity.get() && self.objects.push(object)
     }
 
-    /// Removes the objects that no reader uses: either all, or those that have waited since the last call. If readers
-    /// still use the objects that have waited, removes them nevertheless; the caller moves them to the shared retire
-    /// list. Afterwards at least `more` objects fit, up to the maximum.
+    /// Removes the retired objects that no reader uses: either all, or those that have waited since the last call. If
+    /// readers still use the objects that have waited, removes them nevertheless; the caller moves them to the shared
+    /// retire list. Afterwards at least `more` objects fit, up to the maximum.
     pub fn drain_batch(&self, more: usize, out: &mut [u64; STOCK_RETIRED_CAPACITY]) -> DrainedBatch {
         let (len, waiting) = (self.objects.len.get() as usize, self.waiting.get() as usize);
         debug_assert!(waiting <= len, "the waiting objects are in the list");
@@ -101,13 +102,13 @@ impl ThreadRetireList {
         DrainedBatch { count, until }
     }
 
-    /// Returns the number of retired objects. The number is approximate, except on the stock's thread.
+    /// Returns the number of retired objects in the list. The number is approximate, except on the stock's thread.
     pub fn len(&self) -> u32 {
         self.objects.len.get()
     }
 
-    /// Removes all objects, even if readers use them, and closes the list, so that no object fits. Returns the number
-    /// of objects.
+    /// Removes all objects from the list, even if readers use them, and closes the list, so that no object fits.
+    /// Returns the number of objects.
     pub fn drain_all(&self, out: &mut [u64; STOCK_RETIRED_CAPACITY]) -> usize {
         self.capacity.set(0);
         self.waiting.set(0);
@@ -123,7 +124,7 @@ pub(crate) struct Stack<const N: usize> {
 }
 
 impl<const N: usize> Stack<N> {
-    /// Adds a word. Returns false if the stack is full.
+    /// Adds a word to the stack. Returns false if the stack is full.
     #[inline]
     pub fn push(&self, item: u64) -> bool {
         let len = self.len.get();
@@ -133,7 +134,7 @@ impl<const N: usize> Stack<N> {
         true
     }
 
-    /// Removes and returns the word that was added last.
+    /// Removes and returns the word of the stack that was added last; `None` if the stack is empty.
     #[inline]
     pub fn pop(&self) -> Option<u64> {
         let last = self.len.get().wrapping_sub(1);
@@ -142,7 +143,8 @@ impl<const N: usize> Stack<N> {
         Some(item)
     }
 
-    /// Removes the oldest words until `kept` are left or `items` is full. Returns the number of removed words.
+    /// Moves the words that were added first from the stack to `items`, until `kept` words are left or `items` is full.
+    /// Returns the number of removed words.
     pub fn drain(&self, kept: usize, items: &mut [u64]) -> usize {
         let len = self.len.get() as usize;
         debug_assert!(len <= N);

@@ -15,7 +15,7 @@ use pagemill_core::units::BLOCK_BYTES;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl Engine {
-    /// Sets up one more slab of a node. Allocates a block if no block has a bare slab.
+    /// Sets up one more slab on a NUMA node. Allocates a block if no block has a bare slab.
     pub fn add_slab(&self, node: usize) -> Result<()> {
         let claimed = self.with_node(node, |node| node.claim_bare());
         let (block, slab) = match claimed {
@@ -35,14 +35,15 @@ impl Engine {
         self.set_up_slab(node, block, slab)
     }
 
-    /// Sets up one more slab in a whole block with at least `least` objects in use, where the slab has memory already.
-    /// Returns false if no block has such a slab.
+    /// Sets up one more slab in a whole block with at least `least` objects in use, where a bare slab has memory
+    /// already. Returns false if no such block has a bare slab.
     pub fn add_slab_in_used_block(&self, node: usize, least: u32) -> bool {
         let claimed = self.with_node(node, |node| node.claim_bare_in_used_block(least));
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
     }
 
-    /// Populates and sets up a claimed slab, then opens it. If no memory is available, the slab becomes bare again.
+    /// Populates and sets up a claimed slab, then opens it for allocations. If no memory is available, the slab becomes
+    /// bare again.
     fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
         let blocks = &self.shared.blocks;
         debug_assert!(blocks.slab(block, slab).state() == SlabState::Claimed, "this thread sets the slab up");
@@ -62,7 +63,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Calls the constructor for the objects of a claimed slab. If the constructor panics, the slab is lost and the
+    /// Calls the constructor for each object of a claimed slab. If the constructor panics, the slab is lost and the
     /// panic resumes.
     fn construct(&self, node: usize, block: u32, slab: u32) {
         let base = self.shared.blocks.addr(block);
@@ -87,8 +88,8 @@ impl Engine {
     }
 
     /// Frees idle blocks of a node, and the memory of empty slabs in sparse blocks, except for what `keep` demands.
-    /// Returns the bytes that were returned to the system. Whole blocks that become free are not included, because they
-    /// keep their memory.
+    /// Returns how many bytes were returned to the system. Whole blocks that become free are not included in that
+    /// number, because they keep their memory.
     pub fn trim(&self, node: usize, keep: Keep) -> u64 {
         let (blocks, mut freed) = (&self.shared.blocks, 0);
         while let Some((block, slab)) = self.with_node(node, |node| node.claim_empty(keep)) {
@@ -124,7 +125,8 @@ impl Engine {
         (0..self.node_count()).for_each(|node| _ = self.trim(node, keep));
     }
 
-    /// Frees all memory of the cache that holds no object. Returns by how many bytes the charge of the cache fell.
+    /// Frees all memory of the cache that holds no object. Returns by how many bytes the memory charged for the cache
+    /// fell.
     ///
     /// # Errors
     ///
@@ -136,8 +138,9 @@ impl Engine {
         Ok(before.saturating_sub(self.resident_bytes()))
     }
 
-    /// Frees all memory of the cache that holds no object. `before` is the charge of the cache before the operation.
-    /// Then returns memory of free blocks to the system: as many bytes as the charge fell below `before`.
+    /// Frees all memory of the cache that holds no object. `before` is the number of bytes that were charged for the
+    /// cache before the caller's operation. Then returns memory of free blocks to the system: as many bytes as the
+    /// charged number fell below `before`.
     ///
     /// # Errors
     ///

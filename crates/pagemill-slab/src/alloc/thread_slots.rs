@@ -9,11 +9,12 @@ use pagemill_core::sync::{Acquire, Relaxed, Release};
 use pagemill_sys::process;
 use std::sync::atomic::{self, Ordering::AcqRel};
 
-/// Maximum number of threads that have slots at a time. Further threads use the slabs directly. Linux's default limit
-/// of 65,530 mappings allows no more threads in a process, because each thread needs two mappings.
+/// Maximum number of threads that have slots at a time. Further threads have no magazines and allocate from slabs
+/// directly. Linux's default limit of 65,530 mappings allows no more threads in a process, because each thread needs
+/// two mappings.
 pub(crate) const MAX_THREADS: usize = 1 << 15;
 
-/// Number of bits in one word of the bitmap in [`ThreadSlots`].
+/// Number of bits in one word of a bitmap with a bit for each thread slot.
 pub(crate) const WORD_BITS: usize = u64::BITS as usize;
 
 /// Stands for the slot of a thread that has not called [`ensure_slot`] yet.
@@ -21,18 +22,18 @@ pub(crate) const UNKNOWN_SLOT: u32 = u32::MAX;
 /// Stands for the slot of a thread that got no slot, because all slots are in use or the thread is ending.
 pub(crate) const NO_SLOT: u32 = u32::MAX - 1;
 
-/// The slots of all threads of the process.
+/// The thread slots that the threads of the process use.
 static SLOTS: ThreadSlots = ThreadSlots::new();
 
-/// One more than the highest slot that any thread has had.
+/// One more than the highest thread slot that was ever used.
 static HIGH_WATER: atomic::AtomicU32 = atomic::AtomicU32::new(0);
 
-/// Returns one more than the highest slot that was ever used.
+/// Returns one more than the highest thread slot that was ever used.
 pub(crate) fn high_water() -> usize {
     HIGH_WATER.load(Acquire) as usize
 }
 
-/// Returns the indices of the set bits of consecutive words, in ascending order.
+/// Returns the indices of all set bits in a bitmap of 64-bit words, in ascending order.
 pub(crate) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
     words.enumerate().flat_map(|(at, mut bits)| {
         std::iter::from_fn(move || {
@@ -43,24 +44,24 @@ pub(crate) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item =
     })
 }
 
-/// Returns the slots of existing threads, and of ended threads whose guards still exist. A slot is certainly included
-/// if its thread took the slot and executed a barrier before the caller executed a barrier.
+/// Returns the thread slots of existing threads, and of ended threads whose guards still exist. A slot is certainly
+/// included if its thread took the slot and executed a barrier before the caller executed a barrier.
 #[cfg(not(shuttle))]
 pub(crate) fn slots_in_use() -> impl Iterator<Item = usize> {
     SLOTS.taken(high_water().div_ceil(WORD_BITS))
 }
 
-/// Returns all slots that were ever used: under shuttle, tasks do not take slots.
+/// Returns all thread slots that were ever used, because under shuttle tasks do not take slots.
 #[cfg(shuttle)]
 pub(crate) fn slots_in_use() -> impl Iterator<Item = usize> {
     0..high_water()
 }
 
-/// The set of slots in use.
+/// The set of thread slots in use.
 struct ThreadSlots {
-    /// One bit for each slot.
+    /// One bit for each thread slot, set while the slot is in use.
     taken: [atomic::AtomicU64; MAX_THREADS / WORD_BITS],
-    /// Id of the process that took a slot last.
+    /// Id of the process whose thread took a slot last.
     last_process: atomic::AtomicU32,
 }
 
@@ -98,13 +99,13 @@ impl ThreadSlots {
         set_bits(self.taken[..words.min(self.taken.len())].iter().map(|word| word.load(Acquire)))
     }
 
-    /// Frees a slot.
+    /// Frees a thread slot for use by another thread.
     fn free(&self, slot: u32) {
         let before = self.taken[slot as usize / 64].fetch_and(!(1 << (slot % 64)), Release);
         debug_assert!(before >> (slot % 64) & 1 == 1, "a slot is freed once");
     }
 
-    /// Frees all slots except `own`, if no thread of `process` has taken a slot yet.
+    /// Frees all thread slots except `own`, if no thread of `process` has taken a slot yet.
     fn free_inherited(&self, process: u32, own: u32) {
         for (at, word) in self.taken.iter().enumerate() {
             let seen = word.load(Acquire);
@@ -126,7 +127,7 @@ pub(crate) fn begin_child() {
     }
 }
 
-/// A slot in use by a thread. Dropping this value at the end of the thread frees the slot.
+/// The slot that a thread has taken. Dropping this value at the end of the thread frees the slot.
 struct OwnSlot(u32);
 
 impl Drop for OwnSlot {
@@ -145,7 +146,7 @@ thread_local! {
     static OWN_SLOT: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN_SLOT) };
     /// The slot of this thread as an offset into magazines. This variable has no destructor either.
     static OWN_OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NONE) };
-    /// Its destructor frees the slot when the thread ends.
+    /// The destructor of this variable frees the thread's slot when the thread ends.
     static FREES_SLOT_AT_END: std::cell::Cell<Option<OwnSlot>> = const { std::cell::Cell::new(None) };
 }
 

@@ -39,15 +39,15 @@ pub struct Slabs {
     pub(crate) arena: &'static Arena,
     /// The state that all caches share. Created with the first cache.
     pub(crate) shared: OnceLock<&'static SharedState>,
-    /// The caches in order of creation, each with a unique id.
+    /// All slab caches in order of creation, each with a unique id.
     pub(crate) caches: Guarded<Vec<(u64, Weak<dyn Cache>)>>,
-    /// Number of caches that were created so far. The next cache gets this number as its id.
+    /// Number of slab caches that were created so far. The next cache gets this number as its id.
     pub(crate) created_count: AtomicU64,
     /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last
     /// [`Shrinker::measure`].
     pub(crate) kept_bytes: AtomicU64,
     pub(crate) worker: Worker,
-    /// The cache of index nodes, and its own shared state.
+    /// The cache of index nodes, and the `SharedState` that only this cache uses.
     pub(crate) nodes: IndexNodes,
 }
 
@@ -67,7 +67,8 @@ impl Slabs {
         }
     }
 
-    /// Creates the engine of a cache with a new cache id, wraps it with `inner`, and registers the cache.
+    /// Creates the engine of a new slab cache with a new cache id, wraps the engine with `inner`, and registers the
+    /// cache.
     pub(crate) fn create_cache<M: Cache + 'static>(
         &'static self,
         settings: Settings,
@@ -115,9 +116,9 @@ impl Slabs {
         }
     }
 
-    /// Removes a cache from the list of caches. Waits at most one second for other users of the cache: the background
-    /// thread, the governor, and threads that visit all caches. Afterwards the caller usually has the last reference,
-    /// so the caller's thread runs the destructors of the cache.
+    /// Removes a cache from the list of caches. Waits at most one second for other threads that use the cache: the
+    /// background thread, the governor, and threads that visit all caches. Afterwards the caller usually has the last
+    /// reference, so the caller's thread runs the destructors of the cache.
     pub(crate) fn unregister<M: Cache + 'static>(&self, cache: &Arc<M>) {
         let engine = cache.engine();
         if engine.check_generation().is_err() {
@@ -142,8 +143,8 @@ impl Slabs {
         Ok(self.shared.get_or_init(|| shared))
     }
 
-    /// Makes this instance behave as if the kernel refused the process-wide barrier. Must be called before the first
-    /// cache is created.
+    /// Makes these slab caches behave as if the kernel refused the process-wide barrier. Must be called before the
+    /// first cache is created.
     #[cfg(test)]
     pub(crate) fn refuse_barrier(&'static self) {
         let shared = place(SharedState::new(self.arena, &self.worker, Barriers::BothSides).unwrap()).unwrap();
@@ -163,8 +164,8 @@ impl Slabs {
         self.caches.with(|caches| caches.get(at).and_then(|(_, cache)| cache.upgrade()))
     }
 
-    /// Returns the statistics of all caches of this process, without those of its parent. Caches with movable objects
-    /// come first, and each kind is sorted by name.
+    /// Returns the statistics of all caches of this process, without the caches of its parent process. Caches with
+    /// movable objects come first, and each kind is sorted by name.
     pub fn list(&self) -> Vec<SlabInfo> {
         let mut list: Vec<SlabInfo> = self.caches().iter().filter_map(|cache| info::of(&**cache).ok()).collect();
         list.sort_by_cached_key(SlabInfo::sort_key);
@@ -172,8 +173,8 @@ impl Slabs {
     }
 
     /// Stops background defragmentation. Afterwards caches are defragmented only by calls such as
-    /// [`Slabs::defrag_step`], and no callback runs on Pagemill's own thread. Waits for the step in progress, at most
-    /// one second.
+    /// [`Slabs::defrag_step`], and no callback runs on Pagemill's own thread. Waits at most one second for the step
+    /// that is in progress.
     pub fn defrag_by_hand(&self) {
         self.worker.stop();
     }
@@ -228,8 +229,8 @@ impl Shrinker for Slabs {
     }
 
     /// Frees the memory of free blocks first, then of idle blocks and empty slabs that caches keep for their next
-    /// objects. With `Limit`, also drains magazines and packs objects. A call from inside of the callback `isolate`,
-    /// which runs under the lock of a node, frees only free blocks.
+    /// objects. With [`Urgency::Limit`], also drains magazines and packs objects. A call from inside of the callback
+    /// `isolate`, which runs under the lock of a node, frees only free blocks.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let Some(shared) = self.shared.get() else { return 0 };
         let mut freed = shared.blocks.shrink(want_bytes);

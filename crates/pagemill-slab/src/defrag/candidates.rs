@@ -11,7 +11,7 @@ use crate::alloc::node::{
 /// Maximum number of suitable blocks that a search compares to find the emptiest one.
 pub(crate) const MAX_COMPARED_BLOCKS: usize = 16;
 
-/// Stands for the percentage of a search that looks for slabs with any number of objects.
+/// Percentage in the key of a search for slabs with any number of used objects.
 const ANY_PERCENT: u32 = u32::MAX;
 
 /// Id of the first search. Id 0 in a block means that no search has queued the block.
@@ -20,7 +20,7 @@ const FIRST_SEARCH_ID: u32 = 1;
 type UseLists = Lists<USE_LIST_COUNT, BY_USE>;
 type SearchQueues = Lists<USE_LIST_COUNT, SEARCH_QUEUE>;
 
-/// A block or slab that is to be emptied. It is claimed already.
+/// A block or slab that defragmentation is going to empty. It is claimed already, so no objects are allocated from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DefragCandidate {
     /// A block: its number; its slabs that were claimed with it; and the slabs that may receive its objects. Slabs of
@@ -45,7 +45,7 @@ pub(crate) struct Criteria {
 
 /// Identifies a search for slabs or blocks to empty.
 struct SearchId {
-    /// Pass and percentage of the search.
+    /// Number of the defragmentation pass, and percentage of use, for which the search looks for candidates.
     key: (u32, u32),
     /// Unique id of the search, which is stored in the blocks that it has visited or queued.
     id: u32,
@@ -56,7 +56,7 @@ impl SearchId {
         Self { key: (0, 0), id: FIRST_SEARCH_ID }
     }
 
-    /// Continues the search if it has the same `key`, else begins a new search. Returns whether a new search began.
+    /// Continues the search if its key is `key`, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
         if is_new {
@@ -67,14 +67,14 @@ impl SearchId {
     }
 }
 
-/// State of a node's searches for candidates.
+/// State of a NUMA node's searches for blocks and slabs to empty.
 pub(crate) struct Searches {
     slab_search: SearchId,
     block_search: SearchId,
     /// For each list of blocks by use, a queue of its blocks that the block search has not visited yet. A block that
     /// enters a list during the search is added at the front of the list's queue.
     queues: SearchQueues,
-    /// Number of blocks that all searches have visited.
+    /// Number of blocks that all searches of the node have visited.
     #[cfg(test)]
     pub visited: u64,
 }
@@ -90,9 +90,9 @@ impl Searches {
         }
     }
 
-    /// Returns the lists whose blocks may be used by less than the percentage of the block search. Blocks with free
-    /// objects are listed by eighths in use, so these are the lists up to that percentage. Then comes
-    /// `FULL_WITH_BARE_LIST`, which is not divided by use.
+    /// Returns the indices of the lists whose blocks may have less than the percentage of the block search in use.
+    /// Blocks with free objects are in lists by eighths in use, so these are the lists up to that percentage. Then
+    /// comes `FULL_WITH_BARE_LIST`, which is not divided by use.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
         let parts = (percent * USE_CLASS_COUNT).div_ceil(100).min(USE_CLASS_COUNT) as usize;
@@ -124,8 +124,8 @@ impl Node<'_> {
         self.emptiest_block(criteria).is_some() || self.emptiest_slab(criteria).is_some()
     }
 
-    /// Visits blocks until enough suitable ones were found, and returns the emptiest of these. An unsuitable block is
-    /// removed from the search queue, and is queued again only when it enters another list.
+    /// Visits blocks until enough suitable ones were found, and returns the number of the emptiest of these. An
+    /// unsuitable block is removed from the search queue, and is queued again only when it enters another list.
     fn emptiest_block(&mut self, criteria: &Criteria) -> Option<u32> {
         self.begin_block_search(criteria.block_pass?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
@@ -166,8 +166,8 @@ impl Node<'_> {
         if block.has_unmovable.get() == 1 { TargetSlabs::Fuller(block.used.get()) } else { TargetSlabs::InUse }
     }
 
-    /// Returns how many objects fit into the blocks that may receive the objects of block `block_number`. Counts whole
-    /// lists, so blocks that are a little emptier than allowed count, too.
+    /// Returns how many objects fit into the blocks that may receive the objects of block `block_number`. Sums the
+    /// counters of whole lists, so blocks that are a little emptier than allowed are included.
     fn count_free_objects_elsewhere(&self, block_number: u32) -> u64 {
         let block = self.blocks.block(block_number);
         let first = match self.target_slabs_for(block_number) {
@@ -182,8 +182,8 @@ impl Node<'_> {
         free - u64::from(block.free_objects.get()) + bare
     }
 
-    /// Returns those of the first blocks of a list that have at least `least` objects in use. An allocation tries them
-    /// first.
+    /// Returns those of the first blocks of a list that have at least `least` objects in use. An allocation tries these
+    /// blocks before the others of the list.
     pub fn first_blocks_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
         // Blocks that were tried may be emptier. They come first in the list, but are in no search queue.
         let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED_BLOCKS);
@@ -191,8 +191,8 @@ impl Node<'_> {
         blocks.filter(move |block_number| self.blocks.block(*block_number).used.get() >= least)
     }
 
-    /// Begins or continues a search for blocks to empty. A new search queues all blocks that may be used by less than
-    /// `percent`.
+    /// Begins or continues a search for blocks to empty. A new search queues all blocks of which less than `percent`
+    /// may be in use.
     fn begin_block_search(&mut self, block_pass: u32, percent: u32) {
         if !self.state.searches.block_search.begin((block_pass, percent)) {
             return;
@@ -250,7 +250,7 @@ impl Node<'_> {
         }
     }
 
-    /// Counts a block that a search visits; only tests need the count.
+    /// In tests, counts a block that a search visits.
     fn count_visit(&mut self) {
         #[cfg(test)]
         {
@@ -283,9 +283,9 @@ impl Node<'_> {
         (elsewhere > 0).then(|| (block_number, slab, u64::from(used).min(elsewhere) as u32))
     }
 
-    /// Calls `find` for blocks, from the emptiest list to list `last`, until `most` calls have returned a candidate.
-    /// Returns the minimum of the candidates. A block for which `find` returns `None` moves to the end of its list, and
-    /// the same search visits it again only after a change.
+    /// Calls `find` for blocks, from the list of the emptiest blocks to list `last`, until `most` calls have returned a
+    /// candidate. Returns the least of the candidates. A block for which `find` returns `None` moves to the end of its
+    /// list, and the same search visits it again only after a change.
     fn min_over_blocks<T: Ord + Copy>(
         &mut self,
         search_id: (u32, u32),
@@ -312,7 +312,8 @@ impl Node<'_> {
         least
     }
 
-    /// Returns whether the current slab search found no candidate in a block. Such blocks are last in their lists.
+    /// Returns whether the current slab search found no candidate in a block. Such blocks are at the ends of their
+    /// lists.
     pub fn is_exhausted(&self, block_number: u32) -> bool {
         self.blocks.block(block_number).exhausted_search.get() == self.state.searches.slab_search.id
     }
@@ -354,8 +355,8 @@ impl Node<'_> {
         is_it.then(|| (block_number, self.begin_emptying(block_number, None)))
     }
 
-    /// Claims a slab that has objects and was not tried in this pass. Searches the blocks from the emptiest list on,
-    /// and takes the first such slab.
+    /// Claims a slab that has objects and was not tried in this pass. Searches the lists of blocks, that of the
+    /// emptiest blocks first, and takes the first such slab.
     pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
         let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL_LIST, 1, |block_number| {

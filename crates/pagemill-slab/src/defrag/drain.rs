@@ -1,8 +1,8 @@
 //! Draining: removes all free objects from the magazines and barns of a cache, returns them to their slabs, and keeps
 //! magazines unusable until the drain ends.
 //!
-//! An operation that must know which objects are in use begins with a drain. During a drain, threads allocate from
-//! slabs, which is slower, but they do not wait for the end of the drain.
+//! An operation that must know which objects of a cache are in use begins with a drain. During a drain, threads
+//! allocate from slabs, which is slower, but they do not wait for the end of the drain.
 
 use crate::alloc::engine::Engine;
 use crate::alloc::magazine::Magazine;
@@ -12,8 +12,8 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
-/// Maximum time that a drain waits for another drain of the cache, or for a thread that was preempted or stopped while
-/// it held the lock of its magazine.
+/// Maximum time that a drain of a slab cache waits for another drain of the same cache, or for a thread that was
+/// preempted or stopped while it held the lock of its magazine.
 const DRAIN_TIMEOUT_NS: u64 = 1_000_000_000;
 /// Maximum time that [`Engine::try_drain_magazines`] waits for a thread that holds the lock of its magazine.
 const TRY_DRAIN_TIMEOUT_NS: u64 = 10_000_000;
@@ -44,7 +44,7 @@ impl Engine {
             .flatten()
     }
 
-    /// Returns the number of free objects in magazines, approximately.
+    /// Returns the approximate number of free objects in the magazines of the cache.
     pub fn objects_in_magazines(&self) -> u64 {
         self.opened_magazines().map(|magazine| magazine.len() as u64).sum()
     }
@@ -109,7 +109,7 @@ impl<'engine> DrainGuard<'engine> {
         self.0.opened_slots()
     }
 
-    /// Closes all magazines. Called before the cache is dropped.
+    /// Closes all magazines of the cache. Called before the cache is dropped.
     pub fn close(&self) {
         self.0.opened_magazines().for_each(Magazine::reset_drained);
     }

@@ -1,5 +1,5 @@
-//! Records whether this thread is inside of the callback `isolate`, which runs under the lock of a node. Functions that
-//! would wait for that lock then panic or do nothing.
+//! Records whether this thread is inside of the callback `isolate` of a slab cache, which runs under the lock of a
+//! node. Inside of `isolate`, functions that would wait for that lock panic or do nothing.
 
 use std::cell::Cell;
 

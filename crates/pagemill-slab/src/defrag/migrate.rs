@@ -28,9 +28,9 @@ use std::thread;
 /// lock.
 const MAX_CHUNK_OBJECTS: usize = 64;
 
-/// Number of moves by which the prefetching of objects is ahead. Objects to move and their destinations are spread over
-/// a slab. Without prefetching, the processor would fetch one object at a time, because each move ends with an atomic
-/// exchange that stalls it.
+/// Number of moves by which an object is prefetched before it is moved. Objects to move and their destinations are
+/// spread over a slab. Without prefetching, the processor would fetch one object at a time, because each move ends with
+/// an atomic exchange that stalls it.
 const PREFETCH_DISTANCE: usize = 4;
 
 /// Maximum number of bytes of an object that are prefetched.
@@ -46,7 +46,7 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// Removes the objects for which `is_kept` returns false from the chunk, so that they are not moved.
+    /// Removes from the chunk the objects for which `is_kept` returns false, so that they are not moved.
     pub fn retain(&mut self, mut is_kept: impl FnMut(usize) -> bool) {
         let mut kept = 0;
         for at in 0..self.len {
@@ -67,24 +67,23 @@ pub(crate) enum MoveOutcome {
     Moved,
     /// The owner freed the object instead of moving it.
     Freed,
-    /// The object was not moved, because it is in use.
+    /// The object was not moved, because it is in use or pinned.
     Busy,
     /// The object was not moved, because there was no destination or the owner could not move the object.
     Failed,
 }
 
-/// The kind-specific part of moving: how the objects of one kind of cache are moved. [`MigrationRun`] decides which
-/// objects are moved.
+/// How the objects of one kind of slab cache are moved. [`MigrationRun`] decides which objects are moved.
 pub(crate) trait Mover {
     /// State that `isolate` passes to `migrate` for the objects of one chunk.
     type Isolated;
 
-    /// Removes the objects that must not be moved from the chunk. Runs under the lock of the node, so it must not call
-    /// the cache.
+    /// Removes the objects that must not be moved from the chunk. Runs under the lock of the node, so `isolate` must
+    /// not call the cache.
     fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
 
     /// Prefetches memory that [`Mover::migrate`] will need for an object, apart from the object itself. Called some
-    /// moves ahead.
+    /// moves before `migrate`.
     fn prefetch_for(&self, _object: usize) {}
 
     /// Empties the stocks of all threads. Called while the magazines are drained. Does nothing if the cache has no
@@ -103,7 +102,7 @@ pub(crate) struct Destinations<'engine> {
     /// Free objects that were allocated as destinations. The first `len` of them are not used yet.
     taken: [usize; MAX_CHUNK_OBJECTS],
     len: usize,
-    /// Upper bound of the number of objects that are still to be moved.
+    /// Upper bound of the number of objects that the run still has to move.
     wanted: usize,
 }
 
@@ -168,7 +167,8 @@ impl Engine {
     }
 }
 
-/// Returns the first panic of two results. A second panic is leaked, because its destructor may panic.
+/// Returns the panic of `first`, or else that of `other`, if any. A second panic is leaked, because its destructor may
+/// panic.
 fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
     if first.is_err() {
         std::mem::forget(other);
@@ -182,16 +182,18 @@ pub(crate) struct MigrationRun<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,
     pass: u32,
-    /// Time of the fine clock at which the run ends.
+    /// Time at which the run ends, on the clock of `clock::fine_ns`.
     deadline_ns: u64,
     /// Number of objects that the run may still move.
     most: u64,
     pub progress: Progress,
     /// Actions that end the emptying of slabs and blocks. They are executed after a grace period.
     deferred: Vec<DeferredAction>,
-    /// Set when the run emptied a slab only partly. The pass then continues with that slab once the slab is open again.
+    /// Set when the run has finished a slab, that is, tried to move all objects that were to be moved. Only then does
+    /// the deadline end the run.
     has_finished_slab: bool,
-    /// Set when a slab was emptied partly: the pass continues with that slab once the slab is open again.
+    /// Set when the run ended before it had finished a slab. The pass continues with that slab once the slab is open
+    /// again.
     pub was_stopped: bool,
     /// The first panic of a callback in this run.
     panic: Option<Box<dyn Any + Send>>,
@@ -247,8 +249,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.deferred.push(DeferredAction::Block { node, block });
     }
 
-    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, a later run tries
-    /// the slab again.
+    /// Moves up to `most` objects of a claimed slab. Returns whether the slab is finished: no further object is to be
+    /// moved. If not, a later run tries the slab again.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
         let mut objects = ObjectSet::default();
         let (mut from, mut left) = (0, u64::from(most));

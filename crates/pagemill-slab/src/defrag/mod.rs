@@ -1,4 +1,4 @@
-//! Defragmentation: choice of slabs, moves, and the background thread.
+//! Defragmentation of slab caches: choice of slabs to empty, moves of objects, and the background thread.
 
 #[cfg(not(loom))]
 pub(crate) mod candidates;

@@ -25,7 +25,7 @@ use std::time::Duration;
     note = "the parameter is the type that knows all references to the objects, not the type of the objects",
     note = "a `HandleMap` moves its objects itself; a `FixedSlab` never moves them"
 )]
-/// The interface of an owner, which moves the objects of its cache.
+/// The interface of the owner of objects in an [`OwnerSlab`]. The owner moves the objects.
 ///
 /// At any time an object is *free* or *live*. The owner makes an object live after [`OwnerSlab::allocate`], and free
 /// again before [`OwnerSlab::free`]. The cache does not know the state of an object. The owner must recognize the state
@@ -114,7 +114,7 @@ pub struct Candidates<'slab, T> {
 }
 
 impl<T> Candidates<'_, T> {
-    /// Removes the objects for which `is_kept` returns false from the candidates, so that they are not moved.
+    /// Removes from the candidates the objects for which `is_kept` returns false, so that they are not moved.
     pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
         self.chunk.retain(|object| is_kept(object_pointer(object)));
     }
@@ -164,7 +164,7 @@ impl<'object, T> Moving<'object, T> {
         Self::done(MoveOutcome::Freed)
     }
 
-    /// Reports that the object was not moved, because it is in use.
+    /// Reports that the object was not moved, because it is in use or pinned.
     pub fn busy(self) -> Done<'object> {
         Self::done(MoveOutcome::Busy)
     }
@@ -183,7 +183,7 @@ pub struct Target<'step, T> {
     _objects: PhantomData<*mut T>,
 }
 
-/// The operations of [`Destinations`], without its lifetime.
+/// The operations of [`Destinations`], as a trait, so that [`Target`] does not have the lifetime of `Destinations`.
 trait DestinationSource {
     fn take(&mut self) -> Option<usize>;
     fn put_back(&mut self, object: usize);
@@ -289,10 +289,10 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 
 /// A cache of objects that their owner can move.
 ///
-/// Objects that were not freed before the cache is dropped are leaked. The drop waits for a background step in
-/// progress, at most one second. So the owner is usually dropped on the thread that drops the cache.
+/// Objects that were not freed before the cache is dropped are leaked. The drop waits at most one second for a step of
+/// the background thread that is in progress. So the owner is usually dropped on the thread that drops the cache.
 ///
-/// `isolate` and `migrate` run in calls that defragment and on Pagemill's background thread
+/// The callbacks `isolate` and `migrate` run in calls that defragment the cache, and on Pagemill's background thread
 /// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]). Another process can request a shrink, too (`pagemill
 /// slabinfo -s`).
 ///
@@ -381,7 +381,8 @@ impl<M: Migrate> OwnerSlab<M> {
     ///
     /// # Panics
     ///
-    /// If the constructing_owner panics; the slab is unusable afterwards. Also inside of [`Migrate::isolate`].
+    /// If [`Migrate::construct`] panics; the slab is unusable afterwards. Also if called inside of
+    /// [`Migrate::isolate`].
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<NonNull<M::Object>> {

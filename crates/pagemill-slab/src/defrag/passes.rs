@@ -29,7 +29,7 @@ const CHANGE_DIVISOR: u64 = 64;
 pub struct Progress {
     /// Objects that were moved, or that their owner freed instead of moving them.
     pub moved: u64,
-    /// Objects that were to be moved, but stayed.
+    /// Objects that were to be moved, but stayed where they were.
     pub stayed: u64,
     /// Slabs that were emptied.
     pub emptied: u64,
@@ -48,8 +48,8 @@ impl Progress {
 
 /// State of the defragmentation of a cache.
 ///
-/// A pass ends when no candidate is left and all slabs that it emptied are open or freed again. Earlier, the objects of
-/// these slabs are not free yet, and slabs that were emptied partly cannot be continued.
+/// A pass ends when no candidate is left and all slabs that it emptied are open or freed again. Before that time the
+/// memory of their moved objects is not free yet, and the emptying of partly emptied slabs cannot be continued.
 pub(crate) struct Passes {
     /// Number of the current pass.
     number: AtomicU32,
@@ -68,7 +68,7 @@ pub(crate) struct Passes {
     is_memory_short: AtomicBool,
 }
 
-/// Value of a number of objects that is not known.
+/// Stands for an unknown number of objects in a field of [`Passes`].
 const UNSET: u64 = u64::MAX;
 
 impl Passes {
@@ -166,8 +166,8 @@ mod tests {
         Progress { emptied, is_done, ..Progress::default() }
     }
 
-    /// Records several steps of a pass. `objects_at_start` must have the count of the first step, and `is_ending` must
-    /// be that of the last step. `has_emptied` must be true if any step emptied a slab.
+    /// Records several steps of a pass. `objects_at_start` must be the number of used objects at the first step, and
+    /// `is_ending` must follow from the last step. `has_emptied` must be true if any step emptied a slab.
     #[test]
     fn pass_records_its_steps() {
         let passes = Passes::new();
@@ -218,7 +218,7 @@ mod tests {
         }
     }
 
-    /// The number of a pass must not be 0, even after an overflow.
+    /// The number of a pass must not be 0, even after the counter of passes has overflowed.
     #[test]
     fn pass_number_is_never_zero() {
         let passes = Passes::new();

@@ -1,7 +1,8 @@
 //! The retire list of emptied slabs. It delays the reuse of moved objects' old memory until no reader can use that
 //! memory.
 //!
-//! The slabs of a batch stay claimed until its grace period is over, so no object is allocated from them.
+//! The emptied slabs of one step form a batch. They stay claimed until the grace period of the batch is over, so no
+//! object is allocated from them.
 
 use crate::alloc::engine::Engine;
 use crate::alloc::meta::SlabState;
@@ -27,12 +28,12 @@ impl Engine {
         self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
     }
 
-    /// Returns whether any waiting batch will let the current pass continue when it is finished.
+    /// Returns whether the current pass can continue once one of the waiting batches is finished.
     pub fn awaits_unblocking_batch(&self) -> bool {
         self.batches.with(|batches| batches.iter().any(|batch| batch.unblocks_pass))
     }
 
-    /// Executes the actions of all batches whose grace period is over.
+    /// Executes the deferred actions of all batches whose grace period is over.
     pub fn finish_retired(&self) {
         if !self.has_batches() {
             return;
@@ -44,8 +45,8 @@ impl Engine {
         finished.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
-    /// Executes the actions of all batches without waiting for readers. The caller guarantees that no thread reads
-    /// objects of the cache any more.
+    /// Executes the deferred actions of all batches without waiting for readers. The caller guarantees that no thread
+    /// reads objects of the cache any more.
     pub fn finish_retired_at_once(&self) {
         let batches = self.batches.with(std::mem::take);
         batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
@@ -75,7 +76,7 @@ impl Engine {
     }
 
     /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees empty slabs and blocks.
-    /// Returns whether batches still wait.
+    /// Returns whether batches still wait for readers.
     pub fn finish_retired_in_background(&self) -> bool {
         if self.has_batches() {
             epoch::flush(&epoch::pin());
@@ -99,13 +100,14 @@ impl Engine {
         self.batches.with(|batches| !batches.is_empty())
     }
 
-    /// Waits until the actions of all batches are executed, at most one second. Returns whether all are executed.
+    /// Waits at most one second until the deferred actions of all batches are executed. Returns whether they were.
     pub fn finish_all_retired(&self) -> Result<bool> {
         self.check_generation()?;
         Ok(self.finish_retired_within(GRACE_TIMEOUT_NS))
     }
 
-    /// As [`Engine::finish_all_retired`], but waits at most `timeout_ns`. The cache must belong to this process.
+    /// As [`Engine::finish_all_retired`], but waits at most `timeout_ns` nanoseconds. The cache must belong to this
+    /// process.
     pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
         wait_for_readers(timeout_ns, || {
             self.finish_retired();

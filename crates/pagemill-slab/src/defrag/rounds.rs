@@ -2,9 +2,9 @@
 //! requests.
 //!
 //! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
-//! cache, and a visit runs a step if something can be emptied. When a round finds nothing, the thread sleeps until
-//! objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor time is
-//! bounded.
+//! cache, and a visit runs a step if a slab or block can be emptied. When a round finds nothing to do, the thread
+//! sleeps until objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor
+//! time is bounded.
 //!
 //! ```text
 //!           first cache                   a round finds nothing
@@ -14,8 +14,8 @@
 //!     '--------------------'  '-- during a fork: begins no visit
 //! ```
 //!
-//! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
-//! holding a lock of its own. State, wake-ups and rest: [`crate::defrag::worker`].
+//! The thread runs callbacks of the program and destructors of removed values, for one cache at a time. It holds none
+//! of its own locks meanwhile. The state of the thread, its wake-ups and rests: [`crate::defrag::worker`].
 
 use crate::alloc::engine::Engine;
 use crate::cache::{Cache, SlabKind};
@@ -55,11 +55,12 @@ const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 #[cfg(not(shuttle))]
 const STACK_BYTES: usize = 2048 << 10;
 
-/// Result of the background thread's visit to a cache. The greatest result is the result of a round over all caches.
+/// Result of the background thread's visit to a cache. The result of a round over all caches is the greatest result of
+/// its visits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum VisitResult {
     Nothing,
-    /// Objects were freed since the last visit, but nothing can be emptied.
+    /// Objects were freed since the last visit, but no slab or block can be emptied.
     ObjectsFreed,
     /// The thread has work that must wait for readers, or for another thread that uses the cache.
     Waiting,
@@ -109,7 +110,7 @@ impl Worker {
     }
 
     /// Asks the background thread to shrink a cache, and waits for the result, however long callbacks take. Returns by
-    /// how many bytes the charge of the cache fell.
+    /// how many bytes the memory charged for the cache fell.
     ///
     /// # Errors
     ///
@@ -276,8 +277,8 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The background thread runs with normal priority, because allocating threads may wait for locks that it holds. The
-/// thread limits its own processor time instead.
+/// The background thread of [`Slabs`] runs with normal priority, because allocating threads may wait for locks that it
+/// holds. The thread limits its own processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
         #[cfg(not(shuttle))]
@@ -292,7 +293,7 @@ fn cancelled_error() -> std::io::Error {
 }
 
 /// The background thread's visit to a cache: carries out a requested shrink, if there is one. Otherwise frees retired
-/// objects whose readers have finished, and runs a step of defragmentation if something can be emptied.
+/// objects whose readers have finished, and runs a step of defragmentation if a slab or block can be emptied.
 fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     let engine = cache.engine();
     if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::begin_if_wanted) {

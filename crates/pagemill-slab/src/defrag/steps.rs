@@ -1,7 +1,7 @@
-//! Defragmentation: decides which blocks and slabs are emptied and when to stop. Also moves objects between nodes.
+//! Defragmentation: decides which blocks and slabs are emptied and when to stop. Also moves objects between NUMA nodes.
 //!
-//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. Steps
-//! form passes ([`crate::defrag::passes`]).
+//! Blocks are emptied first, then slabs. The emptiest ones are tried first, if their objects fit into fuller blocks or
+//! slabs. Steps form passes ([`crate::defrag::passes`]).
 
 use crate::alloc::engine::{Engine, check_ratio};
 use crate::alloc::node::{Keep, TargetSlabs};
@@ -15,20 +15,20 @@ use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::time::Duration;
 
-/// Maximum time that reclaim waits for readers of moved objects, and also the maximum time that it spends on freeing
-/// retired values.
+/// Maximum time that reclaim waits for readers of moved objects, and also the maximum time that reclaim spends on
+/// freeing retired values.
 pub(crate) const SHORT_GRACE_TIMEOUT_NS: u64 = 5_000_000;
 
-/// Length of a slice of a long defragmentation. After each slice, threads can use their magazines again.
+/// Length of a time slice of a long defragmentation. After each slice, threads can use their magazines again.
 const SLICE_DURATION: Duration = Duration::from_millis(10);
 
 impl Engine {
-    /// Sets the cache's used ratio. If the background thread skips the cache after a panic, the thread resumes work on
-    /// the cache, even if the ratio is the same.
+    /// Sets the cache's `defrag_used_ratio`. If the background thread skips the cache after a panic, the thread resumes
+    /// work on the cache, even if the ratio is the same.
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`] beyond 100.
+    /// [`Error::BadRatio`] if `percent` is above 100.
     pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
         self.check_generation()?;
         check_ratio(percent)?;
@@ -42,8 +42,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
-    /// the cache.
+    /// Records a successful shrink of the cache. If the background thread skips the cache after a panic, the thread
+    /// resumes work on the cache.
     pub fn note_shrunk(&self) {
         if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
@@ -58,8 +58,8 @@ impl Engine {
     }
 }
 
-/// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the cache's
-/// ratio. Does nothing while defragmentation is suspended.
+/// Runs a step of defragmentation for about `budget`: empties slabs and blocks of which a smaller percentage is in use
+/// than the cache's `defrag_used_ratio`. Does nothing while defragmentation is suspended.
 ///
 /// # Errors
 ///
@@ -82,8 +82,8 @@ pub(crate) fn run_step(engine: &Engine, mover: &impl Mover, budget: Duration) ->
     Ok(progress)
 }
 
-/// Returns whether a step would find a candidate for emptying or could end a pass. The result is an estimate: free
-/// objects in magazines count as used, since the magazines are not drained.
+/// Returns whether a step of defragmentation would find a slab or block to empty, or could end a pass. The result is an
+/// estimate: free objects in magazines count as used, since the magazines are not drained.
 pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     let used = engine.used_objects();
     engine.passes.step_criteria(engine.used_ratio.load(Relaxed), used).is_some_and(|criteria| {
@@ -92,7 +92,8 @@ pub(crate) fn is_step_worthwhile(engine: &Engine) -> bool {
     })
 }
 
-/// Empties candidates of all nodes until no candidate is left or the time `budget` is used up.
+/// Empties slabs and blocks of all nodes that meet `criteria`, until no candidate is left or the time `budget` is used
+/// up.
 fn run_slice(
     engine: &Engine,
     drained: DrainGuard<'_>,
@@ -112,7 +113,7 @@ fn run_slice(
 }
 
 /// Packs the objects of a cache into fewer slabs, for one slice of time. Reclaim calls `pack`, possibly inside any
-/// other call. Memory that readers still use is freed by a later call.
+/// other call. A later call frees the memory that readers still use.
 pub(crate) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(drained) = engine.try_drain_magazines() {
         let pass = engine.passes.begin_next();
@@ -123,7 +124,7 @@ pub(crate) fn pack(engine: &Engine, mover: &impl Mover) {
 }
 
 /// Packs all objects of a cache into as few slabs and blocks as possible, and frees the unused memory. Returns by how
-/// many bytes the charge of the cache fell.
+/// many bytes the memory charged for the cache fell.
 ///
 /// # Errors
 ///
@@ -189,7 +190,7 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     engine.free_unused_memory(before)
 }
 
-/// Moves up to `most` objects of a cache from one node to another.
+/// Moves up to `most` objects of a cache from NUMA node `from` to NUMA node `to`.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! State of the background thread ([`crate::defrag::rounds`]): flags, wake-ups, sleep and rest. The engines of caches
-//! wake the thread through it.
+//! State of the background thread of slab caches ([`crate::defrag::rounds`]): flags, wake-ups, sleep and rest. The
+//! engines of caches wake the thread through this state.
 //!
 //! A thread that drops a cache or stops the background thread waits until the current visit ends, at most one second. A
 //! thread that forks waits at most 20 ms.
@@ -13,11 +13,12 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-/// Nanoseconds that the background thread rests for each nanosecond of processor time. So it uses at most a twentieth
-/// of one processor.
+/// Nanoseconds that the background thread rests for each nanosecond of processor time. So the thread uses at most a
+/// twentieth of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 
-/// The background thread rests as soon as this much rest is due. This is also the minimum rest between two rounds.
+/// The background thread rests as soon as the rest that is due reaches this time. This is also the minimum rest between
+/// two rounds.
 pub(crate) const MIN_REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
 /// Maximum length of one rest of the background thread, however long a callback took, because memory may become short
@@ -25,9 +26,10 @@ pub(crate) const MIN_REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 const MAX_REST_NS: u64 = 1_000_000_000;
 
 /// Time until the next round if the last round found work that must wait for readers or for another thread that uses a
-/// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
+/// cache. The time is doubled after each further round of this kind, up to `MAX_RETRY_DELAY`.
 pub(crate) const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
-/// Upper limit of the time between two rounds that begins with [`MIN_RETRY_DELAY`].
+/// Maximum of the time between two rounds that must wait for readers or another thread. That time begins with
+/// [`MIN_RETRY_DELAY`] and is doubled after each such round.
 pub(crate) const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
 /// Maximum time that other threads wait for the background thread to end its visit to a cache. A fork waits less,
@@ -37,12 +39,13 @@ pub(crate) const VISIT_TIMEOUT_NS: u64 =
 /// Maximum time that a fork waits for the background thread to end its visit to a cache.
 const FORK_VISIT_TIMEOUT_NS: u64 = 20_000_000;
 
-/// States of the background thread (`parked`): awake or resting, asleep with a timeout, asleep without a timeout.
+/// Value of `parked` while the background thread is awake or rests. The next two are its values while the thread sleeps
+/// with a timeout, and without one.
 const AWAKE: u32 = 0;
 const ASLEEP_WITH_TIMEOUT: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// State of a shrink that another process requests.
+/// State of the shrink of a slab cache that another process requests.
 #[derive(Debug, Default)]
 pub(crate) enum ShrinkRequest {
     #[default]
@@ -56,7 +59,7 @@ pub(crate) enum ShrinkRequest {
 }
 
 impl ShrinkRequest {
-    /// Begins the requested shrink, if a shrink was requested. Returns whether it was.
+    /// Marks the requested shrink as in progress, if there is a request. Returns whether there was.
     pub fn begin_if_wanted(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
@@ -138,7 +141,7 @@ impl Worker {
 
     /// Keeps the background thread from visiting caches until [`Worker::release_after_fork`]. Waits for the visit in
     /// progress, because a child would inherit the pinned epoch of the background thread, which does not exist in the
-    /// child. The wait is short, because a callback may wait for the forking thread.
+    /// child. The wait has a short timeout, because a callback may wait for the forking thread.
     pub fn acquire_for_fork(&self) {
         self.forks_in_progress.fetch_add(1, SeqCst);
         self.wait_for_visit_end(FORK_VISIT_TIMEOUT_NS);
@@ -182,8 +185,8 @@ impl Worker {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of `wakeups`
-    /// before the last check for work.
+    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of the event
+    /// `wakeups` that was read before the last check for work.
     pub fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
         if self.is_notified.load(SeqCst) == 0 {
@@ -193,7 +196,8 @@ impl Worker {
     }
 
     /// Lets the background thread rest for `ns`, or until it is stopped. A wake-up during the rest shortens the rest to
-    /// the minimum [`MIN_REST_NS`]. `seen` is the count of `wakeups` before the last check for work.
+    /// the minimum [`MIN_REST_NS`]. `seen` is the count of the event `wakeups` that was read before the last check for
+    /// work.
     pub fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
@@ -206,8 +210,8 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Adds the processor time that the background thread used since `before_ns` to the statistics. Adds the rest that
-    /// follows from that time to `rest_due_ns`.
+    /// Adds to the statistics the processor time that the background thread has used since its processor time was
+    /// `before_ns`. Adds the rest that is due for it to `rest_due_ns`.
     pub fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -236,8 +240,8 @@ pub(crate) fn is_worker() -> bool {
     false
 }
 
-/// Returns the rest that is due after a visit: `rest_due_ns` from before, plus the rest for `took_ns` of processor
-/// time.
+/// Returns how many nanoseconds the background thread must rest after a visit: `rest_due_ns`, which were due before,
+/// plus the rest for `took_ns` of processor time.
 pub(crate) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
     rest_due_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MAX_REST_NS)
 }

@@ -12,14 +12,14 @@ use std::collections::vec_deque::Drain;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Maximum time that calls that return memory wait for readers of moved objects.
+/// Maximum time, in nanoseconds, that a call such as `shrink` waits for readers of moved objects.
 pub(crate) const GRACE_TIMEOUT_NS: u64 = 1_000_000_000;
 
 /// An action that is executed after a grace period, when no reader can use the old memory of moved objects.
 pub(crate) enum DeferredAction {
     /// Frees the old memory of the objects that were moved out of a slab, and opens the slab, which is claimed.
     Slab { node: usize, block: u32, slab: u32, objects: ObjectSet },
-    /// Ends the emptying of a block. Executed after the actions for the slabs of the block.
+    /// Ends the emptying of a block. Executed after the actions for those slabs of the block that were emptied with it.
     Block { node: usize, block: u32 },
 }
 
@@ -51,11 +51,11 @@ pub(crate) struct Batch {
 
 /// A grace period. The period is over when all readers that existed at its beginning have finished.
 pub(crate) struct Grace {
-    /// For the grace period to end, all readers under [`crate::enter`] with this epoch or an earlier one must have
-    /// finished.
+    /// The grace period ends only after all readers with a guard of [`crate::enter`] of this epoch, or of an earlier
+    /// one, have finished.
     handle_epoch: Epoch,
-    /// Set to true when all readers under [`pagemill_core::epoch::pin`] that existed at the beginning have finished.
-    /// `None`: the objects have no such readers.
+    /// Set to true when all readers that had a guard of [`pagemill_core::epoch::pin`] at the beginning of the grace
+    /// period have finished. `None`: the objects have no such readers.
     epoch: Option<Arc<AtomicBool>>,
 }
 
@@ -65,7 +65,7 @@ impl Grace {
         Self { handle_epoch: epochs::grace_epoch(), epoch: None }
     }
 
-    /// Begins a grace period for readers under either kind of guard.
+    /// Begins a grace period for readers with a guard of [`crate::enter`] or of [`pagemill_core::epoch::pin`].
     pub fn of_all() -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let grace = Self { epoch: Some(is_over.clone()), ..Self::of_handles() };
@@ -75,7 +75,7 @@ impl Grace {
         grace
     }
 
-    /// Returns whether the grace period is over. `oldest` is the oldest epoch of a current reader under
+    /// Returns whether the grace period is over. `oldest` is the oldest epoch of a current reader with a guard of
     /// [`crate::enter`].
     pub fn is_over(&self, oldest: Epoch) -> bool {
         self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.handle_epoch

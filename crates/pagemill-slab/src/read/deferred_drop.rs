@@ -1,12 +1,12 @@
-//! Deferred drop: bounds the nesting of destructors that remove further values of their own cache. Such values are
-//! dropped later, by the outer call on this thread that is already dropping values of the cache. So destructors nest at
-//! most once per cache, even if each destructor removes the next element of a long list.
+//! Deferred drop: bounds the nesting of destructors that remove further values of their own cache. These further values
+//! are dropped later, by the outer call on this thread that is already dropping values of the cache. So destructors
+//! nest at most once per cache, even if each destructor removes the next element of a long list.
 
 use crate::alloc::thread_slots;
 use std::cell::Cell;
 
-/// Maximum number of caches whose destructors may nest on one thread. Removed values of further caches are dropped by a
-/// later call.
+/// Maximum number of caches whose destructors may nest on one thread. If a destructor removes values of a further
+/// cache, a later call drops these values.
 const MAX_NESTED_CACHES: usize = 8;
 
 thread_local! {
@@ -18,7 +18,7 @@ thread_local! {
 
 /// An entry for a cache whose values this thread is dropping.
 struct DropSlot {
-    /// Address that identifies the cache; 0 if the entry is unused.
+    /// Address that identifies the cache of the entry; 0 if the entry is unused.
     cache: Cell<usize>,
     /// Whether destructors have retired further values of the cache.
     has_more: Cell<bool>,

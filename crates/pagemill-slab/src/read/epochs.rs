@@ -16,10 +16,10 @@
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Number of low bits of a participant's word that hold the number of its guards. The other bits hold the epoch at
-/// which the first of these guards began.
+/// Number of low bits of a participant's word that contain the number of the participant's guards. The other bits
+/// contain the epoch at which the first of these guards began.
 const GUARD_COUNT_BITS: u32 = 16;
-/// Mask of the low bits of a participant's word that hold the number of its guards.
+/// Mask of the low bits of a participant's word that contain the number of the participant's guards.
 const GUARD_COUNT_MASK: u64 = (1 << GUARD_COUNT_BITS) - 1;
 
 /// An epoch: a value that the global epoch has or had.
@@ -30,7 +30,7 @@ impl Epoch {
     /// Epoch of a participant that is not reading: newer than all epochs.
     const NOT_READING: Self = Self(u64::MAX);
 
-    /// Older than any value of the global epoch.
+    /// An epoch that is older than every value of the global epoch.
     const BEFORE_ALL: Self = Self(0);
 
     /// Returns the epoch as a number, to be stored in an atomic word.
@@ -52,7 +52,8 @@ pub(crate) struct GlobalEpoch(AtomicU64);
 pub(crate) struct Participant(AtomicU64);
 
 impl Participant {
-    /// Begins to read on the participant's thread. In a nested call, only increments the number of guards.
+    /// Adds a guard of the participant's thread. The first guard begins to read; further guards only increment the
+    /// number of guards.
     #[inline(always)]
     fn begin(&self, global: &GlobalEpoch) {
         match self.0.load(Relaxed) {
@@ -83,7 +84,7 @@ impl Participant {
         self.0.store(word + 1, Release);
     }
 
-    /// Ends one guard of the participant. After its last guard the participant is not reading any more.
+    /// Removes one guard of the participant. After its last guard the participant is not reading any more.
     #[inline(always)]
     fn end(&self) {
         let word = self.0.load(Relaxed);
@@ -115,7 +116,7 @@ fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) ->
 
 impl GlobalEpoch {
     /// Retires objects whose last reference was removed. Returns the epoch up to which readers may still use the
-    /// objects, and the oldest epoch of a current reader. `participants` is called after the barrier.
+    /// objects, and the oldest epoch of a current reader. Executes a barrier before it calls `participants`.
     fn retire<'all, R: IntoIterator<Item = &'all Participant>>(
         &self,
         participants: impl FnOnce() -> R,
@@ -210,7 +211,7 @@ mod process_wide {
     }
 
     /// Pins the current epoch, so that values can be read until the guard is dropped. Costs some nanoseconds and writes
-    /// no shared cache line. Retired memory accumulates while the guard exists.
+    /// no shared cache line. While the guard exists, the memory of removed values is not freed and may accumulate.
     #[inline]
     pub fn enter() -> Guard {
         let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
@@ -253,25 +254,25 @@ mod process_wide {
     }
 
     /// Retires objects that were unlinked. Returns the epoch up to which readers may still use the objects, and the
-    /// oldest epoch of a current reader. The objects are free if the second epoch is newer than the first.
+    /// oldest epoch of a current reader. No reader uses the objects if the second epoch is newer than the first.
     pub fn retire() -> (Epoch, Epoch) {
         GLOBAL_EPOCH.0.retire(participants)
     }
 
-    /// Returns an epoch for objects that are retired now: they are free when [`oldest_pinned`] is newer. If no thread
-    /// is reading, returns an epoch that is older than all others.
+    /// Returns an epoch for objects that are retired now: no reader uses them when [`oldest_pinned`] returns a newer
+    /// epoch. If no thread is reading, returns an epoch that is older than all others.
     pub fn grace_epoch() -> Epoch {
         let (epoch, oldest) = retire();
         if oldest > epoch { Epoch::BEFORE_ALL } else { epoch }
     }
 
-    /// Returns the oldest epoch of a current reader. Objects that were retired at an earlier epoch are free.
+    /// Returns the oldest epoch of a current reader. No reader uses objects that were retired at an earlier epoch.
     pub fn oldest_pinned() -> Epoch {
         fence(SeqCst);
         oldest_of(participants())
     }
 
-    /// Returns whether the thread in this slot is reading.
+    /// Returns whether the thread in this thread slot is reading, that is, has a guard.
     pub fn is_reading(slot: u32) -> bool {
         PARTICIPANTS[slot as usize].is_reading()
     }

@@ -1,9 +1,8 @@
-//! Caches by handle: a table holds the address of each value, so the cache can move a value while threads read the
-//! value.
+//! Caches by handle: a table holds the address of each value, so the cache can move a value while threads read it.
 //!
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
-//! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
-//! the background thread drops the value. After a move the old copy is freed without a drop.
+//! the old value. A move does the same with a copy of the value. When the readers of a retired value have finished, a
+//! later call or the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
 use crate::alloc::engine::{Engine, ObjectSpec};
@@ -58,16 +57,17 @@ const MAX_FINISHED_BATCHES: usize = 2;
 
 /// The part of a [`HandleMap`] to which the list of all caches refers.
 ///
-/// Type invariant: a live word holds the offset of an object with an initialized value. The value does not change until
-/// the word has changed and all guards of that time are dropped. No word refers to a retired object.
+/// Type invariant: the word of a live handle contains the offset of an object with an initialized value. The value does
+/// not change until the word has changed and all guards that existed at the change are dropped. No word refers to a
+/// retired object.
 pub(crate) struct HandleInner<T> {
     engine: Engine,
     handles: &'static HandleTable,
     /// Start of the window of slab memory. Offsets in handle words are relative to this address.
     base: usize,
     retired: Padded<Guarded<SharedRetireList>>,
-    /// Number of objects in the sealed batches of `retired`. Changed under the lock of `retired`, but also read without
-    /// that lock.
+    /// Number of objects in the sealed batches (those whose grace period has begun) of `retired`. Changed under the
+    /// lock of `retired`, but also read without that lock.
     waiting: Padded<AtomicUsize>,
     /// Whether the handle table was given back, so that another cache may use it. Set while all magazines are drained.
     is_closed: AtomicBool,
@@ -187,9 +187,9 @@ impl<T: Movable> HandleInner<T> {
         self.notify_worker();
     }
 
-    /// Wakes the background thread to free retired objects, unless the used ratio of the cache is 0. Values with a
-    /// destructor, which may own much memory, wake the thread in any number. Other values wake the thread when about a
-    /// block of objects waits.
+    /// Wakes the background thread to free retired objects, unless the used ratio of the cache is 0. A single waiting
+    /// value with a destructor wakes the thread, because it may own much memory. Other values wake the thread when
+    /// about as many objects wait as fit into a block.
     fn notify_worker(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
@@ -199,7 +199,8 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Adds an object to the retire list in this thread's stock. Before that, frees retired objects in the stock whose
-    /// readers have finished, or moves the oldest ones to the shared list. Returns whether the object fits.
+    /// readers have finished, or moves the oldest ones to the shared list. Returns false if the object does not fit
+    /// into the stock.
     fn retire_to_stock(&self, object: usize) -> bool {
         let mut objects = [0; STOCK_RETIRED_CAPACITY];
         let more = self.engine.shape.sheaf_len.div_ceil(2);
@@ -353,7 +354,8 @@ impl<T: Movable> Cache for HandleInner<T> {
         stocked + in_retire_list as u64 + self.engine.objects_in_batches()
     }
 
-    /// Moves values, and frees retired values without a destructor. Neither runs code of the program.
+    /// Packs the values into fewer slabs, and frees retired values without a destructor. Neither runs code of the
+    /// program.
     fn pack_without_callback(&self) {
         if !std::mem::needs_drop::<T>() {
             self.free_plain_retired();
@@ -450,7 +452,7 @@ impl<T: Movable> Mover for HandleInner<T> {
     }
 }
 
-/// A cache of values that are reached by handle. The cache moves the values by itself.
+/// A cache of values that are reached by handle. The cache can move the values without a callback of the program.
 ///
 /// ```
 /// use pagemill::slab::{HandleMap, enter};
@@ -515,8 +517,8 @@ impl<T: Movable> Deref for Removed<'_, T> {
     }
 }
 
-/// A pinned value, which keeps its address and contents while the `Pinned` exists. A value can have seven pins at a
-/// time. Example: [`HandleMap`].
+/// A pinned value, which keeps its address and contents while the `Pinned` exists. A value can have up to seven pins at
+/// a time. Example: [`HandleMap`].
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
     index: u32,
@@ -617,9 +619,10 @@ impl<T: Movable> HandleMap<T> {
     }
 
     /// Removes a value, and returns it for reading; `None` if the handle is not live. If several threads remove the
-    /// value at once, one gets it. When all readers have finished, the value is dropped by this call, a later one, or
-    /// the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the next removals,
-    /// [`shrink`](crate::SlabCache::shrink) or [`defrag_step`](crate::SlabCache::defrag_step) drops it.
+    /// value at once, only one of them gets it. When all readers have finished, the value is dropped by this call, a
+    /// later one, or the background thread. If the cache's `defrag_used_ratio` is 0, or after
+    /// [`Slabs::defrag_by_hand`], one of the next removals, [`shrink`](crate::SlabCache::shrink) or
+    /// [`defrag_step`](crate::SlabCache::defrag_step) drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     /// No guard is needed, so reading the removed value costs less than [`HandleMap::get`] before the removal.
@@ -677,7 +680,7 @@ impl<T: Movable> HandleMap<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if the value has seven pins.
+    /// [`Error::Busy`] if the value has seven pins already.
     pub fn pin(&self, handle: Handle<T>) -> Result<Option<Pinned<'_, T>>> {
         let inner = &*self.inner;
         while let Some(seen) = handle.key.live_word(self.words) {
@@ -693,7 +696,8 @@ impl<T: Movable> HandleMap<T> {
         Ok(None)
     }
 
-    /// Returns the resident bytes of the handle table (8 for each handle, less freed pages) and of the threads' stocks.
+    /// Returns the resident bytes of the handle table (8 bytes for each handle, except in freed pages) and of the
+    /// threads' stocks.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }
@@ -771,7 +775,7 @@ impl<T: Movable> HandleMap<T> {
     }
 
     /// Shrinks repeatedly until readers of concurrent tests have finished, so that no object waits for readers and
-    /// nothing is left to move. Returns the bytes by which the charge fell.
+    /// nothing is left to move. Returns by how many bytes the memory charged for the cache fell.
     pub(crate) fn pack(&self) -> u64 {
         let mut freed = 0;
         loop {

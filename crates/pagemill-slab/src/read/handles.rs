@@ -33,11 +33,11 @@ const MAX_HANDLES: usize = 1 << 26;
 /// Index that an invalid handle has.
 const INVALID_INDEX: u64 = MAX_HANDLES as u64 - 1;
 
-/// All words of a handle table. Words that are not open yet read as zero, which is not live. So readers need no bounds
-/// check.
+/// All words of a handle table. Words that are not open yet read as zero, which is not the word of a live handle. So
+/// readers need no bounds check.
 pub(crate) type Words = [AtomicU64; MAX_HANDLES];
 
-/// Number of bits of a handle word that hold the number of pins.
+/// Number of bits of a handle word that contain the number of pins of the value.
 const PIN_BITS: u32 = 3;
 /// A handle word with the pin count 1 and all other bits 0: adding it to a word adds one pin.
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
@@ -52,7 +52,7 @@ const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
 /// Mask of the generation in a handle word.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
-/// The last generation of a handle. The index of the handle is not used again after it.
+/// The last generation number of a handle. After this generation, the index of the handle is not used again.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
 /// Index and generation of a handle, in one number.
@@ -111,14 +111,16 @@ impl Key {
         unsafe { words.get_unchecked(index) }
     }
 
-    /// Makes an allocated handle live: from now on it refers to the value at this offset.
+    /// Makes an allocated handle live: from now on the handle refers to the value at `offset` in the window of slab
+    /// memory.
     #[inline]
     pub fn publish(self, words: &Words, offset: usize) {
         self.word(words).store(HandleWord::new(self.generation(), offset).0, Release);
     }
 
-    /// Makes a handle dead if its word is still `seen` and has no pins. Returns whether it did. If so, the caller must
-    /// free the handle's next generation ([`Key::next_generation`]). Until then, the word has the offset of the value.
+    /// Makes a handle dead if its word is still `seen` and has no pins. Returns whether the handle was made dead. If
+    /// so, the caller must free the handle's next generation ([`Key::next_generation`]). Until then, the word has the
+    /// offset of the value.
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, seen.ended().0, AcqRel, Relaxed).is_ok()
@@ -208,7 +210,7 @@ impl<T> std::fmt::Debug for Handle<T> {
     }
 }
 
-/// The value of a handle's word, as it was when it was loaded.
+/// The word of a handle, as it was when it was loaded from the handle table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandleWord(u64);
 
@@ -229,8 +231,8 @@ impl HandleWord {
         (self.generation_and_offset() >> GENERATION_SHIFT) as u32
     }
 
-    /// Returns the word for the time after the value was removed: that of the next generation, with the same offset. It
-    /// matches no handle, because its generation is even.
+    /// Returns the word for the time after the value was removed: that of the next generation, with the same offset.
+    /// This word matches no handle, because its generation is even.
     #[inline]
     fn ended(self) -> Self {
         // The generation after the last one wraps to 0.
@@ -264,7 +266,7 @@ impl HandleWord {
     }
 }
 
-/// State of the free handles in one OS page of the table. Protected by the table's lock.
+/// State of the free handles in one OS page of a handle table. Protected by the table's lock.
 #[derive(Clone, Copy)]
 struct Page {
     /// Index of the first free word in the page; the number of words in a page if no word is free.
@@ -287,7 +289,7 @@ struct TableState {
 /// The set of pages that have a free handle, as a two-level bitmap.
 #[derive(Default)]
 struct PageBitmap {
-    /// One bit for each page.
+    /// One bit for each page, set if the page has a free handle.
     pages: Vec<u64>,
     /// One bit for each nonzero word of `pages`: the upper level.
     nonzero_words: Vec<u64>,
@@ -324,7 +326,7 @@ impl PageBitmap {
 pub(crate) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
-    /// Number of words in an OS page.
+    /// Number of handle words in an OS page.
     words_per_page: usize,
     /// Log2 of `words_per_page`.
     page_shift: u32,
@@ -337,7 +339,7 @@ pub(crate) struct HandleTable {
 }
 
 impl HandleTable {
-    /// Creates a table that is never freed.
+    /// Creates a handle table that is never freed.
     ///
     /// # Errors
     ///
@@ -400,14 +402,14 @@ impl HandleTable {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
-    /// Replaces the word at `index` if it is still `seen`. Returns whether the word was replaced.
+    /// Replaces the handle word at `index` by `new` if the word is still `seen`. Returns whether the word was replaced.
     #[inline]
     pub fn replace_word(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Adds a pin to the word at `index`. Returns false if the word has the maximum number of pins or is not `seen` any
-    /// more.
+    /// Adds a pin to the handle word at `index`. Returns false if the word has the maximum number of pins or is not
+    /// `seen` any more.
     pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
         !seen.has_max_pins() && self.replace_word(index, seen, HandleWord(seen.0 + ONE_PIN))
     }
@@ -416,12 +418,12 @@ impl HandleTable {
         self.word(index).fetch_sub(ONE_PIN, Release);
     }
 
-    /// Allocates up to `keys.len()` handles, at least one. Returns how many were allocated. The handles are not live
-    /// before [`Key::publish`].
+    /// Allocates up to `keys.len()` handles, at least one. Returns the number of allocated handles. The handles are not
+    /// live before [`Key::publish`].
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`] if all handles are in use or used up.
+    /// [`Error::NoAddresses`] if all handles are in use or have had their last generation.
     pub fn allocate(&self, keys: &mut [Key]) -> Result<usize> {
         self.state.with(|state| {
             for (count, key) in keys.iter_mut().enumerate() {
@@ -434,7 +436,7 @@ impl HandleTable {
         })
     }
 
-    /// Allocates the first free handle of the lowest page that has one.
+    /// Allocates the first free handle of the table's lowest page that has a free handle.
     fn allocate_one(&self, state: &mut TableState) -> Result<Key> {
         let page_number = match state.pages_with_free.lowest_page() {
             Some(page_number) => page_number,
@@ -467,7 +469,8 @@ impl HandleTable {
         Ok(page_number)
     }
 
-    /// Writes the words of a page whose handles are all free, and links the words to a list.
+    /// Writes the handle words of a page whose handles are all free, and links the words into the page's list of free
+    /// words.
     fn write_free_words(&self, page_number: usize, page: &mut Page) {
         for at in 0..self.words_per_page {
             let word = HandleWord::new(page.max_generation, (at + 1) << PIN_BITS);
@@ -600,7 +603,8 @@ mod tests {
         assert_ne!(allocate_key(handles).index(), last.index());
     }
 
-    /// Numbers that are not live handles must refer to no value, and so must handles with another generation.
+    /// Numbers that are not live handles must refer to no value. Handles with another generation must refer to no
+    /// value, either.
     #[test]
     fn arbitrary_numbers_find_no_value() {
         let handles = HandleTable::new_static().unwrap();

@@ -1,4 +1,4 @@
-//! Reading by handle: epochs, handle tables, and the retirement of values.
+//! Reading of values by handle: epochs, handle tables, and the retirement of values.
 
 #[cfg(not(loom))]
 pub(crate) mod batch;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 )]
 /// Values that may be copied byte by byte to another address while other threads read them.
 ///
-/// `#[derive(Movable)]` implements it for types whose fields are all movable:
+/// `#[derive(Movable)]` implements the trait for types whose fields are all movable:
 ///
 /// ```
 /// use pagemill::slab::{HandleMap, Movable, enter};

@@ -1,4 +1,4 @@
-//! Commands on slab caches from other processes of the same user. A unique id names each cache.
+//! Commands on slab caches from other processes of the same user. Each command names its cache by a unique id.
 
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;

@@ -1,4 +1,5 @@
-//! `Debug` of the public types: values as themselves, caches by name and number of objects, tokens by name only.
+//! `Debug` of the public types. A `Slot`, `Pinned` or `Removed` shows its value, a cache its name and number of active
+//! objects, `Slabs` the names of its caches, `Moving` and `New` an address, and other types only their type name.
 
 use crate::Candidates;
 use crate::Done;

@@ -40,7 +40,7 @@ pub struct SlabInfo {
     /// Sums of the statistics of all NUMA nodes.
     pub total: NodeInfo,
     pub nodes: Vec<NodeInfo>,
-    /// Number of objects that users have allocated. Free objects in magazines and barns are not included.
+    /// Number of the cache's objects that its user has allocated. Free objects in magazines and barns are not included.
     pub active: u64,
     /// Number of the active objects that are unreachable and wait for readers: removed or replaced values, and the old
     /// memory of moved objects. Counted anew by each call. Retired index nodes count as active until they are freed,
@@ -48,13 +48,13 @@ pub struct SlabInfo {
     pub waiting: u64,
     /// Number of free objects in magazines and barns.
     pub cached: u64,
-    /// Number of objects that were moved.
+    /// Number of objects that were moved so far.
     pub moved: u64,
     /// Number of objects that their owner freed instead of moving them.
     pub freed: u64,
     /// Number of objects that were not moved because they were in use or pinned.
     pub busy: u64,
-    /// Number of objects that were not moved because `isolate` rejected them.
+    /// Number of objects that were not moved because the callback `isolate` of their owner rejected them.
     pub refused: u64,
     /// Number of objects that were not moved because there was no destination, or because their owner could not move
     /// them.
@@ -65,7 +65,7 @@ pub struct SlabInfo {
     pub from_remote: u64,
     /// Resident bytes of the handle table. These bytes are not included in the bytes charged for blocks.
     pub handle_bytes: u64,
-    /// Whether the statistics of a NUMA node are missing, because its lock was held for too long.
+    /// Whether the statistics of a NUMA node are missing, because another thread held the node's lock for too long.
     pub is_partial: bool,
     /// Whether the background thread skips the cache, because a callback panicked on that thread. The thread resumes
     /// work on the cache when `defrag_used_ratio` is set, even to the same value, or a shrink succeeds. Slabs that are
@@ -82,11 +82,11 @@ pub struct NodeInfo {
     pub used: u64,
     /// Number of free objects in barns. They are part of `used`.
     pub cached: u64,
-    /// Number of objects that fit into the node's slabs.
+    /// Number of objects that fit into the slabs that are set up on the node.
     pub objects: u64,
-    /// Number of slabs that are set up. The next three fields count some of these slabs.
+    /// Number of slabs that are set up. The fields `partial`, `empty` and `lost` count some of these slabs.
     pub slabs: u32,
-    /// Number of slabs with free and used objects.
+    /// Number of slabs that have both free and used objects.
     pub partial: u32,
     /// Number of slabs without used objects.
     pub empty: u32,
@@ -98,7 +98,8 @@ pub struct NodeInfo {
 }
 
 impl NodeInfo {
-    /// Adds the statistics of another node to these. Sums saturate, because another process may send any values.
+    /// Adds the statistics of another NUMA node to these statistics. Sums saturate, because another process may send
+    /// any values.
     fn add(&mut self, other: &Self) {
         self.used = self.used.saturating_add(other.used);
         self.cached = self.cached.saturating_add(other.cached);
@@ -111,7 +112,8 @@ impl NodeInfo {
         self.resident_bytes = self.resident_bytes.saturating_add(other.resident_bytes);
     }
 
-    /// Returns the statistics of a node. `cached` is the number of free objects in the node's barns.
+    /// Returns the statistics of a slab cache on one NUMA node. `cached` is the number of free objects in the node's
+    /// barns.
     fn of(node: &Node<'_>, cached: u64) -> Self {
         let tally = node.tally();
         Self {
@@ -129,7 +131,7 @@ impl NodeInfo {
 }
 
 impl SlabInfo {
-    /// Adds the statistics of the cache's next NUMA node.
+    /// Adds the statistics of the cache's next NUMA node to `nodes` and `total`.
     pub(crate) fn add_node(&mut self, node: NodeInfo) {
         self.total.add(&node);
         self.cached = self.cached.saturating_add(node.cached);
@@ -137,7 +139,8 @@ impl SlabInfo {
         self.nodes.push(node);
     }
 
-    /// Returns the sort key of lists of caches: caches with movable objects come first, and then the order is by name.
+    /// Returns the key by which lists of slab caches are sorted: caches with movable objects come first, and then the
+    /// order is by name.
     pub(crate) fn sort_key(&self) -> (bool, Arc<str>) {
         (self.kind == SlabKind::Fixed, self.name.clone())
     }
@@ -158,9 +161,9 @@ pub(crate) fn of(cache: &dyn Cache) -> Result<SlabInfo> {
     Ok(info)
 }
 
-/// Calls `show` for each NUMA node, with the statistics of the cache (`nodes` empty) and those of the node. Allocates
-/// no memory. Waits for the lock of a node, which the caller of `isolate` may hold, until `backoff` has waited
-/// `timeout_ns` in all.
+/// Calls `show` for each NUMA node, with the statistics of the cache, whose `nodes` are empty, and those of the node.
+/// Allocates no memory. Waits for the lock of a node, which the caller of `isolate` may hold, until `backoff` has
+/// waited `timeout_ns` in all.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Statistics, and commands of other processes.
+//! Statistics of slab caches, and commands of other processes on slab caches.
 
 #[cfg(not(loom))]
 #[cfg(feature = "control")]

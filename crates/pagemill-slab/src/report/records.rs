@@ -1,23 +1,24 @@
-//! The record of a slab cache on one node: 256 bytes, in little-endian order. A cache has one record for each node; its
-//! records follow each other in the order of nodes.
+//! The record of a slab cache on one NUMA node: 256 bytes, in little-endian order. A cache has one record for each
+//! node; its records follow each other in the order of nodes.
 //!
 //! | offset | field |
 //! |---|---|
 //! | 0 | name, padded with zeros |
-//! | 64, 72, 80, 88 | id of the cache; bytes of an object; bytes from one object to the next; bytes of a slab |
+//! | 64, 72, 80, 88 | (u64) id of the cache; bytes of an object; bytes from one object to the next; bytes of a slab |
 //! | 96, 100, 104 | (u32) objects per slab; `defrag_used_ratio`; `remote_node_defrag_ratio` |
-//! | 108 | kind: 0 fixed objects, 1 by owner, 2 by handle |
-//! | 109, 110 | whether the cache has a constructor; whether debug mode is on |
-//! | 111 | whether the figures of the node are missing |
-//! | 112 | (u32) node |
-//! | 116 | whether the background thread skips the cache after a panic; 117 to 119 are zero |
-//! | 120 | free objects in magazines |
-//! | 128, 136, 144, 152, 160 | objects by the outcome of their move: moved, freed, busy, refused, failed |
-//! | 168, 176, 184 | emptied slabs; objects from other nodes; bytes of handles |
-//! | 192, 200 | of the node: used objects; all objects |
-//! | 208, 212, 216, 220, 224 | (u32) of the node: slabs; partial, empty and lost slabs; blocks. 228 to 231 are zero |
-//! | 232, 240 | of the node: resident bytes; free objects in its barns |
-//! | 248 | of the cache: objects that wait for readers |
+//! | 108 | (u8) kind of cache: 0 fixed objects, 1 by owner, 2 by handle |
+//! | 109, 110 | (u8, 0 or 1) whether the cache has a constructor; whether debug mode is on |
+//! | 111 | (u8, 0 or 1) whether the statistics of the node are missing |
+//! | 112 | (u32) number of the NUMA node |
+//! | 116 | (u8, 0 or 1) whether the background thread skips the cache after a panic; 117 to 119 are zero |
+//! | 120 | (u64) number of free objects in magazines |
+//! | 128, 136, 144, 152, 160 | (u64) objects by the outcome of their move: moved, freed, busy, refused, failed |
+//! | 168, 176, 184 | (u64) emptied slabs; objects allocated from other nodes; bytes of the handle table |
+//! | 192, 200 | (u64) of the node: number of used objects; number of all objects |
+//! | 208, 212, 216, 220, 224 | (u32) of the node: number of slabs; of partial, empty, lost slabs; of blocks |
+//! | 228 | (u32) 0 |
+//! | 232, 240 | (u64) of the node: resident bytes; number of free objects in its barns |
+//! | 248 | (u64) of the cache: number of objects that wait for readers |
 
 use crate::NodeInfo;
 use crate::SlabInfo;
@@ -40,10 +41,10 @@ const RECORD_LEN: usize = 256;
 /// Length in bytes of the name field of a record.
 const NAME_LEN: usize = 64;
 
-/// Kinds of caches, by their code in a record.
+/// The kind of slab cache that each code in a record stands for.
 const KIND_OF_CODE: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
 
-/// The statistics of one slab cache on one node.
+/// The statistics of one slab cache on one NUMA node, as read from a record.
 struct NodeRecord {
     id: u64,
     info: SlabInfo,

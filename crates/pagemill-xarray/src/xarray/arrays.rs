@@ -1,5 +1,5 @@
-//! Table of arrays by number. A thread that moves a node finds the node's array in this table, and keeps the array from
-//! being dropped during the move.
+//! Table of all arrays with movable nodes, by their number. A thread that moves a node finds the node's array in this
+//! table, and keeps the array from being dropped during the move.
 //!
 //! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
 //! while it uses the array. Dropping an array acquires the same lock first, so the drop waits for the move of at most
@@ -21,7 +21,7 @@ const MAX_ARRAYS: usize = 1 << 22;
 
 /// The table entry of one array number.
 struct ArrayEntry {
-    /// Address of the array; 0 while no array has this number.
+    /// Address of the array with this number; 0 while no array has the number.
     array: AtomicUsize,
     /// Held while a thread uses the array through this entry. The array is not dropped while the lock is held.
     lock: Lock,
@@ -35,9 +35,9 @@ unsafe impl Zeroed for ArrayEntry {}
 #[derive(Default)]
 /// The list of the numbers that no array has.
 struct FreeArrays {
-    /// The number that was freed last; 0 if none is free.
+    /// The array number that was freed last; 0 if no number is free.
     head: u32,
-    /// The highest number that was ever assigned. The first number is 1.
+    /// The highest number that was ever assigned to an array. The first number is 1.
     assigned: u32,
 }
 
@@ -51,11 +51,11 @@ pub struct Arrays<N: Nodes> {
 }
 
 impl<N: Nodes> Arrays<N> {
-    /// Creates an empty table. Reserves address space for it, but allocates no memory.
+    /// Creates an empty table of arrays. Reserves address space for the table, but allocates no memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] if there is no address space.
+    /// [`pagemill_core::Error::System`] if not enough address space is free.
     pub fn new() -> Result<Self> {
         let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(FreeArrays::default()));
         Ok(Self { table, free, _arrays: PhantomData })
@@ -82,7 +82,7 @@ impl<N: Nodes> Arrays<N> {
     }
 
     /// Removes the array with number `id` from the table, so that later lookups fail. Waits for a thread that uses the
-    /// array through its entry.
+    /// array through its table entry.
     pub(super) fn remove(&self, id: u32) {
         let _guard = self.entry(id).lock.lock();
         self.entry(id).array.store(0, Relaxed);
@@ -96,8 +96,8 @@ impl<N: Nodes> Arrays<N> {
         });
     }
 
-    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped during the
-    /// call. Returns `None` if the array was dropped, or if another thread holds the lock of the array's entry.
+    /// Calls `act` with the array whose number `id` was stored in a node, and keeps the array from being dropped during
+    /// the call. Returns `None` if the array was dropped, or if another thread holds the lock of the array's entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;
@@ -113,7 +113,7 @@ impl<N: Nodes> Arrays<N> {
         self.table.get(id as usize)
     }
 
-    /// Returns the resident bytes of the table.
+    /// Returns the resident bytes of the table of arrays.
     pub fn resident_bytes(&self) -> u64 {
         let used = self.free.with(|free| free.assigned);
         self.table.resident_bytes(0, used as usize + 1)

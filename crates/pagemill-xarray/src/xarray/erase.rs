@@ -1,4 +1,4 @@
-//! Operations of the writer that remove entries, and nodes that are no longer needed.
+//! Operations of the writer that remove entries, and then the nodes that are no longer needed.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -29,7 +29,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Removes the entry in these slots, and then the nodes that became empty.
+    /// Removes the entry in the slots `place`, and then the nodes that became empty.
     fn remove_from_slots(&self, place: &SlotRange) {
         if place.node == 0 {
             self.array.root.publish(IndexWord::EMPTY);
@@ -67,7 +67,7 @@ impl<N: Nodes> Writer<'_, N> {
         while self.remove_root_level() {}
     }
 
-    /// Removes the root node if only its first slot is in use, and that slot's word can be the root word. Returns
+    /// Removes the root node if only its first slot is in use, and the word of that slot can be the root word. Returns
     /// whether the root node was removed.
     fn remove_root_level(&self) -> bool {
         let root = self.array.root.load_relaxed();

@@ -62,8 +62,8 @@ pub unsafe trait Source: Sync {
     /// Frees the node at address `node`.
     fn give(&self, node: usize);
 
-    /// Called after nodes have been retired, without the lock of an array. The source should soon call [`Forest::seal`]
-    /// and [`Forest::free_retired`], which return the nodes.
+    /// Called after nodes have been retired. The calling thread holds no lock of an array. The source should soon call
+    /// [`Forest::seal`] and [`Forest::free_retired`], which return the nodes.
     fn note_retired(&self);
 
     /// Returns whether this process is a fork child and all nodes belong to its parent.
@@ -89,12 +89,12 @@ pub trait Forests: Sync {
 ///
 /// # Invariants
 ///
-/// `base` is one unit (`UNIT_BYTES`) before the window of `source`. The window ends `end` units after `base`.
+/// `base` is `UNIT_BYTES` before the window of `source`. The window ends `end` units of `UNIT_BYTES` after `base`.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Forest {
     base: usize,
-    /// The lowest number that is too large for a node.
+    /// The lowest number that is too large to be the number of a node.
     end: usize,
     source: &'static dyn Source,
     arrays: Arrays<Self>,
@@ -102,7 +102,7 @@ pub struct Forest {
     lists: Padded<BatchLists>,
 }
 
-/// Lists of retired nodes and of batches of them.
+/// The lists of retired nodes, and of batches of retired nodes.
 #[derive(Default)]
 struct BatchLists {
     /// List of the retired nodes whose grace period has not begun: the number of the node that was retired last, and
@@ -113,7 +113,7 @@ struct BatchLists {
     ripe: AtomicU64,
     /// Number of batches that are in their grace period.
     waiting: AtomicU32,
-    /// Number of nodes that were allocated and not yet freed.
+    /// Number of nodes that were allocated from the source and not yet freed.
     #[cfg(any(test, feature = "test-util"))]
     in_use: AtomicU32,
 }
@@ -134,7 +134,7 @@ impl Forest {
         Ok(Self { base, end, source, arrays: Arrays::new()?, lists })
     }
 
-    /// Returns the number of the node at an address of the window.
+    /// Returns the number of the node at address `node`, which lies in the window.
     fn number_of(&self, node: usize) -> u32 {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
@@ -171,7 +171,7 @@ impl Forest {
         self.lists.0.waiting.load(Acquire) > 0
     }
 
-    /// Frees all nodes that no reader can access any more.
+    /// Frees all retired nodes that no reader can access any more.
     pub fn free_retired(&self) {
         while self.free_retired_batch() {}
     }
@@ -231,7 +231,7 @@ impl Forest {
     }
 }
 
-/// Returns a word for `BatchLists::ripe` with this node number and the counter after that of `seen`.
+/// Returns a word for `BatchLists::ripe` with the node number `number` and the counter of the word `seen`, plus one.
 fn with_next_counter(seen: u64, number: u32) -> u64 {
     (seen >> HALF_BITS).wrapping_add(1) << HALF_BITS | u64::from(number)
 }

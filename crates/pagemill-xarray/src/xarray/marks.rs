@@ -35,7 +35,7 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// Clears a mark of the entry in these slots. Returns true.
+    /// Clears a mark of the entry in the slots `place`. Returns true.
     fn clear_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
@@ -50,8 +50,8 @@ impl<N: Nodes> Writer<'_, N> {
         self.slots_of_value(index, value).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    /// Clears a mark of the entry that covers the index, but only if the entry has this value. Returns whether an entry
-    /// with this value covers the index. Cost: as [`Writer::set_mark`].
+    /// Clears a mark of the entry that covers the index, but only if the entry has the value `value`. Returns whether
+    /// an entry with that value covers the index. Cost: as [`Writer::set_mark`].
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
@@ -70,7 +70,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| marks(place) & 1 != 0)
     }
 
-    /// Returns the marks of the entry in the root word, one bit each.
+    /// Returns the marks of the entry in the root word, with one bit for each mark.
     pub(super) fn root_marks(&self) -> u32 {
         self.array.root_marks.load(Relaxed)
     }

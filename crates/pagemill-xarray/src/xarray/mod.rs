@@ -144,20 +144,20 @@ pub struct XArray<N: Nodes> {
     root: IndexSlot,
     nodes: &'static N,
     lock: Lock,
-    /// Marks of the entry in the root word, one bit each.
+    /// Marks of the entry in the root word, with one bit for each mark.
     root_marks: AtomicU32,
-    /// Number of nodes in the tree. Changed only under the lock.
+    /// Number of nodes in the tree. Changed only under the array's lock.
     count: AtomicU32,
     /// The array's number in [`Nodes::arrays`], assigned with its first node; until then [`NO_ID_YET`] or [`NO_ID`].
     /// Changed only under the lock.
     id: AtomicU32,
-    /// Threads that move nodes access the array by its address.
+    /// Makes the array `!Unpin`, because threads that move nodes access the array by its address.
     _pinned: PhantomPinned,
 }
 
-/// Value of `id` if no number was free, or if the nodes cannot be moved.
+/// Value of an array's `id` if no number was free, or if the array's nodes cannot be moved.
 const NO_ID: u32 = 0;
-/// Value of `id` until the array has its first node.
+/// Value of an array's `id` until the array has its first node.
 const NO_ID_YET: u32 = u32::MAX;
 
 /// An entry that a lookup found.
@@ -201,7 +201,7 @@ impl<N: Nodes> XArray<N> {
         self.count.load(Relaxed)
     }
 
-    /// Returns the array's number. Assigns the number if the array has none yet. The caller holds the lock.
+    /// Returns the array's number. Assigns the number if the array has none yet. The caller holds the array's lock.
     fn id(&self) -> u32 {
         let id = self.id.load(Relaxed);
         if id != NO_ID_YET {

@@ -1,4 +1,4 @@
-//! A node of the tree: slots, marks, its position in the tree, and the number of its array.
+//! A node of an array's tree: slots, marks, its position in the tree, and the number of its array.
 #![allow(unsafe_code)] // `Zeroed` for nodes; a call that only owners of nodes may make
 
 use super::slots::IndexSlot;
@@ -9,7 +9,7 @@ use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 /// Number of marks that each entry has.
 pub(super) const MARKS: usize = 3;
 
-/// 64 slots and their metadata. A node of zero bits is empty and in no tree.
+/// A node of an array's tree: 64 slots and their metadata. A node whose bits are all 0 is empty and in no tree.
 ///
 /// Readers access slots and marks only. The other fields belong to the thread that holds the array's lock or, while the
 /// node is in no tree, to the owner of the node. Only [`Node::may_move`] reads `array` without the lock. `parent` and
@@ -31,7 +31,7 @@ pub struct Node {
     /// Slot of the parent that points at this node and, from bit [`SHIFT_POSITION`] on, the shift. While the node is in
     /// no tree: number of the first node of the next batch, in a list of batches.
     place: AtomicU32,
-    /// Number of slots that are not empty.
+    /// Number of the node's slots that are not empty.
     used_slots: AtomicU32,
     /// Number of the node's array in [`super::Arrays`]; 0 if the node is in no array or its array has no number.
     /// Written under the lock of that array, or when the array is dropped.
@@ -163,7 +163,7 @@ impl Node {
         self.place.load(Relaxed) >> SHIFT_POSITION
     }
 
-    /// Records the number of the parent node, after the parent has moved.
+    /// Stores the new number of the parent node in this node, after the parent has moved.
     pub(super) fn set_parent(&self, parent: u32) {
         self.parent.store(parent, Relaxed);
     }
@@ -183,7 +183,7 @@ impl Node {
         self.used_slots.store(used as u32, Relaxed);
     }
 
-    /// Returns whether any of the slots in `mask` has the mark.
+    /// Returns whether any slot of the node that is in `mask` has the mark.
     #[inline]
     pub(super) fn is_marked(&self, mark: usize, mask: u64) -> bool {
         self.marks[mark].load(Relaxed) & mask != 0
@@ -200,7 +200,7 @@ impl Node {
     }
 }
 
-/// Returns a mask of `count` slots, beginning with slot `first`.
+/// Returns a mask with the bits of `count` slots, beginning with slot `first`.
 pub(super) fn mask_of(first: usize, count: usize) -> u64 {
     (u64::MAX >> (SLOTS - count)) << first
 }

@@ -4,7 +4,7 @@ use super::arrays::Arrays;
 use super::node::Node;
 use pagemill_core::error::Result;
 
-/// The owner of the nodes of any number of arrays. Allocates and frees the nodes.
+/// The owner of the nodes that any number of arrays use. It allocates and frees the nodes.
 ///
 /// Node numbers have 32 bits and are never 0.
 ///
@@ -30,7 +30,8 @@ pub trait Nodes: Sized + Sync + 'static {
     /// ([`super::pin`]) are dropped. Called under the lock of an array.
     fn retire(&'static self, number: u32);
 
-    /// Begins grace periods of retired nodes. Called after [`Nodes::retire`], without the lock of an array.
+    /// Begins grace periods of retired nodes. Called after [`Nodes::retire`], by a thread that holds no lock of an
+    /// array.
     fn collect(&'static self) {}
 
     /// Returns the table of the arrays that use these nodes.

@@ -23,11 +23,11 @@ const PCT_DEPTH: usize = 4;
 /// happens.
 const MAX_STEPS: usize = 100_000;
 
-/// Number of nodes that the tests have.
+/// Number of nodes that each test can use.
 const NODE_COUNT: u32 = 40;
 
-/// A source of few nodes, with simulated grace periods, because shuttle cannot control those of the default epoch
-/// collector.
+/// A source of few nodes, with simulated grace periods, because shuttle cannot control the grace periods of the default
+/// epoch collector.
 struct FewNodes {
     nodes: [Node; NODE_COUNT as usize],
     arrays: Arrays<Self>,
@@ -125,7 +125,8 @@ impl Nodes for FewNodes {
 struct Fixture {
     nodes: &'static FewNodes,
     array: Box<XArray<FewNodes>>,
-    /// For each simulated page frame, its number of pins, or [`RELEASED`] if the frame must not be used any more.
+    /// For each simulated page frame, the number of its pins, or [`RELEASED`] if the frame was released and must not be
+    /// used any more.
     frames: [AtomicU32; FRAME_COUNT],
 }
 
@@ -155,7 +156,7 @@ impl Fixture {
         self.array.lock().join(first, order, value, &mut stock);
     }
 
-    /// Splits an entry. The new entries get ascending values, beginning with `value`.
+    /// Splits the entry at `index`. The new entries get ascending values, beginning with `value`.
     fn split(&self, index: u64, into_order: u32, value: u64) {
         let found = self.array.lock().get(index).unwrap();
         let mut stock = self.array.prepare_split(found.order, into_order).unwrap();

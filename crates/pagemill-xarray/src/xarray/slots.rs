@@ -40,19 +40,21 @@ impl IndexSlot {
         Self(AtomicU64::new(0))
     }
 
-    /// Loads the word with `Acquire`, for a reader: the contents of a node that the word points at are then visible.
+    /// Loads the word of the slot with `Acquire`, for a reader: the contents of a node that the word points at are then
+    /// visible.
     #[inline]
     pub fn load_acquire(&self) -> IndexWord {
         IndexWord(self.0.load(Acquire))
     }
 
-    /// Loads the word with `Relaxed`, for the thread that holds the lock.
+    /// Loads the word of the slot with `Relaxed`, for the thread that holds the array's lock.
     #[inline]
     pub fn load_relaxed(&self) -> IndexWord {
         IndexWord(self.0.load(Relaxed))
     }
 
-    /// Stores a word with `Release`, so that readers that load it see what it refers to.
+    /// Stores a word in the slot with `Release`, so that readers that load the word see the contents of the node that
+    /// it points at.
     #[inline]
     pub fn publish(&self, word: IndexWord) {
         self.0.store(word.0, Release);
@@ -127,8 +129,8 @@ pub(super) fn overwrite_entries<const N: usize>(
     }
 }
 
-/// Replaces an entry of `count` slots by entries of `each` slots. Calls `word_at` with the first slot of each new entry
-/// to get the word of that entry.
+/// Replaces an entry of `count` slots by several entries of `each` slots. Calls `word_at` with the first slot of each
+/// new entry to get the word of that entry.
 pub(super) fn split_entry<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
@@ -174,8 +176,8 @@ mod loom_tests {
             Arc::new(fixture)
         }
 
-        /// Looks up a slot, and restarts as often as necessary. Returns the slot at which the lookup ended, and its
-        /// word.
+        /// Looks up a slot, and repeats the lookup until it reads no stale word. Returns the slot at which the lookup
+        /// ended, and its word.
         fn value(&self, slot: usize) -> Option<(usize, IndexWord)> {
             loop {
                 match resolve(&self.slots, slot, 0) {

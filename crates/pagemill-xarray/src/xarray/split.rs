@@ -12,8 +12,8 @@ use pagemill_core::sync::Relaxed;
 
 impl<N: Nodes> Writer<'_, N> {
     /// Splits the entry that covers `index` into entries of a smaller order. `value_at` returns the value for the first
-    /// index of each new entry; `value_at` is called in unspecified order, and must not panic. The new entries inherit
-    /// the marks. Returns the old entry, or `None` if no entry covers `index`.
+    /// index of each new entry; `value_at` is called in unspecified order, and must not panic. The new entries have the
+    /// marks of the old entry. Returns the old entry, or `None` if no entry covers `index`.
     ///
     /// Readers always find an entry. The slot of the old entry's value is overwritten last: until then readers may find
     /// the old entry, and `is_still` returns true for it. Cost: a store for each new entry and each slot. `stock` must

@@ -39,7 +39,7 @@ impl<N: Nodes> NodeStock<N> {
         Ok(())
     }
 
-    /// Removes a node from the stock and returns its number. Panics if the stock is empty.
+    /// Removes a preallocated node from the stock and returns the node's number. Panics if the stock is empty.
     pub(super) fn take(&mut self) -> u32 {
         assert!(self.count > 0, "a stock has as many nodes as the change needs");
         let number = self.head;
@@ -64,7 +64,8 @@ impl<N: Nodes> Drop for NodeStock<N> {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Allocates nodes for consecutive stores or joins of entries of order `order` over `first..=last` under one lock.
+    /// Allocates nodes for consecutive stores or joins of entries of order `order` over `first..=last`, between one
+    /// acquisition of the array's lock and its release.
     ///
     /// Cost: allocates as many nodes as the stores may need in the worst case. For one page these are 6 to 13 nodes,
     /// and for each further 64 pages about one more. A caller with many changes should keep the nodes and use
@@ -95,7 +96,7 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Allocates the nodes that `stock` lacks, so that it has as many nodes as [`XArray::prepare`] returns. Errors: as
+    /// Allocates nodes until `stock` has as many as [`XArray::prepare`] returns for this range and order. Errors: as
     /// [`XArray::prepare`].
     pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
@@ -121,8 +122,8 @@ fn nodes_covering(first: u64, last: u64, shift: u32) -> u32 {
 }
 
 /// Returns the maximum number of new nodes that storing entries of order `order` over the range needs, whatever the
-/// tree. Either the tree has full height, and the stores need a path through it. Or the tree grows, and existing
-/// entries also need a path up to the new root.
+/// tree. Either the tree has full height already, and the stores need a new path of nodes through the tree. Or the tree
+/// grows, and existing entries also need a path of nodes up to the new root.
 fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
@@ -154,8 +155,8 @@ fn nodes_to_split(order: u32, into_order: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// The computed numbers of nodes must be the known ones, for one page, for the tallest tree, for a range over many
-    /// leaves, and for splits.
+    /// The numbers of nodes to preallocate must equal known numbers: for one page, for the tallest tree, for a range
+    /// over many leaves, and for splits.
     #[test]
     fn prepare_allocates_enough_nodes() {
         assert_eq!(nodes_to_store(0, 0, 0), 6);

@@ -1,4 +1,4 @@
-//! The writer: its lock, and operations that store entries.
+//! The writer of an array: how it acquires the array's lock, and its operations that store entries.
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
@@ -16,12 +16,12 @@ use std::cell::Cell;
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
-    /// Whether this writer retired a node. If so, dropping the writer lets the nodes' owner collect retired nodes.
+    /// Whether this writer retired a node. If so, dropping the writer calls [`Nodes::collect`].
     has_retired: Cell<bool>,
 }
 
 impl<'a, N: Nodes> Writer<'a, N> {
-    /// Creates the writer. The caller holds the lock. Dropping the writer releases the lock.
+    /// Creates the writer of an array whose lock the caller holds. Dropping the writer releases the lock.
     fn new(array: &'a XArray<N>) -> Self {
         Self { array, has_retired: Cell::new(false) }
     }
@@ -29,7 +29,7 @@ impl<'a, N: Nodes> Writer<'a, N> {
 
 /// The position of an entry in the tree: its slots in one node.
 pub(super) struct SlotRange {
-    /// Number of the node that has the slots; 0 for the root word.
+    /// Number of the node that contains the slots; 0 if the entry is in the root word.
     pub node: u32,
     /// Index of the entry's first slot in that node.
     pub slot: usize,
@@ -60,7 +60,8 @@ impl<N: Nodes> Drop for Writer<'_, N> {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Stores an entry without marks over `1 << order` indices from `index` on. The entry replaces all entries there.
+    /// Stores an entry without marks over `1 << order` indices from `index` on. The entry replaces all entries at these
+    /// indices.
     ///
     /// A reader of an index finds the old entry until the new one is stored. If there is no old entry, one store of a
     /// word inserts the new one. Cost: a descent of the tree, and the removal of replaced entries.
@@ -76,7 +77,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.remove_marks(number, mask_of(slot, word.slots(node.shift())));
     }
 
-    /// Returns the entry that covers the index.
+    /// Returns the entry that covers the index; `None` if no entry covers it.
     pub fn get(&self, index: u64) -> Option<Found> {
         self.find_slots(index).map(|place| place.found)
     }
@@ -123,8 +124,8 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_value().then(|| SlotRange { node: number, slot, found: found() })
     }
 
-    /// Returns whether entries of this order can be stored over the range without a new node, because one node has all
-    /// their slots.
+    /// Returns whether entries of this order can be stored over the range without a new node, because one node contains
+    /// all slots for them.
     pub(super) fn has_all_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
         let (lowest, mut word) = (word::shift_of(order), self.array.root.load_relaxed());
         if last == 0 && !word.is_node() {

@@ -1,4 +1,4 @@
-//! Nodes for tests, in memory that is never returned.
+//! Forests of nodes for tests, in memory that is never freed.
 #![allow(unsafe_code)] // a source of nodes
 
 use super::forest::{Forest, Forests, Source};
@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 /// Maximum number of nodes in a forest for most tests.
-const DEFAULT_LIMIT: usize = 1 << 20;
+const DEFAULT_NODE_LIMIT: usize = 1 << 20;
 
 /// A reserved range of addresses for nodes, which is the source of a forest.
 struct NodeRange {
@@ -59,7 +59,7 @@ unsafe impl Source for NodeRange {
     }
 }
 
-/// Creates a forest that can have `limit` nodes.
+/// Creates a forest that can have up to `limit` nodes.
 pub(super) fn forest_of(limit: usize) -> &'static Forest {
     // The bytes before the first node are inaccessible.
     let bytes = limit * size_of::<Node>();
@@ -72,7 +72,7 @@ pub(super) fn forest_of(limit: usize) -> &'static Forest {
 
 /// Creates a forest that can have enough nodes for most tests.
 pub(super) fn forest() -> &'static Forest {
-    forest_of(DEFAULT_LIMIT)
+    forest_of(DEFAULT_NODE_LIMIT)
 }
 
 /// The only forest of a test process that has no slab caches.

@@ -25,7 +25,7 @@ fn assert_belongs(found: Found, index: u64) {
     assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "a value of another entry");
 }
 
-/// Guard of a test with readers: dropping it tells them to stop, also if the writer panics.
+/// Guard of a test with reader threads: dropping it makes the readers stop, also if the writer panics.
 struct StopReaders<'a>(&'a AtomicBool);
 
 impl Drop for StopReaders<'_> {

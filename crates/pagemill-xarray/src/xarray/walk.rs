@@ -10,7 +10,7 @@ use super::{Found, Mark, XArray};
 use pagemill_core::epoch::Guard;
 use pagemill_core::sync::{Acquire, Relaxed};
 
-/// An entry that a lookup found, and its slot.
+/// An entry that a lookup found, with the slot in which it was found.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy)]
@@ -63,8 +63,8 @@ enum LookupResult<'g> {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Returns the entry that covers the index. Cost: two loads per level, and one more if the index is not in the
-    /// entry's first slot.
+    /// Returns the entry that covers the index. Cost: two loads for each level of the tree, and one more if the index
+    /// is not in the entry's first slot.
     #[inline]
     pub fn load(&self, index: u64, guard: &Guard) -> Option<Found> {
         self.find(index, guard).map(|hit| hit.found)
@@ -81,8 +81,8 @@ impl<N: Nodes> XArray<N> {
     }
 
     /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard, so a node
-    /// on the path may belong to another array by now. The result may therefore be `None`, or any entry that was ever
-    /// stored with the same `Nodes`.
+    /// on the path from the root may belong to another array by now. The result may therefore be `None`, or any entry
+    /// that was ever stored with the same `Nodes`.
     ///
     /// Cost: as [`XArray::find`], without the guard.
     #[inline]
@@ -138,7 +138,7 @@ impl<N: Nodes> XArray<N> {
         self.search(from, to, |at| self.try_find_marked_or_gap(at, mark as usize))
     }
 
-    /// Returns the first index from `from` to `to` that no entry covers; `None` if entries cover all of them.
+    /// Returns the first index from `from` to `to` that no entry covers; `None` if entries cover all these indices.
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
@@ -155,12 +155,13 @@ impl<N: Nodes> XArray<N> {
         self.next_marked(index, index, mark, guard).is_some()
     }
 
-    /// As [`XArray::next`], for the thread that holds the lock, which needs no guard.
+    /// As [`XArray::next`], for the thread that holds the array's lock, which needs no guard.
     pub(super) fn next_locked(&self, from: u64, to: u64) -> Option<Found> {
         self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
-    /// Calls `lookup` for indices from `from` to `to` until it returns an entry. After a gap, continues behind the gap.
+    /// Calls `lookup` for indices from `from` to `to` until it returns an entry. After indices without an entry,
+    /// continues behind them.
     fn search<'g>(
         &self,
         from: u64,
@@ -186,8 +187,8 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around it, as far as this
-    /// lookup can tell: at most to the end of the node, and not beyond the slot of `to`.
+    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around `index`, as far as
+    /// this lookup can tell: at most the last index of the node, and not beyond the slot of `to`.
     fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
         let mut word = slot.load_acquire();

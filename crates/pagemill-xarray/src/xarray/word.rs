@@ -1,11 +1,11 @@
-//! The format of the words in slots.
+//! The format of the 64-bit words in the slots of nodes.
 //!
 //! ```text
 //!   63                      32 31        16 15      8 7      0
 //!   |                value                 |  order  |  VALUE  |   an entry, in its first slot
 //!   |          node          |      0      |  shift  |  NODE   |   a node below
 //!   |                  0                   |  order  |  GONE   |   first slot, while the entry is inserted or removed
-//!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: the index of its first slot
+//!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: number of the first slot
 //!   |                              0                 |  DEAD   |   the node has left the tree: restart at the root
 //!   |                              0                           |   empty
 //! ```
@@ -27,23 +27,24 @@ pub const MAX_ORDER: u32 = 11;
 /// Shift of the root node in the tallest tree.
 pub(super) const MAX_SHIFT: u32 = 36;
 
-/// Tags: the lowest byte of a word tells its kind. The module documentation describes the kinds.
+/// Tag of a VALUE word. The tag is the lowest byte of a word and tells its kind; the module documentation describes the
+/// kinds.
 const VALUE_TAG: u64 = 1;
 const NODE_TAG: u64 = 2;
 const GONE_TAG: u64 = 3;
-/// The lowest tag at which no lookup ends.
+/// Tag of a SIBLING word. Lookups end only at words with lower tags.
 const SIBLING_TAG: u64 = 4;
 const DEAD_TAG: u64 = 5;
 
 /// Mask of the tag in a word.
 const TAG_MASK: u64 = 0xFF;
-/// Position in a word of the field for order, shift or slot number.
+/// Lowest bit, in a word, of the field that contains an order, a shift or a slot number.
 const FIELD_SHIFT: u32 = 8;
-/// Mask of the field for order, shift or slot number, after a shift of the word to bit 0.
+/// Mask of the field that contains an order, a shift or a slot number, after the field was shifted down to bit 0.
 const FIELD_MASK: u64 = 0xFF;
-/// Position of the value in a VALUE word.
+/// Lowest bit of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;
-/// Position of the node number in a NODE word.
+/// Lowest bit of the node number in a NODE word.
 const NODE_NUMBER_SHIFT: u32 = 32;
 
 /// A word in a slot, or the root word of an array.
@@ -111,7 +112,7 @@ impl IndexWord {
         self.tag() == SIBLING_TAG
     }
 
-    /// Returns whether the lookup of the word's slot ends at this word. False for SIBLING and DEAD.
+    /// Returns whether a lookup that reads this word ends at it. Returns false for SIBLING and DEAD words.
     #[inline]
     pub fn decides_lookup(self) -> bool {
         self.tag() < SIBLING_TAG
@@ -202,8 +203,8 @@ pub(super) fn last_index_of(index: u64, bits: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// Builds words with the smallest and largest fields. Each word must return its fields and must be of exactly one
-    /// kind.
+    /// Creates words with the smallest and largest values of their fields. Each word must return its fields and must be
+    /// of exactly one kind.
     #[test]
     fn words_return_their_fields() {
         for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
@@ -249,7 +250,8 @@ mod tests {
         assert!(!word.covers(8, 16, 6) && !IndexWord::node(1, 0).covers(8, 9, 6) && !IndexWord::EMPTY.covers(8, 9, 6));
     }
 
-    /// A root word that is not a node must reach index 0 only. A root word for the highest node must reach all indices.
+    /// A root word that refers to no node must reach index 0 only. A root word that refers to a node of the largest
+    /// shift must reach all indices.
     #[test]
     fn a_root_reaches_its_indices() {
         assert!(

@@ -42,18 +42,18 @@ pub(crate) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Executes the actions of all batches of emptied slabs. Readers of concurrent tests may delay the batches for longer
-/// than one call waits, so this function repeats the call.
+/// Executes the deferred actions of all batches of emptied slabs. Readers of concurrent tests may delay the batches for
+/// longer than one call waits, so this function repeats the call.
 pub(crate) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
 
-/// Time after which a test is considered stuck. Far longer than any test takes on an overloaded machine.
+/// Time after which a test is considered stuck: far longer than any test takes, even on an overloaded machine.
 pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
 /// Returns an iterator for a thread that uses a cache while another thread packs the cache. The iterator yields at
-/// least `rounds` rounds, and more until the packing thread has moved objects. On one processor the packing thread may
-/// not have run before.
+/// least `rounds` rounds, and more until the packing thread has moved objects. If there is only one processor, the
+/// packing thread may not have run before that.
 pub(crate) fn rounds_until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {
@@ -73,7 +73,7 @@ fn object(number: u64) -> Object {
 /// Values in a fixed cache must keep their contents and lie at distinct addresses, and `into_inner` must return them
 /// unchanged.
 #[test]
-fn values_are_kept() {
+fn values_keep_contents_and_addresses() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
     let mut slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
     slots.retain(|slot| slot[0] % 3 != 0);

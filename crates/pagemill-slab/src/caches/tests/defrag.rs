@@ -49,8 +49,9 @@ fn steps_until_suspended(cache: &OwnerSlab<ItemOwner>, most: u64) -> u64 {
     panic!("it does not come to its end in {most} steps: {:?}", cache.info());
 }
 
-/// Forty blocks have only pinned items and come first in their list. They are more than one search compares. The items
-/// of twenty other blocks fit into these blocks. Steps that empty one slab each must empty all of the twenty blocks.
+/// Forty blocks have only pinned items and come first in their list. They are more blocks than one search compares. The
+/// items of twenty other blocks fit into these forty. Steps that empty one slab each must empty all of the twenty
+/// blocks.
 #[test]
 fn blocks_with_pinned_items_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
@@ -70,8 +71,8 @@ fn blocks_with_pinned_items_do_not_hide_others() {
     cache.engine().check_state();
 }
 
-/// Two blocks have a pinned item each, and less of each block is used than the ratio demands. The unpinned items of a
-/// block may be moved into the other block at most once.
+/// Two blocks have a pinned item each, and less of each block is used than the ratio demands. The unpinned items of one
+/// block may be moved into the other block, but not back again.
 #[test]
 fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);

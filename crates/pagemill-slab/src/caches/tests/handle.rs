@@ -1,4 +1,4 @@
-//! Tests of caches by handle.
+//! Tests of slab caches whose values are reached by handle.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::*;
@@ -18,7 +18,8 @@ fn value(number: u64) -> Value {
     std::array::from_fn(|at| number + at as u64)
 }
 
-/// An item of a linked list. Its destructor removes the next item, which is in the next of several caches.
+/// An item of a linked list whose items are spread over several caches. Its destructor removes the next item from the
+/// next cache.
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,

@@ -1,4 +1,4 @@
-//! Tests of caches as a whole.
+//! Tests of slab caches as a whole.
 
 use super::*;
 #[cfg(not(shuttle))]

@@ -55,7 +55,7 @@ impl<const WORDS: usize> Drop for Summed<WORDS> {
     }
 }
 
-/// A cache and its expected contents.
+/// A cache by handle, and the contents that it is expected to have.
 struct Model<const WORDS: usize> {
     slabs: &'static Slabs,
     cache: HandleMap<Summed<WORDS>>,
@@ -109,7 +109,7 @@ impl<const WORDS: usize> Model<WORDS> {
         word.1 = number;
     }
 
-    /// Packs the cache once while a value is pinned, which must not move that value, and once without pins.
+    /// Packs the cache twice: once while a value is pinned, which must not be moved, and once without pins.
     fn shrink(&mut self, random: &mut Random) {
         let pinned = self.random_key(random).map(|key| self.cache.pin(self.values[&key].0).unwrap().unwrap());
         let address = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));

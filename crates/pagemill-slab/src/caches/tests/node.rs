@@ -13,7 +13,7 @@ const SLABS_PER_BLOCK: usize = 8;
 /// Number of objects in a slab.
 const OBJECTS_PER_SLAB: usize = 4;
 
-/// Number of the pass in which candidates are searched.
+/// Number of the defragmentation pass for which the tests search candidates.
 const PASS: u32 = 7;
 
 fn criteria(percent: u32) -> Criteria {
@@ -57,7 +57,8 @@ fn with_blocks(kind: BlockKind, blocks: usize, last: usize, act: impl FnOnce(&mu
     node.check_lists();
 }
 
-/// Claims every slab that the search finds, and opens the slab again unchanged. Returns the number of slabs.
+/// Claims every slab that a search for slabs to empty finds, and opens the slab again unchanged. Returns the number of
+/// slabs.
 fn try_all_slabs(node: &mut Node<'_>, criteria: &Criteria) -> usize {
     let mut count = 0;
     while let Some(candidate) = node.claim_candidate(criteria) {
@@ -83,8 +84,8 @@ fn slab_search_visits_bounded_blocks_per_slab() {
     }
 }
 
-/// Claims every block that the search finds, and ends the block's emptying without a change. Returns the block numbers
-/// in the order in which they were found.
+/// Claims every block that a search for blocks to empty finds, and ends the block's emptying without a change. Returns
+/// the block numbers in the order in which they were found.
 fn try_blocks(node: &mut Node<'_>, criteria: &Criteria) -> Vec<u32> {
     let mut tried = Vec::new();
     while let Some(candidate) = node.claim_candidate(criteria) {
@@ -194,7 +195,8 @@ fn free_objects_down_to(node: &mut Node<'_>, objects: &[usize], block: usize, le
     objects[block * OBJECTS_PER_BLOCK..][left..OBJECTS_PER_BLOCK].iter().for_each(|object| node.free(*object));
 }
 
-/// Returns whether the search finds a block to empty. Ends the emptying of the block without a change.
+/// Returns whether a search with these criteria finds a block to empty. Ends the emptying of the block without a
+/// change.
 fn search_finds_block(node: &mut Node<'_>, criteria: &Criteria) -> bool {
     let has_candidate = node.has_candidate(criteria);
     let found = node.claim_candidate(criteria);
@@ -206,7 +208,8 @@ fn search_finds_block(node: &mut Node<'_>, criteria: &Criteria) -> bool {
     true
 }
 
-/// A block search must find a block of which less than the percentage is used, if its objects fit into other blocks.
+/// A block search must find a block of which less than the search's percentage is used, if its objects fit into other
+/// blocks.
 #[test]
 fn block_is_found_if_little_used_and_its_objects_fit() {
     let criteria = |percent| Criteria { percent, pass: PASS, block_pass: Some(PASS) };
@@ -239,7 +242,7 @@ fn idle_blocks_are_no_destination() {
 }
 
 /// An earlier attempt to empty a block left unmovable objects. A search must find this block again only if its objects
-/// fit into a block that is as full, by eighths.
+/// fit into a block of which at least as many eighths are in use.
 #[test]
 fn block_with_unmovable_objects_moves_only_to_fuller_blocks() {
     let criteria = Criteria { percent: 60, pass: PASS, block_pass: Some(PASS) };
@@ -265,8 +268,8 @@ fn block_with_unmovable_objects_moves_only_to_fuller_blocks() {
     }
 }
 
-/// A slab search must find the emptiest slab of which less than the percentage is used, if at least one of its objects
-/// fits elsewhere. Slabs of whole blocks must be found only above 100 %.
+/// A slab search must find the emptiest slab of which less than the search's percentage is used, if at least one of its
+/// objects fits elsewhere. Slabs of whole blocks must be found only above 100 %.
 #[test]
 fn slab_is_found_if_little_used_and_an_object_fits() {
     for (kind, used, percent, is_found) in [

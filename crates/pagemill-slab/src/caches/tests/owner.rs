@@ -1,5 +1,5 @@
-//! Tests of caches by owner. The owner is a map of numbered items. It moves an item by copying the item and storing its
-//! new address in the map.
+//! Tests of caches by owner. The owner is a map of numbered items. The owner moves an item by copying the item and
+//! storing its new address in the map.
 #![allow(unsafe_code)] // implements an owner
 
 use super::*;
@@ -38,7 +38,7 @@ pub(crate) enum Behavior {
     Move,
     /// Frees items with even numbers instead of moving them.
     FreeSome,
-    /// Takes a destination, but does not use it.
+    /// Takes a destination for a move, but moves no item to it.
     Fail,
     PanicInIsolate,
     PanicInMigrate,
@@ -59,7 +59,7 @@ pub(crate) struct ItemOwner {
     pub waits: AtomicBool,
     pub ended_on: Arc<OnceLock<ThreadId>>,
     panics_in_construct: AtomicBool,
-    /// Called once, by the next `construct`.
+    /// A function that the next `construct` calls once.
     on_construct: Mutex<Option<Hook>>,
     on_isolate: Mutex<Option<Hook>>,
     constructed: AtomicU64,
@@ -193,7 +193,7 @@ pub(crate) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks until concurrent readers have finished, no object waits for them, and no object is left to move.
+    /// Shrinks repeatedly until no object waits for concurrent readers, and no object is left to move.
     fn pack(&self) -> u64;
 }
 
@@ -409,7 +409,7 @@ fn bare_slabs_are_destinations_when_packing() {
 
 /// Pinned items must keep their address and be counted as refused. After they are unpinned, they must be moved.
 #[test]
-fn pinned_items_stay() {
+fn pinned_items_keep_their_address() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
     let items = fragment_cache(&cache, 60_000);
     let pinned: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().step_by(1_000).collect();
@@ -494,7 +494,7 @@ fn raised_ratio_resumes_defragmentation() {
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
 }
 
-/// Steps over all caches must empty the slabs and blocks that are used by less than their cache's ratio. After a pass
+/// Steps over all caches must empty the slabs and blocks of which less than their cache's ratio is in use. After a pass
 /// that freed nothing, a step must do nothing.
 #[test]
 fn all_caches_are_defragmented() {

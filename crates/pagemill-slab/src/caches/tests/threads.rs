@@ -30,7 +30,7 @@ fn slabs_with_refused_barrier() -> &'static Slabs {
     slabs
 }
 
-/// Environment variable that is set for tests that run alone in their process.
+/// Environment variable that is set in a process that runs a single test.
 const ALONE_VARIABLE: &str = "PAGEMILL_TEST_ALONE";
 /// Environment variable that is set in a process where the kernel refuses `membarrier`.
 const REFUSED_VARIABLE: &str = "PAGEMILL_TEST_REFUSED";

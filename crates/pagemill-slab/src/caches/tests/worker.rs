@@ -146,8 +146,8 @@ impl Drop for Link {
     }
 }
 
-/// Destructors that run on the background thread remove further values, in the same cache or in one that the thread has
-/// already visited. These values must be dropped without a further call, too.
+/// Destructors that run on the background thread remove further values, in the same cache or in a cache that the thread
+/// has already visited. These values must be dropped without a further call, too.
 #[test]
 fn values_removed_by_destructors_are_dropped() {
     for count in [1, 2] {
@@ -269,7 +269,7 @@ fn nothing_moves_at_a_ratio_of_0() {
     assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
 }
 
-/// After `defrag_by_hand`, the background thread must end without moving any further object.
+/// After a call of `defrag_by_hand`, the background thread must end without moving any further object.
 #[test]
 fn stopped_background_does_nothing() {
     let slabs = slabs(true);
@@ -416,8 +416,8 @@ fn shrink_request_ends_with_its_cache() {
     assert!(slabs.shrink_one(0).unwrap().is_ok());
 }
 
-/// The background thread must not rest for a requested shrink. For other work it must rest for 19 times the processor
-/// time of the work, at most a second.
+/// The background thread must not rest for the processor time of a requested shrink. For other work it must rest 19
+/// times as long as the work's processor time, but at most a second.
 #[test]
 fn rest_of_the_background_thread_is_bounded() {
     let slabs = slabs(true);
