@@ -10,7 +10,7 @@ use pagemill_sys::file::AnswerFile;
 use std::io;
 use std::sync::OnceLock;
 
-/// Answers requests to one instance: writes lists and figures, and forwards commands to the control endpoint.
+/// Answers requests of other processes: writes lists and figures, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {

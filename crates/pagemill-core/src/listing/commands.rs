@@ -26,7 +26,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Moves the objects together, if the cache can move objects, and returns the memory of empty slabs.
+    /// Moves the cache's objects together, if the cache can move objects, and returns the memory of empty slabs.
     Shrink,
     /// Sets the cache's setting `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),

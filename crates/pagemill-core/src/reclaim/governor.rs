@@ -26,7 +26,7 @@ const SEARCHES_PER_AGE: u32 = 10;
 /// The shortest pause between two searches for aged memory.
 const SHORTEST_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes of aged memory that one step returns.
+/// Maximum number of bytes of aged memory that one step of the governor returns.
 const AGED_STEP_BYTES: u64 = 16 << 20;
 /// Pause after a step that returned [`AGED_STEP_BYTES`]. It limits the rate to 800 MiB a second.
 const AGED_PAUSE: Duration = Duration::from_millis(20);

@@ -165,7 +165,7 @@ impl TreePage {
         self.limit.load(Relaxed)
     }
 
-    /// Returns the slots that were ever used.
+    /// Returns the slots of the page that members have ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]
     }
