@@ -158,7 +158,7 @@ impl Drop for LockedBlock<'_> {
 mod tests {
     use super::*;
 
-    /// Locks a block, and advances the generation as in a fork child. Locking the block again must then succeed.
+    /// Locks a block, and advances the fork generation as in a fork child. Locking the block again must then succeed.
     #[test]
     fn lock_of_older_generation_is_void() {
         let (word, generation) = (BlockWord::new(), Generation::default());

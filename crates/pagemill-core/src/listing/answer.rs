@@ -36,8 +36,8 @@ impl StatsResponder {
         let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a header
-    /// has a complete list.
+    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a
+    /// header has a complete list.
     ///
     /// # Errors
     ///

@@ -67,9 +67,9 @@ pub struct Outcome {
     pub of: u64,
     /// The result of a shrink; zeros after other actions. After [`ControlCommand::Trim`] only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
-    /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ENOSYS` if the process executes no
-    /// commands on slab caches, `ECANCELED` if code of the program panicked, `EAGAIN` if too many commands wait or no
-    /// thread could be started.
+    /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ENOSYS` if the process executes
+    /// no commands on slab caches, `ECANCELED` if code of the program panicked, `EAGAIN` if too many commands wait or
+    /// no thread could be started.
     pub errno: i32,
 }
 

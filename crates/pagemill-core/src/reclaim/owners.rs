@@ -225,8 +225,8 @@ impl Owners {
         self.slots.chunks_exact(SLOTS_PER_COST).skip(usize::from(is_programs)).step_by(2).flatten()
     }
 
-    /// Returns the amounts of all owners. Cost: some loads of counters for each owner of Pagemill; each owner of the
-    /// program also costs a `catch_unwind`.
+    /// Returns the sums of the amounts that all owners report. Cost: some loads of counters for each owner of Pagemill;
+    /// each owner of the program also costs a `catch_unwind`.
     pub(crate) fn amounts(&self) -> Amounts {
         let own = self.slots_of(false).filter_map(|owner| owner.query_own(Amounts::of));
         let sum = own.fold(Amounts::default(), Amounts::add);

@@ -247,7 +247,7 @@ impl TreePage {
         }
     }
 
-    /// Wakes the helper of a member.
+    /// Wakes the helper thread of a member process.
     pub fn wake(&self, identity: Identity) {
         let id = pack_identity(identity);
         self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
