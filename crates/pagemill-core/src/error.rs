@@ -4,7 +4,7 @@ use crate::units::{BLOCK_BYTES, Bytes, os_page_bytes};
 use std::fmt;
 use std::io;
 
-/// Why an operation failed.
+/// Why an operation of Pagemill failed.
 ///
 /// ```
 /// use pagemill::{Error, VolatileBuf};
@@ -16,11 +16,11 @@ use std::io;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// The bytes would exceed the limit, even after reclaim.
+    /// `wanted_bytes` more would exceed the memory limit, even after reclaim.
     NoMemory { wanted_bytes: u64, used_bytes: u64, limit_bytes: u64 },
     /// Too few of the huge pages that the administrator reserved (hugetlb) are free.
     NoHugetlb { wanted_bytes: u64 },
-    /// All addresses reserved for this use are taken.
+    /// The address space that was reserved for this kind of memory is used up.
     NoAddresses { wanted_bytes: u64 },
     /// The process has the maximum number of `what` (slab caches, for example) already.
     TooMany { what: &'static str, most: usize },
@@ -44,17 +44,17 @@ pub enum Error {
     Unsupported { what: &'static str },
     /// The object is not in the state that the operation requires.
     WrongState { what: &'static str },
-    /// The range ends beyond the largest file offset.
+    /// The range of the file ends beyond the largest file offset.
     BadOffset { offset: u64, len_bytes: u64 },
     /// The offset lies at or past the end of the file.
     PastEnd { offset: u64, size_bytes: u64 },
-    /// The size exceeds the largest file size.
+    /// The requested file size exceeds the largest possible one, `most_bytes`.
     FileTooLarge { size_bytes: u64, most_bytes: u64 },
     /// The file's store is read-only.
     ReadOnly,
-    /// The object is in use elsewhere and was not released in time.
+    /// Other code uses the object, and did not release it in time.
     Busy { what: &'static str },
-    /// The ratio is not 0 to 100 percent.
+    /// The ratio that the caller passed is not 0 to 100 percent.
     BadRatio { percent: u32 },
     /// The machine has no memory node of this number.
     BadNode { node: usize, nodes: usize },

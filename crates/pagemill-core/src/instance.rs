@@ -37,7 +37,7 @@ impl Product {
     const COUNT: usize = Self::Volatile as usize + 1;
 }
 
-/// The state of one product in an [`Instance`].
+/// The state of one product, such as the slab caches, in an [`Instance`].
 ///
 /// Example: [`Instance`].
 pub trait Part: Sync {
@@ -46,8 +46,8 @@ pub trait Part: Sync {
     /// Resident bytes of the product's metadata.
     fn metadata_bytes(&self) -> u64;
 
-    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take more
-    /// than 20 ms.
+    /// Measures the amounts of the product's memory that no operation counts, and updates their counters. Must neither
+    /// allocate nor take more than 20 ms.
     fn measure(&self) {}
 
     /// Acquires the product's locks in the thread that is about to fork. Waits for threads that hold them.
@@ -71,7 +71,8 @@ pub trait Part: Sync {
     fn at_exit(&self) {}
 }
 
-/// What the products of one process share. It is created once and never freed.
+/// What the products (kinds of memory for programs) of one process share: arena, account, helper thread, and answers to
+/// other processes. It is created once and never freed.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;
@@ -132,7 +133,7 @@ impl Instance {
         Ok(instance)
     }
 
-    /// Adds the part of a product.
+    /// Adds the state of a product.
     ///
     /// # Panics
     ///
@@ -156,7 +157,7 @@ impl Instance {
         stats::snapshot()
     }
 
-    /// Measures memory and publishes the statistics.
+    /// Measures the memory of this process and publishes the statistics.
     pub fn measure(&self) {
         let now = clock::fine_ns();
         self.account.measure();
@@ -239,7 +240,7 @@ impl thread::Work for Instance {
     }
 }
 
-/// Held while the instance of the process or one of its parts is created, and during `fork`.
+/// Lock that is held while the process's [`Instance`] or the state of a product is created, and during `fork`.
 static CREATION_LOCK: Lock = Lock::new();
 static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
 static KERNEL_LIMITS: Kernel = Kernel::new("");
@@ -274,7 +275,7 @@ impl Instance {
     }
 }
 
-/// The part of one product in the instance of the process; created on first use.
+/// The state of one product in the [`Instance`] of the process; created on first use.
 ///
 /// Example: `Slabs::of_process` of `pagemill-slab`.
 pub struct PartOfProcess<T: 'static>(OnceLock<&'static T>);
@@ -285,8 +286,8 @@ impl<T: Sync> PartOfProcess<T> {
         Self(OnceLock::new())
     }
 
-    /// Returns the part. The first call creates the part with `create`, which must add the part to the instance, and
-    /// must not call `get_or_create` itself.
+    /// Returns the state of the product. The first call creates the state with `create`, which must add it to the
+    /// instance ([`Instance::add`]), and must not call `get_or_create` itself.
     ///
     /// # Errors
     ///

@@ -138,7 +138,8 @@ pub fn publish() -> io::Result<()> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Removes this process's figures file at exit. In a tree the file stays, because `run` reads its counters later.
+/// Removes this process's figures file at exit. In a process tree the file stays, because `pagemill run` reads its
+/// counters later.
 pub fn remove_own_file() {
     // Most processes never publish: return before the system calls below.
     if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(PUBLISH_FOLDER.get(), Some(PublishFolder::User { .. })) {
@@ -327,7 +328,7 @@ fn find_in_folders(identity: Identity, folders: &[String], owner: Option<u32>) -
     paths.filter_map(|path| Some((read(&path)?, path))).map(|(snapshot, path)| (path, snapshot)).collect()
 }
 
-/// Returns the folders of the trees below a folder, then the folder itself.
+/// Returns the folders of the process trees below a folder, then the folder itself.
 fn with_tree_folders(folder: String) -> Vec<String> {
     let mut folders: Vec<_> = tree_folders(&folder).into_iter().map(|(path, _)| path).collect();
     folders.push(folder);

@@ -567,7 +567,7 @@ impl Snapshot {
         self.values[counter as usize]
     }
 
-    /// Changes a counter of this copy.
+    /// Sets a counter of this copy to `amount`.
     pub fn set(&mut self, counter: Counter, amount: u64) {
         self.values[counter as usize] = amount;
     }

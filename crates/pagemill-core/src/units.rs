@@ -40,7 +40,7 @@ impl PageSize {
     pub const MIN_BYTES: usize = 4 << 10;
     pub const MAX_BYTES: usize = 8 << 20;
 
-    /// The OS page size.
+    /// Returns the size of the OS page.
     pub fn os() -> Self {
         Self(os_page_bytes().trailing_zeros())
     }

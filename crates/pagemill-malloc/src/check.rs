@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 /// Small allocations start at multiples of this many bytes.
 const STEP_BYTES: usize = 8;
 
-/// First address that has a bit in the table.
+/// First address that has a bit in the table at [`BIT_TABLE`].
 static FIRST_ADDR: AtomicUsize = AtomicUsize::new(0);
-/// End of the addresses that have a bit in the table.
+/// End of the addresses that have a bit in the table at [`BIT_TABLE`].
 static END_ADDR: AtomicUsize = AtomicUsize::new(0);
-/// Address of the table of bits; 0 if checking is off.
+/// Address of the table that has a bit for each possible small allocation; 0 if checking is off.
 static BIT_TABLE: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns whether frees of small allocations are checked.

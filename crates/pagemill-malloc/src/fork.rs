@@ -91,7 +91,7 @@ pub unsafe extern "C" fn __register_atfork(
 /// Addresses of jemalloc's fork handlers, indexed by [`ForkStage`]; 0 until jemalloc has started.
 static JEMALLOC_HANDLERS: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
-/// The time at which a fork handler runs.
+/// The stage of a fork at which a fork handler runs.
 #[derive(Clone, Copy)]
 enum ForkStage {
     Before,

@@ -41,7 +41,7 @@ fn do_deferred_work(pagemill: &'static Base) {
     start_helper_if_due(pagemill);
 }
 
-/// Starts the helper thread if the process has become large enough for one.
+/// Starts the helper thread if none runs and the process holds enough memory to need one.
 #[inline]
 fn start_helper_if_due(pagemill: &'static Base) {
     if pagemill.instance.helper.is_due(pagemill.instance.account) {
@@ -97,7 +97,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
     }
 }
 
-/// Charges the memory that the C library serves to the process tree, if the process is in one.
+/// In a process tree, updates the account with the memory that the C library allocated for the program.
 fn charge_libc_fallback() {
     if let Some(account) = start::account_of_libc_fallback() {
         libc_fallback::charge_roughly(account);

@@ -1,4 +1,4 @@
-//! The malloc family on Pagemill, for `LD_PRELOAD`.
+//! The C functions `malloc`, `free` and related ones on Pagemill, for `LD_PRELOAD`.
 //!
 //! jemalloc serves sizes below 64 KiB, with extents from the arena ([`small`]); [`pagemill_heap`] serves larger sizes.
 //! For sizes below 64 KiB, the exported functions [`malloc`] and [`free`] add one comparison and two jumps to

@@ -23,14 +23,14 @@ static VERSION: &CStr =
         Err(_) => c"pagemill",
     };
 
-/// The control names that this module handles.
+/// The names of jemalloc's controls that this module handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ControlName {
     /// `arena.N.purge` and `arena.N.decay`: return the free memory of all arenas to the system, whatever N is.
     Purge,
     /// `stats.allocated` and `stats.active`, which are equal here, because the allocators count pages.
     Used,
-    /// `stats.resident`.
+    /// `stats.resident`: the resident bytes that are charged to the process.
     Resident,
     /// `epoch`: updates the statistics.
     Epoch,

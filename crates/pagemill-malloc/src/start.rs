@@ -182,8 +182,8 @@ fn start_arena() -> usize {
     phase
 }
 
-/// Size of the separate stack. Starting jemalloc takes 11 KiB of it; the rest is for objects that are built on the
-/// stack, in debug builds with several copies.
+/// Size of the separate stack for [`try_start_arena`]. Starting jemalloc takes 11 KiB of it; the rest is for objects
+/// that are built on the stack, in debug builds with several copies.
 const STACK_BYTES: usize = 512 << 10;
 
 /// Creates the arena and starts jemalloc in it. Returns the phase to enter.

@@ -268,7 +268,7 @@ impl Hierarchy {
         folders.map(|folder| self.limit(&folder).soft_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns the memory usage of the group, including page cache. Takes some 4 us.
+    /// Returns the memory usage of the group with this folder, including page cache. Takes some 4 us.
     ///
     /// # Errors
     ///

@@ -141,7 +141,7 @@ pub struct RunningChild {
 struct ChildSetup<'a> {
     parent: libc::pid_t,
     path: &'a CStr,
-    /// The arguments. Ends with a null pointer, as `environment` does.
+    /// The arguments of the program. Ends with a null pointer, as `environment` does.
     arguments: &'a [*const c_char],
     environment: &'a [*const c_char],
     /// Descriptor of the `cgroup.procs` file of the group that the child enters.
@@ -312,7 +312,7 @@ impl RunningChild {
     }
 }
 
-/// Returns how the child ended, or `None` if it is still running.
+/// Returns how the child with the id `pid` ended, or `None` if it is still running.
 fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     let mut status = 0;
     // SAFETY: plain data may be zero.

@@ -269,8 +269,8 @@ pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Excludes the range from fork children if `is_kept` is true (`MADV_DONTFORK`); else includes the range again. Used
-/// for pages that a device writes to, because a fork must not copy these pages.
+/// Excludes the `len_bytes` from `addr` on from the memory of fork children if `is_kept` is true (`MADV_DONTFORK`);
+/// else includes them again. Used for pages that a device writes to, because a fork must not copy these pages.
 ///
 /// # Errors
 ///

@@ -32,7 +32,8 @@ pub struct Source {
     stalls: Option<StallTrigger>,
 }
 
-/// The stall trigger of a source, with stall times that its pressure file showed as the total.
+/// A kernel trigger that notifies about memory stalls, and the stall times by which genuine notifications are
+/// recognised.
 struct StallTrigger {
     /// Total stall time at the last notification, or, before the first notification, when the trigger was set.
     seen_us: u64,
@@ -80,7 +81,7 @@ fn path_in(folder: &str, name: &str) -> io::Result<Path> {
 pub struct Events(Fd);
 
 impl Events {
-    /// Creates an empty set.
+    /// Creates an empty set of sources.
     ///
     /// # Errors
     ///

@@ -34,7 +34,7 @@ pub struct Action {
     pub handler: usize,
     pub flags: u64,
     pub restorer: usize,
-    /// One bit per signal; bit 0 is signal 1.
+    /// Signals that are blocked while the handler runs: one bit per signal; bit 0 is signal 1.
     pub mask: u64,
 }
 
@@ -87,7 +87,8 @@ static ACTION_SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }
 /// Lock word: 1 while a thread reads or replaces the `SIGSEGV` action, else 0.
 static ACTION_LOCK: AtomicU32 = AtomicU32::new(0);
 
-/// Installs the handler, with `judge` to decide about every fault. Works once per process; later calls do nothing.
+/// Installs this module's `SIGSEGV` handler, with `judge` to decide about every fault. Works once per process; later
+/// calls do nothing.
 ///
 /// # Errors
 ///
@@ -230,7 +231,7 @@ std::arch::global_asm!(
     ".popsection",
 );
 
-/// Stores the program's `SIGSEGV` action. The caller must hold the lock.
+/// Stores the program's `SIGSEGV` action. The caller must hold [`ACTION_LOCK`].
 fn write_program_action(action: Action) {
     let next = ACTION_SEQUENCE.load(Relaxed) + 1;
     let words = [action.handler as u64, action.flags, action.restorer as u64, action.mask];

@@ -24,7 +24,7 @@ impl<const N: usize> Text<N> {
         Self { bytes: [0; N], len: 0, is_cut: false }
     }
 
-    /// Formats into a new text. Returns `None` if the result does not fit.
+    /// Formats the arguments into a new text. Returns `None` if the result does not fit into `N - 1` bytes.
     pub fn format(arguments: fmt::Arguments<'_>) -> Option<Self> {
         let mut text = Self::new();
         let _ = fmt::Write::write_fmt(&mut text, arguments);

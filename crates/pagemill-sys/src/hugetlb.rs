@@ -12,7 +12,7 @@ use crate::{disk, mem};
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mremap_fixed};
 use std::io;
 
-/// Maps reserved pages of `page_bytes` at an address that the kernel chooses.
+/// Maps `len_bytes` of reserved huge pages, each of `page_bytes`, at an address that the kernel chooses.
 ///
 /// The pages read zero, are allocated at the first access, are not inherited by fork children, and can be moved by
 /// [`place`].

@@ -121,7 +121,7 @@ impl Maps {
         Ok(Some(query.to_mapping(name == c"[stack]")))
     }
 
-    /// Repeats a query, but does not request the mapping's name.
+    /// Repeats a query about a mapping, but does not request the mapping's name.
     fn query_without_name(&self, mut query: MappingQuery) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
         // SAFETY: the call reads and writes `query`, which contains its own size.

@@ -112,7 +112,7 @@ unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Re
     check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
 }
 
-/// Changes the access rights of the range by a direct `mprotect` system call.
+/// Changes the access rights of the `len_bytes` from `addr` on by a direct `mprotect` system call.
 ///
 /// # Safety
 ///
@@ -181,7 +181,7 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     unsafe { protect(addr, len_bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
 }
 
-/// As [`open`], but makes the range only readable. Charges and allocates no memory.
+/// As [`open`], but makes the addresses only readable. Charges and allocates no memory.
 ///
 /// # Errors
 ///
@@ -195,7 +195,7 @@ pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
     unsafe { protect(addr, len_bytes, MprotectFlags::READ) }
 }
 
-/// Removes all access to the range. Its contents stay, and accesses fault until [`open`].
+/// Removes all access to the `len_bytes` from `addr` on. Their contents stay, and accesses fault until [`open`].
 ///
 /// # Errors
 ///
@@ -209,19 +209,20 @@ pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
     unsafe { protect(addr, len_bytes, MprotectFlags::empty()) }
 }
 
-/// Allows huge pages for the aligned 2 MiB blocks of the range. Returns whether the kernel accepted the advice.
+/// Allows huge pages for the aligned 2 MiB blocks in the `len_bytes` from `addr` on. Returns whether the kernel
+/// accepted the advice.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     // SAFETY: the advice concerns paging only; contents do not change.
     unsafe { advise(addr, len_bytes, Advice::LinuxHugepage) }.is_ok()
 }
 
-/// Forbids huge pages for the range, so that only OS pages that are accessed are allocated.
+/// Forbids huge pages for the `len_bytes` from `addr` on, so that only OS pages that are accessed are allocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: the advice concerns paging only; contents do not change.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxNoHugepage) };
 }
 
-/// Allocates pages for the whole range, as writes would, but without changing a byte.
+/// Allocates pages for all of the `len_bytes` from `addr` on, as writes would, but without changing a byte.
 ///
 /// # Errors
 ///
@@ -249,8 +250,8 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
     Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
 }
 
-/// Reports for every OS page of the range whether the page is resident: sets or clears the lowest bit of the page's
-/// byte in `pages`.
+/// Reports for every OS page of the `len_bytes` from `addr` on whether the page is resident: sets or clears the lowest
+/// bit of the page's byte in `pages`.
 ///
 /// # Errors
 ///
@@ -278,7 +279,7 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
     Ok(())
 }
 
-/// Returns the resident bytes of the range, in whole OS pages.
+/// Returns how many of the `len_bytes` from `addr` on are resident, in whole OS pages.
 ///
 /// # Errors
 ///
@@ -303,7 +304,7 @@ pub fn can_write_int(addr: usize) -> bool {
     unsafe { libc::syscall(libc::SYS_getcpu, addr as *mut u32, nothing, nothing) == 0 }
 }
 
-/// Checks that the whole range is mapped, by any kind of mapping. Accesses no page.
+/// Checks that all of the `len_bytes` from `addr` on are mapped, by any kind of mapping. Accesses no page.
 ///
 /// # Errors
 ///
@@ -313,7 +314,7 @@ pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { mm::msync(addr as *mut _, len_bytes, MsyncFlags::ASYNC) }?)
 }
 
-/// Frees the pages of the range. The range reads zero afterwards.
+/// Frees the pages of the `len_bytes` from `addr` on. The addresses read zero afterwards.
 ///
 /// # Errors
 ///
@@ -327,7 +328,8 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { advise(addr, len_bytes, Advice::LinuxDontNeed) }?)
 }
 
-/// Offers the pages of the range to the kernel, which may free them when memory runs short (`MADV_FREE`).
+/// Offers the pages of the `len_bytes` from `addr` on to the kernel, which may free them when memory runs short
+/// (`MADV_FREE`).
 ///
 /// A page has its old bytes until the kernel frees it, and reads zero afterwards. A write to a page ends its offer.
 ///
@@ -343,8 +345,8 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(unsafe { advise(addr, len_bytes, Advice::LinuxFree) }?)
 }
 
-/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only pages
-/// that [`offer`] offered. For tests.
+/// Makes the kernel reclaim the `len_bytes` from `addr` on, as it does when memory runs short. Without swap, the kernel
+/// takes only pages that [`offer`] offered. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     // SAFETY: contents do not change, except those that were offered.
     let _ = unsafe { advise(addr, len_bytes, Advice::LinuxPageOut) };

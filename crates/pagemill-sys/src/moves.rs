@@ -75,7 +75,7 @@ impl Mover {
     }
 }
 
-/// Checks that this process may use `UFFDIO_MOVE`.
+/// Checks that this process may use `UFFDIO_MOVE`, which moves pages between addresses.
 ///
 /// # Errors
 ///

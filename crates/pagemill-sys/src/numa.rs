@@ -39,7 +39,8 @@ pub fn cpu() -> usize {
     (unsafe { libc::sched_getcpu() }).max(0) as usize
 }
 
-/// Requests that the kernel allocate the pages of the range on `node` while the node has free pages.
+/// Requests that the kernel allocate the pages of the `len_bytes` from `addr` on from `node` while the node has free
+/// pages.
 ///
 /// # Errors
 ///

@@ -237,8 +237,8 @@ impl ChargedGroupReader {
         Ok(groups)
     }
 
-    /// Returns the charged group of the folio that contains a frame. Only the first page of a large folio has the
-    /// group, and folios are aligned to their size.
+    /// Returns the charged control group of the folio that contains the page frame with the number `frame`. Only the
+    /// first page of a large folio has the group, and folios are aligned to their size.
     fn group_of_folio(&self, frame: u64) -> io::Result<u64> {
         const MAX_FOLIO_ORDER: u32 = 9;
         for order in 0..=MAX_FOLIO_ORDER {
@@ -299,14 +299,14 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns whether this process has the lease and no process waits to open the file.
+/// Returns whether this process has the write lease on `file` and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
     // SAFETY: the call takes numbers only. While another process waits to open the file, the call returns the type that
     // the lease will have after that.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 
-/// Releases the lease before the file is closed.
+/// Releases the write lease on `file` before the file is closed.
 pub fn end_lease(file: BorrowedFd<'_>) {
     // SAFETY: the call takes numbers only.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };

@@ -13,7 +13,8 @@ use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
-/// Maximum number of blocks that one system call discards or moves. It bounds the time for which other threads wait.
+/// Maximum number of blocks that one system call discards or moves. It bounds the time for which a call may block other
+/// threads.
 const MAX_BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.
@@ -90,7 +91,8 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Makes all pages of an empty block resident, which is charged already. Returns whether the block got a huge page.
+    /// Makes all pages of an empty block resident. The block must be charged already. Returns whether the block got a
+    /// huge page.
     fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.state_word(block).lock(&self.generation);
         debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
@@ -127,7 +129,8 @@ impl Arena {
         }
     }
 
-    /// Overcommits those of the `blocks` blocks from `first` on that are empty.
+    /// Overcommits the empty ones of `blocks` blocks, of which `first` is the first: the program may touch them without
+    /// another charge.
     ///
     /// # Errors
     ///
@@ -188,7 +191,7 @@ impl Arena {
         unsafe { self.discard_and_reopen(block, 1) };
     }
 
-    /// Allows the kernel to use huge pages at these addresses.
+    /// Allows the kernel to use huge pages for the `len_bytes` from `addr` on.
     pub fn allow_huge(&self, addr: usize, len_bytes: usize) {
         debug_assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES), "huge pages are whole blocks");
         if self.use_huge && len_bytes > 0 {
@@ -204,7 +207,8 @@ impl Arena {
         }
     }
 
-    /// Measures how many pages of overcommitted blocks are resident, and charges them.
+    /// Measures which pages are resident in the overcommitted ones of `blocks` blocks, of which `first` is the first,
+    /// and charges these pages.
     pub fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;

@@ -9,7 +9,7 @@ use crate::sync;
 use crate::units::os_pages_per_block;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-/// The memory behind a block.
+/// The kind of memory that a block has.
 ///
 /// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,13 +38,13 @@ pub struct BlockState {
     pub is_inherited: bool,
 }
 
-/// Bit of the state word: a thread holds the block's lock.
+/// Bit of a block's state word, set while a thread holds the block's lock.
 const LOCKED_BIT: u64 = 1 << 2;
-/// Bit of the state word: the block got its memory before `fork`.
+/// Bit of a block's state word, set if the block got its memory before `fork`.
 const INHERITED_BIT: u64 = 1 << 3;
-/// Position, in the state word, of the fork generation (16 bits) in which the word was written.
+/// Position, in a block's state word, of the fork generation (16 bits) in which the word was written.
 const GENERATION_SHIFT: u32 = 16;
-/// Position, in the state word, of the number of charged OS pages (16 bits).
+/// Position, in a block's state word, of the number of charged OS pages (16 bits).
 const CHARGED_SHIFT: u32 = 32;
 
 impl BlockState {
@@ -158,7 +158,7 @@ impl Drop for LockedBlock<'_> {
 mod tests {
     use super::*;
 
-    /// Locks a block, and advances the generation as in a fork child. Locking the block again must then succeed.
+    /// Locks a block, and advances the fork generation as in a fork child. Locking the block again must then succeed.
     #[test]
     fn lock_of_older_generation_is_void() {
         let (word, generation) = (BlockWord::new(), Generation::default());

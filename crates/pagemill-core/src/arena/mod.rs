@@ -61,7 +61,7 @@ pub enum Context {
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Budget: Sync {
-    /// Charges `bytes`. If they do not fit below the limit, reclaims first.
+    /// Charges `bytes` of memory before it becomes resident. If they do not fit below the memory limit, reclaims first.
     ///
     /// # Errors
     ///
@@ -139,7 +139,7 @@ pub struct Layout {
     pub nodes: Nodes,
     /// Whether huge pages are used at all.
     pub use_huge: bool,
-    /// Resident bytes of the process from which a block may get a huge page before all of the block is needed.
+    /// Once the process has this many resident bytes, a block may get a huge page before all of the block is needed.
     pub huge_from_bytes: u64,
 }
 
@@ -197,7 +197,7 @@ impl Layout {
 pub struct Zone {
     base: usize,
     len_bytes: usize,
-    /// Bytes carved so far, from `base` on. Written under `lock`.
+    /// Bytes of the zone carved so far, from `base` on. Written under `lock`.
     next: AtomicUsize,
     lock: Lock,
 }

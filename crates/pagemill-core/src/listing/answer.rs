@@ -10,7 +10,7 @@ use pagemill_sys::file::AnswerFile;
 use std::io;
 use std::sync::OnceLock;
 
-/// Answers requests to one instance: writes lists and figures, and forwards commands to the control endpoint.
+/// Answers requests of other processes: writes lists and figures, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
@@ -36,8 +36,8 @@ impl StatsResponder {
         let _ = self.figures_source.set(figures_source);
     }
 
-    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a header
-    /// has a complete list.
+    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a
+    /// header has a complete list.
     ///
     /// # Errors
     ///

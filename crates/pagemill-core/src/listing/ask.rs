@@ -14,10 +14,10 @@ use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
-/// Maximum time to wait for an answer.
+/// Maximum time to wait for an answer of another process.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// Pause between two checks for an answer.
+/// Pause between two checks whether another process has answered.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Time after which a request is sent again if its number was used before, because the process may have missed it.
@@ -26,7 +26,7 @@ const REPEAT_AFTER: Duration = Duration::from_millis(100);
 /// Maximum number of request files of one process. Files of commands that were killed while they waited count, too.
 const MAX_REQUESTS: u32 = 64;
 
-/// Why a request has no result.
+/// Why a request to another process has no result.
 ///
 /// Example: [`ListWriter`](super::ListWriter).
 #[derive(Debug)]

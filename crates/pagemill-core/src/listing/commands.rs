@@ -26,7 +26,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Moves the objects together, if the cache can move objects, and returns the memory of empty slabs.
+    /// Moves the cache's objects together, if the cache can move objects, and returns the memory of empty slabs.
     Shrink,
     /// Sets the cache's setting `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),
@@ -67,9 +67,9 @@ pub struct Outcome {
     pub of: u64,
     /// The result of a shrink; zeros after other actions. After [`ControlCommand::Trim`] only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
-    /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ENOSYS` if the process executes no
-    /// commands on slab caches, `ECANCELED` if code of the program panicked, `EAGAIN` if too many commands wait or no
-    /// thread could be started.
+    /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ENOSYS` if the process executes
+    /// no commands on slab caches, `ECANCELED` if code of the program panicked, `EAGAIN` if too many commands wait or
+    /// no thread could be started.
     pub errno: i32,
 }
 

@@ -37,7 +37,7 @@ struct PendingCommand {
 struct CommandQueue {
     /// Oldest command first.
     waiting: [Option<PendingCommand>; MAX_QUEUED_COMMANDS],
-    /// The thread that executes the commands runs, and will check the queue again.
+    /// Whether the thread that executes the commands runs and will check the queue again.
     is_working: bool,
 }
 

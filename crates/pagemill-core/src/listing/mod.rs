@@ -92,7 +92,8 @@ impl AnswerHeader {
 ///
 /// Example: [`ListWriter`].
 pub trait FiguresSource: Sync {
-    /// Measures the amounts that no operation counts, and updates their counters. Must neither allocate nor take long.
+    /// Measures the amounts of memory that no operation counts, and updates their counters. Must neither allocate nor
+    /// take long.
     fn measure(&self);
 }
 

@@ -29,14 +29,15 @@ use std::time::Duration;
 /// are measured at any time.
 const RECONCILE_NS: u64 = 2_000_000;
 
-/// If the overcommitted bytes exceed the resident bytes divided by this number, they are measured before the room is
-/// reported.
+/// If the overcommitted bytes exceed the resident bytes divided by this number, they are measured before the room below
+/// the limit is reported.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
-/// Up to this number of overcommitted bytes are measured whenever the room is queried, which takes some 20 us.
+/// Up to this number of overcommitted bytes are measured whenever the room below the limit is queried. The measurement
+/// takes some 20 us.
 const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 
-/// Up to this number of overcommitted bytes are measured whenever a limit is near, which takes some 0.4 ms.
+/// Up to this number of overcommitted bytes are measured whenever a limit is near. The measurement takes some 0.4 ms.
 const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
 /// The pause after a measurement is this many times the duration of the measurement. So measuring costs at most 2 % of
@@ -57,7 +58,7 @@ const OFFSET_STEP_DIVISOR: u64 = 128;
 /// hundredth of this time.
 const COLD_AGE: Duration = Duration::from_millis(67);
 
-/// After a search that found too little cold memory, the next search waits for this long.
+/// After a search that found too little cold free memory, no search starts for this time, in nanoseconds.
 const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
 /// Free memory up to the resident bytes divided by this number, plus one block, is not returned to offset new memory.
@@ -96,7 +97,7 @@ pub struct Account {
     pub(super) owners: Owners,
     /// Earliest time of the next measurement of overcommitted memory.
     reconcile_after_ns: AtomicU64,
-    /// The room below the limits of control groups and of the machine.
+    /// The bytes that may still become resident below the limits of control groups and of the machine.
     pub headroom: Headroom,
     /// Until this time, this process does not reclaim for control groups or the machine again, because the last attempt
     /// freed nothing.
@@ -126,7 +127,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// Creates an account that may hold `limit` bytes ([`UNLIMITED`] for no limit of its own).
+    /// Creates the account of a process that may hold `limit` resident bytes ([`UNLIMITED`] for no limit of its own).
     pub fn new(limit: u64) -> Self {
         Self {
             resident: AtomicU64::new(0),
@@ -343,7 +344,7 @@ impl Account {
         self.reconcile_after_ns.store(end + RECONCILE_NS.max((end - start) * RECONCILE_PAUSE_FACTOR), Relaxed);
     }
 
-    /// Measures all amounts that are known only by measuring. The caller must hold no lock.
+    /// Measures all amounts of memory that are known only by measuring. The caller must hold no lock.
     pub fn measure(&self) {
         self.reconcile();
         self.owners.measure();
@@ -362,7 +363,8 @@ impl Account {
         }
     }
 
-    /// Makes the shrinkers of this process give back up to `want_bytes`. Returns the bytes that the kernel took back.
+    /// Makes the shrinkers of this process give back up to `want_bytes` of memory. Returns the bytes that the kernel
+    /// took back.
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
         let freed = self.owners.give(want_bytes, context, urgency);
@@ -545,7 +547,7 @@ impl Account {
         }
     }
 
-    /// Adds to the charge without a check of the limit.
+    /// Adds `bytes` to the charge of this process without a check of the limit.
     fn charge(&self, bytes: u64) {
         self.note_first_use();
         let charged = self.resident.fetch_add(bytes, Relaxed);

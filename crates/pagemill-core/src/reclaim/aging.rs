@@ -68,7 +68,7 @@ impl LeastOver {
     }
 }
 
-/// How a time without records is treated.
+/// How [`LeastOver::least`] treats a time without records.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     /// The amount counts as unchanged.

@@ -26,7 +26,7 @@ const STALL_US: u32 = 150_000;
 /// have run out.
 const RETRY_AFTER_NS: u64 = 60_000_000_000;
 
-/// The limits and files for which alarms are to be set.
+/// The limits of control groups, and the stall files, for which alarms (kernel events) are to be set.
 ///
 /// Example: [`Alarms`].
 pub struct AlarmPlan {

@@ -26,7 +26,7 @@ const SEARCHES_PER_AGE: u32 = 10;
 /// The shortest pause between two searches for aged memory.
 const SHORTEST_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes of aged memory that one step returns.
+/// Maximum number of bytes of aged memory that one step of the governor returns.
 const AGED_STEP_BYTES: u64 = 16 << 20;
 /// Pause after a step that returned [`AGED_STEP_BYTES`]. It limits the rate to 800 MiB a second.
 const AGED_PAUSE: Duration = Duration::from_millis(20);
@@ -51,9 +51,9 @@ const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
 const CALM_PAUSE_FACTOR: u64 = 4;
 
 /// Time for which the memory use of other processes is extrapolated.
-const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
+const EXTRAPOLATION_TIME: Duration = Duration::from_millis(20);
 /// The extrapolated use by other processes counts only up to the limit divided by this number.
-const EXTRAPOLATED_DIVISOR: u64 = 16;
+const EXTRAPOLATION_DIVISOR: u64 = 16;
 
 /// Other processes *rush* (use memory up fast) if their extrapolated use exceeds this number of bytes.
 const RUSH_BYTES: u64 = 4 << 20;
@@ -184,12 +184,12 @@ struct RoomSample {
 }
 
 impl RoomSample {
-    /// Bytes that other processes will take within [`EXTRAPOLATED_TIME`], at their rate since an `earlier` sample.
+    /// Bytes that other processes will take within [`EXTRAPOLATION_TIME`], at their rate since an `earlier` sample.
     fn extrapolated_use_bytes(&self, earlier: &Self) -> u64 {
         let fell = i128::from(earlier.room_bytes) - i128::from(self.room_bytes);
         let own = i128::from(self.own_bytes) - i128::from(earlier.own_bytes);
         let (taken, passed) = ((fell - own).max(0), i128::from(self.now_ns.saturating_sub(earlier.now_ns)).max(1));
-        u64::try_from(taken * EXTRAPOLATED_TIME.as_nanos() as i128 / passed).unwrap_or(u64::MAX)
+        u64::try_from(taken * EXTRAPOLATION_TIME.as_nanos() as i128 / passed).unwrap_or(u64::MAX)
     }
 }
 
@@ -274,7 +274,7 @@ impl<C: Clock> Governor<C> {
         let last = self.last_sample.replace(sample).unwrap_or(sample);
         debug_assert!(last.now_ns <= sample.now_ns, "the clock is monotonic");
         // Memory is given back earlier if other processes rush towards the limit: this thread may get no CPU later.
-        let extrapolated_use_bytes = sample.extrapolated_use_bytes(&last).min(room.limit_bytes / EXTRAPOLATED_DIVISOR);
+        let extrapolated_use_bytes = sample.extrapolated_use_bytes(&last).min(room.limit_bytes / EXTRAPOLATION_DIVISOR);
         if extrapolated_use_bytes > RUSH_BYTES && room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
             account.offer(u64::MAX, Which::All);
         }

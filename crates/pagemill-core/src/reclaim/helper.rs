@@ -23,15 +23,15 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 /// Resident bytes from which a process gets a helper thread if its tree or its control group has a limit.
-const HELPER_IF_LIMITED_BYTES: u64 = 4 << 20;
+const MIN_HELPER_RESIDENT_BYTES_IF_LIMITED: u64 = 4 << 20;
 
 /// Resident bytes from which every process gets a helper thread, which returns memory that was free for long. Most
 /// smaller processes end before their memory is old enough.
-const HELPER_BYTES: u64 = 16 << 20;
+const MIN_HELPER_RESIDENT_BYTES: u64 = 16 << 20;
 
 /// Shortest pause between two kernel events that the second thread forwards to the helper. Events come in bursts while
 /// a group's usage oscillates around a threshold.
-const EVENT_PAUSE: Duration = Duration::from_millis(5);
+const MIN_EVENT_PAUSE: Duration = Duration::from_millis(5);
 
 /// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
 const LATE_AFTER: Duration = Duration::from_millis(20);
@@ -109,7 +109,7 @@ impl Helper {
         }
         let resident = account.resident();
         let is_near_limit = || account.is_limited() || account.headroom.latest_sample().bound == Bound::Group;
-        resident >= HELPER_BYTES || (resident >= HELPER_IF_LIMITED_BYTES && is_near_limit())
+        resident >= MIN_HELPER_RESIDENT_BYTES || (resident >= MIN_HELPER_RESIDENT_BYTES_IF_LIMITED && is_near_limit())
     }
 
     #[inline]
@@ -268,7 +268,7 @@ impl thread::Work for Helper {
         while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
             self.signs.fetch_or(signs, AcqRel);
             self.wake(self.account);
-            std::thread::sleep(EVENT_PAUSE);
+            std::thread::sleep(MIN_EVENT_PAUSE);
         }
     }
 }

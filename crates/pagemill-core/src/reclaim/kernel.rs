@@ -137,7 +137,8 @@ impl ControlGroups {
         }
     }
 
-    /// Returns the room of the group with the least room. Its `kill` is the least room before a kill in any group.
+    /// Returns the room (bytes left below the limit) of the group with the least room. Its `kill` is the least room
+    /// before a kill in any group.
     fn nearest_room(&self) -> Option<Room> {
         let groups = self.groups.as_ref()?;
         let rooms = self.limited_groups().filter_map(|(folder, limit)| {

@@ -33,7 +33,7 @@ pub enum Bound {
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KillLimit {
-    /// The limit; `u64::MAX` for none.
+    /// The limit in bytes; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// Usage of the group, without the memory that the kernel could reclaim.
     pub used_bytes: u64,
@@ -216,9 +216,9 @@ pub trait Limits: Sync {
 /// Example: [`Limits`].
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
-    /// The credit: bytes that may still be charged before the next sample.
+    /// The credit: bytes that may still be charged before the next sample of the room.
     credit: AtomicI64,
-    /// Time at which the credit expires.
+    /// Time at which `credit` expires.
     valid_until_ns: AtomicU64,
     /// The room in the latest sample, in bytes.
     bytes: AtomicI64,
@@ -333,12 +333,12 @@ impl Headroom {
         self.valid_until_ns.store(0, Relaxed);
     }
 
-    /// Waits until no sample is taken, and prevents new ones. Called before `fork`.
+    /// Waits until no thread samples the room, and prevents new samples. Called before `fork`.
     pub fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
 
-    /// Allows samples again. Called after `fork`, in the parent and in the child.
+    /// Allows samples of the room again. Called after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.sampling.release();
     }

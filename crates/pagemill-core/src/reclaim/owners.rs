@@ -26,9 +26,9 @@ pub const SLOTS_PER_COST: usize = 3;
 /// before the program's.
 const MAX_OWNERS: usize = 2 * SLOTS_PER_COST * Cost::COUNT;
 
-/// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
+/// Maximum number of bytes that one call requests from an owner, unless very many bytes are wanted ([`STEP_DIVISOR`]).
 const STEP_BYTES: u64 = 64 << 20;
-/// One call may always request the bytes wanted divided by this number.
+/// One call may always request the wanted bytes divided by this number from an owner.
 const STEP_DIVISOR: u64 = 16;
 
 /// An owner is skipped as blocked if no thread inside its calls has made progress for this time, in nanoseconds. A call
@@ -145,7 +145,7 @@ impl RegisteredOwner {
     }
 }
 
-/// The amounts that all owners report together.
+/// The sums of the amounts of memory that all owners report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Amounts {
     /// Bytes that the owners could give back at once.
@@ -225,8 +225,8 @@ impl Owners {
         self.slots.chunks_exact(SLOTS_PER_COST).skip(usize::from(is_programs)).step_by(2).flatten()
     }
 
-    /// Returns the amounts of all owners. Cost: some loads of counters for each owner of Pagemill; each owner of the
-    /// program also costs a `catch_unwind`.
+    /// Returns the sums of the amounts that all owners report. Cost: some loads of counters for each owner of Pagemill;
+    /// each owner of the program also costs a `catch_unwind`.
     pub(crate) fn amounts(&self) -> Amounts {
         let own = self.slots_of(false).filter_map(|owner| owner.query_own(Amounts::of));
         let sum = own.fold(Amounts::default(), Amounts::add);

@@ -13,10 +13,12 @@ use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Minimum number of bytes to request at once. With smaller steps, every new block would have to wait for a reclaim.
+/// Minimum number of bytes to request from shrinkers at once. With smaller steps, every new block would have to wait
+/// for a reclaim.
 const MIN_STEP_BYTES: u64 = 4 << 20;
 
-/// While nothing can be given back, the room before a kill divided by this number may become resident without a sample.
+/// While nothing can be given back, the bytes left before the kernel kills, divided by this number, may become resident
+/// without a new sample of the room.
 const CREDIT_GRANT_DIVISOR: u64 = 16;
 
 /// Time, in nanoseconds, for which this process reclaims its own memory first, after requests to siblings did not help.
@@ -48,7 +50,7 @@ impl Account {
         }
     }
 
-    /// Gives memory back until `bytes` fit. Fails if not even `least_bytes` fit afterwards.
+    /// Gives memory back until `bytes` more fit below the limits. Fails if not even `least_bytes` more fit afterwards.
     #[cold]
     fn give_back_or_refuse(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         let room = self.give_for_system(room, bytes, context);

@@ -165,7 +165,7 @@ impl TreePage {
         self.limit.load(Relaxed)
     }
 
-    /// Returns the slots that were ever used.
+    /// Returns the slots of the page that members have ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(MAX_MEMBERS)]
     }
@@ -247,7 +247,7 @@ impl TreePage {
         }
     }
 
-    /// Wakes the helper of a member.
+    /// Wakes the helper thread of a member process.
     pub fn wake(&self, identity: Identity) {
         let id = pack_identity(identity);
         self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);

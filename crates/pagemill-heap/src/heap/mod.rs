@@ -115,9 +115,10 @@ pub struct Heap {
     carve_cursors: Table<AtomicU64>,
     /// For each block of the heap zone: the index of the size class plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
-    /// Held while addresses are carved.
+    /// Lock that is held while addresses are carved.
     carving: Lock,
-    /// Held by purges, offers and searches for donors.
+    /// Lock that is held by purges and offers of free memory, and by searches for donors (free slots that can lose
+    /// pages).
     purging: Lock,
     /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],

@@ -190,8 +190,8 @@ impl Heap {
         recipient.done_bytes > before
     }
 
-    /// Moves the pages of fully resident blocks of a span whose slots share blocks. Skips blocks into which a live slot
-    /// reaches.
+    /// Moves the pages of fully resident blocks of a span whose slots share blocks to the recipient. Skips blocks into
+    /// which a live slot reaches.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
         debug_assert!(!span.class.is_big());
         if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {

@@ -17,8 +17,8 @@ impl Heap {
     /// Resizes the allocation at `addr` to at least `size` bytes. Contents up to the smaller size are preserved.
     ///
     /// The allocation stays where it is if `size` fits and uses more than half of the slot, or if a big slot shrinks.
-    /// Otherwise a new slot is allocated and gets the contents: from 4 MiB on by moving pages (1.8 us per 2 MiB) if the
-    /// kernel can, else by copying.
+    /// Otherwise a new slot is allocated and gets the contents: from 4 MiB on by moving pages if the kernel can, which
+    /// takes 1.8 us for every 2 MiB, else by copying.
     ///
     /// # Errors
     ///

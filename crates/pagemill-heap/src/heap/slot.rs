@@ -18,11 +18,11 @@ use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 /// The state of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotPhase {
-    /// Never allocated.
+    /// The slot was never allocated.
     None = 0,
-    /// Allocated to the program.
+    /// The slot is allocated to the program.
     Live = 1,
-    /// Free: a purge may claim the slot.
+    /// The slot is free: a purge may claim it.
     Free = 2,
     /// A purge has claimed the slot and may discard its bytes.
     Purging = 3,
@@ -63,20 +63,20 @@ impl SlotBytes {
 /// Unit of [`SlotBytes::counted`].
 const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
-/// Mask of the bits of the state word that contain the phase.
+/// Mask of the bits of a slot's state word that contain the phase.
 const PHASE_MASK: u64 = 3;
-/// Bit of the state word for [`SlotBytes::is_resident`].
+/// Bit of a slot's state word for [`SlotBytes::is_resident`].
 const RESIDENT_BIT: u64 = 1 << 2;
-/// Bit of the state word for [`SlotBytes::is_zero`].
+/// Bit of a slot's state word for [`SlotBytes::is_zero`].
 const ZERO_BIT: u64 = 1 << 3;
-/// Bit of the state word for [`SlotBytes::is_offered`].
+/// Bit of a slot's state word for [`SlotBytes::is_offered`].
 const OFFERED_BIT: u64 = 1 << 4;
-/// Bit of the state word: the slot was never allocated, but pages of another slot were moved into it, so its bytes are
-/// not zero.
+/// Bit of a slot's state word: the slot was never allocated, but pages of another slot were moved into it, so its bytes
+/// are not zero.
 const NONZERO_BIT: u64 = 1 << 5;
-/// Position of the time stamp (16 bits) in the state word.
+/// Position of the time stamp (16 bits) in a slot's state word.
 const STAMP_SHIFT: u32 = 16;
-/// Position of [`SlotBytes::counted`] (32 bits) in the state word.
+/// Position of [`SlotBytes::counted`] (32 bits) in a slot's state word.
 const COUNT_SHIFT: u32 = 32;
 
 /// Packs the phase, the attributes and the time stamp into a state word.

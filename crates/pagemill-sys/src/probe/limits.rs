@@ -249,7 +249,7 @@ mod tests {
         );
     }
 
-    /// If less than a sixteenth of the machine's memory is available, the row must be limited.
+    /// If less than a sixteenth of the machine's memory is available, the state must be limited.
     #[test]
     fn little_available_memory_is_limited() {
         for (available, state) in
@@ -261,7 +261,8 @@ mod tests {
         }
     }
 
-    /// If the pressure file is missing, the row must be missing. If all of `/proc` is missing, the row must be unknown.
+    /// If the pressure file is missing, the state must be missing. If all of `/proc` is missing, the state must be
+    /// unknown.
     #[test]
     fn missing_psi_differs_from_missing_proc() {
         let (_root, system) = fake_files(&[("/proc/self/status", "")]);

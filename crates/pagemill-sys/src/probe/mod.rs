@@ -286,7 +286,7 @@ impl SystemFiles {
         Err(KernelFileError { reason: format!("cannot read {path}: {}", describe_error(&error)), fix, is_absent })
     }
 
-    /// As [`System::read`], for a file that contains one number.
+    /// As [`SystemFiles::read`], for a file that contains one number.
     fn read_number(&self, path: &str) -> Result<u64, KernelFileError> {
         let text = self.read(path)?;
         text.parse().map_err(|_| KernelFileError {

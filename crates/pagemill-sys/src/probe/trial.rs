@@ -446,9 +446,9 @@ pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
 
 /// The uses that a folder allows for the files in it.
 pub(super) enum FolderUsability {
-    /// The file can be created, written, and mapped as code.
+    /// A file in the folder can be created, written, and mapped as code.
     Usable,
-    /// The file can be created and written, but not mapped as code.
+    /// A file in the folder can be created and written, but not mapped as code.
     NotExecutable(io::Error),
 }
 
