@@ -20,13 +20,13 @@ const FULL_MIB: u64 = 1024;
 const BASELINE: &str = "glibc";
 /// Metric: duration in milliseconds of the request to return free memory.
 const WALL_MS: &str = "ms";
-/// Metric: resident memory before the request minus resident memory after it.
+/// Metric: resident memory before the request to return free memory, minus resident memory after the request.
 const RETURNED_MIB: &str = "returned_mib";
 /// Metric: resident memory before the request to return free memory.
 const HELD_MIB: &str = "held_mib";
 /// Metric: longest duration of a malloc in another thread during the request to return free memory.
 const LONGEST_MALLOC_MS: &str = "longest_malloc_ms";
-/// Metric: longest duration of a malloc in the other thread in the 100 ms before the request.
+/// Metric: longest duration of a malloc in the other thread in the 100 ms before the request to return free memory.
 const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The longest duration, in nanoseconds, that the buckets can hold; longer durations are counted as this one.
 const MAX_NS: u64 = 1 << 40;
 /// Number of significant decimal digits to which a percentile is exact.
-const DIGITS: u8 = 3;
+const SIGNIFICANT_DIGITS: u8 = 3;
 
 /// The number of durations in each bucket, and the longest duration.
 #[derive(Clone, Debug)]
@@ -16,7 +16,7 @@ pub struct Histogram {
 
 impl Histogram {
     pub fn new() -> Self {
-        let counts = hdrhistogram::Histogram::new_with_bounds(1, MAX_NS, DIGITS);
+        let counts = hdrhistogram::Histogram::new_with_bounds(1, MAX_NS, SIGNIFICANT_DIGITS);
         Self { counts: counts.expect("the bounds and digits are in range"), longest_ns: 0 }
     }
 

@@ -106,7 +106,8 @@ pub fn own_anonymous_bytes() -> Option<u64> {
     sum_of_rollup(&["Pss_Anon", "Pss_Shmem"])
 }
 
-/// Returns the sum of these fields of `smaps_rollup`; none if the kernel does not have one of them.
+/// Returns the sum of the given fields of `/proc/self/smaps_rollup`; none if the kernel does not provide one of these
+/// fields.
 fn sum_of_rollup(fields: &[&str]) -> Option<u64> {
     let rollup = Process::myself().and_then(|own| own.smaps_rollup()).ok()?;
     let values = &rollup.memory_map_rollup.0.first()?.extension.map;

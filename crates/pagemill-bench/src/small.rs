@@ -19,7 +19,7 @@ const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
 /// Orders of malloc and free, as the workload's command line names them: each allocation is freed at once; a thousand
 /// are made, then freed; a random one of a thousand is replaced.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
-const THREADS: [u16; 2] = [1, 2];
+const THREAD_COUNTS: [u16; 2] = [1, 2];
 
 /// The allocator by which Pagemill serves small allocations, here preloaded without Pagemill.
 const BASELINE: &str = "jemalloc";
@@ -74,7 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn cases() -> impl Iterator<Item = Case> {
     PATTERNS.into_iter().flat_map(|pattern| {
-        THREADS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
+        THREAD_COUNTS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
     })
 }
 

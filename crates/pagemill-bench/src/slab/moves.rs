@@ -16,7 +16,7 @@ pub const MOVING_CACHES: [&str; 2] = [BY_HANDLE, BY_OWNER];
 const READS: &str = "reads_per_second";
 const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
-const MOVED: &str = "moved";
+const MOVED_OBJECTS: &str = "moved";
 
 /// Whether a background thread moves objects during the measurement.
 type Case = bool;
@@ -44,12 +44,14 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let samples = measure(&options.common, &kinds)?;
     for case in CASES {
         for kind in &kinds {
-            for (metric, what) in [(READS, "reads"), (WRITES, "writes"), (MOVES, "moves"), (MOVED, "moved in all")] {
+            for (metric, what) in
+                [(READS, "reads"), (WRITES, "writes"), (MOVES, "moves"), (MOVED_OBJECTS, "moved in all")]
+            {
                 let table = "a reader and a writer of 200,000 objects of 192 B, nine of ten of a group gone: a second, half the spread";
                 let column = format!("{what}, {}", case_name(case));
                 let cell =
                     (case || [READS, WRITES].contains(&metric)).then(|| TableCell { table: table.to_owned(), column });
-                let unit = if metric == MOVED { "1" } else { "1/s" };
+                let unit = if metric == MOVED_OBJECTS { "1" } else { "1/s" };
                 let metric = Metric { name: metric, unit, better: Better::Higher, baseline: None };
                 report_row(report, &samples, (&case, case_name(case)), kind, metric, cell);
             }
@@ -71,7 +73,7 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
             for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
                 let outcome = sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
-                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &outcome);
+                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED_OBJECTS], &outcome);
             }
         }
     }
@@ -110,9 +112,14 @@ mod tests {
     fn slow_reader_misses_the_target() {
         let mut samples = SampleTable::new();
         let mut add = |case, kind, reads: f64| {
-            let line = serde_json::json!({ READS: reads, WRITES: 9.0, MOVES: 7.0, MOVED: 7 });
+            let line = serde_json::json!({ READS: reads, WRITES: 9.0, MOVES: 7.0, MOVED_OBJECTS: 7 });
             for _ in 0..5 {
-                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &Outcome::Measured(line.clone()));
+                samples.add_outcome(
+                    &case,
+                    kind,
+                    &[READS, WRITES, MOVES, MOVED_OBJECTS],
+                    &Outcome::Measured(line.clone()),
+                );
             }
         };
         for (case, by_handle, by_owner) in [(false, 100.0, 100.0), (true, 80.0, 95.0)] {

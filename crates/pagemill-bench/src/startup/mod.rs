@@ -14,13 +14,13 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Number of runs of the program per sample (quick, full). A sample is the median of its runs, so that one outlier does
-/// not affect it.
+/// Number of runs of the program `true` per sample (quick, full). A sample is the median of its runs, so that one
+/// outlier does not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
 /// The baseline of all subjects: the program without a preload, under glibc.
 const BASELINE: &str = "none";
-/// Metric: duration of a run of the program, in milliseconds.
+/// Metric: duration of a run of the program `true`, in milliseconds.
 const WALL_MS: &str = "ms";
 /// Metric: [`WALL_MS`] minus [`WALL_MS`] of the baseline in the same round.
 const ADDED_MS: &str = "ms_more";

@@ -48,7 +48,7 @@ const BLOCKING_SUBJECTS: [(&str, &str, u64); 4] = [
     ("threads-8", "fio-psync-8", 8),
     ("threads-32", "fio-psync-32", 32),
 ];
-/// As [`BLOCKING_SUBJECTS`], beginning with an empty cache.
+/// As [`BLOCKING_SUBJECTS`], for subjects that begin with an empty cache.
 const COLD_BLOCKING_SUBJECTS: [(&str, &str, u64); 2] =
     [("threads-8-cold", "fio-psync-8", 8), ("threads-32-cold", "fio-psync-32", 32)];
 
@@ -124,7 +124,7 @@ pub struct Options {
     pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Memory for cached pages (default a sixth of the file: 256, with --quick 32)
+    /// MiB of memory for cached pages (default a sixth of the file: 256, with --quick 32)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
     pub cache_mib: Option<u64>,
 }

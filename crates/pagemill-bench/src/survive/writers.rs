@@ -22,9 +22,9 @@ const LIVE_MIB: u64 = 160;
 const MIN_FREED_TO_LIMIT_RATIO: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
-const REFUSED: &str = "refused";
+const FAILED_ALLOCATIONS: &str = "refused";
 const USED_SHARE: &str = "used_share";
-const METRICS: &[&str] = &[SPEED, REFUSED];
+const METRICS: &[&str] = &[SPEED, FAILED_ALLOCATIONS];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
@@ -122,8 +122,11 @@ fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::res
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[&AvailableSubject]) {
-    let metrics =
-        [(SPEED, "GiB/s", "written, GiB/s"), (USED_SHARE, "share", "of the limit used"), (REFUSED, "calls", "refused")];
+    let metrics = [
+        (SPEED, "GiB/s", "written, GiB/s"),
+        (USED_SHARE, "share", "of the limit used"),
+        (FAILED_ALLOCATIONS, "calls", "refused"),
+    ];
     for subject in ready {
         for (name, unit, column) in metrics {
             let cell = TableCell {
@@ -140,7 +143,8 @@ fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {
     let target = format!("survive, {}: used of the limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.9), "x", "pagemill was not run");
     let Some(series) = samples.get(&case, PAGEMILL, SPEED) else { return blank };
-    let refused: f64 = samples.get(&case, PAGEMILL, REFUSED).map_or(0.0, |series| series.values().iter().sum());
+    let refused: f64 =
+        samples.get(&case, PAGEMILL, FAILED_ALLOCATIONS).map_or(0.0, |series| series.values().iter().sum());
     let has_lost_round = !series.survived() || refused > 0.0;
     let used = samples.get(&case, PAGEMILL, USED_SHARE).map(|series| series.values()).unwrap_or_default();
     let killed: Vec<_> = ["glibc", "jemalloc", "mimalloc", "tcmalloc"]

@@ -85,7 +85,8 @@ struct SharedState {
     bursts: AtomicU64,
 }
 
-/// Counters of one thread, on cache lines that no other thread writes.
+/// Counters of the records that one thread has made, of errors and of purged chunks, on cache lines that no other
+/// thread writes.
 #[derive(Default)]
 #[repr(align(128))]
 struct Counters {

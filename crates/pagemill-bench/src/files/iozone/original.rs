@@ -4,8 +4,8 @@ use crate::workload::iozone::Operation;
 
 const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
 
-/// The parsed table of results. Each line has mode, operation, number of threads, KB/s without the patches, KB/s with
-/// the patches, and the ratio of the two speeds.
+/// The parsed table of results. Each line has mode, operation, number of threads, KB/s of a kernel without the patches
+/// for huge pages in the page cache, KB/s with these patches, and the ratio of the two speeds.
 #[derive(Debug)]
 pub struct PublishedResults {
     lines: Vec<Vec<&'static str>>,
@@ -30,8 +30,8 @@ impl PublishedResults {
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
     }
 
-    /// Returns the published speed in MiB/s of the kernel with the patches, and its ratio to the speed without the
-    /// patches. Returns none if the table has no such cell.
+    /// Returns the published speed in MiB/s of the kernel with the patches for huge pages in the page cache, and its
+    /// ratio to the speed without these patches. Returns none if the table has no such cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
         let key = [mode, published_name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;

@@ -50,10 +50,11 @@ pub struct Options {
     /// Also write, even to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
-    /// Only read
+    /// Run only the cases that read
     #[arg(long)]
     pub reads: bool,
-    /// Run only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
+    /// Run only the cases that have targets: 64 transfers in flight, of 64 KiB or 1 MiB each; one second per sample.
+    /// The run takes seven minutes with --samples 3
     #[arg(long, conflicts_with = "depths")]
     pub targets: bool,
     /// Numbers of transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)

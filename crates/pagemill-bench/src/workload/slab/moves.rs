@@ -145,7 +145,7 @@ struct Writer<'objects, O> {
     expected: Vec<Option<u64>>,
     /// The order in which the objects of each group are freed and made, as indexes within the group.
     order: Vec<usize>,
-    /// Index of the group whose objects are being freed; it counts on, and is taken modulo the number of groups.
+    /// Index of the group whose objects are being freed; it is never reset, and is used modulo the number of groups.
     group: usize,
     /// Position in `order` of the next object to free.
     at: usize,
