@@ -56,8 +56,8 @@ const RECORDS_PER_CHECKSUM: u64 = 64;
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// Sizes of the copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), number of threads, and whether a second process
-/// (the hog) needs memory periodically.
+/// A case of the experiment: sizes of the copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), number of threads, and
+/// whether a second process (the hog) needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -100,7 +100,7 @@ pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mu
         Ok(()) => cases.push(Case::HOG),
         Err(why) => report.add_gap(format!("ebizzy on handles: no case with a hog, since {why}")),
     }
-    let samples = measure(common, &cases, &memories, report)?;
+    let samples = measure_cases(common, &cases, &memories, report)?;
     for case in &cases {
         for memory_kind in &memories {
             add_rows(report, &samples, case, memory_kind.name);
@@ -122,7 +122,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case, memor
     }
 }
 
-fn measure(
+fn measure_cases(
     common: &CommonOptions,
     cases: &[Case],
     memories: &[&CopyMemory],

@@ -47,7 +47,7 @@ pub fn run(options: &Options) -> Result<Report> {
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     child::touch_beforehand(WARM_MIB)?;
     let threads = if options.threads.is_empty() { &THREAD_COUNTS[..] } else { &options.threads };
-    let samples = measure(common, &ready, threads)?;
+    let samples = measure_cases(common, &ready, threads)?;
     add_rows(&mut report, &samples, &ready, threads);
     report.add_verdict(verdict(&samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
@@ -57,7 +57,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
+fn measure_cases(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
     let rounds = common.samples.map_or(common.quick_or_full(SAMPLES.0, SAMPLES.1), usize::from);
     let (warm_ms, measure_ms) = common.quick_or_full(("50", "200"), ("250", "1000"));
     let progress = Progress::new(rounds * threads.len() * ready.len());

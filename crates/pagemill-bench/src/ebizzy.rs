@@ -55,7 +55,8 @@ pub struct Options {
     pub cost: bool,
 }
 
-/// Sizes of the chunks that the workload copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), and number of threads.
+/// A case of the experiment: sizes of the chunks that the workload copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB),
+/// and number of threads.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -73,7 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
     child::touch_beforehand(common.quick_or_full(WARM_MIB.0, WARM_MIB.1))?;
     if !options.hog {
         let cases = cases(options);
-        let samples = measure(&cases, &ready, common)?;
+        let samples = measure_cases(&cases, &ready, common)?;
         add_rows(&mut report, &samples, &cases, &ready);
         add_verdicts(&mut report, &samples, &cases, &ready);
     }
@@ -109,7 +110,7 @@ fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     }
 }
 
-fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let runs = cases.len() * ready.len() * common.rounds();
     let (warm_ms, measure_ms) = durations(common, runs);
     let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());

@@ -40,7 +40,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
     }
     child::touch_beforehand(mib + mib / 8)?;
-    let samples = measure(&ready, common, mib)?;
+    let samples = measure_cases(&ready, common, mib)?;
     for piece in ALLOCATION_SIZES {
         add_rows(&mut report, &samples, &ready, piece, mib);
         add_verdicts(&mut report, &samples, piece, mib);
@@ -48,7 +48,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
+fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
     let progress = Progress::new(ALLOCATION_SIZES.len() * common.rounds() * ready.len());
     let mut samples = SampleTable::new();
     for piece in ALLOCATION_SIZES {

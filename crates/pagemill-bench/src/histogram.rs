@@ -65,8 +65,8 @@ mod tests {
     use super::*;
 
     /// With a thousand short durations and two long ones, the 99th percentile must be a short one and the 99.9th
-    /// percentile a long one. The longest duration must be exact. The 50th percentile of the two longest durations must
-    /// be the shorter one.
+    /// percentile a long one. The longest duration must be exact. The 50th percentile of only the two longest durations
+    /// must be the shorter one.
     #[test]
     fn percentiles_show_rare_long_durations() {
         let (mut times, mut others) = (Histogram::new(), Histogram::new());

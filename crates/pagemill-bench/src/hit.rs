@@ -142,14 +142,14 @@ pub fn run(options: &Options) -> Result<Report> {
             None
         }
     };
-    let samples = measure(options, &subjects, is_wanted(SMALL_FILES_PART), mounter.as_ref())?;
+    let samples = measure_cases(options, &subjects, is_wanted(SMALL_FILES_PART), mounter.as_ref())?;
     add_rows(&mut report, &samples, &subjects);
     report_doubtful_measurements(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(
+fn measure_cases(
     options: &Options,
     subjects: &[&Subject],
     has_files: bool,
@@ -172,7 +172,7 @@ fn measure(
                     ("--run-ms", common.quick_or_full(MEASUREMENT_MS.0, MEASUREMENT_MS.1)),
                 ];
                 let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
-                let outcome = sample(subject, line, mounter, mib)?;
+                let outcome = take_sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
         }
@@ -180,7 +180,7 @@ fn measure(
             progress.step(SMALL_FILES_PART);
             let numbers = [("--files", files), ("--bytes", SMALL_FILE_BYTES)];
             let line = child::command_words(&["__small-files"], &numbers);
-            let outcome = sample(&Subject::new(SMALL_FILES_PART, SMALL_FILES_PART, &[]), line, None, 0)?;
+            let outcome = take_sample(&Subject::new(SMALL_FILES_PART, SMALL_FILES_PART, &[]), line, None, 0)?;
             samples.add_outcome(&SIZES_CASE, SMALL_FILES_PART, &[RESIDENT_RATIO, COUNTED_RATIO], &outcome);
         }
     }
@@ -188,7 +188,7 @@ fn measure(
 }
 
 /// Takes one sample of a subject in a new workload process. If the subject uses files, mounts a file system for it.
-fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
+fn take_sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
             Ok(mounted) => Some(mounted),

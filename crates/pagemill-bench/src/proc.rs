@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     /// For this test process, [`process_tree`] must contain the process, its resident memory must not be 0, and
-    /// [`has_mapped`] must find its C library.
+    /// [`has_mapped`] must find the C library of the process.
     #[test]
     fn own_process_is_found() {
         let own = std::process::id();

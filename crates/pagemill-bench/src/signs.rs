@@ -70,7 +70,7 @@ mod tests {
 
     /// [`Signs::wait_for`] must return when the process creates the file, when the process ends, and at the time limit.
     #[test]
-    fn wait_ends_with_sign_or_process() {
+    fn wait_ends_with_file_process_or_time_limit() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let path = folder.path().join("ready").display().to_string();

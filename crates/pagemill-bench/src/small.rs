@@ -52,7 +52,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("small", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     child::touch_beforehand(64)?;
-    let samples = measure(&ready, common)?;
+    let samples = measure_cases(&ready, common)?;
     let metric = Metric { name: NS_PER_PAIR, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
     for case in cases() {
         for subject in &ready {
@@ -89,7 +89,7 @@ fn case_name((pattern, threads, size): Case) -> String {
     format!("{pattern}, {threads} threads, {}", size_name(size))
 }
 
-fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let milliseconds = common.quick_or_full("15", "60");
     let progress = Progress::new(cases().count() * common.rounds() * ready.len());
     let mut samples = SampleTable::new();

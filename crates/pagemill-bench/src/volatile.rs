@@ -67,7 +67,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     let mut report = Report::new("volatile", common.json);
     let is_wanted = |name: &str| common.is_wanted(name);
     child::touch_beforehand(PURGED_MIB + 512)?;
-    let samples = measure(common, is_wanted)?;
+    let samples = measure_cases(common, is_wanted)?;
     for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
         let name = format!("{} KiB, {}", case.0, threads_text(case.1));
         for (subject, _) in METHODS {
@@ -92,7 +92,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(50, 300);
     let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREAD_COUNTS.len() * ways.len() + 1));

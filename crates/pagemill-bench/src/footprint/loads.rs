@@ -147,7 +147,7 @@ pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject]
     for &name in names {
         let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
         match prepare(options, name, folder.path())? {
-            Ok(load) => measure(&load, common, ready, &mut samples, &progress)?,
+            Ok(load) => measure_load(&load, common, ready, &mut samples, &progress)?,
             Err(gap) => report.add_gap(gap),
         }
     }
@@ -264,7 +264,7 @@ fn parse_printed_rate(stdout: &[u8]) -> std::result::Result<serde_json::Value, S
 /// Key of a load's JSON line with the operations per second of a program with a fixed run time.
 const OPERATIONS_PER_SECOND: &str = "operations_per_second";
 
-fn measure(
+fn measure_load(
     load: &Load,
     common: &CommonOptions,
     ready: &[AvailableSubject],
@@ -275,7 +275,7 @@ fn measure(
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("{}, {}", load.name, subject.name()));
-            let outcome = sample(load, subject)?;
+            let outcome = take_sample(load, subject)?;
             if let Outcome::Measured(line) = &outcome {
                 let expected = answer.get_or_insert_with(|| line["answer"].clone());
                 if *expected != line["answer"] {
@@ -289,7 +289,7 @@ fn measure(
     Ok(())
 }
 
-fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
+fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
     let mut command = (load.command)()?;
     ready.apply(&mut command);
     let running = RunningGroup::start(&mut command)?;

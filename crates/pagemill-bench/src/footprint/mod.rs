@@ -115,7 +115,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut samples = SampleTable::new();
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
-            Some(program) => measure(program, &ready, common, &mut samples, &mut report, &progress)?,
+            Some(program) => measure_program(program, &ready, common, &mut samples, &mut report, &progress)?,
             None => measure_redis(&ready, common, &mut samples, &mut report, &progress)?,
         }
     }
@@ -145,7 +145,7 @@ fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static st
     Ok((wanted(programs, !options.churn), wanted(loads, options.churn)))
 }
 
-fn measure(
+fn measure_program(
     program: &Program,
     ready: &[AvailableSubject],
     common: &CommonOptions,

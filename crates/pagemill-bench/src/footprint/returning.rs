@@ -56,7 +56,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         given => given,
     };
     child::touch_beforehand(mib * ready.len() as u64)?;
-    let samples = measure(common, ready, sizes, (mib, seconds))?;
+    let samples = measure_cases(common, ready, sizes, (mib, seconds))?;
     for &size in sizes {
         add_rows(report, &samples, (size, mib, seconds), ready);
     }
@@ -68,7 +68,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
 
 /// Measures all allocation sizes and rounds. All allocators of a round run concurrently, because no time is measured
 /// and each process uses only a fifth of a CPU.
-fn measure(
+fn measure_cases(
     common: &CommonOptions,
     ready: &[AvailableSubject],
     sizes: &[u64],
@@ -157,7 +157,7 @@ mod tests {
     /// The verdict must depend on the memory after the last second and not on the memory after earlier seconds. If a
     /// run was killed, the target must be missed.
     #[test]
-    fn the_last_second_is_judged() {
+    fn memory_after_last_second_is_judged() {
         let line = |held: [f64; 3]| {
             Outcome::Measured(serde_json::json!({ GROWTH_MIB: held, FILLED_MIB: 400.0, CPU_SHARE: 0.2 }))
         };

@@ -85,7 +85,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     prepare(options)?;
-    let samples = measure(options, &subjects)?;
+    let samples = measure_cases(options, &subjects)?;
     for size in SIZES {
         add_rows(report, &samples, &subjects, (size, objects(options)));
     }
@@ -95,7 +95,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
+fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
     let progress = Progress::new(SIZES.len() * options.common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
     for size in SIZES {

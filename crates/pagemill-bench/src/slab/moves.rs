@@ -41,7 +41,7 @@ fn case_name(case: Case) -> &'static str {
 /// [`crate::error::Error::WrongAnswer`] if an object, or a write to an object, was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let kinds: Vec<&'static str> = MOVING_CACHES.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
-    let samples = measure(&options.common, &kinds)?;
+    let samples = measure_cases(&options.common, &kinds)?;
     for case in CASES {
         for kind in &kinds {
             for (metric, what) in
@@ -64,7 +64,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
     let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
     let progress = Progress::new(rounds * CASES.len() * kinds.len());
     let mut samples = SampleTable::new();
@@ -72,7 +72,7 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
         for kind in kinds {
             for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
-                let outcome = sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
+                let outcome = take_sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
                 samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED_OBJECTS], &outcome);
             }
         }
@@ -80,7 +80,7 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
     Ok(samples)
 }
 
-fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
+fn take_sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
     let mut line = child::command_words(
         &["__slab", "moves", "--kind", kind],
         &[("--objects", OBJECT_COUNT), ("--run-ms", run_ms)],
@@ -106,8 +106,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The target is 90 % of the speed without defragmentation. A reader at 80 % must miss the target, and a reader at
-    /// 95 % must reach it. After a failed round, the target must be missed.
+    /// The target of a reader is 90 % of its speed without defragmentation. A reader at 80 % must miss the target, and
+    /// a reader at 95 % must reach it. After a failed round, the target must be missed.
     #[test]
     fn slow_reader_misses_the_target() {
         let mut samples = SampleTable::new();

@@ -120,7 +120,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     }
     child::touch_beforehand(4 * (MAX_LIVE_BYTES >> 20) as u64)?;
     let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
-    let samples = measure(&subjects, sizes, common)?;
+    let samples = measure_cases(&subjects, sizes, common)?;
     add_rows(report, &samples, &subjects, sizes);
     add_verdicts(report, &samples);
     if options.callgrind {
@@ -144,7 +144,7 @@ fn case_name((pattern, size, threads): Case) -> String {
 
 /// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
 /// the verdict on scaling compares these two.
-fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1);
     let progress =
         Progress::new(patterns_and_sizes(sizes).count() * THREAD_COUNTS.len() * common.rounds() * subjects.len());

@@ -38,7 +38,7 @@ const TURN_MS: (u64, u64) = (100, 300);
 /// Minimum speed of walks relative to their baseline.
 const MIN_SPEED: f64 = 0.95;
 
-/// The data structure that is walked, and whether it was compacted.
+/// A case of the experiment: the data structure that is walked, and whether it was compacted before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Case {
     Tree,
@@ -74,7 +74,7 @@ impl Case {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     child::touch_beforehand(1024)?;
-    let samples = measure(common)?;
+    let samples = measure_cases(common)?;
     for case in Case::ALL {
         for subject in case.sides() {
             for (metric, unit, column) in [(NS_PER_ENTRY, "ns", "ns"), (MOVED_OBJECTS, "objects", "moves")] {
@@ -105,7 +105,7 @@ fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     });
 }
 
-fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let is_wanted = |case: &Case| case.sides().into_iter().any(|side| common.is_wanted(side));
     let cases: Vec<Case> = Case::ALL.into_iter().filter(is_wanted).collect();
     let progress = Progress::new(common.rounds() * cases.len());
@@ -125,7 +125,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
                         &case,
                         subject,
                         &[NS_PER_ENTRY, MOVED_OBJECTS],
-                        &sample(common, case, subject)?,
+                        &take_sample(common, case, subject)?,
                     );
                 }
             }
@@ -134,7 +134,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     Ok(samples)
 }
 
-fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
+fn take_sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
     let (work, size) = match case {
         Case::Index => ("index", ("--pages", common.quick_or_full(FILE_PAGES.0, FILE_PAGES.1))),
         _ => ("tree", ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1))),

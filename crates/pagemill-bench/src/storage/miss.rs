@@ -157,13 +157,18 @@ pub fn run(options: &Options) -> Result<Report> {
         )));
     }
     report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
-    let samples = measure(options, &subjects, &target, cache_mib)?;
+    let samples = measure_cases(options, &subjects, &target, cache_mib)?;
     add_rows(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: u64) -> Result<SampleTable<Case>> {
+fn measure_cases(
+    options: &Options,
+    subjects: &[Subject],
+    target: &Target,
+    cache_mib: u64,
+) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
     let progress = Progress::new(common.rounds() * subjects.len());

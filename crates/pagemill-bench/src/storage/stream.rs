@@ -148,13 +148,13 @@ pub fn run(options: &Options) -> Result<Report> {
         "processor time is that of the process: the kernel's threads write and read a part for the kernel's cache",
     );
     let cases = cases(options);
-    let samples = measure(options, &cases, &subjects, &target, cache_mib)?;
+    let samples = measure_cases(options, &cases, &subjects, &target, cache_mib)?;
     add_rows(&mut report, &samples, &cases, &subjects);
     cases.iter().for_each(|case| add_verdicts(&mut report, &samples, *case));
     Ok(report)
 }
 
-fn measure(
+fn measure_cases(
     options: &Options,
     cases: &[Case],
     subjects: &[&Subject],

@@ -101,7 +101,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
             for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
-                    let outcome = sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
+                    let outcome = take_sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
                     match limit_mib {
                         Some(_) => samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &outcome),
                         None => cases.iter().for_each(|case| samples.add_outcome(case, UNLIMITED, METRICS, &outcome)),
@@ -109,7 +109,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
                 }
                 if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
                     let plain = seconds.min(PLAIN_SECONDS);
-                    let outcome = sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
+                    let outcome = take_sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
                     samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
                 }
             }
@@ -141,7 +141,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
 }
 
 /// Takes one sample of a case in a new cgroup, with files on a new mount.
-fn sample(
+fn take_sample(
     mounter: &Mounter,
     subject: FileSystem,
     (case, limit_mib): (Case, Option<u64>),

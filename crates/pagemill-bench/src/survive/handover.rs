@@ -47,7 +47,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("handover, {}", subject.name()));
-            match sample(subject, turns)? {
+            match take_sample(subject, turns)? {
                 Ok(outcome) => {
                     samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
                     let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
@@ -64,7 +64,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 }
 
 /// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
+fn take_sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
@@ -127,7 +127,8 @@ fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(FAILED_ALLOCATIONS).iter().sum::<f64>() + keeper[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
     let slowest = of("ms").into_iter().fold(0.0, f64::max);
-    serde_json::json!({ SPEED: stats::median(&of(SPEED)), SLOWEST_MS: slowest, FAILED_ALLOCATIONS: refused, USED_SHARE: used_share })
+    let speed = stats::median(&of(SPEED));
+    serde_json::json!({ SPEED: speed, SLOWEST_MS: slowest, FAILED_ALLOCATIONS: refused, USED_SHARE: used_share })
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
@@ -186,7 +187,9 @@ mod tests {
     /// processes.
     #[test]
     fn sample_summarizes_its_turns() {
-        let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, FAILED_ALLOCATIONS: refused });
+        fn turn(speed: f64, ms: f64, refused: u64) -> serde_json::Value {
+            serde_json::json!({ SPEED: speed, "ms": ms, FAILED_ALLOCATIONS: refused })
+        }
         let turns = [turn(1.0, 90.0, 0), turn(3.0, 30.0, 1), turn(2.0, 45.0, 0)];
 
         let line = sample_json(&serde_json::json!({ FAILED_ALLOCATIONS: 2 }), &turns, 0.5);

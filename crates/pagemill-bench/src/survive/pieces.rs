@@ -130,7 +130,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         for trial in 0..trials {
             for subject in rotated(&fitting, trial) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                match sample(subject, case, PAUSES[trial % PAUSES.len()])? {
+                match take_sample(subject, case, PAUSES[trial % PAUSES.len()])? {
                     Ok(outcome) => add_sample(&mut samples, case, subject.name(), &outcome),
                     Err(gap) => report.add_gap(gap),
                 }
@@ -178,7 +178,7 @@ fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, o
 }
 
 /// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
+fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {

@@ -64,7 +64,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         for _ in 0..rounds {
             for subject in &ready {
                 progress.step(&format!("{}, {}", case.name(), subject.name()));
-                match sample(subject, case, seconds)? {
+                match take_sample(subject, case, seconds)? {
                     Ok((outcome, used_share)) => {
                         samples.add_outcome(&case, subject.name(), METRICS, &outcome);
                         if let Outcome::Measured(line) = &outcome {
@@ -99,7 +99,11 @@ fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &Availabl
 }
 
 /// Takes one sample in a new cgroup. Returns its outcome, and the cgroup's peak as a fraction of its limit.
-fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::result::Result<(Outcome, f64), String>> {
+fn take_sample(
+    ready: &AvailableSubject,
+    case: Case,
+    seconds: u64,
+) -> Result<std::result::Result<(Outcome, f64), String>> {
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
         Ok(group) => group,
         Err(why) => return Ok(Err(format!("survive: {}: {why}", ready.name()))),

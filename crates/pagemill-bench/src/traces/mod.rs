@@ -64,7 +64,7 @@ pub fn run(options: &Options) -> Result<Report> {
     if let Some(name) = options.traces.iter().find(|name| !traces.contains(&name.as_str())) {
         return unknown("trace", name, &traces);
     }
-    let samples = measure(options, &subjects)?;
+    let samples = measure_cases(options, &subjects)?;
     let mut report = Report::new("traces", common.json);
     for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
@@ -82,7 +82,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
     let common = &options.common;
     let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES.0, DISTINCT_PAGES.1), |pages| pages as usize);
     let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);

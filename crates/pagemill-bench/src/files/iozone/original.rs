@@ -44,10 +44,10 @@ impl PublishedResults {
 mod tests {
     use super::*;
 
-    /// All 210 cells of the published table must be found. The ratio in each line must be the quotient of the two
-    /// speeds in that line.
+    /// All 210 cells of the published table (operations with a number of threads, in two modes) must be found. The
+    /// ratio in each line must be the quotient of the two speeds in that line.
     #[test]
-    fn table_is_complete() {
+    fn all_published_cells_are_found() {
         let original = PublishedResults::load();
         let mut found = 0;
         for mode in ["mapped", "read/write"] {

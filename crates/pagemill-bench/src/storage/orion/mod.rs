@@ -160,14 +160,19 @@ pub fn run(options: &Options) -> Result<Report> {
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
         report.add_note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
-    let samples = measure(options, &cases, &subjects, &target)?;
+    let samples = measure_cases(options, &cases, &subjects, &target)?;
     add_rows(&mut report, &samples, &cases, &subjects);
     original::add_rows(&mut report);
     verdicts::add_verdicts(&mut report, &samples, &cases);
     Ok(report)
 }
 
-fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
+fn measure_cases(
+    options: &Options,
+    cases: &[Case],
+    subjects: &[&Subject],
+    target: &Target,
+) -> Result<SampleTable<Case>> {
     let (common, largest_depth) = (&options.common, largest_depth(cases));
     child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_RATIO + 512)?;
     let subjects_of = |case: &Case| {

@@ -39,7 +39,7 @@ mod tests {
 
     /// The published table must have results of two transfer sizes on four kernels.
     #[test]
-    fn table_is_complete() {
+    fn published_table_is_complete() {
         let mut report = Report::new("orion", false);
         add_rows(&mut report);
         let lines: Vec<&str> = TABLE.lines().collect();
