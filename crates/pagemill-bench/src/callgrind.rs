@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
 
-/// Number of operations in the first run; the second run makes twice as many.
+/// Number of operations of a workload in its first run under valgrind; its second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
 /// Returns the number of instructions that a workload executes per operation. The inner error is a sentence for the
@@ -56,7 +56,8 @@ fn parse_instruction_count(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The instruction count must be parsed from output of callgrind 3.19. Text without a count must give none.
+    /// The instruction count must be parsed from output of callgrind 3.19. Text without an instruction count must give
+    /// none.
     #[test]
     fn instruction_count_is_parsed() {
         assert_eq!(parse_instruction_count("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));

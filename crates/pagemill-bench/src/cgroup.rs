@@ -15,7 +15,7 @@ use crate::native;
 /// Prefix of the names of the cgroups that the bench makes. The process id of the bench and a sequence number follow.
 const PREFIX: &str = "pagemill-bench-";
 
-/// The cgroup version of the memory controller, which determines the names of its files.
+/// The cgroup version of the memory controller, which determines the names of the files of a cgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     V1,
@@ -105,8 +105,8 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes cgroups that a killed bench left behind. Their processes have ended, since each workload ends with its
-/// bench.
+/// Removes cgroups that a killed bench left behind. The processes in such a cgroup have ended, since each workload ends
+/// with its bench.
 fn remove_stale_groups(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {

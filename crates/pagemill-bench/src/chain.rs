@@ -96,7 +96,7 @@ impl Chain {
         wrong
     }
 
-    /// Appends an allocation that is in no list.
+    /// Appends an allocation, which must be in no list yet, to this list.
     fn append(&mut self, allocation: *mut Link) {
         // SAFETY: `allocation` is a live allocation that is in no list (precondition).
         unsafe { (*allocation).next = ptr::null_mut() };

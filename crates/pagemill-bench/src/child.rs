@@ -62,7 +62,7 @@ pub fn check_interrupt() -> Result<()> {
     }
 }
 
-/// Sleeps for the duration. Returns an error as soon as a signal has arrived.
+/// Sleeps for the duration. Returns an error as soon as a signal has requested the end of the bench.
 pub fn sleep(duration: Duration) -> Result<()> {
     let until = Instant::now() + duration;
     loop {
@@ -214,7 +214,8 @@ pub enum Outcome {
     Failed(String),
 }
 
-/// Runs a hidden subcommand under the allocator `ready`, and reads the JSON line that the subcommand prints.
+/// Runs a hidden subcommand under the allocator of the subject `ready`, and reads the JSON line that the subcommand
+/// prints.
 ///
 /// # Errors
 ///

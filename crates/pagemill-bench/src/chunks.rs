@@ -22,16 +22,16 @@ struct CopyMemory {
     settings: &'static [(&'static str, &'static str)],
 }
 
-/// Subject: copies in volatile ranges that have handles.
+/// Subject: ebizzy with its copies in volatile ranges that have handles.
 const HANDLES: &str = "ebizzy-handles";
-/// Subject: copies in glibc's malloc with default settings.
+/// Subject: ebizzy with its copies in glibc's malloc with default settings.
 const MALLOC: &str = "ebizzy-malloc";
-/// Subject: copies in glibc's malloc, with settings with which glibc never returns memory. These are its fastest
-/// settings for this workload.
+/// Subject: ebizzy with its copies in glibc's malloc, with settings with which glibc never returns memory. These are
+/// its fastest settings for this workload.
 const KEEPING_MALLOC: &str = "ebizzy-malloc-keeping";
-/// Subject: copies in a mapping that is freed with `MADV_FREE`.
+/// Subject: ebizzy with its copies in a mapping that is freed with `MADV_FREE`.
 const FREE: &str = "ebizzy-madv-free";
-/// Subject: copies in a mapping that is freed with `MADV_DONTNEED`.
+/// Subject: ebizzy with its copies in a mapping that is freed with `MADV_DONTNEED`.
 const DONTNEED: &str = "ebizzy-madv-dontneed";
 
 const COPY_MEMORIES: [CopyMemory; 5] = [
@@ -46,18 +46,18 @@ const COPY_MEMORIES: [CopyMemory; 5] = [
     CopyMemory { name: DONTNEED, memory: "dontneed", settings: &[] },
 ];
 
-/// Sizes of the copies, as the workload's command line names them.
+/// Choices for the sizes of the copies, as the command line of the ebizzy workload names them.
 const SIZES: [&str; 2] = ["fixed", "mixed"];
-const THREADS: [u64; 2] = [1, 2];
-/// For one record in this many, the workload computes the checksum of the whole copy and compares it with that of the
-/// source.
+const THREAD_COUNTS: [u64; 2] = [1, 2];
+/// For one record (a copy and a search in it) in this many, the workload computes the checksum of the whole copy and
+/// compares it with that of the source.
 const RECORDS_PER_CHECKSUM: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// Sizes of the copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), number of threads, and whether a second process
-/// (the hog) needs memory periodically.
+/// A case of the experiment: sizes of the copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), number of threads, and
+/// whether a second process (the hog) needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -67,7 +67,7 @@ struct Case {
 
 impl Case {
     fn all() -> impl Iterator<Item = Self> {
-        let alone = |sizes| THREADS.map(|threads| Self { sizes, threads, has_hog: false });
+        let alone = |sizes| THREAD_COUNTS.map(|threads| Self { sizes, threads, has_hog: false });
         SIZES.into_iter().flat_map(alone)
     }
 
@@ -100,7 +100,7 @@ pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mu
         Ok(()) => cases.push(Case::HOG),
         Err(why) => report.add_gap(format!("ebizzy on handles: no case with a hog, since {why}")),
     }
-    let samples = measure(common, &cases, &memories, report)?;
+    let samples = measure_cases(common, &cases, &memories, report)?;
     for case in &cases {
         for memory_kind in &memories {
             add_rows(report, &samples, case, memory_kind.name);
@@ -122,7 +122,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case, memor
     }
 }
 
-fn measure(
+fn measure_cases(
     common: &CommonOptions,
     cases: &[Case],
     memories: &[&CopyMemory],
@@ -192,7 +192,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
     }
 }
 
-/// Compares the speed with copies in volatile ranges with the speed of the fastest of `peers` that lost no round.
+/// Compares the speed of ebizzy with copies in volatile ranges with its speed on the fastest of `peers`. Peers of which
+/// a round was killed or failed are ignored.
 fn judge_against_best(
     samples: &SampleTable<Case>,
     case: &Case,

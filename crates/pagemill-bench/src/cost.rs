@@ -17,7 +17,7 @@ use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_UNWATCHED};
 
 /// MiB of memory that are touched before the first sample: more than either variant of Pagemill uses.
 const WARM_MIB: u64 = 256;
-const THREADS: [u16; 2] = [2, 8];
+const THREAD_COUNTS: [u16; 2] = [2, 8];
 /// Number of samples (quick, full). There are more and shorter samples than in other experiments, so that a difference
 /// of 1 % can be detected.
 const SAMPLES: (usize, usize) = (3, 15);
@@ -30,8 +30,8 @@ const RETURNED_BELOW_BYTES: u64 = 32 << 20;
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
 /// Time within which the idle process must return its free memory.
 const RETURN_TIME_LIMIT: Duration = Duration::from_secs(15);
-/// Pause between the return of the memory and the count of wake-ups.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Pause after the idle process has returned its free memory, before its wake-ups are counted.
+const PAUSE_BEFORE_COUNT: Duration = Duration::from_secs(1);
 
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
@@ -46,8 +46,8 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("ebizzy", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     child::touch_beforehand(WARM_MIB)?;
-    let threads = if options.threads.is_empty() { &THREADS[..] } else { &options.threads };
-    let samples = measure(common, &ready, threads)?;
+    let threads = if options.threads.is_empty() { &THREAD_COUNTS[..] } else { &options.threads };
+    let samples = measure_cases(common, &ready, threads)?;
     add_rows(&mut report, &samples, &ready, threads);
     report.add_verdict(verdict(&samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
@@ -57,7 +57,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
+fn measure_cases(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
     let rounds = common.samples.map_or(common.quick_or_full(SAMPLES.0, SAMPLES.1), usize::from);
     let (warm_ms, measure_ms) = common.quick_or_full(("50", "200"), ("250", "1000"));
     let progress = Progress::new(rounds * threads.len() * ready.len());
@@ -153,7 +153,7 @@ fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<st
             return Ok(Err(format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit")));
         }
     }
-    child::sleep(PAUSE)?;
+    child::sleep(PAUSE_BEFORE_COUNT)?;
     let before = proc::voluntary_switches(running.id());
     child::sleep(watched)?;
     let after = proc::voluntary_switches(running.id());

@@ -33,10 +33,10 @@ const FIXED_SIZES: &str = "fixed";
 
 /// Metric: records per second. For each record, the workload copies a chunk, searches the copy and frees it.
 pub const RECORDS: &str = "records_per_second";
-/// Metric: minor page faults per record.
+/// Metric: minor page faults per record (a copy and a search in it).
 pub const FAULTS: &str = "faults_per_record";
 /// Metric: number of failed allocations.
-const REFUSED: &str = "refused";
+const FAILED_ALLOCATIONS: &str = "refused";
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -45,7 +45,8 @@ pub struct Options {
     /// Numbers of threads (default 1,2,4,8,12,24, with --quick 1,2,8,24)
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Vec<u16>,
-    /// Run only the case with a memory hog under the same limit (the full run includes that case)
+    /// Run only the case in which a memory hog, a second process, shares a memory limit with the workload (the full run
+    /// includes that case)
     #[arg(long)]
     pub hog: bool,
     /// Measure only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an
@@ -54,7 +55,8 @@ pub struct Options {
     pub cost: bool,
 }
 
-/// Sizes of the chunks that the workload copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB), and number of threads.
+/// A case of the experiment: sizes of the chunks that the workload copies (`fixed`: 256 KiB, `mixed`: 64 KiB to 1 MiB),
+/// and number of threads.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -72,7 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
     child::touch_beforehand(common.quick_or_full(WARM_MIB.0, WARM_MIB.1))?;
     if !options.hog {
         let cases = cases(options);
-        let samples = measure(&cases, &ready, common)?;
+        let samples = measure_cases(&cases, &ready, common)?;
         add_rows(&mut report, &samples, &cases, &ready);
         add_verdicts(&mut report, &samples, &cases, &ready);
     }
@@ -108,7 +110,7 @@ fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     }
 }
 
-fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let runs = cases.len() * ready.len() * common.rounds();
     let (warm_ms, measure_ms) = durations(common, runs);
     let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());
@@ -133,7 +135,7 @@ fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -
             for subject in rotated(ready, round) {
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
                 let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
-                samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
+                samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, FAILED_ALLOCATIONS], &outcome);
             }
         }
     }
@@ -174,7 +176,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], re
 }
 
 fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: &Case, subject: &AvailableSubject) {
-    let refused = samples.get(case, subject.name(), REFUSED);
+    let refused = samples.get(case, subject.name(), FAILED_ALLOCATIONS);
     if refused.is_some_and(|series| series.values().iter().any(|&count| count > 0.0)) {
         let name = case_name(case);
         report.add_gap(format!("{}, {name}: malloc refused memory without a limit", subject.name()));
@@ -241,8 +243,8 @@ fn best_default_peer(samples: &SampleTable<Case>, ready: &[AvailableSubject]) ->
     defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(AvailableSubject::name)
 }
 
-/// Returns the fastest peer of a role that lost no round. For [`Role::ReturningAtOnce`], the peer must also cause
-/// enough page faults to show that it returns memory.
+/// Returns the fastest peer that has the given role and of which no round was killed or failed. For
+/// [`Role::ReturningAtOnce`], the peer must also cause enough page faults to show that it returns memory.
 fn best_peer<'a>(
     samples: &'a SampleTable<Case>,
     case: &Case,

@@ -75,8 +75,8 @@ impl<Case: Ord + Clone> SampleTable<Case> {
         Self { series: BTreeMap::new() }
     }
 
-    /// Records the outcome of one round of one subject: either the value of each metric in the workload's JSON line, or
-    /// a lost round for each metric.
+    /// Records the outcome of one round of one subject: either the value of each metric in the workload's JSON line,
+    /// or, after a kill or a failure, a lost round for each metric.
     pub fn add_outcome(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
         for metric in metrics {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
@@ -170,8 +170,8 @@ pub struct SeriesKey<'a, Case> {
     pub metric: &'static str,
 }
 
-/// Compares two times. With [`Bound::AtLeast`], the estimate is the baseline's time divided by the time of `own`. With
-/// [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
+/// Compares the times of two series of samples. With [`Bound::AtLeast`], the estimate is the baseline's time divided by
+/// the time of `own`. With [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
 pub fn judge_time_ratio<Case: Ord + Clone>(
     samples: &SampleTable<Case>,
     target: impl Into<String>,

@@ -20,13 +20,13 @@ const FULL_MIB: u64 = 1024;
 const BASELINE: &str = "glibc";
 /// Metric: duration in milliseconds of the request to return free memory.
 const WALL_MS: &str = "ms";
-/// Metric: resident memory before the request minus resident memory after it.
+/// Metric: resident memory before the request to return free memory, minus resident memory after the request.
 const RETURNED_MIB: &str = "returned_mib";
 /// Metric: resident memory before the request to return free memory.
 const HELD_MIB: &str = "held_mib";
 /// Metric: longest duration of a malloc in another thread during the request to return free memory.
 const LONGEST_MALLOC_MS: &str = "longest_malloc_ms";
-/// Metric: longest duration of a malloc in the other thread in the 100 ms before the request.
+/// Metric: longest duration of a malloc in the other thread in the 100 ms before the request to return free memory.
 const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {
@@ -40,7 +40,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
     }
     child::touch_beforehand(mib + mib / 8)?;
-    let samples = measure(&ready, common, mib)?;
+    let samples = measure_cases(&ready, common, mib)?;
     for piece in ALLOCATION_SIZES {
         add_rows(&mut report, &samples, &ready, piece, mib);
         add_verdicts(&mut report, &samples, piece, mib);
@@ -48,7 +48,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
+fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
     let progress = Progress::new(ALLOCATION_SIZES.len() * common.rounds() * ready.len());
     let mut samples = SampleTable::new();
     for piece in ALLOCATION_SIZES {

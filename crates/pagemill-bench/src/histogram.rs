@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The longest duration, in nanoseconds, that the buckets can hold; longer durations are counted as this one.
 const MAX_NS: u64 = 1 << 40;
 /// Number of significant decimal digits to which a percentile is exact.
-const DIGITS: u8 = 3;
+const SIGNIFICANT_DIGITS: u8 = 3;
 
 /// The number of durations in each bucket, and the longest duration.
 #[derive(Clone, Debug)]
@@ -16,7 +16,7 @@ pub struct Histogram {
 
 impl Histogram {
     pub fn new() -> Self {
-        let counts = hdrhistogram::Histogram::new_with_bounds(1, MAX_NS, DIGITS);
+        let counts = hdrhistogram::Histogram::new_with_bounds(1, MAX_NS, SIGNIFICANT_DIGITS);
         Self { counts: counts.expect("the bounds and digits are in range"), longest_ns: 0 }
     }
 
@@ -65,8 +65,8 @@ mod tests {
     use super::*;
 
     /// With a thousand short durations and two long ones, the 99th percentile must be a short one and the 99.9th
-    /// percentile a long one. The longest duration must be exact. The 50th percentile of the two longest durations must
-    /// be the shorter one.
+    /// percentile a long one. The longest duration must be exact. The 50th percentile of only the two longest durations
+    /// must be the shorter one.
     #[test]
     fn percentiles_show_rare_long_durations() {
         let (mut times, mut others) = (Histogram::new(), Histogram::new());

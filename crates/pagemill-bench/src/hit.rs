@@ -30,7 +30,7 @@ const PREAD_ALWAYS: &str = "pread-huge-always";
 /// Subject: a cache of the crate foyer.
 const FOYER: &str = "foyer";
 /// Name of the part of the experiment with many small files. `--only` accepts it like the name of a subject.
-const FILES: &str = "files";
+const SMALL_FILES_PART: &str = "files";
 
 /// Metric: time to copy 4 KiB out of a resident page.
 const COPY_NS: &str = "copy_ns";
@@ -98,8 +98,8 @@ const SMALL_FILE_BYTES: u64 = 1 << 10;
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
 /// 5 %.
 const ROUNDS: (usize, usize) = (3, 9);
-/// Minimum of [`HUGE_SHARE`] of a baseline. If it is smaller, the report warns that the baseline is too slow. The
-/// memory outside of huge pages may be memory that is not part of the data.
+/// Minimum of [`HUGE_SHARE`] of a baseline. If the fraction is smaller, the report warns that the baseline is too slow.
+/// The memory outside of huge pages may be memory that is not part of the data.
 const MIN_HUGE_FRACTION: f64 = 0.98;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -116,7 +116,7 @@ pub struct Options {
 
 /// Number of threads of a measurement. All of them access the same pages.
 type Case = u64;
-const THREADS: [Case; 2] = [1, 2];
+const THREAD_COUNTS: [Case; 2] = [1, 2];
 /// The case under which memory sizes and small files are reported, which do not depend on the number of threads.
 const SIZES_CASE: Case = 1;
 
@@ -129,7 +129,7 @@ const SIZES_CASE: Case = 1;
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("hit", common.json);
-    let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([FILES]).collect();
+    let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([SMALL_FILES_PART]).collect();
     common.check_only(&known)?;
     let is_wanted = |name: &str| common.is_wanted(name);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(subject.name)).collect();
@@ -142,14 +142,14 @@ pub fn run(options: &Options) -> Result<Report> {
             None
         }
     };
-    let samples = measure(options, &subjects, is_wanted(FILES), mounter.as_ref())?;
+    let samples = measure_cases(options, &subjects, is_wanted(SMALL_FILES_PART), mounter.as_ref())?;
     add_rows(&mut report, &samples, &subjects);
     report_doubtful_measurements(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(
+fn measure_cases(
     options: &Options,
     subjects: &[&Subject],
     has_files: bool,
@@ -160,10 +160,10 @@ fn measure(
     let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB.0, DATA_MIB.1));
     let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILE_COUNT.0, SMALL_FILE_COUNT.1));
     child::touch_beforehand(mib * 3 / 2 + 64)?;
-    let progress = Progress::new(rounds * (THREADS.len() * subjects.len() + usize::from(has_files)));
+    let progress = Progress::new(rounds * (THREAD_COUNTS.len() * subjects.len() + usize::from(has_files)));
     let mut samples = SampleTable::new();
     for round in 0..rounds {
-        for case in THREADS {
+        for case in THREAD_COUNTS {
             for subject in rotated(subjects, round) {
                 progress.step(subject.name);
                 let numbers = [
@@ -172,23 +172,23 @@ fn measure(
                     ("--run-ms", common.quick_or_full(MEASUREMENT_MS.0, MEASUREMENT_MS.1)),
                 ];
                 let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
-                let outcome = sample(subject, line, mounter, mib)?;
+                let outcome = take_sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
         }
         if has_files {
-            progress.step(FILES);
+            progress.step(SMALL_FILES_PART);
             let numbers = [("--files", files), ("--bytes", SMALL_FILE_BYTES)];
             let line = child::command_words(&["__small-files"], &numbers);
-            let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
-            samples.add_outcome(&SIZES_CASE, FILES, &[RESIDENT_RATIO, COUNTED_RATIO], &outcome);
+            let outcome = take_sample(&Subject::new(SMALL_FILES_PART, SMALL_FILES_PART, &[]), line, None, 0)?;
+            samples.add_outcome(&SIZES_CASE, SMALL_FILES_PART, &[RESIDENT_RATIO, COUNTED_RATIO], &outcome);
         }
     }
     Ok(samples)
 }
 
 /// Takes one sample of a subject in a new workload process. If the subject uses files, mounts a file system for it.
-fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
+fn take_sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
             Ok(mounted) => Some(mounted),
@@ -202,7 +202,7 @@ fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, m
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for (name, what, baseline) in [(COPY_NS, "copied out", MEMCPY), (PIN_NS, "pinned, 8 bytes read", FRAMES)] {
-        for case in THREADS {
+        for case in THREAD_COUNTS {
             for subject in subjects {
                 let table =
                     format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
@@ -228,7 +228,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
         let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
         let cell = Some(TableCell { table, column: column.to_owned() });
         let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
-        report_row(report, samples, (&SIZES_CASE, "small files"), FILES, metric, cell);
+        report_row(report, samples, (&SIZES_CASE, "small files"), SMALL_FILES_PART, metric, cell);
     }
 }
 
@@ -252,7 +252,7 @@ fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let side = |case, subject, metric| SeriesKey { case, subject, metric };
-    for case in &THREADS {
+    for case in &THREAD_COUNTS {
         for (subject, bound, base) in [
             (HUGE_FOLIOS, Bound::AtMost(1.05), MEMCPY),
             (SMALL_FOLIOS, Bound::AtMost(1.25), MEMCPY),
@@ -289,6 +289,11 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         ));
     }
     for (target, metric) in [("small files, resident", RESIDENT_RATIO), ("small files, counted", COUNTED_RATIO)] {
-        report.add_verdict(judge_value(samples, target, (Bound::AtMost(1.15), "x"), side(&SIZES_CASE, FILES, metric)));
+        report.add_verdict(judge_value(
+            samples,
+            target,
+            (Bound::AtMost(1.15), "x"),
+            side(&SIZES_CASE, SMALL_FILES_PART, metric),
+        ));
     }
 }

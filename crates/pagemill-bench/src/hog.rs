@@ -54,7 +54,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("with a hog, {}", subject.name()));
-            match sample(subject, &times, is_limited)? {
+            match take_sample(subject, &times, is_limited)? {
                 Ok(outcome) => samples.add_outcome(&CASE, subject.name(), METRICS, &outcome),
                 Err(gap) => report.add_gap(gap),
             }
@@ -68,7 +68,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 
 /// Takes one sample of a subject in a new cgroup. The inner error is a sentence for the report that says why nothing
 /// was measured.
-fn sample(
+fn take_sample(
     ready: &AvailableSubject,
     times: &SampleTimes,
     is_limited: bool,

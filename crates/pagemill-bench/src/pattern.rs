@@ -1,5 +1,5 @@
-//! Contents that the bench writes into files. Each record starts with a stamp that depends on its file, offset and
-//! generation.
+//! Contents that the bench writes into files. Each record starts with a stamp that depends on its file, its offset and
+//! a generation number. The generation number distinguishes the writes of one record.
 
 /// The unit of reading and writing: the default record size of IOzone, and the size of a page.
 pub const RECORD_BYTES: usize = 4096;
@@ -42,7 +42,7 @@ impl Records {
         self.stamped(file, offset, 0)
     }
 
-    /// As [`Records::stamped_at`], with this generation.
+    /// As [`Records::stamped_at`], but stamps the records with the generation number `generation`.
     pub fn stamped(&mut self, file: u64, offset: u64, generation: u64) -> &[u8] {
         for (record, record_offset) in self.0.chunks_exact_mut(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES)) {
             stamp(record, file, record_offset, generation);

@@ -106,7 +106,8 @@ pub fn own_anonymous_bytes() -> Option<u64> {
     sum_of_rollup(&["Pss_Anon", "Pss_Shmem"])
 }
 
-/// Returns the sum of these fields of `smaps_rollup`; none if the kernel does not have one of them.
+/// Returns the sum of the given fields of `/proc/self/smaps_rollup`; none if the kernel does not provide one of these
+/// fields.
 fn sum_of_rollup(fields: &[&str]) -> Option<u64> {
     let rollup = Process::myself().and_then(|own| own.smaps_rollup()).ok()?;
     let values = &rollup.memory_map_rollup.0.first()?.extension.map;
@@ -134,7 +135,7 @@ mod tests {
     use super::*;
 
     /// For this test process, [`process_tree`] must contain the process, its resident memory must not be 0, and
-    /// [`has_mapped`] must find its C library.
+    /// [`has_mapped`] must find the C library of the process.
     #[test]
     fn own_process_is_found() {
         let own = std::process::id();

@@ -75,7 +75,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
     child::touch_beforehand(512)?;
-    let samples = measure(common)?;
+    let samples = measure_cases(common)?;
     for case in cases() {
         for (subject, _) in METHODS {
             let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
@@ -95,7 +95,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| common.is_wanted(name)).collect();
     let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
     changes.retain(|(name, ..)| common.is_wanted(name));

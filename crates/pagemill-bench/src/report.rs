@@ -174,9 +174,9 @@ impl Verdict {
 }
 
 /// Metric: number of rounds that SIGKILL ended, mostly for lack of memory.
-const KILLED: &str = "killed";
+const KILLED_ROUNDS: &str = "killed";
 /// Metric: number of rounds that failed for another reason.
-const FAILED: &str = "failed";
+const FAILED_ROUNDS: &str = "failed";
 
 /// Collects the rows, gaps, notes and verdicts of a run, and prints them.
 #[derive(Debug)]
@@ -222,7 +222,7 @@ impl Report {
     }
 
     fn add_lost_rounds(&mut self, entry: &RowLabels<'_>, series: &Series) {
-        let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
+        let lost = [(KILLED_ROUNDS, series.killed), (FAILED_ROUNDS, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
             // A lost round has no value for any metric. Its loss is reported once, with the first metric of the subject
             // and case.
@@ -312,7 +312,7 @@ impl Report {
 
     /// Returns whether anything was measured. A killed workload counts as a result, a failed one does not.
     pub fn has_results(&self) -> bool {
-        self.rows.iter().any(|row| row.metric != FAILED)
+        self.rows.iter().any(|row| row.metric != FAILED_ROUNDS)
     }
 
     /// Prints the tables, gaps, notes and verdicts. In JSON mode gaps, notes and verdicts go to stderr.
@@ -383,7 +383,7 @@ pub struct RowLabels<'a> {
 }
 
 fn format_cell(row: &Row) -> String {
-    if matches!(row.metric, KILLED | FAILED) {
+    if matches!(row.metric, KILLED_ROUNDS | FAILED_ROUNDS) {
         return format!("{} {}/{}", row.metric, row.value, row.samples);
     }
     let mut text = format_number(row.value);

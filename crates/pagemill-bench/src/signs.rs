@@ -13,7 +13,7 @@ use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result};
 
 /// Interval at which a waiting process checks whether the awaited file exists.
-const INTERVAL: Duration = Duration::from_millis(1);
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The folder of the files by which the processes of one sample signal progress to each other.
 #[derive(Clone, Debug)]
@@ -22,12 +22,12 @@ pub struct Signs {
 }
 
 impl Signs {
-    /// Uses an existing folder for the files.
+    /// Uses an existing folder for the empty files that signal progress.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
 
-    /// Creates the file with this name, and so signals to the other process.
+    /// Creates the file with this name, which signals progress to the processes that wait for it.
     ///
     /// # Errors
     ///
@@ -40,7 +40,8 @@ impl Signs {
         self.folder.join(name).exists()
     }
 
-    /// Waits until a workload has created the file. Returns false if the workload ended without creating it.
+    /// Waits until a workload has created the file with this name. Returns false if the workload ended without creating
+    /// it.
     ///
     /// # Errors
     ///
@@ -56,7 +57,7 @@ impl Signs {
                 return Err(Error::CannotRun(format!("a workload did not give the sign `{name}` within {seconds} s")));
             }
             child::check_interrupt()?;
-            thread::sleep(INTERVAL);
+            thread::sleep(CHECK_INTERVAL);
         }
         Ok(true)
     }
@@ -69,7 +70,7 @@ mod tests {
 
     /// [`Signs::wait_for`] must return when the process creates the file, when the process ends, and at the time limit.
     #[test]
-    fn wait_ends_with_sign_or_process() {
+    fn wait_ends_with_file_process_or_time_limit() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let path = folder.path().join("ready").display().to_string();

@@ -19,7 +19,7 @@ const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
 /// Orders of malloc and free, as the workload's command line names them: each allocation is freed at once; a thousand
 /// are made, then freed; a random one of a thousand is replaced.
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
-const THREADS: [u16; 2] = [1, 2];
+const THREAD_COUNTS: [u16; 2] = [1, 2];
 
 /// The allocator by which Pagemill serves small allocations, here preloaded without Pagemill.
 const BASELINE: &str = "jemalloc";
@@ -52,7 +52,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("small", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
     child::touch_beforehand(64)?;
-    let samples = measure(&ready, common)?;
+    let samples = measure_cases(&ready, common)?;
     let metric = Metric { name: NS_PER_PAIR, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
     for case in cases() {
         for subject in &ready {
@@ -74,7 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn cases() -> impl Iterator<Item = Case> {
     PATTERNS.into_iter().flat_map(|pattern| {
-        THREADS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
+        THREAD_COUNTS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
     })
 }
 
@@ -89,7 +89,7 @@ fn case_name((pattern, threads, size): Case) -> String {
     format!("{pattern}, {threads} threads, {}", size_name(size))
 }
 
-fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let milliseconds = common.quick_or_full("15", "60");
     let progress = Progress::new(cases().count() * common.rounds() * ready.len());
     let mut samples = SampleTable::new();

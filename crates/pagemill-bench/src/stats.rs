@@ -127,7 +127,7 @@ mod tests {
     /// The interval of noisy samples must contain their median and lie within their range. The interval of equal
     /// samples must have zero width.
     #[test]
-    fn interval_contains_the_median() {
+    fn confidence_interval_contains_the_median() {
         let noisy = estimate_median(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
         let still = estimate_median(&[2.0; 5]).expect("values were given");
 

@@ -30,7 +30,7 @@ const PURGING: &str = "handles-purged";
 
 /// Sizes of the ranges.
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
-const THREADS: [u64; 2] = [1, 2];
+const THREAD_COUNTS: [u64; 2] = [1, 2];
 /// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
 /// Amount of marked memory, in MiB, that one purge frees.
@@ -67,8 +67,8 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     let mut report = Report::new("volatile", common.json);
     let is_wanted = |name: &str| common.is_wanted(name);
     child::touch_beforehand(PURGED_MIB + 512)?;
-    let samples = measure(common, is_wanted)?;
-    for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
+    let samples = measure_cases(common, is_wanted)?;
+    for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
         let name = format!("{} KiB, {}", case.0, threads_text(case.1));
         for (subject, _) in METHODS {
             let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
@@ -92,13 +92,13 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(50, 300);
     let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
-    let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREADS.len() * ways.len() + 1));
+    let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREAD_COUNTS.len() * ways.len() + 1));
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
-        for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
+        for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
             for &(name, way) in rotated(&ways, round) {
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
@@ -137,7 +137,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     }
     let target = "mark + unmark, 2 threads against 1, a thread";
     report.add_verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
-    for count in THREADS {
+    for count in THREAD_COUNTS {
         let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads_text(count));
         report.add_verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
     }

@@ -1,7 +1,8 @@
-//! A [`Testbed`]: one instance with all products, for tests, experiments and fuzz targets.
+//! A [`Testbed`]: one instance of Pagemill with all products (slab caches, page caches, volatile memory), for tests,
+//! experiments and fuzz targets.
 //!
-//! Programs use the crate `pagemill`, whose products share the instance of the process. A test that counts memory needs
-//! an instance of its own.
+//! Programs use the crate `pagemill`, whose products share one instance in each process. A test that counts memory
+//! needs an instance of its own.
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
@@ -22,7 +23,8 @@ use pagemill_heap::Heap;
 use pagemill_slab::Slabs;
 use pagemill_volatile::{Base, Ranges, Vranges};
 
-/// An instance with all products, which are built once and exist until the process ends.
+/// An instance of Pagemill with all products: slab caches, page caches and volatile memory. It exists until the process
+/// ends.
 ///
 /// ```
 /// use pagemill_core::stats::Counter;
@@ -54,8 +56,8 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// Creates a new instance with all products, which is not the instance of the process. Reserves address space; no
-    /// memory becomes resident.
+    /// Creates a new instance with all products, separate from the one that the crate `pagemill` uses. Reserves address
+    /// space; no memory becomes resident.
     ///
     /// # Errors
     ///
@@ -64,7 +66,8 @@ impl Testbed {
         Self::with_account(layout, Account::make(limit_bytes)?)
     }
 
-    /// Creates a new instance like [`Testbed::new`], with an existing account instead of a new one.
+    /// Creates a new instance like [`Testbed::new`], but charges its memory to an existing account instead of a new
+    /// one.
     ///
     /// # Errors
     ///
@@ -75,7 +78,7 @@ impl Testbed {
         Self::with_products(base, slabs, Caches::of(base.instance, slabs)?)
     }
 
-    /// Creates a small instance without a limit. Only explicit calls defragment its slab caches.
+    /// Creates a small instance without a memory limit. Only explicit calls defragment its slab caches.
     ///
     /// # Panics
     ///
@@ -86,7 +89,7 @@ impl Testbed {
         testbed
     }
 
-    /// Returns the instance of the process with all products, the same as the crate `pagemill` uses.
+    /// Returns the one instance of this process that the crate `pagemill` also uses, with all products.
     ///
     /// # Errors
     ///
@@ -103,12 +106,12 @@ impl Testbed {
         place(Self { instance, account, arena, heap, helper, ranges, vranges, caches, slabs, nodes, responder })
     }
 
-    /// Measures and returns the statistics of the instance, like [`Instance::figures`].
+    /// Measures the memory of the instance and returns its statistics, like [`Instance::figures`].
     pub fn figures(&self) -> Snapshot {
         self.instance.figures()
     }
 
-    /// Measures memory and publishes the statistics, like [`Instance::measure`].
+    /// Measures the memory of the instance and publishes its statistics, like [`Instance::measure`].
     pub fn measure(&self) {
         self.instance.measure();
     }

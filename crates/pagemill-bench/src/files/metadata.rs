@@ -28,7 +28,7 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// Metric for the time of `close` alone, without a target.
+/// Metric: time of the call `close` alone. There is no target for it.
 const CLOSE: &str = "close";
 /// Minimum speed of creation in folders marked `huge=never`, relative to plain tmpfs.
 const MIN_CREATE_SPEED_HUGE_NEVER: f64 = 0.9;

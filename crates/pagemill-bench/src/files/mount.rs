@@ -212,7 +212,8 @@ impl Mounted {
         self.folder.path()
     }
 
-    /// Returns the device number at the time of the mount. After an unmount, the folder has another device number.
+    /// Returns the device number that the folder got when the file system was mounted on it. After an unmount, the
+    /// folder has another device number.
     pub fn device(&self) -> u64 {
         self.device
     }

@@ -39,7 +39,8 @@ struct FileKind {
     name: &'static str,
     files: u64,
     bytes: u64,
-    /// Number of bytes per write. If it is 0, the file is a hole with one byte in its middle.
+    /// Number of bytes that each write appends to the file. If it is 0, only one byte in the middle of the file is
+    /// written, and the rest is a hole.
     step: u64,
     criterion: Criterion,
 }

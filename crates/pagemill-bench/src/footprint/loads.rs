@@ -17,20 +17,29 @@ use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
 
 /// Metric: peak of the resident memory of the load's largest process.
-const PEAK: &str = "process_peak_mib";
+const PROCESS_PEAK_MIB: &str = "process_peak_mib";
 /// Metric: median of the resident memory while the load runs, without the first quarter of its samples.
-const STEADY: &str = "steady_mib";
+const STEADY_MIB: &str = "steady_mib";
 /// Metric: median of the resident memory in the last quarter of the run.
-const LAST_QUARTER: &str = "last_quarter_mib";
-/// Metric: median of the total size of the load's live allocations, over the same samples as [`STEADY`].
-const LIVE: &str = "live_mib";
+const LAST_QUARTER_MIB: &str = "last_quarter_mib";
+/// Metric: median of the total size of the load's live allocations, over the same samples as [`STEADY_MIB`].
+const LIVE_MIB: &str = "live_mib";
 /// Metric: resident memory after all allocations were freed and the process slept for a while.
-const AFTER_FREEING: &str = "after_mib";
+const AFTER_FREEING_MIB: &str = "after_mib";
 /// Metric: CPU time of the run, for loads with a fixed amount of work.
 const CPU: &str = "cpu_s";
 /// Metric: CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
-const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER_FREEING, CPU, CPU_PER_OPERATION, WALL_SECONDS];
+const METRICS: &[&str] = &[
+    PROCESS_PEAK_MIB,
+    STEADY_MIB,
+    LAST_QUARTER_MIB,
+    LIVE_MIB,
+    AFTER_FREEING_MIB,
+    CPU,
+    CPU_PER_OPERATION,
+    WALL_SECONDS,
+];
 
 /// Maximum of Pagemill's memory in each phase, relative to glibc's.
 const MAX_MEMORY_RATIO: f64 = 1.10;
@@ -89,8 +98,8 @@ const BENCH_PROGRAMS: &[BenchProgram] = &[
 const CHURN: &str = "churn";
 const PANDAS: &str = "pandas";
 
-/// A script that builds, joins, groups and appends tables, drops all of them, and sleeps. It prints its memory before
-/// the drop and after the sleep, and a sum by which the results of runs are compared.
+/// A Python script that builds, joins, groups and appends tables of pandas, drops all of them, and sleeps. It prints
+/// its memory before the drop and after the sleep, and a sum by which the results of runs are compared.
 const PANDAS_SCRIPT: &str = "
 import gc, json, os, sys, time
 import pandas
@@ -138,7 +147,7 @@ pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject]
     for &name in names {
         let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
         match prepare(options, name, folder.path())? {
-            Ok(load) => measure(&load, common, ready, &mut samples, &progress)?,
+            Ok(load) => measure_load(&load, common, ready, &mut samples, &progress)?,
             Err(gap) => report.add_gap(gap),
         }
     }
@@ -249,13 +258,13 @@ fn parse_printed_rate(stdout: &[u8]) -> std::result::Result<serde_json::Value, S
     let text = String::from_utf8_lossy(stdout);
     let rate =
         text.split_once("Throughput =").and_then(|(_, rest)| rest.split_whitespace().next()?.parse::<f64>().ok());
-    Ok(serde_json::json!({ RATE: rate }))
+    Ok(serde_json::json!({ OPERATIONS_PER_SECOND: rate }))
 }
 
 /// Key of a load's JSON line with the operations per second of a program with a fixed run time.
-const RATE: &str = "operations_per_second";
+const OPERATIONS_PER_SECOND: &str = "operations_per_second";
 
-fn measure(
+fn measure_load(
     load: &Load,
     common: &CommonOptions,
     ready: &[AvailableSubject],
@@ -266,7 +275,7 @@ fn measure(
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("{}, {}", load.name, subject.name()));
-            let outcome = sample(load, subject)?;
+            let outcome = take_sample(load, subject)?;
             if let Outcome::Measured(line) = &outcome {
                 let expected = answer.get_or_insert_with(|| line["answer"].clone());
                 if *expected != line["answer"] {
@@ -280,7 +289,7 @@ fn measure(
     Ok(())
 }
 
-fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
+fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
     let mut command = (load.command)()?;
     ready.apply(&mut command);
     let running = RunningGroup::start(&mut command)?;
@@ -297,11 +306,11 @@ fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
         Ok(line) => line,
         Err(why) => return Ok(Outcome::Failed(why)),
     };
-    line[PEAK] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
+    line[PROCESS_PEAK_MIB] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
     line[WALL_SECONDS] = finished.wall.as_secs_f64().into();
     let cpu = finished.usage.cpu().as_secs_f64();
     match load.seconds {
-        Some(seconds) => match line[RATE].as_f64() {
+        Some(seconds) => match line[OPERATIONS_PER_SECOND].as_f64() {
             Some(rate) => line[CPU_PER_OPERATION] = (cpu * 1e6 / (rate * seconds)).into(),
             None => return Ok(Outcome::Failed("it printed no rate".to_owned())),
         },
@@ -314,11 +323,11 @@ fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let metrics = [
-        (PEAK, "MiB", BASELINE, "peak, MiB"),
-        (STEADY, "MiB", BASELINE, "steady"),
-        (LAST_QUARTER, "MiB", BASELINE, "last quarter"),
-        (AFTER_FREEING, "MiB", BASELINE, "after freeing, at rest"),
-        (LIVE, "MiB", BASELINE, "live"),
+        (PROCESS_PEAK_MIB, "MiB", BASELINE, "peak, MiB"),
+        (STEADY_MIB, "MiB", BASELINE, "steady"),
+        (LAST_QUARTER_MIB, "MiB", BASELINE, "last quarter"),
+        (AFTER_FREEING_MIB, "MiB", BASELINE, "after freeing, at rest"),
+        (LIVE_MIB, "MiB", BASELINE, "live"),
         (CPU, "s", CPU_BASELINE, "CPU, s"),
         (CPU_PER_OPERATION, "us", CPU_BASELINE, "CPU, us an act"),
         (WALL_SECONDS, "s", BASELINE, "wall, s"),
@@ -326,7 +335,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
     for (metric, unit, baseline, column) in metrics {
         for subject in ready {
             let series = samples.get(&name, subject.name(), metric);
-            if metric != PEAK && series.is_none_or(|series| series.median().is_none()) {
+            if metric != PROCESS_PEAK_MIB && series.is_none_or(|series| series.median().is_none()) {
                 continue;
             }
             let cell = TableCell {
@@ -334,7 +343,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
                 column: column.to_owned(),
             };
             // The live bytes depend on the load and not on the allocator, so they have no baseline.
-            let baseline = (metric != LIVE).then_some(baseline);
+            let baseline = (metric != LIVE_MIB).then_some(baseline);
             let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
             report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
         }
@@ -342,8 +351,12 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
-    let memory_targets =
-        [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER_FREEING, "after freeing")];
+    let memory_targets = [
+        (PROCESS_PEAK_MIB, "peak"),
+        (STEADY_MIB, "steady"),
+        (LAST_QUARTER_MIB, "last quarter"),
+        (AFTER_FREEING_MIB, "after freeing"),
+    ];
     let memory_targets = memory_targets.map(|(metric, what)| (metric, what, MAX_MEMORY_RATIO, BASELINE));
     let cpu = [(CPU, "CPU", MAX_CPU_RATIO, CPU_BASELINE), (CPU_PER_OPERATION, "CPU", MAX_CPU_RATIO, CPU_BASELINE)];
     for (metric, what, most, baseline) in memory_targets.into_iter().chain(cpu) {
@@ -354,7 +367,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
         let was_lost = own.killed + own.failures.len() > 0;
         // The median is missing if the load has no such phase, or if it reports CPU time per operation instead of the
         // total, or the reverse.
-        if own.median().is_none() && !(was_lost && metric == PEAK) {
+        if own.median().is_none() && !(was_lost && metric == PROCESS_PEAK_MIB) {
             continue;
         }
         let target = format!("{name}, {what}, against {baseline}");
@@ -378,7 +391,7 @@ mod tests {
     fn every_phase_is_judged() {
         let mut samples = SampleTable::new();
         for (name, mib, cpu) in [(BASELINE, 100.0, 1.0), (CPU_BASELINE, 300.0, 2.0), (PAGEMILL, 120.0, 2.1)] {
-            let line = serde_json::json!({ PEAK: mib, AFTER_FREEING: mib, CPU: cpu });
+            let line = serde_json::json!({ PROCESS_PEAK_MIB: mib, AFTER_FREEING_MIB: mib, CPU: cpu });
             (0..3).for_each(|_| samples.add_outcome(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
         }
         let mut report = Report::new("footprint", false);
@@ -401,7 +414,7 @@ mod tests {
     fn printed_rate_is_parsed() {
         let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";
 
-        assert_eq!(parse_printed_rate(larson).expect("any text will do")[RATE], 51_871_522.0);
-        assert!(parse_printed_rate(b"done\n").expect("any text will do")[RATE].is_null());
+        assert_eq!(parse_printed_rate(larson).expect("any text will do")[OPERATIONS_PER_SECOND], 51_871_522.0);
+        assert!(parse_printed_rate(b"done\n").expect("any text will do")[OPERATIONS_PER_SECOND].is_null());
     }
 }

@@ -23,23 +23,32 @@ use tree::{TreeMemory, TreePeaks, TreeSampler};
 const BASELINE: &str = "glibc";
 const REDIS: &str = "redis";
 /// Metric: peak of the resident memory, summed over the process tree.
-const PEAK: &str = "peak_mib";
+const PEAK_MIB: &str = "peak_mib";
 /// Metric: peak of the resident anonymous memory, summed over the process tree.
-const PEAK_ANONYMOUS: &str = "peak_anonymous_mib";
+const PEAK_ANONYMOUS_MIB: &str = "peak_anonymous_mib";
 /// Metric: peak of the resident memory of the process tree minus the free memory that the allocator could return at
 /// once.
-const NET_PEAK: &str = "net_peak_mib";
+const NET_PEAK_MIB: &str = "net_peak_mib";
 /// Metric: largest peak of the resident memory of a single process.
-const LARGEST: &str = "largest_process_mib";
+const LARGEST_PROCESS_MIB: &str = "largest_process_mib";
 /// Metric: resident memory of a server after two seconds without requests.
-const IDLE: &str = "idle_mib";
-/// Metric: as [`IDLE`], minus the free memory that the allocator could return at once.
-const IDLE_NET: &str = "idle_net_mib";
-/// Metric: duration of the run.
+const IDLE_MIB: &str = "idle_mib";
+/// Metric: as [`IDLE_MIB`], minus the free memory that the allocator could return at once.
+const IDLE_NET_MIB: &str = "idle_net_mib";
+/// Metric: duration of the run of a program.
 const WALL_SECONDS: &str = "wall_s";
 /// Metric: throughput of a server.
-const REQUESTS: &str = "requests_per_second";
-const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL_SECONDS, REQUESTS];
+const REQUESTS_PER_SECOND: &str = "requests_per_second";
+const METRICS: [&str; 8] = [
+    PEAK_MIB,
+    PEAK_ANONYMOUS_MIB,
+    NET_PEAK_MIB,
+    LARGEST_PROCESS_MIB,
+    IDLE_MIB,
+    IDLE_NET_MIB,
+    WALL_SECONDS,
+    REQUESTS_PER_SECOND,
+];
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -78,14 +87,14 @@ impl Sample {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let idle_net = self.idle.and_then(|idle| Some(idle.resident.saturating_sub(idle.giveable?)));
         serde_json::json!({
-            PEAK: mib(self.peaks.resident),
-            PEAK_ANONYMOUS: mib(self.peaks.anonymous),
-            NET_PEAK: self.peaks.net.map(mib),
-            LARGEST: mib(self.peaks.largest_process),
-            IDLE: self.idle.map(|idle| mib(idle.resident)),
-            IDLE_NET: idle_net.map(mib),
+            PEAK_MIB: mib(self.peaks.resident),
+            PEAK_ANONYMOUS_MIB: mib(self.peaks.anonymous),
+            NET_PEAK_MIB: self.peaks.net.map(mib),
+            LARGEST_PROCESS_MIB: mib(self.peaks.largest_process),
+            IDLE_MIB: self.idle.map(|idle| mib(idle.resident)),
+            IDLE_NET_MIB: idle_net.map(mib),
             WALL_SECONDS: self.wall.as_secs_f64(),
-            REQUESTS: self.requests_per_second,
+            REQUESTS_PER_SECOND: self.requests_per_second,
         })
     }
 }
@@ -106,7 +115,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut samples = SampleTable::new();
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
-            Some(program) => measure(program, &ready, common, &mut samples, &mut report, &progress)?,
+            Some(program) => measure_program(program, &ready, common, &mut samples, &mut report, &progress)?,
             None => measure_redis(&ready, common, &mut samples, &mut report, &progress)?,
         }
     }
@@ -136,7 +145,7 @@ fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static st
     Ok((wanted(programs, !options.churn), wanted(loads, options.churn)))
 }
 
-fn measure(
+fn measure_program(
     program: &Program,
     ready: &[AvailableSubject],
     common: &CommonOptions,
@@ -234,18 +243,18 @@ fn measure_redis(
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let metrics = [
-        (PEAK, "MiB", "peak, MiB"),
-        (PEAK_ANONYMOUS, "MiB", "anonymous"),
-        (NET_PEAK, "MiB", "net of giveable"),
-        (LARGEST, "MiB", "largest process"),
-        (IDLE, "MiB", "after 2 s idle"),
-        (IDLE_NET, "MiB", "idle, net"),
+        (PEAK_MIB, "MiB", "peak, MiB"),
+        (PEAK_ANONYMOUS_MIB, "MiB", "anonymous"),
+        (NET_PEAK_MIB, "MiB", "net of giveable"),
+        (LARGEST_PROCESS_MIB, "MiB", "largest process"),
+        (IDLE_MIB, "MiB", "after 2 s idle"),
+        (IDLE_NET_MIB, "MiB", "idle, net"),
         (WALL_SECONDS, "s", "wall, s"),
     ];
     for (metric, unit, column) in metrics {
         for subject in ready {
             let is_missing = |series: &crate::report::Series| series.median().is_none();
-            if metric != PEAK && samples.get(&name, subject.name(), metric).is_none_or(is_missing) {
+            if metric != PEAK_MIB && samples.get(&name, subject.name(), metric).is_none_or(is_missing) {
                 continue;
             }
             let cell = TableCell {
@@ -258,24 +267,26 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'st
     }
     for subject in ready {
         let cell = TableCell { table: format!("{name}: requests a second"), column: "GET and SET".to_owned() };
-        let metric = Metric { name: REQUESTS, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
-        if samples.get(&name, subject.name(), REQUESTS).is_some_and(|series| series.median().is_some()) {
+        let metric =
+            Metric { name: REQUESTS_PER_SECOND, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
+        if samples.get(&name, subject.name(), REQUESTS_PER_SECOND).is_some_and(|series| series.median().is_some()) {
             report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
         }
     }
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
-    let requests = |subject| samples.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
+    let requests =
+        |subject| samples.get(&name, subject, REQUESTS_PER_SECOND).filter(|series| series.median().is_some());
     if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(PAGEMILL_WITHOUT_AGING))
         && let Some(verdict) = experiment::judge_aging_cost(name, &[own.ratios(keeping, Better::Higher)])
     {
         report.add_verdict(verdict);
     }
-    let Some(glibc) = samples.get(&name, BASELINE, PEAK) else {
+    let Some(glibc) = samples.get(&name, BASELINE, PEAK_MIB) else {
         return;
     };
-    for (metric, bound, what) in [(PEAK, 1.1, "peak"), (NET_PEAK, 1.05, "peak net of what could be given")] {
+    for (metric, bound, what) in [(PEAK_MIB, 1.1, "peak"), (NET_PEAK_MIB, 1.05, "peak net of what could be given")] {
         let target = format!("{name}, {what}, against {BASELINE}");
         let verdict = not_measured(target, Bound::AtMost(bound), "x", "");
         let pagemill = samples.get(&name, PAGEMILL, metric);

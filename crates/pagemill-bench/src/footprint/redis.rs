@@ -33,8 +33,8 @@ pub fn missing_programs() -> Option<String> {
     })
 }
 
-/// Runs the server under an allocator, applies the load, and returns the measurements. The inner error is a message for
-/// the report.
+/// Runs a Redis server under an allocator, sends it the commands of the experiment, and returns the measurements. The
+/// inner error is a message for the report.
 pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Result<Sample, String>> {
     let socket = folder.join("socket");
     // Removes the socket file of an earlier server. It is no error if there is none.

@@ -17,7 +17,7 @@ use crate::subject::{AvailableSubject, PAGEMILL};
 /// MiB that each process allocates and frees (quick, full).
 const FREED_MIB: (u64, u64) = (64, 400);
 /// Seconds for which the process works after the last free (quick, full).
-const SECONDS: (u64, u64) = (2, 15);
+const WORK_SECONDS: (u64, u64) = (2, 15);
 
 /// Sizes of the allocations in bytes, in a full run.
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
@@ -44,7 +44,8 @@ type Case = (u64, u64);
 /// [`Error::CannotRun`] if the machine has too little memory to run all allocators at once.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let (mib, seconds) = (common.quick_or_full(FREED_MIB.0, FREED_MIB.1), common.quick_or_full(SECONDS.0, SECONDS.1));
+    let (mib, seconds) =
+        (common.quick_or_full(FREED_MIB.0, FREED_MIB.1), common.quick_or_full(WORK_SECONDS.0, WORK_SECONDS.1));
     let wanted = 2 * mib * ready.len() as u64;
     let available = proc::available_bytes().unwrap_or(u64::MAX) >> 20;
     if available < wanted {
@@ -55,7 +56,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         given => given,
     };
     child::touch_beforehand(mib * ready.len() as u64)?;
-    let samples = measure(common, ready, sizes, (mib, seconds))?;
+    let samples = measure_cases(common, ready, sizes, (mib, seconds))?;
     for &size in sizes {
         add_rows(report, &samples, (size, mib, seconds), ready);
     }
@@ -67,7 +68,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
 
 /// Measures all allocation sizes and rounds. All allocators of a round run concurrently, because no time is measured
 /// and each process uses only a fifth of a CPU.
-fn measure(
+fn measure_cases(
     common: &CommonOptions,
     ready: &[AvailableSubject],
     sizes: &[u64],
@@ -153,10 +154,10 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The verdict must depend on the memory after the last second and not on the memory before. If a run was killed,
-    /// the target must be missed.
+    /// The verdict must depend on the memory after the last second and not on the memory after earlier seconds. If a
+    /// run was killed, the target must be missed.
     #[test]
-    fn the_last_second_is_judged() {
+    fn memory_after_last_second_is_judged() {
         let line = |held: [f64; 3]| {
             Outcome::Measured(serde_json::json!({ GROWTH_MIB: held, FILLED_MIB: 400.0, CPU_SHARE: 0.2 }))
         };

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::giveable;
 use crate::proc;
 
-const INTERVAL: Duration = Duration::from_millis(10);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The peaks of a process tree, in bytes.
 #[derive(Clone, Debug, Default)]
@@ -94,7 +94,7 @@ fn sample_until_stopped(root: u32, library: Option<&str>, publishes: bool, is_st
         if is_stopped.load(Ordering::Relaxed) {
             break;
         }
-        thread::sleep(INTERVAL);
+        thread::sleep(SAMPLE_INTERVAL);
     }
     peaks.largest_process = largest.into_values().max().unwrap_or(0);
     peaks

@@ -27,14 +27,14 @@ const HELD_RATIO: &str = "held_ratio";
 /// Metric: resident memory after the free memory was returned, divided by the total size of the live objects. For
 /// [`BY_HANDLE`], the handles (8 bytes for each object at the peak) are subtracted first.
 const LEFT_RATIO: &str = "left_ratio";
-/// Metric: resident memory in MiB after the free memory was returned, including handles.
+/// Metric: resident memory in MiB after the free memory was returned, including the table of handles.
 const LEFT_MIB: &str = "left_mib";
 /// Metric: the part of [`LEFT_MIB`] that the table of handles uses.
 const HANDLES_MIB: &str = "handles_mib";
 /// Metric: time in milliseconds to return the free memory.
 const RETURN_MS: &str = "ms";
 /// Metric: number of objects that were moved while the free memory was returned.
-const MOVED: &str = "moved";
+const MOVED_OBJECTS: &str = "moved";
 /// Metric: time to return the free memory, divided by the number of objects moved meanwhile.
 const MOVE_NS: &str = "move_ns";
 /// Metric: nanoseconds to copy the bytes of one object.
@@ -43,7 +43,7 @@ const COPY_NS: &str = "copy_ns";
 const TIMES_COPY: &str = "times_copy";
 
 const COMMON_METRICS: [&str; 5] = [HELD_RATIO, LEFT_MIB, LEFT_RATIO, HANDLES_MIB, RETURN_MS];
-const MOVER_METRICS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
+const MOVER_METRICS: [&str; 4] = [MOVED_OBJECTS, MOVE_NS, COPY_NS, TIMES_COPY];
 
 /// Maximum of [`LEFT_RATIO`].
 const MAX_LEFT_RATIO: f64 = 1.10;
@@ -85,7 +85,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     prepare(options)?;
-    let samples = measure(options, &subjects)?;
+    let samples = measure_cases(options, &subjects)?;
     for size in SIZES {
         add_rows(report, &samples, &subjects, (size, objects(options)));
     }
@@ -95,7 +95,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
+fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
     let progress = Progress::new(SIZES.len() * options.common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
     for size in SIZES {
@@ -121,7 +121,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[Storage
         (LEFT_RATIO, "x", Better::Lower, "left, x of live, less handles"),
         (HANDLES_MIB, "MiB", Better::Lower, "of it handles, MiB"),
         (RETURN_MS, "ms", Better::Lower, "ms"),
-        (MOVED, "objects", Better::Higher, "moves"),
+        (MOVED_OBJECTS, "objects", Better::Higher, "moves"),
         (MOVE_NS, "ns", Better::Lower, "ns a move, all counted"),
         (COPY_NS, "ns", Better::Lower, "ns a copy"),
         (TIMES_COPY, "x", Better::Lower, "x of a copy"),

@@ -16,7 +16,7 @@ pub const MOVING_CACHES: [&str; 2] = [BY_HANDLE, BY_OWNER];
 const READS: &str = "reads_per_second";
 const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
-const MOVED: &str = "moved";
+const MOVED_OBJECTS: &str = "moved";
 
 /// Whether a background thread moves objects during the measurement.
 type Case = bool;
@@ -41,15 +41,17 @@ fn case_name(case: Case) -> &'static str {
 /// [`crate::error::Error::WrongAnswer`] if an object, or a write to an object, was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let kinds: Vec<&'static str> = MOVING_CACHES.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
-    let samples = measure(&options.common, &kinds)?;
+    let samples = measure_cases(&options.common, &kinds)?;
     for case in CASES {
         for kind in &kinds {
-            for (metric, what) in [(READS, "reads"), (WRITES, "writes"), (MOVES, "moves"), (MOVED, "moved in all")] {
+            for (metric, what) in
+                [(READS, "reads"), (WRITES, "writes"), (MOVES, "moves"), (MOVED_OBJECTS, "moved in all")]
+            {
                 let table = "a reader and a writer of 200,000 objects of 192 B, nine of ten of a group gone: a second, half the spread";
                 let column = format!("{what}, {}", case_name(case));
                 let cell =
                     (case || [READS, WRITES].contains(&metric)).then(|| TableCell { table: table.to_owned(), column });
-                let unit = if metric == MOVED { "1" } else { "1/s" };
+                let unit = if metric == MOVED_OBJECTS { "1" } else { "1/s" };
                 let metric = Metric { name: metric, unit, better: Better::Higher, baseline: None };
                 report_row(report, &samples, (&case, case_name(case)), kind, metric, cell);
             }
@@ -62,7 +64,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
     let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
     let progress = Progress::new(rounds * CASES.len() * kinds.len());
     let mut samples = SampleTable::new();
@@ -70,15 +72,15 @@ fn measure(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable
         for kind in kinds {
             for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
-                let outcome = sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
-                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &outcome);
+                let outcome = take_sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
+                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED_OBJECTS], &outcome);
             }
         }
     }
     Ok(samples)
 }
 
-fn sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
+fn take_sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {
     let mut line = child::command_words(
         &["__slab", "moves", "--kind", kind],
         &[("--objects", OBJECT_COUNT), ("--run-ms", run_ms)],
@@ -104,15 +106,20 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The target is 90 % of the speed without defragmentation. A reader at 80 % must miss the target, and a reader at
-    /// 95 % must reach it. After a failed round, the target must be missed.
+    /// The target of a reader is 90 % of its speed without defragmentation. A reader at 80 % must miss the target, and
+    /// a reader at 95 % must reach it. After a failed round, the target must be missed.
     #[test]
     fn slow_reader_misses_the_target() {
         let mut samples = SampleTable::new();
         let mut add = |case, kind, reads: f64| {
-            let line = serde_json::json!({ READS: reads, WRITES: 9.0, MOVES: 7.0, MOVED: 7 });
+            let line = serde_json::json!({ READS: reads, WRITES: 9.0, MOVES: 7.0, MOVED_OBJECTS: 7 });
             for _ in 0..5 {
-                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED], &Outcome::Measured(line.clone()));
+                samples.add_outcome(
+                    &case,
+                    kind,
+                    &[READS, WRITES, MOVES, MOVED_OBJECTS],
+                    &Outcome::Measured(line.clone()),
+                );
             }
         };
         for (case, by_handle, by_owner) in [(false, 100.0, 100.0), (true, 80.0, 95.0)] {

@@ -44,7 +44,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     for _ in 0..common.rounds() {
         for case in CASES {
             progress.step(&format!("read, {}", case_name(case)));
-            let outcome = sample(case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
+            let outcome = take_sample(case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
             for subject in SUBJECTS {
                 samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &subject_outcome(&outcome, subject));
             }
@@ -66,7 +66,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
+fn take_sample(objects: u64, run_ms: u64) -> Result<Outcome> {
     let line = child::command_words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
     child::run_plain(HANDLE_READ, line, Duration::from_secs(60))
 }

@@ -42,7 +42,7 @@ const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
 /// The object size, in bytes, to which the targets apply.
 const TARGET_SIZE: usize = 192;
-const THREADS: [u64; 2] = [1, 2];
+const THREAD_COUNTS: [u64; 2] = [1, 2];
 
 /// Number of live objects in the pattern churn, unless [`MAX_LIVE_BYTES`] allows only fewer objects of the size.
 const LIVE_OBJECTS: usize = 100_000;
@@ -54,7 +54,7 @@ const SAMPLE_MS: (u64, u64) = (20, 100);
 /// Metric: nanoseconds in which one thread allocates and frees an object.
 const NS_PER_OBJECT: &str = "ns";
 /// Metric: number of objects that all threads together allocate and free per second.
-const RATE: &str = "pairs_per_second";
+const PAIRS_PER_SECOND: &str = "pairs_per_second";
 /// Metric: number of instructions to allocate and free an object.
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
@@ -120,7 +120,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     }
     child::touch_beforehand(4 * (MAX_LIVE_BYTES >> 20) as u64)?;
     let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
-    let samples = measure(&subjects, sizes, common)?;
+    let samples = measure_cases(&subjects, sizes, common)?;
     add_rows(report, &samples, &subjects, sizes);
     add_verdicts(report, &samples);
     if options.callgrind {
@@ -144,18 +144,19 @@ fn case_name((pattern, size, threads): Case) -> String {
 
 /// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
 /// the verdict on scaling compares these two.
-fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1);
-    let progress = Progress::new(patterns_and_sizes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
+    let progress =
+        Progress::new(patterns_and_sizes(sizes).count() * THREAD_COUNTS.len() * common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
     for (pattern, size) in patterns_and_sizes(sizes) {
         for round in 0..common.rounds() {
             for subject in rotated(subjects, round) {
-                for threads in THREADS {
+                for threads in THREAD_COUNTS {
                     let case = (pattern, size, threads);
                     progress.step(&format!("{}, {}", case_name(case), subject.name()));
                     let outcome = subject.sample(case, run_ms)?;
-                    samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, RATE], &outcome);
+                    samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, PAIRS_PER_SECOND], &outcome);
                 }
             }
         }
@@ -164,7 +165,8 @@ fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Res
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject], sizes: &[usize]) {
-    let cases = patterns_and_sizes(sizes).flat_map(|(pattern, size)| THREADS.map(|threads| (pattern, size, threads)));
+    let cases =
+        patterns_and_sizes(sizes).flat_map(|(pattern, size)| THREAD_COUNTS.map(|threads| (pattern, size, threads)));
     for case in cases {
         let (pattern, size, threads) = case;
         let what = "ns to take an object and give it back, as a thread sees it";
@@ -173,7 +175,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subjec
             let cell = Some(TableCell { table, column: format!("{size} B") });
             let ns = Metric { name: NS_PER_OBJECT, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
             report_row(report, samples, (&case, &case_name(case)), subject.name(), ns, cell);
-            let rate = Metric { name: RATE, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
+            let rate = Metric { name: PAIRS_PER_SECOND, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
             report_row(report, samples, (&case, &case_name(case)), subject.name(), rate, None);
         }
     }
@@ -208,7 +210,7 @@ fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Cas
 fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): PatternAndSize) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
-    let of = |threads| samples.get(&(pattern, size, threads), name, RATE);
+    let of = |threads| samples.get(&(pattern, size, threads), name, PAIRS_PER_SECOND);
     let (Some(one), Some(two)) = (of(1), of(2)) else { return blank };
     blank.compared(two, (name, one), Better::Higher)
 }
@@ -249,11 +251,11 @@ mod tests {
     fn samples(ns: &[(&'static str, u64, f64)]) -> SampleTable<Case> {
         let mut samples = SampleTable::new();
         for &(name, threads, ns) in ns {
-            let line = serde_json::json!({ NS_PER_OBJECT: ns, RATE: threads as f64 * 1e9 / ns });
+            let line = serde_json::json!({ NS_PER_OBJECT: ns, PAIRS_PER_SECOND: threads as f64 * 1e9 / ns });
             samples.add_outcome(
                 &("pair", TARGET_SIZE, threads),
                 name,
-                &[NS_PER_OBJECT, RATE],
+                &[NS_PER_OBJECT, PAIRS_PER_SECOND],
                 &Outcome::Measured(line),
             );
         }

@@ -57,7 +57,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     fragments::prepare(options)?;
-    let samples = measure(options, &subjects)?;
+    let samples = measure_cases(options, &subjects)?;
     for case in cases() {
         for subject in &subjects {
             let columns = TIMES.map(|(metric, column)| (metric, "us", column));
@@ -91,7 +91,7 @@ fn cases() -> impl Iterator<Item = Case> {
     SIZES.into_iter().flat_map(|size| [(size, false), (size, true)])
 }
 
-fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<Case>> {
     let of_case = |case: Case| subjects.iter().filter(move |subject| !case.1 || subject.can_move());
     let steps: usize = cases().map(|case| of_case(case).count()).sum();
     let progress = Progress::new(options.common.rounds() * steps);

@@ -24,21 +24,21 @@ pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 /// Metric: nanoseconds in which a walk visits one entry.
 const NS_PER_ENTRY: &str = "ns";
 /// Metric: number of objects moved during the walks.
-const MOVED: &str = "moved";
+const MOVED_OBJECTS: &str = "moved";
 
 /// Number of entries of the tree (quick, full).
 const TREE_ENTRIES: (u64, u64) = (20_000, 100_000);
 /// Number of pages of the file whose index is walked (quick, full).
 const FILE_PAGES: (u64, u64) = (6_000, 30_000);
 /// Number of turns of a sample (quick, full). In each turn, the workload replaces all objects and then walks them.
-const TURNS: (u64, u64) = (2, 5);
+const TURN_COUNT: (u64, u64) = (2, 5);
 /// Milliseconds for which the workload walks the objects in each turn (quick, full).
 const TURN_MS: (u64, u64) = (100, 300);
 
 /// Minimum speed of walks relative to their baseline.
 const MIN_SPEED: f64 = 0.95;
 
-/// The data structure that is walked, and whether it was compacted.
+/// A case of the experiment: the data structure that is walked, and whether it was compacted before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Case {
     Tree,
@@ -74,10 +74,10 @@ impl Case {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     child::touch_beforehand(1024)?;
-    let samples = measure(common)?;
+    let samples = measure_cases(common)?;
     for case in Case::ALL {
         for subject in case.sides() {
-            for (metric, unit, column) in [(NS_PER_ENTRY, "ns", "ns"), (MOVED, "objects", "moves")] {
+            for (metric, unit, column) in [(NS_PER_ENTRY, "ns", "ns"), (MOVED_OBJECTS, "objects", "moves")] {
                 let table = format!("walks, nanoseconds an entry: {}", case.name());
                 let cell = Some(TableCell { table, column: column.to_owned() });
                 let baseline = (metric == NS_PER_ENTRY).then_some(case.sides()[1]);
@@ -95,7 +95,7 @@ fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
     let bound = Bound::AtLeast(MIN_SPEED);
-    let moved = samples.get(&case, own, MOVED).and_then(|series| series.median());
+    let moved = samples.get(&case, own, MOVED_OBJECTS).and_then(|series| series.median());
     report.add_verdict(match moved {
         Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
         _ => {
@@ -105,7 +105,7 @@ fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     });
 }
 
-fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let is_wanted = |case: &Case| case.sides().into_iter().any(|side| common.is_wanted(side));
     let cases: Vec<Case> = Case::ALL.into_iter().filter(is_wanted).collect();
     let progress = Progress::new(common.rounds() * cases.len());
@@ -121,7 +121,12 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
-                    samples.add_outcome(&case, subject, &[NS_PER_ENTRY, MOVED], &sample(common, case, subject)?);
+                    samples.add_outcome(
+                        &case,
+                        subject,
+                        &[NS_PER_ENTRY, MOVED_OBJECTS],
+                        &take_sample(common, case, subject)?,
+                    );
                 }
             }
         }
@@ -129,13 +134,13 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     Ok(samples)
 }
 
-fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
+fn take_sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
     let (work, size) = match case {
         Case::Index => ("index", ("--pages", common.quick_or_full(FILE_PAGES.0, FILE_PAGES.1))),
         _ => ("tree", ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1))),
     };
     let turns = [
-        ("--turns", common.quick_or_full(TURNS.0, TURNS.1)),
+        ("--turns", common.quick_or_full(TURN_COUNT.0, TURN_COUNT.1)),
         ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1)),
     ];
     let numbers: Vec<(&str, u64)> = [size].into_iter().chain(turns).collect();
@@ -160,8 +165,8 @@ fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Res
     samples.add_outcome(
         &Case::Packed,
         PACKED,
-        &[NS_PER_ENTRY, MOVED],
-        &part(&[(NS_PER_ENTRY, "packed_ns"), (MOVED, MOVED)]),
+        &[NS_PER_ENTRY, MOVED_OBJECTS],
+        &part(&[(NS_PER_ENTRY, "packed_ns"), (MOVED_OBJECTS, MOVED_OBJECTS)]),
     );
     Ok(())
 }

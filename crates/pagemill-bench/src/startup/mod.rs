@@ -14,13 +14,13 @@ use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Number of runs of the program per sample (quick, full). A sample is the median of its runs, so that one outlier does
-/// not affect it.
+/// Number of runs of the program `true` per sample (quick, full). A sample is the median of its runs, so that one
+/// outlier does not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
-/// The baseline of all subjects: the program without a preload, under glibc.
+/// The baseline of all subjects: the program without a preloaded library, under glibc.
 const BASELINE: &str = "none";
-/// Metric: duration of a run of the program, in milliseconds.
+/// Metric: duration of a run of the program `true`, in milliseconds.
 const WALL_MS: &str = "ms";
 /// Metric: [`WALL_MS`] minus [`WALL_MS`] of the baseline in the same round.
 const ADDED_MS: &str = "ms_more";
@@ -42,7 +42,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("startup", common.json);
     gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    let samples = measure(&ready, common)?;
+    let samples = measure_cases(&ready, common)?;
     let table = "`true`: ms from start to end, half the spread, times none".to_owned();
     for name in subject_names(&ready) {
         let cell = |column: &str| Some(TableCell { table: table.clone(), column: column.to_owned() });
@@ -70,7 +70,7 @@ fn subject_names(ready: &[AvailableSubject]) -> impl Iterator<Item = &'static st
     [BASELINE].into_iter().chain(preloaded.map(AvailableSubject::name))
 }
 
-fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<&'static str>> {
+fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<&'static str>> {
     let program = true_program()?;
     let preloaded: Vec<&AvailableSubject> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
     let runs = common.quick_or_full(RUNS_PER_SAMPLE.0, RUNS_PER_SAMPLE.1);

@@ -150,7 +150,7 @@ pub struct Pass<'a> {
     pub len_bytes: u64,
     pub io_bytes: u64,
     pub is_write: bool,
-    /// The file is empty, and the writes extend it.
+    /// Whether the file is empty before the job, so that the writes extend it.
     pub is_append: bool,
     pub depth: u64,
 }

@@ -48,7 +48,7 @@ const BLOCKING_SUBJECTS: [(&str, &str, u64); 4] = [
     ("threads-8", "fio-psync-8", 8),
     ("threads-32", "fio-psync-32", 32),
 ];
-/// As [`BLOCKING_SUBJECTS`], beginning with an empty cache.
+/// As [`BLOCKING_SUBJECTS`], for subjects that begin with an empty cache.
 const COLD_BLOCKING_SUBJECTS: [(&str, &str, u64); 2] =
     [("threads-8-cold", "fio-psync-8", 8), ("threads-32-cold", "fio-psync-32", 32)];
 
@@ -124,7 +124,7 @@ pub struct Options {
     pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Memory for cached pages (default a sixth of the file: 256, with --quick 32)
+    /// MiB of memory for cached pages (default a sixth of the file: 256, with --quick 32)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
     pub cache_mib: Option<u64>,
 }
@@ -157,13 +157,18 @@ pub fn run(options: &Options) -> Result<Report> {
         )));
     }
     report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
-    let samples = measure(options, &subjects, &target, cache_mib)?;
+    let samples = measure_cases(options, &subjects, &target, cache_mib)?;
     add_rows(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: u64) -> Result<SampleTable<Case>> {
+fn measure_cases(
+    options: &Options,
+    subjects: &[Subject],
+    target: &Target,
+    cache_mib: u64,
+) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
     let progress = Progress::new(common.rounds() * subjects.len());

@@ -37,7 +37,7 @@ pub const READS: &str = "reads_per_second";
 /// Metric of a cache: the fraction of hits among all reads.
 pub const HIT_RATIO: &str = "hit_ratio";
 
-/// Command-line options that choose the file.
+/// Command-line options that choose the file of an experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
     /// A file or block device that exists already; the experiment does not write to it unless an option says so
@@ -47,7 +47,7 @@ pub struct PlaceOptions {
     /// The folder for the temporary file, on a file system on a device (default: the temporary folder, or /var/tmp)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
-    /// Length of the temporary file, or of the part of --file that is used
+    /// Length in MiB of the temporary file, or of the part of --file that is used
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(16..))]
     pub mib: Option<u64>,
 }

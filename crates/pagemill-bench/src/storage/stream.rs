@@ -1,5 +1,5 @@
-//! Sequential reads and writes of a file that is four times as large as its cache, by system-call sized pieces. The page
-//! cache is compared with the kernel's page cache and with fio, which bypasses it.
+//! Sequential reads and writes of a file that is four times as large as its cache, with calls of 64 KiB or 1 MiB.
+//! Pagemill's page cache is compared with the kernel's page cache and with fio, which bypasses the kernel's page cache.
 
 use std::fs::OpenOptions;
 use std::time::Duration;
@@ -21,13 +21,13 @@ const KERNEL: &str = "kernel";
 /// Subject: as [`KERNEL`], with `RWF_DONTCACHE`.
 const DONTCACHE: &str = "kernel-dontcache";
 
-/// Size of the file (quick, full).
+/// Size of the file in MiB (quick, full).
 const FILE_MIB: (u64, u64) = (128, 2048);
 /// Size of the file divided by that of the cache.
 const FILE_TO_CACHE_RATIO: u64 = 4;
-/// Bytes of one call.
+/// Bytes that one call reads or writes.
 const CALL_BYTES: [u64; 2] = [64 << 10, 1 << 20];
-/// Bytes that fio has in flight: with less, the device is idle between transfers.
+/// Total bytes of the transfers that fio has in flight. With fewer bytes, the device would be idle between transfers.
 const IN_FLIGHT_BYTES: u64 = 16 << 20;
 /// Maximum number of transfers that fio has in flight.
 const MAX_IN_FLIGHT: u64 = 64;
@@ -67,25 +67,26 @@ pub struct Options {
     /// Also write to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
-    /// Only read
+    /// Run only the cases that read
     #[arg(long)]
     pub reads: bool,
-    /// Memory for cached pages (default a quarter of the file)
+    /// MiB of memory for cached pages (default a quarter of the file)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
     pub cache_mib: Option<u64>,
 }
 
-/// What the calls do. Writes are ordered last, because they destroy the pattern with which reads are checked.
+/// What the calls of a case do with the file. Writes are ordered last, because they destroy the pattern with which
+/// reads are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Direction {
     Read,
-    /// Writes to bytes that the file has.
+    /// Writes over existing bytes of the file.
     Overwrite,
     /// Writes to an empty file.
     Append,
 }
 
-/// One direction with one length of a call.
+/// A case: what the calls do, and how many bytes each of them reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     direction: Direction,
@@ -147,13 +148,13 @@ pub fn run(options: &Options) -> Result<Report> {
         "processor time is that of the process: the kernel's threads write and read a part for the kernel's cache",
     );
     let cases = cases(options);
-    let samples = measure(options, &cases, &subjects, &target, cache_mib)?;
+    let samples = measure_cases(options, &cases, &subjects, &target, cache_mib)?;
     add_rows(&mut report, &samples, &cases, &subjects);
     cases.iter().for_each(|case| add_verdicts(&mut report, &samples, *case));
     Ok(report)
 }
 
-fn measure(
+fn measure_cases(
     options: &Options,
     cases: &[Case],
     subjects: &[&Subject],

@@ -87,7 +87,8 @@ impl Target {
         &self.path
     }
 
-    /// Returns the arguments that tell a workload the path, length and contents of the file.
+    /// Returns the arguments that tell a workload the path and length of the file, and whether it has the pattern of
+    /// [`Records`].
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());

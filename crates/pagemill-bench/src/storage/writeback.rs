@@ -120,13 +120,13 @@ pub fn run(options: &Options) -> Result<Report> {
     if device::completed_writes(target.path()).is_none() {
         report.add_gap("the file's device is unknown: writes that the kernel merges are not counted");
     }
-    let samples = measure(options, &subjects, &target)?;
+    let samples = measure_cases(options, &subjects, &target)?;
     add_rows(&mut report, &samples, &subjects);
     add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
     let folder = TempDir::with_prefix("pagemill-bench-").map_err(doing("making a folder for a list of writes"))?;

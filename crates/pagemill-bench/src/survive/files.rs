@@ -28,7 +28,7 @@ const PLAIN_SECONDS: u64 = 2;
 /// Metric: GiB written per second.
 const SPEED: &str = "gib_per_second";
 /// Metric: peak of the memory charged to the cgroup.
-const PEAK: &str = "peak_mib";
+const PEAK_MIB: &str = "peak_mib";
 /// Subject: a run on Pagemill's mount without a cgroup limit.
 const UNLIMITED: &str = "unlimited";
 /// Metric: number of writes that failed.
@@ -41,7 +41,7 @@ const LOSS_METRICS: [(&str, &str); 5] = [
     ("torn", "torn"),
     ("kills", "kills"),
 ];
-const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
+const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK_MIB];
 
 /// One case: a number of threads that write files of one size, in a cgroup with a memory limit. For each file size and
 /// number of writers, the case with the first limit also runs without a limit.
@@ -101,7 +101,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
             for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
-                    let outcome = sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
+                    let outcome = take_sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
                     match limit_mib {
                         Some(_) => samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &outcome),
                         None => cases.iter().for_each(|case| samples.add_outcome(case, UNLIMITED, METRICS, &outcome)),
@@ -109,7 +109,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
                 }
                 if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
                     let plain = seconds.min(PLAIN_SECONDS);
-                    let outcome = sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
+                    let outcome = take_sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
                     samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
                 }
             }
@@ -141,7 +141,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
 }
 
 /// Takes one sample of a case in a new cgroup, with files on a new mount.
-fn sample(
+fn take_sample(
     mounter: &Mounter,
     subject: FileSystem,
     (case, limit_mib): (Case, Option<u64>),
@@ -177,7 +177,7 @@ fn sample(
     let mut outcome = child::classify(subject.name, &finished)?;
     if let Outcome::Measured(line) = &mut outcome {
         line["kills"] = group.oom_kills().into();
-        line[PEAK] = group.peak_bytes().map(|bytes| bytes as f64 / f64::from(1 << 20)).into();
+        line[PEAK_MIB] = group.peak_bytes().map(|bytes| bytes as f64 / f64::from(1 << 20)).into();
         if let Some(complaint) = line["complaint"].as_str() {
             let limit = if limit_mib.is_some() { "" } else { " (without a limit)" };
             report.add_gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
@@ -220,7 +220,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
     for subject in [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name] {
         let losses = LOSS_METRICS.map(|(name, column)| (name, "count", None, column));
         let speed = (SPEED, "GiB/s", Some(UNLIMITED), "written, GiB/s");
-        let peak = (PEAK, "MiB", None, "peak of the group, MiB");
+        let peak = (PEAK_MIB, "MiB", None, "peak of the group, MiB");
         for (name, unit, baseline, column) in [speed, peak].into_iter().chain(losses) {
             let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Higher, baseline };

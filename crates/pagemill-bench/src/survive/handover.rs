@@ -31,12 +31,12 @@ const SPEED: &str = "gib_per_second";
 /// Metric: longest time, over the turns of a sample, in which the process that needs memory fills it.
 const SLOWEST_MS: &str = "slowest_ms";
 /// Metric: number of failed allocations of all processes of a sample.
-const REFUSED: &str = "refused";
+const FAILED_ALLOCATIONS: &str = "refused";
 /// Metric: peak of the cgroup's memory as a fraction of its limit.
 const USED_SHARE: &str = "used_share";
 /// Metric of a sample: 1 if no process was killed, else 0.
 const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST_MS, REFUSED, USED_SHARE];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS, USED_SHARE];
 
 /// Measures under every allocator whether a second process can use memory that the first freed; adds rows and a verdict
 /// to the report.
@@ -47,7 +47,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     for round in 0..common.rounds() {
         for subject in rotated(ready, round) {
             progress.step(&format!("handover, {}", subject.name()));
-            match sample(subject, turns)? {
+            match take_sample(subject, turns)? {
                 Ok(outcome) => {
                     samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
                     let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
@@ -64,7 +64,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 }
 
 /// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
+fn take_sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
@@ -125,9 +125,10 @@ pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
 /// time, the number of failed allocations of all processes, and the used fraction of the limit.
 fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
-    let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
+    let refused = of(FAILED_ALLOCATIONS).iter().sum::<f64>() + keeper[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
     let slowest = of("ms").into_iter().fold(0.0, f64::max);
-    serde_json::json!({ SPEED: stats::median(&of(SPEED)), SLOWEST_MS: slowest, REFUSED: refused, USED_SHARE: used_share })
+    let speed = stats::median(&of(SPEED));
+    serde_json::json!({ SPEED: speed, SLOWEST_MS: slowest, FAILED_ALLOCATIONS: refused, USED_SHARE: used_share })
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
@@ -135,7 +136,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
         (SPEED, "GiB/s", Better::Higher, "newcomer, GiB/s"),
         (SLOWEST_MS, "ms", Better::Lower, "its slowest turn, ms"),
         (USED_SHARE, "share", Better::Higher, "of the limit used"),
-        (REFUSED, "calls", Better::Lower, "refused"),
+        (FAILED_ALLOCATIONS, "calls", Better::Lower, "refused"),
     ];
     let table = format!(
         "survive: {KEEPER_MIB} MiB filled and freed, then {NEWCOMER_MIB} MiB needed by another process, \
@@ -168,7 +169,7 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
         true => "no peer was killed".to_owned(),
         false => format!("killed: {}", killed.join(", ")),
     };
-    let refused: f64 = sum(PAGEMILL, REFUSED);
+    let refused: f64 = sum(PAGEMILL, FAILED_ALLOCATIONS);
     if refused > 0.0 {
         note = format!("{refused} calls were refused; {note}");
     }
@@ -186,12 +187,14 @@ mod tests {
     /// processes.
     #[test]
     fn sample_summarizes_its_turns() {
-        let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
+        fn turn(speed: f64, ms: f64, refused: u64) -> serde_json::Value {
+            serde_json::json!({ SPEED: speed, "ms": ms, FAILED_ALLOCATIONS: refused })
+        }
         let turns = [turn(1.0, 90.0, 0), turn(3.0, 30.0, 1), turn(2.0, 45.0, 0)];
 
-        let line = sample_json(&serde_json::json!({ REFUSED: 2 }), &turns, 0.5);
+        let line = sample_json(&serde_json::json!({ FAILED_ALLOCATIONS: 2 }), &turns, 0.5);
 
-        assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST_MS: 90.0, REFUSED: 3.0, USED_SHARE: 0.5 }));
+        assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST_MS: 90.0, FAILED_ALLOCATIONS: 3.0, USED_SHARE: 0.5 }));
     }
 
     /// After one sample that Pagemill survived and glibc did not, the target must be reached, and the note must say
@@ -204,7 +207,7 @@ mod tests {
             samples.add_outcome(&CASE, name, METRICS, outcome);
             samples.add_value(&CASE, name, SURVIVED, survived);
         };
-        add(PAGEMILL, 1.0, &Outcome::Measured(serde_json::json!({ SPEED: 1.0, REFUSED: 0 })));
+        add(PAGEMILL, 1.0, &Outcome::Measured(serde_json::json!({ SPEED: 1.0, FAILED_ALLOCATIONS: 0 })));
         add("glibc", 0.0, &Outcome::Killed);
         let reached = verdict(&samples, &ready);
         assert!(!reached.has_lost_round && reached.note.contains("killed: glibc"), "{reached:?}");

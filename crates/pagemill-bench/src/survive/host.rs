@@ -31,7 +31,7 @@ const FILL_MIB_PER_SECOND: u64 = 1024;
 /// MiB of live memory of the server, the process that also holds free memory.
 const LIVE_MIB: u64 = 64;
 /// Interval between samples of the memory of the machine, the server and the filler.
-const INTERVAL: Duration = Duration::from_millis(5);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(5);
 /// Sampling continues for this long after the process that fills the machine (filler) has allocated its last byte.
 const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
 /// The server counts as returning memory once its resident memory has fallen by this many bytes. Its own work changes
@@ -231,7 +231,7 @@ fn sample_until_full(
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
         }
-        std::thread::sleep(INTERVAL);
+        std::thread::sleep(SAMPLE_INTERVAL);
     }
 }
 

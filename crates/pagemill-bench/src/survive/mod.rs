@@ -1,8 +1,8 @@
 //! Tests whether free memory is returned so early that no process is killed: under the limit of a cgroup, at a
 //! sibling's request, and on a full machine.
 //!
-//! No process may be killed or wait long. A kill is a result, under every allocator. In most parts Pagemill gets no
-//! option with the limit, so it must detect the limit itself.
+//! No process may be killed, or wait long for memory. A kill is a result, under every allocator. In most parts Pagemill
+//! gets no option with the limit, so it must detect the limit itself.
 
 mod files;
 mod handover;

@@ -54,10 +54,10 @@ const SPEED: &str = "gib_per_second";
 /// Metric: time in which the process that uses the freed memory (newcomer) fills it.
 const SLOWEST_MS: &str = "slowest_ms";
 /// Metric: number of failed allocations of all processes of a sample.
-const REFUSED: &str = "refused";
+const FAILED_ALLOCATIONS: &str = "refused";
 /// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST_MS, REFUSED];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS];
 
 /// A variant: how many processes fill memory, which of their allocations they free, and what they do afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -130,7 +130,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         for trial in 0..trials {
             for subject in rotated(&fitting, trial) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                match sample(subject, case, PAUSES[trial % PAUSES.len()])? {
+                match take_sample(subject, case, PAUSES[trial % PAUSES.len()])? {
                     Ok(outcome) => add_sample(&mut samples, case, subject.name(), &outcome),
                     Err(gap) => report.add_gap(gap),
                 }
@@ -173,12 +173,12 @@ fn case_name((variant, size): Case) -> String {
 fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, outcome: &Outcome) {
     samples.add_outcome(&case, name, METRICS, outcome);
     // A failed workload counts as not survived, and its message is reported as a gap.
-    let has_survived = matches!(outcome, Outcome::Measured(line) if line[REFUSED].as_f64() == Some(0.0));
+    let has_survived = matches!(outcome, Outcome::Measured(line) if line[FAILED_ALLOCATIONS].as_f64() == Some(0.0));
     samples.add_value(&case, name, SURVIVED, f64::from(u8::from(has_survived)));
 }
 
 /// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
+fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
@@ -209,14 +209,16 @@ fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::
     for keeper in keepers {
         let finished = keeper.finish(Duration::from_secs(60))?;
         match child::classify(ready.name(), &finished)? {
-            Outcome::Measured(line) => refused += line[REFUSED].as_f64().unwrap_or(0.0),
+            Outcome::Measured(line) => refused += line[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0),
             lost => return Ok(Ok(lost)),
         }
     }
     Ok(Ok(match newcomer {
         Some(Outcome::Measured(line)) => {
-            refused += line[REFUSED].as_f64().unwrap_or(0.0);
-            Outcome::Measured(serde_json::json!({ SPEED: line[SPEED], SLOWEST_MS: line["ms"], REFUSED: refused }))
+            refused += line[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
+            Outcome::Measured(
+                serde_json::json!({ SPEED: line[SPEED], SLOWEST_MS: line["ms"], FAILED_ALLOCATIONS: refused }),
+            )
         }
         Some(lost) => lost,
         None => Outcome::Failed("a keeper ended before the newcomer came".to_owned()),
@@ -272,7 +274,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready:
         let of = (&case, name.as_str());
         report_row(report, samples, of, subject.name(), metric(SPEED, "GiB/s", Better::Higher), Some(cell));
         report_row(report, samples, of, subject.name(), metric(SLOWEST_MS, "ms", Better::Lower), None);
-        report_row(report, samples, of, subject.name(), metric(REFUSED, "calls", Better::Lower), None);
+        report_row(report, samples, of, subject.name(), metric(FAILED_ALLOCATIONS, "calls", Better::Lower), None);
         report_row(report, samples, of, subject.name(), metric(SURVIVED, "share", Better::Higher), None);
     }
 }
@@ -316,8 +318,9 @@ mod tests {
     fn lost_samples_miss_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];
         let mut samples = SampleTable::new();
-        let line =
-            |refused: u64| Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST_MS: 1.0, REFUSED: refused }));
+        let line = |refused: u64| {
+            Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST_MS: 1.0, FAILED_ALLOCATIONS: refused }))
+        };
         for (case, outcome) in
             [(0, line(0)), (1, line(0)), (1, Outcome::Killed), (1, line(1)), (2, line(0)), (2, line(0))]
         {

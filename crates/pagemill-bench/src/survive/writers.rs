@@ -22,9 +22,9 @@ const LIVE_MIB: u64 = 160;
 const MIN_FREED_TO_LIMIT_RATIO: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
-const REFUSED: &str = "refused";
+const FAILED_ALLOCATIONS: &str = "refused";
 const USED_SHARE: &str = "used_share";
-const METRICS: &[&str] = &[SPEED, REFUSED];
+const METRICS: &[&str] = &[SPEED, FAILED_ALLOCATIONS];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
@@ -64,7 +64,7 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         for _ in 0..rounds {
             for subject in &ready {
                 progress.step(&format!("{}, {}", case.name(), subject.name()));
-                match sample(subject, case, seconds)? {
+                match take_sample(subject, case, seconds)? {
                     Ok((outcome, used_share)) => {
                         samples.add_outcome(&case, subject.name(), METRICS, &outcome);
                         if let Outcome::Measured(line) = &outcome {
@@ -99,7 +99,11 @@ fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &Availabl
 }
 
 /// Takes one sample in a new cgroup. Returns its outcome, and the cgroup's peak as a fraction of its limit.
-fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::result::Result<(Outcome, f64), String>> {
+fn take_sample(
+    ready: &AvailableSubject,
+    case: Case,
+    seconds: u64,
+) -> Result<std::result::Result<(Outcome, f64), String>> {
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
         Ok(group) => group,
         Err(why) => return Ok(Err(format!("survive: {}: {why}", ready.name()))),
@@ -122,8 +126,11 @@ fn sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<std::res
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[&AvailableSubject]) {
-    let metrics =
-        [(SPEED, "GiB/s", "written, GiB/s"), (USED_SHARE, "share", "of the limit used"), (REFUSED, "calls", "refused")];
+    let metrics = [
+        (SPEED, "GiB/s", "written, GiB/s"),
+        (USED_SHARE, "share", "of the limit used"),
+        (FAILED_ALLOCATIONS, "calls", "refused"),
+    ];
     for subject in ready {
         for (name, unit, column) in metrics {
             let cell = TableCell {
@@ -140,7 +147,8 @@ fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {
     let target = format!("survive, {}: used of the limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.9), "x", "pagemill was not run");
     let Some(series) = samples.get(&case, PAGEMILL, SPEED) else { return blank };
-    let refused: f64 = samples.get(&case, PAGEMILL, REFUSED).map_or(0.0, |series| series.values().iter().sum());
+    let refused: f64 =
+        samples.get(&case, PAGEMILL, FAILED_ALLOCATIONS).map_or(0.0, |series| series.values().iter().sum());
     let has_lost_round = !series.survived() || refused > 0.0;
     let used = samples.get(&case, PAGEMILL, USED_SHARE).map(|series| series.values()).unwrap_or_default();
     let killed: Vec<_> = ["glibc", "jemalloc", "mimalloc", "tcmalloc"]

@@ -1,4 +1,4 @@
-//! Hit hit_percents on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
+//! Hit ratios on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
 //!
 //! In this experiment pages are only numbers, and nothing is timed. So the results are the same on every machine.
 //! Pagemill's policy is the same module that the page cache uses.
@@ -28,7 +28,7 @@ const CACHE_PERCENTS: [usize; 3] = [1, 10, 25];
 /// The number of requests divided by this is the number of warm-up requests. They come first and are not counted.
 const WARM_DIVISOR: usize = 5;
 /// The seed of the trace in the first round. Later rounds add the index of the round.
-const SEED: u64 = 0x7061_6765_6d69_6c6c;
+const FIRST_SEED: u64 = 0x7061_6765_6d69_6c6c;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -64,7 +64,7 @@ pub fn run(options: &Options) -> Result<Report> {
     if let Some(name) = options.traces.iter().find(|name| !traces.contains(&name.as_str())) {
         return unknown("trace", name, &traces);
     }
-    let samples = measure(options, &subjects)?;
+    let samples = measure_cases(options, &subjects)?;
     let mut report = Report::new("traces", common.json);
     for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
@@ -82,7 +82,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
     let common = &options.common;
     let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES.0, DISTINCT_PAGES.1), |pages| pages as usize);
     let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);
@@ -95,7 +95,7 @@ fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<C
             for percent in CACHE_PERCENTS {
                 progress.step(name);
                 let size = pages * percent / 100;
-                let requests = generate::trace(*kind, pages, size, REQUESTS_PER_PAGE * pages, SEED + round);
+                let requests = generate::trace(*kind, pages, size, REQUESTS_PER_PAGE * pages, FIRST_SEED + round);
                 for subject in &subjects {
                     let mut policy = make_policy(subject, pages, size)?;
                     samples.add_value(&(*trace, percent), subject, HIT_PERCENT, hit_percent(&mut *policy, &requests));

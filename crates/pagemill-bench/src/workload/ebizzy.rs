@@ -85,7 +85,8 @@ struct SharedState {
     bursts: AtomicU64,
 }
 
-/// Counters of one thread, on cache lines that no other thread writes.
+/// Counters of the records that one thread has made, of errors and of purged chunks, on cache lines that no other
+/// thread writes.
 #[derive(Default)]
 #[repr(align(128))]
 struct Counters {
@@ -131,7 +132,7 @@ pub fn run(arguments: &EbizzyArguments) -> WorkloadResult {
             });
         }
         start.wait();
-        let measured = measure(&shared, arguments);
+        let measured = measure_records(&shared, arguments);
         shared.is_over.store(true, Ordering::Relaxed);
         measured
     });
@@ -175,7 +176,7 @@ fn open_bursts(arguments: &EbizzyArguments) -> Result<Option<Bursts>, Failure> {
 
 /// Waits for the end of the warm-up and, if there are bursts, of the first burst. Then counts records, page faults and
 /// purged chunks for the given time.
-fn measure(shared: &SharedState, arguments: &EbizzyArguments) -> WorkloadResult {
+fn measure_records(shared: &SharedState, arguments: &EbizzyArguments) -> WorkloadResult {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
     while arguments.burst_mib > 0 && shared.bursts.load(Ordering::Relaxed) == 0 {

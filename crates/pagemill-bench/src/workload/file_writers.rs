@@ -45,13 +45,13 @@ pub struct FileWritersArguments {
     pub run_ms: u64,
 }
 
-/// Counters shared by all threads that write files.
+/// Counters of the files that were started, closed, and not written due to an error. All writer threads share them.
 #[derive(Default)]
 struct Counters {
     /// Index of the next file to write, from 0.
     next: AtomicU64,
     /// Number of closes that have begun. A writer takes the sequence number of a close from this counter just before
-    /// the close. After the close, the writer could be delayed, and its file would seem newer than it is.
+    /// the close. If it took the number after the close, a delay in between could make its file seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,

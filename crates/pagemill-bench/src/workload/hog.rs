@@ -26,7 +26,7 @@ pub struct HogArguments {
 
 /// Name of the lock file that the hog holds during each round.
 pub const LOCK_FILE: &str = "turn";
-/// Name of the stop file. The hog ends when this file exists.
+/// Name of the file that stops the memory hog: the hog ends when this file exists.
 pub const STOP_FILE: &str = "stop";
 
 /// Allocates, touches, checks and frees memory in rounds, until the stop file exists. The resulting JSON has the number

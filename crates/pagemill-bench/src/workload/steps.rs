@@ -9,7 +9,7 @@ use super::Failure;
 
 /// The work of one thread, which is divided into steps.
 pub trait StepWork {
-    /// Makes a fixed number of operations. No clock is read during a step.
+    /// Makes one step, which has a fixed number of operations. No clock is read during a step.
     fn step(&mut self) -> Result<(), Failure>;
 
     /// Returns an error if any operation of this thread had a wrong result.

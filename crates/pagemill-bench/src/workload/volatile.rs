@@ -96,7 +96,7 @@ fn toggle_in_thread(
             start.wait();
             let result =
                 if arguments.way == Method::Pin { time_pins(&ranges, duration) } else { time_marks(&ranges, duration) };
-            check(&ranges, index as u8)?;
+            check_bytes(&ranges, index as u8)?;
             result
         }
         Method::Vrange => {
@@ -201,7 +201,7 @@ fn make_ranges(
     made.collect::<pagemill_core::Result<_>>().map_err(|error| Failure::Other(error.to_string()))
 }
 
-fn check(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
+fn check_bytes(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
     let is_right = |range: &VolatileBuf| {
         range.pin().is_ok_and(|pin| pin.whole().is_some_and(|all| all.iter().all(|found| *found == byte)))
     };

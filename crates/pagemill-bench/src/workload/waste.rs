@@ -28,7 +28,7 @@ pub struct WasteArguments {
     /// Length of each file in bytes
     #[arg(long)]
     pub bytes: usize,
-    /// Bytes per write; with 0 the file is a hole with one byte in its middle
+    /// Bytes that each write appends to the file; with 0, only one byte in the middle of the file is written
     #[arg(long)]
     pub step: usize,
 }

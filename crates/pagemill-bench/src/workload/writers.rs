@@ -29,7 +29,7 @@ pub struct WritersArguments {
     pub run_ms: u64,
 }
 
-/// Counters shared by all writer threads of a process.
+/// Counters of written bytes, failed allocations and wrong tags, shared by all writer threads of a process.
 #[derive(Default)]
 struct Counters {
     bytes: AtomicU64,

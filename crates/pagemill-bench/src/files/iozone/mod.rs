@@ -24,8 +24,8 @@ const QUICK_THREADS: &[u16] = &[1, 2, 8];
 const TOTAL_BYTES: (u64, u64) = (256 << 20, 2 << 30);
 /// Minimum measured time of one operation with one number of workers (quick, full).
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Pause in milliseconds, in which Pagemill can move closed files into huge pages (quick, full). All file systems get
-/// the same pause.
+/// Pause in milliseconds before the first read, in which Pagemill can move closed files into huge pages (quick,
+/// full). All file systems get the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
@@ -61,10 +61,11 @@ pub struct Options {
     /// Total size of all files (default 2G, with --quick 256M)
     #[arg(long, value_name = "SIZE", value_parser = pagemill_core::units::parse_bytes)]
     pub total: Option<u64>,
-    /// Minimum time of a cell in seconds (default 1, with --quick 0.1)
+    /// Minimum time in seconds of a cell, which is one operation with one number of workers (default 1, with --quick
+    /// 0.1)
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub cell_seconds: Option<f64>,
-    /// Only this way to access the records
+    /// Measure only this way to access the records
     #[arg(long, value_enum)]
     pub mode: Option<Mode>,
 }

@@ -4,8 +4,8 @@ use crate::workload::iozone::Operation;
 
 const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
 
-/// The parsed table of results. Each line has mode, operation, number of threads, KB/s without the patches, KB/s with
-/// the patches, and the ratio of the two speeds.
+/// The parsed table of results. Each line has mode, operation, number of threads, KB/s of a kernel without the patches
+/// for huge pages in the page cache, KB/s with these patches, and the ratio of the two speeds.
 #[derive(Debug)]
 pub struct PublishedResults {
     lines: Vec<Vec<&'static str>>,
@@ -30,8 +30,8 @@ impl PublishedResults {
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
     }
 
-    /// Returns the published speed in MiB/s of the kernel with the patches, and its ratio to the speed without the
-    /// patches. Returns none if the table has no such cell.
+    /// Returns the published speed in MiB/s of the kernel with the patches for huge pages in the page cache, and its
+    /// ratio to the speed without these patches. Returns none if the table has no such cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
         let key = [mode, published_name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
@@ -44,10 +44,10 @@ impl PublishedResults {
 mod tests {
     use super::*;
 
-    /// All 210 cells of the published table must be found. The ratio in each line must be the quotient of the two
-    /// speeds in that line.
+    /// All 210 cells of the published table (operations with a number of threads, in two modes) must be found. The
+    /// ratio in each line must be the quotient of the two speeds in that line.
     #[test]
-    fn table_is_complete() {
+    fn all_published_cells_are_found() {
         let original = PublishedResults::load();
         let mut found = 0;
         for mode in ["mapped", "read/write"] {

@@ -1,4 +1,5 @@
-//! Verdicts on all cells of the tables. A target is reached unless some cell's whole interval lies below the bound.
+//! Verdicts on all cells of the tables; a cell is one operation with one number of workers. A target is reached unless
+//! some cell's whole confidence interval lies below the bound.
 
 use super::{Case, Mode};
 use crate::experiment::{SampleTable, not_measured};
@@ -53,8 +54,8 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
     }
 }
 
-/// Returns the minimum speed of mapped files relative to small pages, given the contents of `/proc/cpuinfo`. It is lower
-/// on processors by Intel.
+/// Returns the minimum speed of mapped files relative to files in small pages, given the contents of `/proc/cpuinfo`.
+/// It is lower on processors by Intel.
 fn least_mapped_gain(processors: &str) -> f64 {
     let vendor = processors.lines().find_map(|line| line.strip_prefix("vendor_id")?.split_once(": "));
     if vendor.is_some_and(|(_, vendor)| vendor.trim() == "GenuineIntel") { 2.3 } else { 3.0 }
@@ -175,7 +176,7 @@ mod tests {
         assert_eq!(least_mapped_gain(""), 3.0);
     }
 
-    /// A cell with a lost sample must make the target fall short, however good its other samples are.
+    /// If a sample of a cell was lost, the target must be missed, however good the other samples of the cell are.
     #[test]
     fn lost_round_misses_the_target() {
         let lost = Cell { has_lost_round: true, ..cell("lost", &[2.0; 3]) };

@@ -50,10 +50,11 @@ pub struct Options {
     /// Also write, even to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
-    /// Only read
+    /// Run only the cases that read
     #[arg(long)]
     pub reads: bool,
-    /// Run only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
+    /// Run only the cases that have targets: 64 transfers in flight, of 64 KiB or 1 MiB each; one second per sample.
+    /// The run takes seven minutes with --samples 3
     #[arg(long, conflicts_with = "depths")]
     pub targets: bool,
     /// Numbers of transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
@@ -159,14 +160,19 @@ pub fn run(options: &Options) -> Result<Report> {
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
         report.add_note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
-    let samples = measure(options, &cases, &subjects, &target)?;
+    let samples = measure_cases(options, &cases, &subjects, &target)?;
     add_rows(&mut report, &samples, &cases, &subjects);
     original::add_rows(&mut report);
     verdicts::add_verdicts(&mut report, &samples, &cases);
     Ok(report)
 }
 
-fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
+fn measure_cases(
+    options: &Options,
+    cases: &[Case],
+    subjects: &[&Subject],
+    target: &Target,
+) -> Result<SampleTable<Case>> {
     let (common, largest_depth) = (&options.common, largest_depth(cases));
     child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_RATIO + 512)?;
     let subjects_of = |case: &Case| {

@@ -4,7 +4,8 @@ use crate::report::{Report, Row, TableCell};
 
 const TABLE: &str = include_str!("../../../data/orion-2013.csv");
 
-/// Adds the table of 2013 to the report: MB/s, and the ratio to the speed of the kernel without the patch.
+/// Adds the published table of 2013 to the report: the MB/s of several kernels, and the ratio to the speed of the
+/// kernel without the patch that the publication proposed.
 pub fn add_rows(report: &mut Report) {
     let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(','));
     let kernels: Vec<&str> = lines.next().into_iter().flatten().skip(1).collect();
@@ -38,7 +39,7 @@ mod tests {
 
     /// The published table must have results of two transfer sizes on four kernels.
     #[test]
-    fn table_is_complete() {
+    fn published_table_is_complete() {
         let mut report = Report::new("orion", false);
         add_rows(&mut report);
         let lines: Vec<&str> = TABLE.lines().collect();

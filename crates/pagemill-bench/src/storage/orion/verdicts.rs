@@ -1,4 +1,4 @@
-//! Verdicts on the targets. Each kind of transfer is judged at its largest queue depth.
+//! Verdicts on the targets of large transfers. Each kind of transfer is judged at its largest queue depth.
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
 use super::{Case, MIB_1, largest_depth};

@@ -82,20 +82,22 @@ pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
-        Subject::Huge => measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Huge)),
-        Subject::Dense => {
-            measure(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Dense))
+        Subject::Huge => {
+            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Huge))
         }
-        Subject::Memcpy => measure(arguments, pages, || plain::Memory::new(pages)),
-        Subject::Frames => measure(arguments, pages, || plain::Frames::new(pages)),
-        Subject::Mmap => measure(arguments, pages, || plain::Mapped::new(pages, place()?)),
-        Subject::Pread => measure(arguments, pages, || plain::OnFile::new(pages, place()?)),
-        Subject::Foyer => measure(arguments, pages, || Ok(peers::Foyer::new(pages))),
-        Subject::QuickCache => measure(arguments, pages, || peers::Quick::new(pages)),
+        Subject::Dense => {
+            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Dense))
+        }
+        Subject::Memcpy => measure_store(arguments, pages, || plain::Memory::new(pages)),
+        Subject::Frames => measure_store(arguments, pages, || plain::Frames::new(pages)),
+        Subject::Mmap => measure_store(arguments, pages, || plain::Mapped::new(pages, place()?)),
+        Subject::Pread => measure_store(arguments, pages, || plain::OnFile::new(pages, place()?)),
+        Subject::Foyer => measure_store(arguments, pages, || Ok(peers::Foyer::new(pages))),
+        Subject::QuickCache => measure_store(arguments, pages, || peers::Quick::new(pages)),
     }
 }
 
-fn measure<D: PageStore>(
+fn measure_store<D: PageStore>(
     arguments: &HitArguments,
     pages: usize,
     make: impl FnOnce() -> Result<D, Failure>,

@@ -194,7 +194,7 @@ fn shuffled_indexes(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each index below the count must occur once. Another seed must give another order.
+    /// Each number below the given count must occur once. Another seed must give another order.
     #[test]
     fn shuffled_indexes_are_a_permutation() {
         let mut order = shuffled_indexes(1000, 7);

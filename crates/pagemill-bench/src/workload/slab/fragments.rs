@@ -59,7 +59,8 @@ pub struct FragmentsArguments {
     pub subject_options: SubjectOptions,
 }
 
-/// A measurement that runs with any allocator or cache, which `open` makes.
+/// A measurement that can run with any allocator or cache. Its function `run_with` calls `open` to make the allocator
+/// or cache.
 pub trait SubjectWork {
     fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
         &self,

@@ -56,12 +56,20 @@ const DEFRAG_USED_PERCENT: u32 = 30;
 /// Measures reads and writes per second, and the number of moved objects.
 pub fn run(arguments: &MovesArguments, slabs: &'static Slabs) -> WorkloadResult {
     match arguments.kind {
-        CacheKind::HandleMap => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
-        CacheKind::OwnerSlab => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
+        CacheKind::HandleMap => {
+            measure_reader_and_writer(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?)
+        }
+        CacheKind::OwnerSlab => {
+            measure_reader_and_writer(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?)
+        }
     }
 }
 
-fn measure<O: SharedObjects>(arguments: &MovesArguments, slabs: &'static Slabs, objects: &O) -> WorkloadResult {
+fn measure_reader_and_writer<O: SharedObjects>(
+    arguments: &MovesArguments,
+    slabs: &'static Slabs,
+    objects: &O,
+) -> WorkloadResult {
     objects.set_used_ratio(if arguments.defrag { DEFRAG_USED_PERCENT } else { 0 })?;
     let begun = Instant::now();
     let make = |thread| match thread {
@@ -145,7 +153,7 @@ struct Writer<'objects, O> {
     expected: Vec<Option<u64>>,
     /// The order in which the objects of each group are freed and made, as indexes within the group.
     order: Vec<usize>,
-    /// Index of the group whose objects are being freed; it counts on, and is taken modulo the number of groups.
+    /// Index of the group whose objects are being freed; it is never reset, and is used modulo the number of groups.
     group: usize,
     /// Position in `order` of the next object to free.
     at: usize,

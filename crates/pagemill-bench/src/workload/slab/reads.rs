@@ -51,7 +51,7 @@ const MEASUREMENTS: [(&str, &str, Pass); 4] = [
 /// Measures the nanoseconds per read, for independent reads, and for reads that each depend on the previous one.
 pub fn run(arguments: &ReadsArguments) -> WorkloadResult {
     let cache = pagemill_caches::handle_cache::<Words<23>>()?;
-    let handles = fill(&cache, arguments.objects)?;
+    let handles = insert_values(&cache, arguments.objects)?;
     let guard = slab::enter();
     let values = Values::new(&cache, &guard, handles)?;
     let run = Duration::from_millis(arguments.run_ms) / MEASURED_ROUNDS;
@@ -72,7 +72,7 @@ pub fn run(arguments: &ReadsArguments) -> WorkloadResult {
 
 /// Inserts values that each contain the index of the next value, so that all values form one cycle. Returns the handles
 /// by index; the index of a value is unrelated to its address.
-fn fill(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
+fn insert_values(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Rng::with_seed(count as u64);
     let mut any_order = || {
         let mut order: Vec<usize> = (0..count).collect();
@@ -162,7 +162,7 @@ mod tests {
     fn every_value_is_read() {
         assert!(run(&ReadsArguments { objects: 1000, run_ms: 1 }).is_ok());
         let cache = pagemill_caches::handle_cache::<Words<23>>().expect("a cache");
-        let handles = fill(&cache, 100).expect("values");
+        let handles = insert_values(&cache, 100).expect("values");
         let guard = slab::enter();
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");
 

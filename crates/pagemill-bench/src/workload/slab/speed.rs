@@ -83,24 +83,28 @@ pub fn run(arguments: &SpeedArguments) -> WorkloadResult {
 fn run_for_object_size<Rest: Copy + Send + Sync + 'static>(arguments: &SpeedArguments) -> WorkloadResult {
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
-        Subject::Fixed => pagemill_caches::fixed_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::OwnerSlab => pagemill_caches::owner_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::HandleMap => pagemill_caches::handle_cache::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
-        Subject::Slotmap if arguments.threads == 1 => measure(arguments, ThreadSlotMap::<Rest>::new),
+        Subject::Fixed => pagemill_caches::fixed_cache::<Rest>().and_then(|cache| measure_pairs(arguments, || &cache)),
+        Subject::OwnerSlab => {
+            pagemill_caches::owner_cache::<Rest>().and_then(|cache| measure_pairs(arguments, || &cache))
+        }
+        Subject::HandleMap => {
+            pagemill_caches::handle_cache::<Rest>().and_then(|cache| measure_pairs(arguments, || &cache))
+        }
+        Subject::Malloc => measure_pairs(arguments, || Malloc { size: arguments.size }),
+        Subject::Slotmap if arguments.threads == 1 => measure_pairs(arguments, ThreadSlotMap::<Rest>::new),
         Subject::Slotmap => {
             let map = LockedSlotMap::<Rest>::new();
-            measure(arguments, || &map)
+            measure_pairs(arguments, || &map)
         }
         Subject::ShardedSlab => {
             let slab = SharedSlab::<Rest>::new();
-            measure(arguments, || &slab)
+            measure_pairs(arguments, || &slab)
         }
     }
 }
 
 /// Measures threads. Each thread allocates and frees objects through a value that `access` returns.
-fn measure<A: ObjectAllocator>(arguments: &SpeedArguments, access: impl Fn() -> A + Sync) -> WorkloadResult {
+fn measure_pairs<A: ObjectAllocator>(arguments: &SpeedArguments, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut thread = ThreadState::new(arguments, access(), 0)?;
         for _ in 0..arguments.pairs / PAIRS_PER_STEP {

@@ -211,7 +211,8 @@ pub fn run(arguments: &MissArguments) -> WorkloadResult {
 }
 
 impl MissArguments {
-    /// Returns the duration of the reads that are not counted. A cold run has none: they would fill the cache.
+    /// Returns how long pages are read before reads are counted. It is zero for a run that begins with an empty cache,
+    /// because such reads would fill the cache.
     fn warm_up(&self) -> Duration {
         if self.cold { Duration::ZERO } else { Duration::from_millis(self.run_ms) / 10 }
     }
@@ -256,7 +257,7 @@ struct Woken {
     tasks: Mutex<Vec<usize>>,
 }
 
-/// Wakes one future.
+/// The waker of one future: adds the future to `woken`, and wakes the thread that polls it.
 struct TaskWaker {
     woken: Arc<Woken>,
     task: usize,
@@ -326,11 +327,11 @@ async fn read_one(cached: &CachedSource<'_>, offset: u64, times: &RefCell<Histog
     if read == RECORD_BYTES && cached.source.is_right(&record, offset) { Ok(()) } else { Err(wrong_page(offset)) }
 }
 
-/// Phase of a run with threads in which reads are not counted yet.
+/// Phase of a run with blocking threads in which reads are not counted yet.
 const PHASE_WARM_UP: u8 = 0;
-/// Phase of a run with threads in which reads are counted.
+/// Phase of a run with blocking threads in which reads are counted.
 const PHASE_MEASURED: u8 = 1;
-/// Phase of a run with threads in which the threads must end.
+/// Phase of a run with blocking threads in which the threads must end.
 const PHASE_OVER: u8 = 2;
 
 fn measure_threads(arguments: &MissArguments, cached: &CachedSource<'_>, threads: usize) -> WorkloadResult {

@@ -75,13 +75,13 @@ pub fn run(arguments: &OverwriteArguments) -> WorkloadResult {
         return Err(Failure::WrongAnswer(format!("of {ios} pages that were changed, {written} bytes were written")));
     }
     drop((file, cache));
-    check(source, &order, *io_bytes, generation)?;
+    check_pages(source, &order, *io_bytes, generation)?;
     Ok(took.rates(ios, *io_bytes)?.into())
 }
 
 /// Reads pages from the file after the last round and checks them. The stamp of a page must have the generation number
 /// of the last round, and all other bytes must be unchanged.
-fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
+fn check_pages(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
     for offset in order.iter().take(READ_BACK_COUNT) {

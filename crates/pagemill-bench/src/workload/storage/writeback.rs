@@ -81,7 +81,7 @@ pub fn run(arguments: &WritebackArguments) -> WorkloadResult {
     }
     let mut metrics = written.took.rates(pages, RECORD_BYTES)?;
     metrics.insert(TRANSFERS.to_owned(), (written.writes as f64 / pages as f64).into());
-    check(source, &page_offsets, generation, &neighbours)?;
+    check_file(source, &page_offsets, generation, &neighbours)?;
     Ok(metrics.into())
 }
 
@@ -132,7 +132,12 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
 }
 
 /// Checks that the file has every byte that was written, and that the pages next to written pages are unchanged.
-fn check(source: &Source, page_offsets: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
+fn check_file(
+    source: &Source,
+    page_offsets: &[u64],
+    generation: u64,
+    neighbours: &[(u64, Aligned)],
+) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut page_offsets = page_offsets.iter().copied().peekable();
     for begin in (0..source.len_bytes).step_by(BLOCK_BYTES) {

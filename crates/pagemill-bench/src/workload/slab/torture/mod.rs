@@ -27,7 +27,7 @@ use pagemill_testbed::Testbed;
 use stamped::{Counters, Stamp};
 
 /// Number of logical NUMA nodes in a torture run, over which the objects of the caches are spread.
-const NODES: usize = 3;
+const NUMA_NODE_COUNT: usize = 3;
 
 /// Upper bound of the number of objects that a thread aims to have in its cache.
 const MAX_TARGET_COUNT: u64 = 1_500;
@@ -226,7 +226,7 @@ impl<S: Subject> CacheUser<'_, S> {
 
     fn insert(&mut self) {
         let stamp = Stamp::new(self.number, self.inserted);
-        let node = (self.random.u64(..8) == 0).then(|| self.random.usize(..NODES));
+        let node = (self.random.u64(..8) == 0).then(|| self.random.usize(..NUMA_NODE_COUNT));
         match self.cache.subject.insert(stamp, node) {
             Ok(key) => {
                 self.inserted += 1;
@@ -326,7 +326,8 @@ fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTes
 /// Makes caches of five object sizes on logical NUMA nodes, and runs the random operations on them. The seed decides
 /// whether blocks are in huge pages.
 fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: TorturePlan) -> Result<TortureResult> {
-    let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
+    let layout =
+        Layout { nodes: Nodes::logical(NUMA_NODE_COUNT), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Testbed::new(layout, UNLIMITED)?.slabs;
     let caches = [
         make_tested_cache::<A>,
@@ -381,7 +382,7 @@ fn run_random_slab_operation(slabs: &'static Slabs, caches: &TestedCaches, rando
 
 /// Moves some objects of a cache whose objects can be moved, or changes its defragmentation threshold.
 fn move_some_objects_of(cache: &impl SlabCache, random: &mut Rng) {
-    let (from, to) = (random.usize(..NODES), random.usize(..NODES));
+    let (from, to) = (random.usize(..NUMA_NODE_COUNT), random.usize(..NUMA_NODE_COUNT));
     match random.u64(..5) {
         0 => _ = cache.shrink(),
         1 => _ = cache.defrag_step(Duration::from_micros(random.u64(..2_000))),

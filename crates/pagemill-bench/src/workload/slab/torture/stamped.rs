@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The contents of every word of a value after its drop.
+/// The number that a drop writes to every word of a value, so that later reads and a second drop are detected.
 const DROPPED_WORD: u64 = 0xdead_dead_dead_dead;
 
 fn mix_bits(word: u64) -> u64 {
