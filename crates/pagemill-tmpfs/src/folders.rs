@@ -14,7 +14,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Instant;
 
 /// Maximum depth of folders.
-const MAX_DEPTH: usize = 256;
+const MAX_FOLDER_DEPTH: usize = 256;
 
 /// Maximum number of folders in the table.
 const MAX_FOLDERS: usize = 1 << 20;
@@ -67,11 +67,11 @@ impl Folders {
         let mut chain = vec![inode];
         while *chain.last()? != self.root {
             chain.push(self.known.get(chain.last()?)?.parent);
-            if chain.len() > MAX_DEPTH {
+            if chain.len() > MAX_FOLDER_DEPTH {
                 return None;
             }
         }
-        debug_assert!(chain.last() == Some(&self.root) && chain.len() <= MAX_DEPTH);
+        debug_assert!(chain.last() == Some(&self.root) && chain.len() <= MAX_FOLDER_DEPTH);
         Some(chain)
     }
 

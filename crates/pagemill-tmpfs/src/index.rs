@@ -110,7 +110,7 @@ impl Index {
         oldest(|group_files| &group_files.order).or_else(|| oldest(|group_files| &group_files.empty))
     }
 
-    /// Returns whether a file counts as charged to this group.
+    /// Returns whether any indexed file counts as charged to this group.
     pub fn has_files_of(&self, group: GroupId) -> bool {
         [true, false]
             .iter()

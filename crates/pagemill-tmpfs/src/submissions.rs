@@ -17,7 +17,7 @@ const MAX_SCAN_MESSAGES: usize = 4096;
 
 /// How long a scan waits while the queue is full. Then it adds its messages anyway, since the control loop may have
 /// ended.
-const TIMEOUT: Duration = Duration::from_secs(10);
+const FULL_QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
 pub enum LoopRequest {
@@ -52,7 +52,7 @@ impl SubmissionQueue {
         Ok(Self { requests: Mutex::default(), scan_messages: Mutex::default(), wake })
     }
 
-    /// Queues a request.
+    /// Queues a request to the control loop, and wakes the loop.
     pub fn send(&self, request: LoopRequest) {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         self.wake();
@@ -62,7 +62,7 @@ impl SubmissionQueue {
     pub fn send_scan_messages(&self, messages: &mut Vec<ScanMessage>) {
         let lock = || self.scan_messages.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
-        while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < TIMEOUT {
+        while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < FULL_QUEUE_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         lock().append(messages);
