@@ -259,7 +259,7 @@ fn count_calls(trace: &str, call: &str) -> (usize, usize) {
     (before, after)
 }
 
-/// Returns which calls of one system call are to fail, as positions from 1 to `calls`.
+/// Returns which of the `calls` calls of one system call are to fail: their positions, from 1.
 fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full_sweep() {
         return (1..=calls).collect();

@@ -238,9 +238,9 @@ fn default_inodes(machine_bytes: u64) -> u64 {
 pub struct Margins {
     /// The controller has real-time priority, so its checks are rarely late.
     pub is_preferred: bool,
-    /// Predicted growth before the next check ([`crate::growth_predictor`]): of the memory of files, and of the number
-    /// of inodes.
+    /// Predicted growth of the usage before the next check ([`crate::growth_predictor`]).
     pub predicted_bytes: u64,
+    /// Predicted growth of the number of inodes before the next check.
     pub predicted_inodes: u64,
 }
 

@@ -249,7 +249,7 @@ fn watch_mounts(device: u64, until: Until, ends: &Sender<EndReason>) {
     let _ = ends.send(EndReason::Unmounted);
 }
 
-/// Result of a request to a controller.
+/// Result of a client's request to a controller.
 #[derive(Debug)]
 pub enum RequestOutcome<T> {
     Answer(T),

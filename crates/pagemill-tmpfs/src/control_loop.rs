@@ -265,7 +265,7 @@ impl ControlLoop {
             // The worker closes a file before it answers. Without process ids, its close is recognized only if the event is
             // read before the answer.
             if std::mem::take(&mut self.has_replies) && !self.table.may_ask_for_group() {
-                self.drain_now();
+                self.read_events_now();
             }
             self.table.work_on_pages();
             self.wait();
@@ -340,11 +340,11 @@ impl ControlLoop {
     /// Reads the queued events, unless they were read less than `DRAIN_PAUSE` ago.
     fn read_due_events(&mut self) {
         if self.has_events && self.drained.elapsed() >= DRAIN_PAUSE {
-            self.drain_now();
+            self.read_events_now();
         }
     }
 
-    fn drain_now(&mut self) {
+    fn read_events_now(&mut self) {
         let Some(listener) = self.listener.take() else { return };
         (self.has_events, self.drained) = (false, Instant::now());
         let mut buffer = vec![0; MAX_EVENT_READ_BYTES];
@@ -425,7 +425,7 @@ impl ControlLoop {
         loop {
             // Files whose close has not been recorded cannot be purged.
             if self.throttle.as_ref().is_some_and(OpenThrottle::is_active) {
-                self.drain_now();
+                self.read_events_now();
             }
             self.sample();
             self.throttle_opens();

@@ -72,8 +72,8 @@ mod tests {
         assert!(sleeps[RECENT_CHECK_COUNT..].iter().all(|rest| *rest > 10 * MS), "{sleeps:?}");
     }
 
-    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or the rest of the pause if the rest is
-    /// longer.
+    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or as long as the rest of the pause if
+    /// that is longer.
     #[test]
     fn long_checks_are_followed_by_long_sleeps() {
         assert_eq!(simulated_sleeps(MS, &[15 * MS; 6])[RECENT_CHECK_COUNT - 1..], [15 * MS; 3]);

@@ -92,8 +92,9 @@ impl FileAttributes {
 pub struct FileSystemUsage {
     pub size_bytes: u64,
     pub used_bytes: u64,
-    /// Maximum number of inodes, and the number in use. The kernel counts each KiB of attributes as an inode, too.
+    /// Maximum number of inodes. The kernel counts each KiB of attributes as an inode, too.
     pub max_inodes: u64,
+    /// Number of inodes in use, including those for attributes.
     pub inodes: u64,
 }
 

@@ -37,7 +37,8 @@ const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 /// at most this long before its event was read.
 const MAX_CLOSE_DELAY_NS: i64 = 1_000_000_000;
 
-/// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again.
+/// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again from
+/// the folder.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
 /// Maximum number of folders that the controller has open at a time during a batch of events.
@@ -52,7 +53,8 @@ const MAX_REPORTED_PATHS: usize = 100;
 /// Memory that the purge of a file frees at least besides its contents: its inode and its directory entry.
 const LEAST_INODE_BYTES: u64 = 768;
 
-/// A closed file with at least this much memory has its own marks read at once. Smaller files are too many for that.
+/// A closed file with at least this much memory has its own marks read at once. There are too many smaller files for
+/// that.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
 /// An open folder of the current batch of events, and the marks of its ancestors.
@@ -72,7 +74,8 @@ pub struct FileTable {
     pub counts: Counts,
     /// Events were lost or a folder was not found, so a full scan is needed.
     pub wants_scan: bool,
-    /// A purge skipped a file because the worker had the file open. A retry some milliseconds later can succeed.
+    /// A purge skipped a file because the worker had the file open. A purge of that file some milliseconds later can
+    /// succeed.
     pub skipped_for_worker: bool,
     /// Total memory of the files in all recorded close events.
     pub closed_bytes: u64,
@@ -174,8 +177,8 @@ impl FileTable {
         debug_assert!(self.open_folders.len() <= MAX_OPEN_FOLDERS);
     }
 
-    /// Ends the batch and closes its folders. They must not stay open: the handle of a deleted folder can be opened, as
-    /// if the folder existed, until the last descriptor is closed.
+    /// Ends the batch of events and closes the folders that were opened for it. They must not stay open: the handle of
+    /// a deleted folder can be opened, as if the folder existed, until the last descriptor is closed.
     pub fn end_batch(&mut self) {
         self.open_folders.clear();
     }

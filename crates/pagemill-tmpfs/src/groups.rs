@@ -214,8 +214,8 @@ impl Groups {
     }
 
     /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it
-    /// could bound the size. Where the limit bounds the size already, its groups are examined again after a second,
-    /// since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
+    /// could bound the size. Where the limit bounds the size already, the groups below it are examined again after a
+    /// second, since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
     pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
         let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
         if !self.groups.values().any(has_claims) {

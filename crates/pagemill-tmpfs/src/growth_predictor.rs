@@ -17,10 +17,11 @@ const WINDOW_COUNT: usize = 300;
 /// Number of last windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
 const RECENT_WINDOW_COUNT: usize = 20;
 
-/// Minimum time by which growth is divided to get a rate. Growth within a shorter time says little about the rate.
+/// Minimum time by which growth is divided to get a rate. Growth within a shorter time says little about the rate of a
+/// writer.
 const MIN_RATE_TIME: Duration = Duration::from_millis(10);
 
-/// The growth of the file system's usage in the last windows.
+/// The growth of the file system's usage in the last half minute, measured in windows of 100 ms.
 #[derive(Clone, Debug)]
 pub struct GrowthPredictor {
     used_bytes: u64,

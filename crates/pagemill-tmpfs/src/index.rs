@@ -40,7 +40,7 @@ pub struct VolatileFile {
     pub charge: Charge,
 }
 
-/// The volatile files by inode. For each group also their order of last use.
+/// The volatile files by inode, and for each group the order in which its files were last used.
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, VolatileFile>,

@@ -41,7 +41,7 @@ const MAX_BLOCKED_TIME: Duration = Duration::from_millis(50);
 /// The controller ends a listener that has blocked for this long in all reads of events since the throttle became
 /// active.
 const MAX_TOTAL_BLOCKED_TIME: Duration = Duration::from_millis(200);
-/// Time between the end of a listener that blocked and the start of the next one.
+/// Minimum time between the end of a listener that blocked and the start of the next one.
 const RESTART_PAUSE: Duration = Duration::from_secs(10);
 
 /// A read of an event normally takes microseconds. A read that takes longer than this counts as blocked.
@@ -402,7 +402,7 @@ mod tests {
     }
 
     /// Files are opened while the throttle is active. Each open must wait until opens are allowed or the throttle ends.
-    /// Without an active throttle, no open may wait. The time limit of an open is long in this test, so that a lost
+    /// Without an active throttle, no open may wait. The maximum delay of an open is long in this test, so that a lost
     /// wake-up is noticed.
     #[test]
     fn opens_wait_for_the_control_loop() {
@@ -438,7 +438,7 @@ mod tests {
         assert!(!throttle.is_active() && throttle.delayed_opens() == 28);
     }
 
-    /// The control loop never allows an open. The open must end after the time limit.
+    /// The control loop never allows an open. The open must end after the maximum delay.
     #[test]
     fn an_open_waits_for_a_limited_time() {
         let max_wait = Duration::from_millis(50);

@@ -491,7 +491,8 @@ mod tests {
         assert!(file.due >= begun + RETRY_DELAY);
     }
 
-    /// Pauses before the start of another worker must double up to their maximum.
+    /// Pauses before the start of another worker, and times for which a group is avoided, must double up to their
+    /// maximum.
     #[test]
     fn pauses_double() {
         assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART_PAUSE, times).as_secs()), [1, 2, 32, 60, 60]);

@@ -33,7 +33,7 @@ impl RecentPeak {
 mod tests {
     use super::*;
 
-    /// A peak must count for a period after it was last seen, and must be forgotten after two.
+    /// A peak must count as recent for `PEAK_PERIOD` after it was last recorded, and no longer after twice that time.
     #[test]
     fn a_peak_is_remembered_for_a_while() {
         let begun = Instant::now();

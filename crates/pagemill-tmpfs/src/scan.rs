@@ -193,8 +193,8 @@ fn examine_entry(
     (folder.depth < MAX_FOLDER_DEPTH).then(|| Rc::new(pending))
 }
 
-/// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage
-/// does not change, up to ten minutes.
+/// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage of
+/// the file system does not change, up to ten minutes.
 pub struct Scanning {
     is_running: bool,
     /// Set while a purge waits for the current scan, so that the scan does not sleep.
@@ -204,10 +204,11 @@ pub struct Scanning {
     began_ns: i64,
     next_at: Instant,
     interval: Duration,
-    /// When the last completed scan began, and how long it took.
+    /// When the last completed scan began.
     results_began: Instant,
+    /// How long the last completed scan took.
     scan_duration: Duration,
-    /// Usage at the end of the last scan.
+    /// Usage of the file system at the end of the last scan.
     usage: FileSystemUsage,
 }
 

@@ -396,9 +396,9 @@ fn blocks(file: &File, seen: &FileAttributes, from: u64) -> io::Result<Vec<Block
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Density {
-    /// The block should be huge.
+    /// Nearly all pages contain nonzero bytes: the block should be huge.
     Dense,
-    /// The block should be small and have no zero pages.
+    /// Few pages contain nonzero bytes: the block should have small pages, and its zero pages are freed.
     Sparse,
     /// The block is neither dense nor sparse, and is left as it is.
     Between,

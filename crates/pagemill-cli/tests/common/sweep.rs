@@ -27,7 +27,8 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls fails.
+/// Returns whether every kernel call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls
+/// fails.
 pub fn is_full_sweep() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
@@ -59,7 +60,7 @@ pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALL_COUNT)).chain(rare).chain((calls > FIRST_CALL_COUNT).then_some(calls)).collect()
 }
 
-/// The totals of a sweep over failing calls, and the problems that the runs showed.
+/// The totals of a sweep (runs in each of which one kernel call fails), and the problems that the runs showed.
 #[derive(Default)]
 pub struct Outcome {
     pub runs: usize,
