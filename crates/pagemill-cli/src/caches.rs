@@ -19,8 +19,8 @@ pub enum CachesReport {
     None(String),
 }
 
-/// Requests a report about the page caches from each Pagemill instance in the process. Returns `None` if a signal
-/// interrupts the wait.
+/// Requests a report about the page caches from each Pagemill instance in the process: the preload library and the
+/// crate each have one. Returns `None` if a signal interrupts the wait.
 pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<CachesReport> {
     let mut rows = Vec::new();
     // An instance without caches gets no request: a request would wake its helper thread for nothing.

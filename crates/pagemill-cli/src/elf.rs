@@ -276,7 +276,8 @@ impl<'data, R: ReadRef<'data>> DynamicSegment<'data, R> {
         Some(entry.d_val(self.endian))
     }
 
-    /// Returns the file offset of a table. The entry with this tag holds the address of the table.
+    /// Returns the file offset of a table. The entry of the dynamic segment with this tag holds the address of the
+    /// table.
     fn file_offset(&self, tag: elf::DynamicTag) -> Option<u64> {
         let (address, endian) = (self.entry_value(tag)?, self.endian);
         self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
@@ -286,7 +287,8 @@ impl<'data, R: ReadRef<'data>> DynamicSegment<'data, R> {
         })
     }
 
-    /// Returns the names to which the entries with this tag refer, such as those of needed libraries.
+    /// Returns the names to which the entries of the dynamic segment with this tag refer, such as those of needed
+    /// libraries.
     fn names(&self, tag: elf::DynamicTag) -> impl Iterator<Item = &'data [u8]> {
         let entries = self.entries.iter().filter(move |entry| entry.d_tag(self.endian) == tag);
         entries.filter_map(|entry| self.names.get(u32::try_from(entry.d_val(self.endian)).ok()?).ok())

@@ -63,7 +63,8 @@ const GIVEABLE_COUNTERS: &[(Counter, &str)] = &[
     (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// Further counters. Each meaning says whether the memory is included in one of the [`RESIDENT_PARTS`].
+/// Counters that `meminfo` shows below the others. Each meaning says whether the memory is included in one of the
+/// [`RESIDENT_PARTS`].
 const OTHER_COUNTERS: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const KEYWORD_VARIABLES: [(&str, [&str; 2]); 3] =
     [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
 
-/// Interval at which the statistics of processes that have ended are added to the sums.
+/// Interval at which `run` adds the statistics of processes that have ended to the sums of its report.
 const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it

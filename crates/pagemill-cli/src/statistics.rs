@@ -17,7 +17,8 @@ const RESIDENT_PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CL
 /// A running process and its statistics.
 pub struct Process {
     pub published: published::Process,
-    /// Sum of the statistics of all Pagemill instances in the process.
+    /// Sum of the statistics of all Pagemill instances in the process: that of the preload library and that of the
+    /// crate.
     pub sum: Snapshot,
     /// Why the statistics are not current; `None` if they are current.
     pub stale: Option<&'static str>,
@@ -30,7 +31,7 @@ pub enum Target {
     Tree(Vec<Process>),
 }
 
-/// Why no statistics can be shown.
+/// Why no statistics of a process can be shown.
 pub enum StatisticsError {
     /// The process does not exist or cannot be read.
     Missing(String),

@@ -20,11 +20,11 @@ use std::time::Duration;
 /// Maximum number of processes that a message or a report lists.
 pub const MAX_LISTED_PROCESSES: usize = 5;
 
-/// Minimum pause between two samples.
-const MIN_PAUSE: Duration = Duration::from_millis(10);
+/// Minimum pause between two samples of a process tree's memory.
+const MIN_SAMPLE_PAUSE: Duration = Duration::from_millis(10);
 
 /// The pause after a sample is the sample's CPU time multiplied by this factor.
-const PAUSE_FACTOR: u32 = 120;
+const SAMPLE_PAUSE_FACTOR: u32 = 120;
 
 /// A process and its memory, which is a peak or a proportional share.
 #[derive(Clone, Debug)]
@@ -77,7 +77,7 @@ pub struct TreeMemory {
     program: u32,
     /// The running processes that the last sample found, by process id.
     seen: HashMap<u32, Process>,
-    /// The processes with the largest peaks among those that have ended.
+    /// The processes with the largest peaks of resident memory among those that have ended.
     ended: Vec<Process>,
     ended_count: usize,
     pub peak: Peak,
@@ -230,7 +230,7 @@ fn keep_largest(processes: &mut Vec<Process>) {
 }
 
 fn pause_after(cost_ns: u64) -> Duration {
-    (Duration::from_nanos(cost_ns) * PAUSE_FACTOR).max(MIN_PAUSE)
+    (Duration::from_nanos(cost_ns) * SAMPLE_PAUSE_FACTOR).max(MIN_SAMPLE_PAUSE)
 }
 
 fn add_descendants(root: u32, found: &mut HashMap<u32, Status>) {

@@ -35,7 +35,7 @@ use std::sync::Arc;
 const MIB: usize = 1 << 20;
 
 /// Kernel calls, each with the errors that are injected in it.
-const CALLS: &[(&str, &[&str])] = &[
+const CALL_ERRORS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM", "EPERM"]),
     ("munmap", &["ENOMEM"]),
     ("mprotect", &["ENOMEM", "EACCES"]),
@@ -66,7 +66,7 @@ const CALLS: &[(&str, &[&str])] = &[
 
 /// In a sample, each of the first three calls of one system call fails in a run of its own. Of its later calls, the
 /// 6th, 12th, 24th and so on fail, and the last one.
-const FIRST_CALLS: usize = 3;
+const FIRST_CALL_COUNT: usize = 3;
 
 /// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again. The second
 /// call must succeed.
@@ -259,14 +259,14 @@ fn count_calls(trace: &str, call: &str) -> (usize, usize) {
     (before, after)
 }
 
-/// Returns which calls of one system call are to fail, as positions from 1 to `calls`.
+/// Returns which of the `calls` calls of one system call are to fail: their positions, from 1.
 fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full_sweep() {
         return (1..=calls).collect();
     }
-    let doubled = std::iter::successors(Some(FIRST_CALLS), |at| Some(at * 2)).skip(1);
-    let rare = doubled.take_while(|at| *at < calls).chain((calls > FIRST_CALLS).then_some(calls));
-    (1..=calls.min(FIRST_CALLS)).chain(rare).collect()
+    let doubled = std::iter::successors(Some(FIRST_CALL_COUNT), |at| Some(at * 2)).skip(1);
+    let rare = doubled.take_while(|at| *at < calls).chain((calls > FIRST_CALL_COUNT).then_some(calls));
+    (1..=calls.min(FIRST_CALL_COUNT)).chain(rare).collect()
 }
 
 /// Prints the number of open files of this process. It is the minimum of several counts, because background threads
@@ -307,11 +307,11 @@ struct Sweep {
 
 impl Sweep {
     fn run_scenario(&mut self, place: &TestFolder, scenario: &Scenario, executable: &Path) {
-        let all: Vec<_> = CALLS.iter().map(|(call, _)| *call).collect();
+        let all: Vec<_> = CALL_ERRORS.iter().map(|(call, _)| *call).collect();
         let (clean, trace) = scenario.trace(place, executable, &all.join(","), None);
         assert_eq!(problem(place, &clean, &clean), None, "{}: {}\n{}", scenario.name, clean.out, clean.err);
         assert!(open_files(&clean).is_some(), "{}", clean.out);
-        for (call, errors) in CALLS {
+        for (call, errors) in CALL_ERRORS {
             let (before, after) = count_calls(&trace, call);
             for at in failing_calls(after) {
                 for error in *errors {

@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::process::Stdio;
 
 /// Calls that the controller makes while it starts and ends, each with the errors that are injected in it.
-const CALLS: &[(&str, &[&str])] = &[
+const CALL_ERRORS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
     ("openat2", &["EMFILE", "EINTR"]),
@@ -58,7 +58,7 @@ const CALLS: &[(&str, &[&str])] = &[
 ];
 
 /// Calls that a running controller makes, each with the errors that are injected in it.
-const RUNNING_CALLS: &[(&str, &[&str])] = &[
+const RUNNING_CALL_ERRORS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
     ("openat2", &["EMFILE", "EINTR"]),
@@ -241,12 +241,12 @@ fn failing_calls_at_start_and_end_are_survived() {
     }
     let mut outcome = Outcome::default();
     // The `?` lets `strace` accept names of calls that do not exist on this processor.
-    let all: Vec<_> = CALLS.iter().map(|(call, _)| format!("?{call}")).collect();
+    let all: Vec<_> = CALL_ERRORS.iter().map(|(call, _)| format!("?{call}")).collect();
     let mut clean = Mount::traced(&all.join(","), None);
     clean.use_mount().iter().for_each(End::assert_success);
     assert_eq!(clean.stop(), None);
     let counts = count_calls_by_name(&fs::read_to_string(clean.place.path("trace")).unwrap(), "geteuid");
-    for (call, errors) in CALLS {
+    for (call, errors) in CALL_ERRORS {
         let Some((before, after)) = counts.get(*call).filter(|(_, after)| *after > 0) else { continue };
         outcome.calls += after;
         for error in *errors {
@@ -306,7 +306,7 @@ fn failing_calls_while_running_are_survived() {
     }
     let mut outcome = Outcome::default();
     let tries: &[usize] = if is_full_sweep() { &[1, 2, 3, 5, 9, 20] } else { &[1] };
-    for (call, errors) in RUNNING_CALLS {
+    for (call, errors) in RUNNING_CALL_ERRORS {
         // In a sample, each call fails with one error only. Each call gets a new controller.
         let errors = if is_full_sweep() { errors } else { &errors[..1] };
         let mut mount = Mount::new();

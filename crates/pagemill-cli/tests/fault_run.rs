@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// Kernel calls, each with the errors that are injected in it. `close` and `fcntl` do not fail, because Rust's library
 /// takes an error of these calls as a sign that the descriptor belongs to other code.
-const CALLS: &[(&str, &[&str])] = &[
+const CALL_ERRORS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
     ("openat2", &["EMFILE", "EINTR"]),
@@ -119,7 +119,7 @@ impl Scenario {
 
     fn sweep(&self, outcome: &mut Outcome) {
         // The `?` accepts names that do not exist on this processor.
-        let all: Vec<_> = CALLS.iter().map(|(call, _)| format!("?{call}")).collect();
+        let all: Vec<_> = CALL_ERRORS.iter().map(|(call, _)| format!("?{call}")).collect();
         let place = TestFolder::new();
         let (clean, trace) = self.trace(&place, &all.join(","), None);
         if clean.code() == 126 && !self.options.is_empty() {
@@ -128,7 +128,7 @@ impl Scenario {
         assert!(clean.status.success() && clean.out.contains("fine"), "{}: {}{}", self.name, clean.out, clean.err);
         assert_eq!(leftovers(&place), Vec::<PathBuf>::new());
         let counts = count_calls_by_name(&trace, "geteuid");
-        for (call, errors) in CALLS {
+        for (call, errors) in CALL_ERRORS {
             let Some((before, after)) = counts.get(*call).filter(|(_, after)| *after > 0) else { continue };
             outcome.calls += after;
             for error in *errors {

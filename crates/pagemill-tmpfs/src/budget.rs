@@ -19,21 +19,25 @@ const MARGIN_DIVISOR: u64 = 5;
 /// not.
 const MIN_WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 
-/// Files are purged while less than this fraction (1/16) of the machine's memory is available. The computed size leaves
-/// half of this fraction available.
+/// Files are purged while less than this fraction (1/16) of the machine's memory is available. The computed size of the
+/// file system leaves half of this fraction available.
 const MACHINE_DIVISOR: u64 = 16;
 
-/// New inodes may take 1/16 of the memory that is left below the nearest limit, or four times as much as is predicted
-/// (some 160 ms of growth), but at most half.
+/// New inodes may take 1/16 of the memory that is left below the nearest limit, or the memory allowed by
+/// `INODE_GROWTH_FACTOR` if that is more.
 const INODE_DIVISOR: u64 = 16;
+/// New inodes may take four times the memory of the inodes that are predicted until the next check (as many as are
+/// created in some 160 ms), but at most half of the memory that is left below the nearest limit.
 const INODE_GROWTH_FACTOR: u64 = 4;
 
-/// Upper bound for how fast memory can be filled, in bytes per second.
+/// Upper bound of the rate at which processes can fill memory, in bytes per second.
 const FASTEST_BYTES_PER_SECOND: u64 = 32 << 30;
 
-/// Bounds of the pause between two checks of the limits. The maximum is short because an unknown group can fill its
-/// memory during a pause. The maximum causes a hundred wake-ups per second, which cost half a percent of a CPU.
+/// Minimum pause between two checks of the limits.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
+/// Maximum pause between two checks of the limits. It is short because an unknown group can fill its memory during a
+/// pause. Checks at this interval wake the control loop a hundred times per second, which costs half a percent of a
+/// CPU.
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Identifies a limit: the file system's requested size, the limit of a group (its index in [`crate::groups`]), or the
@@ -46,7 +50,7 @@ pub enum Bound {
 }
 
 impl Bound {
-    /// Returns the index of the limited group; `None` for the size and the machine.
+    /// Returns the index of the group whose limit this is; `None` for the file system's size and the machine's memory.
     pub fn group(self) -> Option<usize> {
         match self {
             Self::Group(watch) => Some(watch),
@@ -62,7 +66,7 @@ pub struct LimitUsage {
     pub name: String,
     pub limit_bytes: u64,
     pub used_bytes: u64,
-    /// The part of the usage that cannot be purged.
+    /// The part of `used_bytes` that no purge can free.
     pub fixed_bytes: u64,
     /// The purge threshold: files are purged while `used_bytes` is above it.
     pub mark_bytes: u64,
@@ -84,18 +88,18 @@ impl LimitUsage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub lines: Vec<LimitUsage>,
-    /// The size to set.
+    /// The size that the file system must get.
     pub size_bytes: u64,
-    /// The maximum number of inodes to set.
+    /// The maximum number of inodes that the file system must get.
     pub max_inodes: u64,
-    /// Name of the limit that leaves the least room and so bounds the size: a group or the machine.
+    /// Name of the limit that leaves the least room and so bounds `size_bytes`: that of a group, or of the machine.
     pub nearest: Option<String>,
 }
 
 impl Budget {
-    /// Computes thresholds and size. `size_bytes` is the requested size, `usage` the usage of the file system, and
-    /// `peak_bytes` the recent peak of [`occupied_bytes`]. `held` returns the memory of the volatile files whose purge
-    /// lowers the usage of a limit.
+    /// Computes the purge thresholds of all limits, and the size of the file system. `size_bytes` is the requested
+    /// size, `usage` the usage of the file system, and `peak_bytes` the recent peak of [`occupied_bytes`]. `held`
+    /// returns the memory of the volatile files whose purge lowers the usage of a limit.
     pub fn new(
         size_bytes: u64,
         (usage, peak_bytes): (FileSystemUsage, u64),
@@ -159,21 +163,22 @@ impl Budget {
         Self { lines, size_bytes, max_inodes, nearest }
     }
 
-    /// Returns the smallest distance between usage and a purge threshold.
+    /// Returns the smallest distance between the usage of a limit and its purge threshold, over all limits.
     pub fn room_bytes(&self) -> u64 {
         self.lines.iter().map(LimitUsage::room_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns the smallest distance between usage and a limit. Ignores the limits in `except`.
+    /// Returns the smallest distance between the usage of a limit and the limit, over all limits. Ignores the limits in
+    /// `except`.
     pub fn room_to_limit_bytes(&self, except: &[Bound]) -> u64 {
         let lines = self.lines.iter().filter(|line| !except.contains(&line.bound));
         lines.map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns whether opens must wait while writers are fast: usage is above a purge threshold by more than a quarter
-    /// of the distance between that threshold and its limit. Ignores the limits in `except`. Also ignores limits for
-    /// which the memory that cannot be purged exceeds the same mark, because a purge cannot end the delay, unless the
-    /// limit is in `searched`: it is unknown then how much can be purged.
+    /// Returns whether opens must wait while writers are fast: the usage of a limit is above its purge threshold by
+    /// more than a quarter of the distance between threshold and limit. Ignores the limits in `except`. Also ignores
+    /// limits for which the memory that cannot be purged alone exceeds that value, because a purge cannot end the
+    /// delay, unless the limit is in `searched`: it is unknown then how much can be purged.
     pub fn is_close_to_limit(&self, except: &[Bound], searched: &[Bound]) -> bool {
         self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
             debug_assert!(line.mark_bytes <= line.limit_bytes && line.fixed_bytes <= line.used_bytes);
@@ -183,8 +188,8 @@ impl Budget {
         })
     }
 
-    /// Returns how long a writer at the rate `FASTEST_BYTES_PER_SECOND` needs to reach a purge threshold, between 1 and
-    /// 10 ms.
+    /// Returns how long a writer at the rate `FASTEST_BYTES_PER_SECOND` needs to reach the nearest purge threshold,
+    /// between 1 and 10 ms.
     pub fn pause(&self) -> Duration {
         Duration::from_nanos(
             (u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST_BYTES_PER_SECOND)) as u64,
@@ -199,7 +204,8 @@ impl Budget {
         self.wants_size(usage) || self.wants_inodes(usage)
     }
 
-    /// The free inodes may differ from the computed ones by an eighth, since each change costs a system call.
+    /// Returns whether the maximum number of inodes must be changed. The number of free inodes may differ from the
+    /// computed number by an eighth, since each change costs a system call.
     fn wants_inodes(&self, usage: FileSystemUsage) -> bool {
         let free = |max_inodes: u64| max_inodes.saturating_sub(usage.inodes);
         let (now, right) = (free(usage.max_inodes), free(self.max_inodes));
@@ -232,9 +238,9 @@ fn default_inodes(machine_bytes: u64) -> u64 {
 pub struct Margins {
     /// The controller has real-time priority, so its checks are rarely late.
     pub is_preferred: bool,
-    /// Predicted growth before the next check ([`crate::growth_predictor`]): of the memory of files, and of the number
-    /// of inodes.
+    /// Predicted growth of the usage before the next check ([`crate::growth_predictor`]).
     pub predicted_bytes: u64,
+    /// Predicted growth of the number of inodes before the next check.
     pub predicted_inodes: u64,
 }
 
@@ -281,8 +287,8 @@ mod tests {
         FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, max_inodes: 1, inodes: 1 }
     }
 
-    /// A file system that held much more memory recently.
-    fn busy(usage: FileSystemUsage) -> (FileSystemUsage, u64) {
+    /// Returns `usage` with the recent peak of a file system that had much more memory some seconds ago.
+    fn with_high_peak(usage: FileSystemUsage) -> (FileSystemUsage, u64) {
         (usage, u64::MAX)
     }
 
@@ -302,7 +308,8 @@ mod tests {
     /// than what fits below the limit.
     #[test]
     fn a_group_bounds_the_size() {
-        let budget = Budget::new(8192 * MIB, busy(usage(8192, 400)), &[group(512, 420)], None, PREFERRED, NOTHING);
+        let budget =
+            Budget::new(8192 * MIB, with_high_peak(usage(8192, 400)), &[group(512, 420)], None, PREFERRED, NOTHING);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
         let headroom = (512 - 420 - 8) * MIB;
@@ -318,7 +325,9 @@ mod tests {
     #[test]
     fn opens_wait_close_to_a_limit() {
         let budget = |used: u64, held: u64| {
-            Budget::new(8192 * MIB, busy(usage(8192, 400)), &[group(512, used)], None, PREFERRED, |_| held * MIB)
+            Budget::new(8192 * MIB, with_high_peak(usage(8192, 400)), &[group(512, used)], None, PREFERRED, |_| {
+                held * MIB
+            })
         };
         let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except, &[]);
         assert_eq!([300, 416, 417].map(|used| is_close(used, 100, &[])), [false, false, true]);
@@ -328,17 +337,18 @@ mod tests {
         assert_eq!(budget(500, 0).room_to_limit_bytes(&[Bound::Group(3)]) / MIB, 7792);
     }
 
-    /// A group near its limit has written only 1 MiB here. It must not limit the size, but its files must be purged.
+    /// A group near its limit has written only 1 MiB to the file system. The group's limit must not bound the size, but
+    /// the group's files must be purged.
     #[test]
     fn limits_of_nonwriters_do_not_bound_the_size() {
         let stranger = Sample { here_bytes: MIB, ..group(64, 60) };
-        let budget = Budget::new(8192 * MIB, busy(usage(8192, 400)), &[stranger], None, PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, with_high_peak(usage(8192, 400)), &[stranger], None, PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 8192 * MIB);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 12);
     }
 
-    /// A group counts with much memory, but the file system has held less than the guard of the group's limit: the
-    /// group's files were deleted, or they are in another tmpfs. It must not limit the size.
+    /// A group counts with much memory, but the file system recently had less than `guard_bytes` of the group's limit:
+    /// the group's files were deleted, or they are in another tmpfs. The limit must not bound the size.
     #[test]
     fn groups_do_not_bound_an_empty_file_system() {
         let budget = |usage: FileSystemUsage, peak: u64| {
@@ -383,28 +393,29 @@ mod tests {
         assert_eq!([10, 40, 60, 1000].map(faster), [175, 160, 140, 125]);
     }
 
-    /// Far from every limit the size must be the requested one and the pause the longest. If the machine has little
-    /// memory, both the size and the purge threshold must follow.
+    /// Far from every limit, the size must be the requested one, and the pause must be `LONGEST_PAUSE`. If the machine
+    /// has little memory, both the size and the purge threshold must follow.
     #[test]
     fn far_from_limits_the_pause_is_longest() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
-        let budget = Budget::new(8192 * MIB, busy(usage(8192, 0)), &[], Some(machine), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, with_high_peak(usage(8192, 0)), &[], Some(machine), PREFERRED, NOTHING);
         assert_eq!((budget.size_bytes, budget.pause()), (8192 * MIB, LONGEST_PAUSE));
         assert!(!budget.wants_size(usage(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
-        let budget = Budget::new(8192 * MIB, busy(usage(8192, 4000)), &[], Some(short), PREFERRED, NOTHING);
+        let budget = Budget::new(8192 * MIB, with_high_peak(usage(8192, 4000)), &[], Some(short), PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 4000 * MIB + 500 * MIB / 16 * 15);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
 
-    /// Empty files take memory of the group, too. Their number must be bounded by a sixteenth of the memory below the
-    /// limit, and by tmpfs's default. The bound must be set when it is much lower, or when few inodes are free.
+    /// Empty files take memory of the group that creates them, too. Their number must be bounded by a sixteenth of the
+    /// memory below the limit, and by tmpfs's default. The bound must be set when it is much lower, or when few inodes
+    /// are free.
     #[test]
     fn a_group_bounds_the_inodes() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
         let usage = |max_inodes, inodes| FileSystemUsage { max_inodes, inodes, ..usage(8192, 0) };
         let budget = |group: &[Sample], inodes| {
-            Budget::new(8192 * MIB, busy(usage(1, inodes)), group, Some(machine), PREFERRED, NOTHING)
+            Budget::new(8192 * MIB, with_high_peak(usage(1, inodes)), group, Some(machine), PREFERRED, NOTHING)
         };
         let near = budget(&[group(512, 420)], 1000);
         assert_eq!(near.max_inodes, 1000 + (512 - 420 - 8) * MIB / 16 / INODE_BYTES);
@@ -412,7 +423,8 @@ mod tests {
         assert!(is_wanted(1 << 20, 1000) && !is_wanted(near.max_inodes + 400, 1000));
         assert!(is_wanted(near.max_inodes - 500, 1000) && !is_wanted(near.max_inodes - 400, 1000));
         let fast = Margins { predicted_inodes: 10_000, ..PREFERRED };
-        let fast = Budget::new(8192 * MIB, busy(usage(1, 0)), &[group(512, 420)], Some(machine), fast, NOTHING);
+        let fast =
+            Budget::new(8192 * MIB, with_high_peak(usage(1, 0)), &[group(512, 420)], Some(machine), fast, NOTHING);
         assert_eq!(fast.max_inodes, 42 * MIB / INODE_BYTES, "half of the room");
         assert_eq!(budget(&[group(512, 510)], 1000).max_inodes, 1000, "no room is left");
         assert_eq!(budget(&[], 0).max_inodes, (30_000 - 1000) * MIB / 16 / INODE_BYTES);
@@ -423,7 +435,8 @@ mod tests {
     /// is large, but not for a few MiB.
     #[test]
     fn a_small_size_is_raised_in_time() {
-        let budget = Budget::new(8192 * MIB, busy(usage(1000, 900)), &[group(4096, 1000)], None, PREFERRED, NOTHING);
+        let budget =
+            Budget::new(8192 * MIB, with_high_peak(usage(1000, 900)), &[group(4096, 1000)], None, PREFERRED, NOTHING);
         assert!(budget.wants_change(usage(1000, 980)) && budget.wants_change(usage(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
         assert!(!close.wants_change(usage(1000, 900)), "not worth the call");
@@ -438,7 +451,7 @@ mod tests {
             let usage = FileSystemUsage { size_bytes: size, used_bytes: used, max_inodes, inodes };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
-            let budget = Budget::new(size, busy(usage), &[group], Some(machine), PREFERRED, NOTHING);
+            let budget = Budget::new(size, with_high_peak(usage), &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
             prop_assert!(budget.max_inodes >= inodes.max(1));

@@ -14,7 +14,7 @@ const MIN_CLOSES_PER_SECOND: u128 = 10_000;
 /// Close events are turned off only if the closed files have less memory than this on average.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
 
-/// How long the rate of closes is measured.
+/// How long one measurement of the rate of closes takes.
 const MEASURE_PERIOD: Duration = Duration::from_millis(10);
 
 /// How long close events stay off before the next measurement.

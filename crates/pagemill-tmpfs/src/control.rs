@@ -23,13 +23,13 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Timeout of reads from a client, of writes to a client, and of the control loop's answer to a status request.
-const TIMEOUT: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of concurrent clients.
 const MAX_CLIENTS: usize = 16;
 
-/// Maximum length of a request in bytes.
-const MAX_LINE: u64 = 4096;
+/// Maximum length of a client's request in bytes.
+const MAX_REQUEST_BYTES: u64 = 4096;
 
 /// A client's request, as JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ impl ControlLoopThread {
 fn status(submissions: &SubmissionQueue) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
     submissions.send(LoopRequest::Status(reply));
-    answer.recv_timeout(TIMEOUT).ok()
+    answer.recv_timeout(ANSWER_TIMEOUT).ok()
 }
 
 impl Drop for ControlLoopThread {
@@ -113,8 +113,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves requests for the mount of `control_loop`. Sends to `ends` when the file system is no longer mounted
-    /// and, with [`Until::Abandoned`], when no process can reach it.
+    /// Starts a thread that serves requests for the mount of `control_loop`. Sends an [`EndReason`] to `ends` when the
+    /// file system is no longer mounted and, with [`Until::Abandoned`], when no process can reach it.
     ///
     /// # Errors
     ///
@@ -174,10 +174,10 @@ fn accept(listener: &UnixListener, state: &Arc<ServerState>) {
 }
 
 fn serve(client: UnixStream, state: &ServerState) -> io::Result<()> {
-    client.set_read_timeout(Some(TIMEOUT))?;
-    client.set_write_timeout(Some(TIMEOUT))?;
+    client.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    client.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     let mut line = String::new();
-    BufReader::new(client.try_clone()?.take(MAX_LINE)).read_line(&mut line)?;
+    BufReader::new(client.try_clone()?.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
     // An empty request only checks that a controller exists.
     if line.is_empty() {
         return Ok(());
@@ -249,7 +249,7 @@ fn watch_mounts(device: u64, until: Until, ends: &Sender<EndReason>) {
     let _ = ends.send(EndReason::Unmounted);
 }
 
-/// Result of a request to a controller.
+/// Result of a client's request to a controller.
 #[derive(Debug)]
 pub enum RequestOutcome<T> {
     Answer(T),
@@ -296,13 +296,13 @@ fn stopped_controller(socket: &UnixStream) -> Option<String> {
 
 /// Requests the status of a file system from its controller.
 pub fn request_status(device: u64) -> RequestOutcome<Status> {
-    send_request(device, &Request::Status, Some(2 * TIMEOUT), |answer| match answer {
+    send_request(device, &Request::Status, Some(2 * ANSWER_TIMEOUT), |answer| match answer {
         Answer::Status(status) => Some(*status),
         _ => None,
     })
 }
 
-/// Requests a purge of this many bytes. Returns the bytes freed.
+/// Requests a purge of this many bytes from a file system's controller. Returns the bytes freed.
 pub fn request_purge(device: u64, bytes: u64) -> RequestOutcome<u64> {
     send_request(device, &Request::Purge { bytes }, None, |answer| match answer {
         Answer::Purged { bytes } => Some(bytes),
@@ -310,7 +310,7 @@ pub fn request_purge(device: u64, bytes: u64) -> RequestOutcome<u64> {
     })
 }
 
-/// Reports that the file system stays mounted after its controller ends.
+/// Prints that the file system stays mounted after its controller ends, and why it was not unmounted.
 pub fn report_still_mounted(point: &Path, refusal: &Refusal) {
     print_message(&format!("{refusal}"));
     print_message(&format!(

@@ -43,14 +43,15 @@ use writer_search::WriterSearch;
 /// three times as much.
 const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Limits for reading events: bytes of one read (some fifty events), and time of all reads after one pause. The time is
-/// limited because any user can close files at any rate, and this thread runs at high priority. If the kernel's queue
-/// overflows, a scan finds the files.
-const EVENT_BYTES: usize = 4 << 10;
+/// Maximum number of bytes that one read of the event queue returns: some fifty events.
+const MAX_EVENT_READ_BYTES: usize = 4 << 10;
+/// Maximum time for which the control loop reads events after one `DRAIN_PAUSE`. The time is limited because any user
+/// can close files at any rate, and this thread runs at high priority. If the kernel's queue overflows, a scan finds
+/// the files.
 const DRAIN_SLICE: Duration = Duration::from_millis(1);
 
-/// Number of consecutive failed reads after which the control loop works without events. Each earlier failure counts as
-/// lost events.
+/// Number of consecutive failed reads of the event queue after which the control loop works without events. Each failed
+/// read before that counts as lost events.
 const MAX_FAILED_READS: u32 = 100;
 
 /// Time for which the control loop purges before it reads the limits again or does its other work.
@@ -60,35 +61,38 @@ const SLICE: Duration = Duration::from_millis(2);
 /// If the room below a group's threshold is less, the kernel must watch that group's usage (an alarm).
 const ROOM_FOR_SHORT_CHECKS: u64 = 512 * BLOCK_BYTES as u64;
 
-/// Pauses between checks while usage is stable: if an alarm cannot be set, and if nothing can be purged.
+/// Pause between checks while usage is stable, if the kernel cannot watch a group's usage (no alarm can be set).
 const STABLE_PAUSE: Duration = Duration::from_millis(4);
+/// Pause between checks while usage is stable, if it is above a purge threshold and no file can be purged.
 const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
 
-/// Close events may be off while the room below every purge threshold is at least `QUIET_GROWTH_FACTOR` times the
-/// predicted growth (some two seconds of growth) and at least `QUIET_ROOM`.
+/// Close events may be off only while the room below every purge threshold is at least this many times the predicted
+/// growth: as much as usage grows in some two seconds.
 const QUIET_GROWTH_FACTOR: u64 = 50;
-const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
+/// Close events may be off only while at least this many bytes of room are below every purge threshold.
+const MIN_QUIET_ROOM_BYTES: u64 = 128 * BLOCK_BYTES as u64;
 
-/// Interval at which limits are read while usage is stable.
+/// Interval at which the control loop reads the limits while usage is stable.
 const LIMITS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Number of consecutive checks with unchanged usage after which usage counts as stable.
-const STABLE_CHECKS: u32 = 16;
+const MIN_STABLE_CHECKS: u32 = 16;
 
 /// Interval at which the machine's available memory is read while at least an eighth of all memory is available.
-const MACHINE_INTERVAL: Duration = Duration::from_millis(10);
+const MACHINE_MEMORY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time for which the first scan reads which groups files are charged to.
+/// Time for which the control loop reads, during the first scan, to which groups the found files are charged.
 const FIRST_SCAN_TIME: Duration = Duration::from_secs(1);
 
-/// Opens are delayed while the room below a limit is at most this many times the predicted growth (some 160 ms of
-/// growth).
+/// Opens are delayed while the room below a limit is at most this many times the predicted growth: as much as usage
+/// grows in some 160 ms.
 const FAST_GROWTH_FACTOR: u64 = 4;
 
-/// How long opens remain allowed after a reading of the usage: `READING_MAX_AGE` while the control loop purges;
-/// otherwise until `LATE` after the time at which the next check is due.
+/// While the control loop purges, opens remain allowed for this long after a reading of the usage.
 const READING_MAX_AGE: Duration = Duration::from_millis(8);
-const LATE: Duration = Duration::from_millis(4);
+/// While the control loop does not purge, opens remain allowed until this long after the time at which the next check
+/// is due.
+const CHECK_TOLERANCE: Duration = Duration::from_millis(4);
 
 /// Settings of a mounted file system.
 #[derive(Clone, Debug)]
@@ -109,7 +113,7 @@ pub struct Settings {
 #[derive(Clone, Copy)]
 struct BlockedLimit {
     bound: Bound,
-    /// The limit is given up once this many scans have ended.
+    /// The limit is given up once this many scans have ended since the start of the control loop.
     awaited_scans: u64,
     is_given_up: bool,
 }
@@ -139,14 +143,14 @@ pub struct ControlLoop {
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
-    /// The blocked limits of the last check.
+    /// The limits that the last check found blocked.
     blocked: Vec<BlockedLimit>,
     /// When the event queue was last read.
     drained: Instant,
     has_events: bool,
-    /// The worker has answered.
+    /// The worker has sent answers that the loop has not read yet.
     has_replies: bool,
-    /// Consecutive reads of events that failed.
+    /// Number of consecutive reads of the event queue that failed.
     failed_reads: u32,
     /// Time of the next check.
     next_check_at: Instant,
@@ -243,8 +247,8 @@ impl ControlLoop {
         // sleeps when idle.
         self.is_preferred = thread::prefer_by_deadline();
         loop {
-            self.drain();
-            self.listen();
+            self.read_due_events();
+            self.switch_close_events();
             self.take_scan_messages();
             if self.handle_requests() {
                 return;
@@ -256,12 +260,12 @@ impl ControlLoop {
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
             let is_wanted = std::mem::take(&mut self.table.wants_scan);
             self.scanning.hurry(is_asked || !self.blocked.is_empty());
-            let is_urgent = !self.limits(false).is_empty();
+            let is_urgent = !self.blocked_bounds(false).is_empty();
             self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_urgent, is_asked);
             // The worker closes a file before it answers. Without process ids, its close is recognized only if the event is
             // read before the answer.
             if std::mem::take(&mut self.has_replies) && !self.table.may_ask_for_group() {
-                self.drain_now();
+                self.read_events_now();
             }
             self.table.work_on_pages();
             self.wait();
@@ -334,16 +338,16 @@ impl ControlLoop {
     }
 
     /// Reads the queued events, unless they were read less than `DRAIN_PAUSE` ago.
-    fn drain(&mut self) {
+    fn read_due_events(&mut self) {
         if self.has_events && self.drained.elapsed() >= DRAIN_PAUSE {
-            self.drain_now();
+            self.read_events_now();
         }
     }
 
-    fn drain_now(&mut self) {
+    fn read_events_now(&mut self) {
         let Some(listener) = self.listener.take() else { return };
         (self.has_events, self.drained) = (false, Instant::now());
-        let mut buffer = vec![0; EVENT_BYTES];
+        let mut buffer = vec![0; MAX_EVENT_READ_BYTES];
         // Events that arrive meanwhile are read next time, since writers may be faster than this loop.
         let until = self.drained + DRAIN_SLICE;
         self.table.begin_batch();
@@ -374,18 +378,19 @@ impl ControlLoop {
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
         // Usage changes again, or the limit of a new group must be read: check at once.
-        if self.stable_checks > STABLE_CHECKS || self.table.groups.groups_added() != self.groups_added {
+        if self.stable_checks > MIN_STABLE_CHECKS || self.table.groups.groups_added() != self.groups_added {
             self.stable_checks = 0;
             self.next_check_at = Instant::now();
         }
     }
 
     /// Turns close events on or off, and requests a scan for files that were closed while the events were off.
-    fn listen(&mut self) {
+    fn switch_close_events(&mut self) {
         let now = Instant::now();
         let room = self.budget.room_bytes();
         let has_room = room
-            >= QUIET_ROOM.max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
+            >= MIN_QUIET_ROOM_BYTES
+                .max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
             && !self.writer_search.has_suspects();
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
@@ -405,13 +410,13 @@ impl ControlLoop {
     fn check_limits(&mut self) {
         let (begun, worked) = (Instant::now(), processor_time());
         // Usage has been stable for long and no limit is near: read only the file system's usage.
-        let is_still = self.stable_checks >= STABLE_CHECKS && self.budget.room_bytes() >= ROOM_FOR_SHORT_CHECKS;
+        let is_still = self.stable_checks >= MIN_STABLE_CHECKS && self.budget.room_bytes() >= ROOM_FOR_SHORT_CHECKS;
         if is_still
             && begun < self.sampled + LIMITS_INTERVAL
             && self.access.usage().is_ok_and(|usage| usage == self.usage)
         {
             self.next_check_at = begun + LONGEST_PAUSE;
-            self.allow_opens_until(self.next_check_at + LATE);
+            self.allow_opens_until(self.next_check_at + CHECK_TOLERANCE);
             return;
         }
         let mut blocked: Vec<BlockedLimit> = Vec::new();
@@ -420,7 +425,7 @@ impl ControlLoop {
         loop {
             // Files whose close has not been recorded cannot be purged.
             if self.throttle.as_ref().is_some_and(OpenThrottle::is_active) {
-                self.drain_now();
+                self.read_events_now();
             }
             self.sample();
             self.throttle_opens();
@@ -429,7 +434,7 @@ impl ControlLoop {
             let Some(line) = over.max_by_key(|line| line.excess_bytes()).cloned() else { break };
             let freed = self.purge_for(&line);
             if freed.is_none() {
-                blocked.push(self.block(line.bound));
+                blocked.push(self.blocked_limit(line.bound));
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
@@ -438,9 +443,9 @@ impl ControlLoop {
             }
         }
         let is_blocked = !blocked.is_empty();
-        let had_given_up = !self.limits(true).is_empty();
+        let had_given_up = !self.blocked_bounds(true).is_empty();
         self.blocked = blocked;
-        self.table.counts.nothing_to_purge += u64::from(!had_given_up && !self.limits(true).is_empty());
+        self.table.counts.nothing_to_purge += u64::from(!had_given_up && !self.blocked_bounds(true).is_empty());
         let has_moved = was != (self.usage.used_bytes, self.sum_of_usages());
         self.stable_checks = if has_moved { 0 } else { self.stable_checks.saturating_add(1) };
         // The loop uses at most half of a CPU, however many limits there are. Only CPU time counts: after a wait for a
@@ -451,11 +456,11 @@ impl ControlLoop {
         // If a purge is unfinished, the next check follows without a pause, because writers on other CPUs do not pause
         // either.
         self.next_check_at = if is_purge_unfinished { Instant::now() } else { next };
-        self.allow_opens_until(self.next_check_at + LATE);
+        self.allow_opens_until(self.next_check_at + CHECK_TOLERANCE);
     }
 
     /// Returns the state of a limit for which no known file can be purged.
-    fn block(&self, bound: Bound) -> BlockedLimit {
+    fn blocked_limit(&self, bound: Bound) -> BlockedLimit {
         let scans = self.table.counts.scans;
         match self.blocked.iter().find(|limit| limit.bound == bound) {
             Some(known) => BlockedLimit { is_given_up: known.is_given_up || scans >= known.awaited_scans, ..*known },
@@ -468,15 +473,15 @@ impl ControlLoop {
     }
 
     /// Returns the blocked limits that are given up, or those for which a scan searches for files.
-    fn limits(&self, is_given_up: bool) -> Vec<Bound> {
+    fn blocked_bounds(&self, is_given_up: bool) -> Vec<Bound> {
         self.blocked.iter().filter(|limit| limit.is_given_up == is_given_up).map(|limit| limit.bound).collect()
     }
 
     /// Delays opens while writers are fast, if a file can be purged for a limit that these writers may reach.
     fn throttle_opens(&mut self) {
         let fast_bytes = self.growth_predictor.recently_predicted_bytes().saturating_mul(FAST_GROWTH_FACTOR);
-        let room_bytes = self.budget.room_to_limit_bytes(&self.limits(true));
-        let may_purge = self.table.index.count() > 0 || !self.limits(false).is_empty();
+        let room_bytes = self.budget.room_to_limit_bytes(&self.blocked_bounds(true));
+        let may_purge = self.table.index.count() > 0 || !self.blocked_bounds(false).is_empty();
         let has_fast_writers = may_purge && fast_bytes > 0 && fast_bytes >= room_bytes;
         let Some(throttle) = &mut self.throttle else { return };
         if let Err(error) = throttle.update(self.access.root(), has_fast_writers, self.sampled) {
@@ -491,14 +496,14 @@ impl ControlLoop {
 
     /// Returns how long writers at their recent rate need for half of the room below a limit.
     fn time_to_half_of_room(&self) -> Duration {
-        let room_bytes = self.budget.room_to_limit_bytes(&self.limits(true));
+        let room_bytes = self.budget.room_to_limit_bytes(&self.blocked_bounds(true));
         self.growth_predictor.time_to_grow(room_bytes / 2)
     }
 
     /// Allows opens until the time `until`. Allows none if usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
         let Some(throttle) = &self.throttle else { return };
-        let is_close = self.budget.is_close_to_limit(&self.limits(true), &self.limits(false));
+        let is_close = self.budget.is_close_to_limit(&self.blocked_bounds(true), &self.blocked_bounds(false));
         let until = until.min(self.sampled + self.time_to_half_of_room());
         throttle.allow_until(if is_close { self.started } else { until });
     }
@@ -509,10 +514,10 @@ impl ControlLoop {
         groups.fold(0, |sum, line| sum.wrapping_add(line.used_bytes))
     }
 
-    /// Returns the time between the last sample and the next check.
+    /// Returns how long after the last reading of the usage the next check is due.
     fn pause(&mut self, is_blocked: bool) -> Duration {
         let pause = self.budget.pause();
-        if self.stable_checks < STABLE_CHECKS {
+        if self.stable_checks < MIN_STABLE_CHECKS {
             return pause;
         }
         if is_blocked {
@@ -535,7 +540,7 @@ impl ControlLoop {
         }
     }
 
-    /// Reads usage and limits from the kernel, and sets the resulting size.
+    /// Reads usage and limits from the kernel, and sets the file system's size accordingly.
     fn sample(&mut self) {
         self.sampled = Instant::now();
         self.usage = self.access.usage().unwrap_or(self.usage);
@@ -548,7 +553,7 @@ impl ControlLoop {
         self.table.groups.record_files(|group| self.table.index.has_files_of(group));
         let groups = self.table.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
-            at.elapsed() > MACHINE_INTERVAL || machine.available_bytes < machine.total_bytes / 8
+            at.elapsed() > MACHINE_MEMORY_INTERVAL || machine.available_bytes < machine.total_bytes / 8
         };
         if self.machine.as_ref().is_none_or(is_old) {
             self.machine = cgroup::machine("").ok().map(|machine| (machine, Instant::now()));

@@ -8,13 +8,13 @@
 
 use std::time::{Duration, Instant};
 
-/// Number of recent checks in the estimate. The longest of them does not count.
-const CHECKS: usize = 4;
+/// Number of recent checks from which the CPU time of the next check is estimated. The longest of them does not count.
+const RECENT_CHECK_COUNT: usize = 4;
 
 /// CPU times of the last checks, which determine how long the control loop sleeps.
 #[derive(Clone, Debug, Default)]
 pub struct Duty {
-    worked: [Duration; CHECKS],
+    worked: [Duration; RECENT_CHECK_COUNT],
     next: usize,
 }
 
@@ -27,9 +27,9 @@ impl Duty {
     pub fn next_check(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
         debug_assert!(sampled <= now, "the usage was read before the check ended");
         self.worked[self.next] = worked;
-        self.next = (self.next + 1) % CHECKS;
+        self.next = (self.next + 1) % RECENT_CHECK_COUNT;
         let longest = self.worked.iter().max().copied().unwrap_or_default();
-        let usual = (self.worked.iter().sum::<Duration>() - longest) / (CHECKS as u32 - 1);
+        let usual = (self.worked.iter().sum::<Duration>() - longest) / (RECENT_CHECK_COUNT as u32 - 1);
         (sampled + pause).max(now + usual)
     }
 }
@@ -40,9 +40,9 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Simulates checks with these CPU times, each of which reads the usage when it begins. Returns the sleep after
-    /// each.
-    fn rests(pause: Duration, worked: &[Duration]) -> Vec<Duration> {
+    /// Simulates checks with these CPU times, each of which reads the usage when it begins. Returns how long the
+    /// control loop sleeps after each check.
+    fn simulated_sleeps(pause: Duration, worked: &[Duration]) -> Vec<Duration> {
         let (mut duty, mut now) = (Duty::default(), Instant::now());
         let look = |worked: &Duration| {
             let sampled = now;
@@ -60,24 +60,24 @@ mod tests {
     #[test]
     fn a_stall_is_not_followed_by_a_pause() {
         let quick = MS / 10;
-        let rests = rests(MS, &[quick, quick, quick, quick, 65 * MS, quick]);
-        assert_eq!(rests, [MS - quick, MS - quick, MS - quick, MS - quick, quick, MS - quick]);
+        let sleeps = simulated_sleeps(MS, &[quick, quick, quick, quick, 65 * MS, quick]);
+        assert_eq!(sleeps, [MS - quick, MS - quick, MS - quick, MS - quick, quick, MS - quick]);
     }
 
     /// Three of four checks are long. After each check, the sleep must be more than two thirds of the CPU time of a
     /// long check.
     #[test]
-    fn uneven_work_is_followed_by_a_rest() {
-        let rests = rests(MS, &[15 * MS, 15 * MS, 15 * MS, MS / 10].repeat(4));
-        assert!(rests[CHECKS..].iter().all(|rest| *rest > 10 * MS), "{rests:?}");
+    fn uneven_checks_are_followed_by_long_sleeps() {
+        let sleeps = simulated_sleeps(MS, &[15 * MS, 15 * MS, 15 * MS, MS / 10].repeat(4));
+        assert!(sleeps[RECENT_CHECK_COUNT..].iter().all(|rest| *rest > 10 * MS), "{sleeps:?}");
     }
 
-    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or the rest of the pause if the rest is
-    /// longer.
+    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or as long as the rest of the pause if
+    /// that is longer.
     #[test]
-    fn long_work_is_followed_by_a_rest() {
-        assert_eq!(rests(MS, &[15 * MS; 6])[CHECKS - 1..], [15 * MS; 3]);
-        assert_eq!(rests(20 * MS, &[15 * MS; 6])[CHECKS - 1..], [15 * MS; 3]);
-        assert_eq!(rests(40 * MS, &[15 * MS; 6])[CHECKS - 1..], [25 * MS; 3]);
+    fn long_checks_are_followed_by_long_sleeps() {
+        assert_eq!(simulated_sleeps(MS, &[15 * MS; 6])[RECENT_CHECK_COUNT - 1..], [15 * MS; 3]);
+        assert_eq!(simulated_sleeps(20 * MS, &[15 * MS; 6])[RECENT_CHECK_COUNT - 1..], [15 * MS; 3]);
+        assert_eq!(simulated_sleeps(40 * MS, &[15 * MS; 6])[RECENT_CHECK_COUNT - 1..], [25 * MS; 3]);
     }
 }

@@ -21,10 +21,10 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// Families of extended attributes, in order of preference. Users may set `user.` attributes; only root may set
 /// `trusted.` ones.
-const FAMILIES: [&str; 2] = ["user.", "trusted."];
+const ATTRIBUTE_FAMILIES: [&str; 2] = ["user.", "trusted."];
 
 /// Flags of `open_tree` that clone a mount.
-const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
+const CLONE_FLAGS: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
 /// Attributes of a file or folder, from one `stat` call.
 #[derive(Clone, Copy, Debug)]
@@ -92,8 +92,9 @@ impl FileAttributes {
 pub struct FileSystemUsage {
     pub size_bytes: u64,
     pub used_bytes: u64,
-    /// Maximum number of inodes, and the number in use. The kernel counts each KiB of attributes as an inode, too.
+    /// Maximum number of inodes. The kernel counts each KiB of attributes as an inode, too.
     pub max_inodes: u64,
+    /// Number of inodes in use, including those for attributes.
     pub inodes: u64,
 }
 
@@ -122,7 +123,7 @@ impl FileAccess {
     /// Errors of the kernel: `EPERM` without the right to mount; `InvalidInput` if the file system is not a
     /// tmpfs.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Self::clone(mount::open_tree(CWD, path, CLONE)?)
+        Self::clone(mount::open_tree(CWD, path, CLONE_FLAGS)?)
     }
 
     /// Clones the mount of a descriptor as the private mount.
@@ -131,7 +132,7 @@ impl FileAccess {
     ///
     /// As [`Self::open`].
     pub fn of_mount(mount: impl AsFd) -> io::Result<Self> {
-        Self::clone(mount::open_tree(mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?)
+        Self::clone(mount::open_tree(mount, "", CLONE_FLAGS | OpenTreeFlags::AT_EMPTY_PATH)?)
     }
 
     /// Opens the root folder of the cloned mount.
@@ -194,7 +195,7 @@ impl FileAccess {
 
     /// Returns the size that the user requested for the mount, if it was recorded.
     pub fn requested_size(&self) -> Option<u64> {
-        FAMILIES.iter().rev().find_map(|family| number_attribute(&self.root, family, SIZE))
+        ATTRIBUTE_FAMILIES.iter().rev().find_map(|family| number_attribute(&self.root, family, SIZE))
     }
 
     /// Records the requested size, for a controller that takes over the mount. Uses a `trusted.` attribute if
@@ -206,7 +207,7 @@ impl FileAccess {
     pub fn record_requested_size(&self, bytes: u64) -> io::Result<()> {
         let value = bytes.to_string();
         let set = |family| fs::fsetxattr(&self.root, format!("{family}{SIZE}"), value.as_bytes(), XattrFlags::empty());
-        Ok(set(FAMILIES[1]).or_else(|_| set(FAMILIES[0]))?)
+        Ok(set(ATTRIBUTE_FAMILIES[1]).or_else(|_| set(ATTRIBUTE_FAMILIES[0]))?)
     }
 
     /// Opens `path` below the root. Follows no links.
@@ -326,7 +327,8 @@ fn read_listed_marks(
     let is_there =
         |name: &str| names.is_none_or(|names| names.split(|byte| *byte == 0).any(|one| one == name.as_bytes()));
     let text = |attribute: &str| -> io::Result<Option<String>> {
-        for name in FAMILIES.iter().map(|family| format!("{family}{attribute}")).filter(|name| is_there(name)) {
+        for name in ATTRIBUTE_FAMILIES.iter().map(|family| format!("{family}{attribute}")).filter(|name| is_there(name))
+        {
             let mut value = [0; 16];
             match get(&name, &mut value) {
                 Ok(len) => return Ok(Some(String::from_utf8_lossy(&value[..len]).into_owned())),
@@ -351,15 +353,15 @@ fn read_listed_marks(
 /// Errors of `fsetxattr`.
 pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<()> {
     let set = |family| fs::fsetxattr(&fd, format!("{family}{attribute}"), value.as_bytes(), XattrFlags::empty());
-    match set(FAMILIES[0]) {
-        Err(Errno::OPNOTSUPP) => Ok(set(FAMILIES[1])?),
+    match set(ATTRIBUTE_FAMILIES[0]) {
+        Err(Errno::OPNOTSUPP) => Ok(set(ATTRIBUTE_FAMILIES[1])?),
         result => Ok(result?),
     }
 }
 
 /// Returns the offset from which the contents of an open file were purged; `None` if nothing was purged.
 pub fn purged_from(fd: impl AsFd) -> Option<u64> {
-    FAMILIES.iter().find_map(|family| number_attribute(&fd, family, PURGED))
+    ATTRIBUTE_FAMILIES.iter().find_map(|family| number_attribute(&fd, family, PURGED))
 }
 
 /// Reads an attribute as a number. `family` is the prefix of the attribute's name.
@@ -375,11 +377,11 @@ fn number_attribute(fd: impl AsFd, family: &str, attribute: &str) -> Option<u64>
 ///
 /// Errors of `fremovexattr`.
 pub fn clear_purged(fd: impl AsFd) -> io::Result<()> {
-    for family in FAMILIES {
+    for family in ATTRIBUTE_FAMILIES {
         match fs::fremovexattr(&fd, format!("{family}{PURGED}")) {
             Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
             // Without root, an attribute of the `trusted.` family cannot be removed, and the error is ignored.
-            Err(Errno::PERM) if family != FAMILIES[0] => {}
+            Err(Errno::PERM) if family != ATTRIBUTE_FAMILIES[0] => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -26,21 +26,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use writers::ClosedSizes;
 
-/// Delay between a file's close and its examination by the worker, for other files and for volatile ones. Many files
-/// are reopened soon after their close. A volatile file may also be purged soon, and its purge fails while the worker
-/// has it open.
+/// Delay between the close of a file that is not volatile and its examination by the worker. Many files are reopened
+/// soon after their close.
 const EXAMINE_DELAY: Duration = Duration::from_millis(200);
+/// Delay between the close of a volatile file and its examination by the worker. It is longer because the file may be
+/// purged soon, and its purge fails while the worker has it open.
 const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
-/// Maximum delay between a close and the reading of its event. A closed file counts as used until the close, so at least
-/// until this long before the reading.
+/// Maximum delay between a close and the reading of its event. A closed file counts as used until its close, which was
+/// at most this long before its event was read.
 const MAX_CLOSE_DELAY_NS: i64 = 1_000_000_000;
 
-/// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again.
+/// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again from
+/// the folder.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
-/// Maximum number of folders that are open at a time during a batch of events.
-const MAX_OPEN: usize = 32;
+/// Maximum number of folders that the controller has open at a time during a batch of events.
+const MAX_OPEN_FOLDERS: usize = 32;
 
 /// With more volatile files than this, a status request reads none of their attributes again.
 const MAX_RECHECKED_FILES: usize = 1024;
@@ -51,7 +53,8 @@ const MAX_REPORTED_PATHS: usize = 100;
 /// Memory that the purge of a file frees at least besides its contents: its inode and its directory entry.
 const LEAST_INODE_BYTES: u64 = 768;
 
-/// A closed file with at least this much memory has its own marks read at once. Smaller files are too many for that.
+/// A closed file with at least this much memory has its own marks read at once. There are too many smaller files for
+/// that.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
 /// An open folder of the current batch of events, and the marks of its ancestors.
@@ -71,7 +74,8 @@ pub struct FileTable {
     pub counts: Counts,
     /// Events were lost or a folder was not found, so a full scan is needed.
     pub wants_scan: bool,
-    /// A purge skipped a file because the worker had the file open. A retry some milliseconds later can succeed.
+    /// A purge skipped a file because the worker had the file open. A purge of that file some milliseconds later can
+    /// succeed.
     pub skipped_for_worker: bool,
     /// Total memory of the files in all recorded close events.
     pub closed_bytes: u64,
@@ -165,16 +169,16 @@ impl FileTable {
             self.wants_scan = true;
             return;
         };
-        self.observe(&opened, name, pid);
-        if self.open_folders.len() >= MAX_OPEN {
+        self.record_closed_file(&opened, name, pid);
+        if self.open_folders.len() >= MAX_OPEN_FOLDERS {
             self.open_folders.clear();
         }
         self.open_folders.insert(opened.inode, opened);
-        debug_assert!(self.open_folders.len() <= MAX_OPEN);
+        debug_assert!(self.open_folders.len() <= MAX_OPEN_FOLDERS);
     }
 
-    /// Ends the batch and closes its folders. They must not stay open: the handle of a deleted folder can be opened, as
-    /// if the folder existed, until the last descriptor is closed.
+    /// Ends the batch of events and closes the folders that were opened for it. They must not stay open: the handle of
+    /// a deleted folder can be opened, as if the folder existed, until the last descriptor is closed.
     pub fn end_batch(&mut self) {
         self.open_folders.clear();
     }
@@ -187,8 +191,8 @@ impl FileTable {
         Some(BatchFolder { inode, fd, ancestors })
     }
 
-    /// Records a closed file.
-    fn observe(&mut self, folder: &BatchFolder, name: &OsStr, pid: u32) {
+    /// Records the file `name`, which the process `pid` closed or renamed.
+    fn record_closed_file(&mut self, folder: &BatchFolder, name: &OsStr, pid: u32) {
         // The group is recorded also if the file has another name by now.
         let writer = self.group_of_writer(pid);
         let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
@@ -276,7 +280,7 @@ impl FileTable {
         purge::finish(fd.as_fd(), name, |fd, seen| is_still_volatile(&folders, &self.access, folder, fd, seen));
     }
 
-    /// Removes from the index the volatile files that the completed scan did not find. Keeps those used since
+    /// Removes from the index the volatile files that the completed scan did not find. Keeps files used since
     /// `began_ns`, the time at which the scan began.
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
@@ -340,8 +344,8 @@ impl FileTable {
     }
 
     /// Reads the attributes of all volatile files again, since files may have been removed or have shrunk. Returns
-    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`. Also returns `false` if a folder cannot
-    /// be opened; its files stay in the index until a scan.
+    /// `false`, and reads nothing, if there are more than `MAX_RECHECKED_FILES`. Also returns `false` if a folder
+    /// cannot be opened; its files stay in the index until a scan.
     pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
@@ -361,8 +365,8 @@ impl FileTable {
         is_complete
     }
 
-    /// Returns the memory of the volatile files whose purge lowers the usage of a limit. Inodes count, except for the
-    /// size.
+    /// Returns the memory of the volatile files whose purge lowers the usage of a limit. Inodes count, except if the
+    /// limit is the file system's size.
     pub fn held_bytes(&self, bound: Bound) -> u64 {
         let is_selected = |charge: Charge| match bound {
             Bound::Group(watch) => self.groups.lowers_usage_of(charge.group, watch),
@@ -377,7 +381,8 @@ impl FileTable {
     ///
     /// With `watch`, considers only files whose purge lowers the usage of that limited group, and then files that may
     /// do so, because the charged group is not confirmed. Examines the pages of a file first if its group is not in the
-    /// table (any more). Returns `None` if none of the considered files was last used before `began_ns`.
+    /// table (any more). Returns `None` if none of the considered files was last used before `began_ns`, the time in
+    /// nanoseconds at which the caller began to purge.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let lowers = |charge: Charge| watch.is_none_or(|watch| groups.lowers_usage_of(charge.group, watch));
@@ -520,14 +525,14 @@ mod tests {
         FileTable::new(Arc::new(FileAccess::of_root(root).unwrap()), Groups::new(""), Vec::new())
     }
 
-    /// Returns a volatile file of the root folder for the index, with more memory than the real one.
+    /// Returns a volatile file of the root folder for the index, with more memory than the real file has.
     fn volatile(table: &FileTable, name: &str) -> VolatileFile {
         let (folder, charge) = (table.access.root_inode(), Charge::UNKNOWN);
         VolatileFile { folder, name: name.into(), part: PurgePart::Whole, used_ns: 1, held_bytes: 1 << 30, charge }
     }
 
-    /// Events carry no process id. The close of a file that the worker has must not count as a write, unlike the closes
-    /// before and after that.
+    /// Close events carry no process id. The close of a file that the worker has must not count as a write, unlike the
+    /// closes before and after that.
     #[test]
     fn closes_by_the_worker_do_not_count() {
         let Some(place) = Place::new() else { return };
@@ -539,7 +544,7 @@ mod tests {
         let seen = place.seen("file");
         let close = |table: &mut FileTable| {
             let (inode, fd) = (access.root_inode(), access.open_folder(Path::new("")).unwrap());
-            table.observe(&BatchFolder { inode, fd, ancestors: Vec::new() }, OsStr::new("file"), 0);
+            table.record_closed_file(&BatchFolder { inode, fd, ancestors: Vec::new() }, OsStr::new("file"), 0);
             std::mem::take(&mut table.closed_bytes)
         };
         assert_eq!(close(&mut table), seen.held_bytes);

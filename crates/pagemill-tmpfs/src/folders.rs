@@ -14,12 +14,13 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Instant;
 
 /// Maximum depth of folders.
-const MAX_DEPTH: usize = 256;
+const MAX_FOLDER_DEPTH: usize = 256;
 
 /// Maximum number of folders in the table.
 const MAX_FOLDERS: usize = 1 << 20;
 
-/// A folder: its position in the tree, its marks and rights, and when these were read.
+/// A folder: its position in the tree, its marks, its owner, whether other users may write to it, and when these were
+/// read.
 struct Folder {
     parent: u64,
     name: OsString,
@@ -33,7 +34,7 @@ pub struct Folders {
     root: u64,
 }
 
-/// Reads the marks and rights of an open folder.
+/// Reads the marks and the owner of an open folder, and whether other users may write to it.
 fn read_ancestor(fd: &OwnedFd, seen: &FileAttributes) -> io::Result<Ancestor> {
     // Bad values are ignored here: the next scan reports them.
     Ok(Ancestor {
@@ -67,11 +68,11 @@ impl Folders {
         let mut chain = vec![inode];
         while *chain.last()? != self.root {
             chain.push(self.known.get(chain.last()?)?.parent);
-            if chain.len() > MAX_DEPTH {
+            if chain.len() > MAX_FOLDER_DEPTH {
                 return None;
             }
         }
-        debug_assert!(chain.last() == Some(&self.root) && chain.len() <= MAX_DEPTH);
+        debug_assert!(chain.last() == Some(&self.root) && chain.len() <= MAX_FOLDER_DEPTH);
         Some(chain)
     }
 

@@ -44,7 +44,7 @@ const PROCESS_GROUP_MAX_AGE: Duration = Duration::from_secs(1);
 /// The usual number of bytes below a group's limit that files may not fill ([`guard_bytes`]). They are left for page
 /// tables, for other memory that is not in files, and for writes that happen while the size is changed.
 const MIN_GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
-/// A limit divided by this number is used instead of `MIN_GUARD_BYTES` if it is more.
+/// The limit of a group, divided by this number, is used instead of `MIN_GUARD_BYTES` if it is more.
 const GUARD_DIVISOR: u64 = 64;
 
 /// Returns the memory below a group's limit that files may not fill, at most a quarter of the limit. The group's limit
@@ -54,21 +54,22 @@ pub fn guard_bytes(limit_bytes: u64) -> u64 {
 }
 
 /// Interval of examinations of a group whose limit bounds the size.
-const EXAMINE_AGAIN_AFTER: Duration = Duration::from_secs(1);
+const EXAMINATION_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Claims are examined when they are at least the guard divided by this number. Otherwise a group just below its guard
-/// would cause an examination with each close.
+/// The claims of a group, the memory of files that its processes closed, are examined when they are at least
+/// `guard_bytes` of its limit divided by this number. Otherwise a group just below `guard_bytes` would cause an
+/// examination with each close.
 const CLAIMS_DIVISOR: u64 = 8;
 
-/// Maximum number of groups that are examined at a time, which takes some 0.3 ms per group.
-const MAX_EXAMINED: usize = 8;
+/// Maximum number of groups whose claims are examined at a time, which takes some 0.3 ms per group.
+const MAX_EXAMINED_GROUPS: usize = 8;
 
 /// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
 /// no longer bounds the size.
 const WRITER_MAX_IDLE: Duration = Duration::from_secs(60);
 
 /// Maximum number of processes whose group is cached.
-const MAX_PROCESSES: usize = 4096;
+const MAX_CACHED_PROCESSES: usize = 4096;
 
 /// A known memory group.
 struct Group {
@@ -89,7 +90,7 @@ struct Group {
 }
 
 impl Group {
-    /// Returns the memory that counts as memory of this file system.
+    /// Returns how much memory of the group counts as memory of this file system.
     fn counted_bytes(&self) -> WrittenBytes {
         let counted = self.credit.counted();
         match self.kind {
@@ -120,7 +121,7 @@ struct Watch {
     limit: Limit,
     /// Recent peak of the group's memory in tmpfs files.
     peak_shared: RecentPeak,
-    /// The last sample, used until the next successful read.
+    /// The last sample of limit and usage, used until a later reading of them succeeds.
     last: Option<Sample>,
     /// Usage above which the kernel wakes the controller, and the event source for it (cgroup version 1 only).
     alarm: Option<(u64, Source)>,
@@ -207,14 +208,14 @@ impl Groups {
         }
     }
 
-    /// Records the present place of a file that was renamed.
+    /// Records the present folder and name of a file that was renamed.
     pub fn record_name(&mut self, file: &RecordedFile) {
         self.groups.values_mut().for_each(|group| group.credit.record_name(file));
     }
 
-    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it could
-    /// bound the size. Where the limit bounds the size already, its groups are examined again after a second, since they
-    /// may have deleted files. Returns at most `MAX_EXAMINED`, those with the largest claims.
+    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it
+    /// could bound the size. Where the limit bounds the size already, the groups below it are examined again after a
+    /// second, since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
     pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
         let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
         if !self.groups.values().any(has_claims) {
@@ -230,22 +231,23 @@ impl Groups {
             (counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR).then_some(is_new)
         };
         let is_wanted = |group: &Group| {
-            let is_due = group.examined_at.is_none_or(|at| at.elapsed() >= EXAMINE_AGAIN_AFTER);
+            let is_due = group.examined_at.is_none_or(|at| at.elapsed() >= EXAMINATION_INTERVAL);
             let mut watches = group.watches.iter().filter_map(|watch| is_wanted(*watch));
             has_claims(group) && watches.any(|is_new| is_new || is_due)
         };
         let wanted = self.groups.iter().filter(|(_, group)| is_wanted(group));
         let mut wanted: Vec<_> = wanted.map(|(id, group)| (group.credit.claimed().sum(), *id)).collect();
         wanted.sort_unstable_by(|left, right| right.cmp(left));
-        wanted.into_iter().take(MAX_EXAMINED).map(|(_, id)| id).collect()
+        wanted.into_iter().take(MAX_EXAMINED_GROUPS).map(|(_, id)| id).collect()
     }
 
-    /// Returns the samples of what a group has written.
+    /// Returns some of the files that processes of a group closed (its samples).
     pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
         self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
     }
 
-    /// Counts the claims of a group. Of the `examined` samples, those in `charged` exist and are charged to the group.
+    /// Counts the claims of a group after its samples were examined. Of the `examined` samples, those in `charged`
+    /// exist and are charged to the group.
     pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.credit.count(charged, examined);
@@ -270,7 +272,7 @@ impl Groups {
             return UNKNOWN;
         }
         let group = self.add(hierarchy);
-        if self.by_process.len() >= MAX_PROCESSES {
+        if self.by_process.len() >= MAX_CACHED_PROCESSES {
             self.by_process.clear();
         }
         self.by_process.insert(pid, (group, Instant::now()));
@@ -315,7 +317,7 @@ impl Groups {
         self.groups.iter().filter(|(_, group)| is_idle(group)).map(|(id, _)| *id).collect()
     }
 
-    /// Makes the last write of a group older.
+    /// Moves the recorded time of the last write of a group back by `by`.
     #[cfg(test)]
     pub fn age(&mut self, group: GroupId, by: Duration) {
         if let Some(group) = self.groups.get_mut(&group) {
@@ -406,8 +408,8 @@ impl Groups {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for a group
-    /// that is unknown or was removed: the file may be charged to a descendant of `watch`.
+    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for a
+    /// group that is unknown or was removed: the file may be charged to a descendant of `watch`.
     pub fn lowers_usage_of(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
@@ -655,8 +657,8 @@ mod tests {
         WrittenBytes { files, inodes: 0 }
     }
 
-    /// A close names a group. The bytes must count only after its files were examined. The examination must be due when
-    /// the claims of all groups below a limit reach the guard of that limit, and not before.
+    /// A close names a group. The bytes must count only after the closed files were examined. The examination must be
+    /// due when the claims of all groups below a limit reach `guard_bytes` of that limit, and not before.
     #[test]
     fn claims_are_examined_at_the_guard() {
         const LIMIT: u64 = 512 << 20;

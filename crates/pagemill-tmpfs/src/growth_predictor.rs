@@ -7,34 +7,36 @@
 use crate::groups::INODE_BYTES;
 use std::time::{Duration, Instant};
 
-/// A check is now and then late by this much. Writers must not reach a limit within this time.
-const LATENESS: Duration = Duration::from_millis(40);
+/// A check of the control loop is now and then late by this much. Writers must not reach a limit within this time.
+const CHECK_LATENESS: Duration = Duration::from_millis(40);
 
-/// Duration of one measurement (a *window*); number of windows from which [`GrowthPredictor::predicted_bytes`]
-/// predicts; number of windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
-const WINDOW: Duration = Duration::from_millis(100);
-const WINDOWS: usize = 300;
-const RECENT_WINDOWS: usize = 20;
+/// Duration of one measurement of the growth (a *window*).
+const WINDOW_TIME: Duration = Duration::from_millis(100);
+/// Number of last windows from which [`GrowthPredictor::predicted_bytes`] predicts.
+const WINDOW_COUNT: usize = 300;
+/// Number of last windows from which [`GrowthPredictor::recently_predicted_bytes`] predicts.
+const RECENT_WINDOW_COUNT: usize = 20;
 
-/// Minimum time by which growth is divided to get a rate. Growth within a shorter time says little about the rate.
+/// Minimum time by which growth is divided to get a rate. Growth within a shorter time says little about the rate of a
+/// writer.
 const MIN_RATE_TIME: Duration = Duration::from_millis(10);
 
-/// The growth of the file system's usage in the last windows.
+/// The growth of the file system's usage in the last half minute, measured in windows of 100 ms.
 #[derive(Clone, Debug)]
 pub struct GrowthPredictor {
     used_bytes: u64,
-    /// Growth since the window began.
+    /// Growth of the usage since the current window began.
     grown_bytes: u64,
     began: Instant,
-    /// For each of the last windows: the growth, and the largest growth between two checks.
-    windows: [(u64, u64); WINDOWS],
+    /// For each of the last windows: the growth of the usage in the window, and the largest growth between two checks.
+    windows: [(u64, u64); WINDOW_COUNT],
     next: usize,
-    /// Largest growth between two checks since the window began.
+    /// Largest growth of the usage between two checks since the current window began.
     worst_step_bytes: u64,
     inodes: u64,
     /// Largest growth of the number of inodes between two checks. Decreases by a 64th with each check.
     inode_step: u64,
-    /// Rate of the current window so far, in bytes per window. It lets new writers count at once.
+    /// Rate of growth in the current window so far, in bytes per window. It lets new writers count at once.
     current_rate: u64,
 }
 
@@ -44,7 +46,7 @@ impl GrowthPredictor {
             used_bytes,
             grown_bytes: 0,
             began: now,
-            windows: [(0, 0); WINDOWS],
+            windows: [(0, 0); WINDOW_COUNT],
             next: 0,
             worst_step_bytes: 0,
             inodes,
@@ -79,42 +81,43 @@ impl GrowthPredictor {
         self.worst_step_bytes = self.worst_step_bytes.max(step_bytes);
         debug_assert!(self.worst_step_bytes <= self.grown_bytes, "a step is a part of the growth");
         let took = now.saturating_duration_since(self.began);
-        let rate = u128::from(self.grown_bytes) * WINDOW.as_nanos() / took.max(MIN_RATE_TIME).as_nanos();
+        let rate = u128::from(self.grown_bytes) * WINDOW_TIME.as_nanos() / took.max(MIN_RATE_TIME).as_nanos();
         self.current_rate = rate as u64;
-        if took >= WINDOW {
+        if took >= WINDOW_TIME {
             self.windows[self.next] = (rate as u64, self.worst_step_bytes);
-            debug_assert!(self.next < WINDOWS);
-            self.next = (self.next + 1) % WINDOWS;
+            debug_assert!(self.next < WINDOW_COUNT);
+            self.next = (self.next + 1) % WINDOW_COUNT;
             (self.began, self.grown_bytes, self.worst_step_bytes) = (now, 0, 0);
         }
     }
 
-    /// Predicts the growth before the next check, if that check is late. Uses the windows of the last half minute.
+    /// Predicts the growth of the usage before the next check, if that check is late. Uses the windows of the last half
+    /// minute.
     pub fn predicted_bytes(&self) -> u64 {
-        self.predict_from(WINDOWS)
+        self.predict_from(WINDOW_COUNT)
     }
 
     /// Like [`Self::predicted_bytes`], but from the windows of the last two seconds.
     pub fn recently_predicted_bytes(&self) -> u64 {
-        self.predict_from(RECENT_WINDOWS)
+        self.predict_from(RECENT_WINDOW_COUNT)
     }
 
     /// Returns how long a growth by `bytes` takes at the rate of the last two seconds, at most a second.
     pub fn time_to_grow(&self, bytes: u64) -> Duration {
         let predicted = u128::from(self.recently_predicted_bytes().max(1));
-        let nanos = u128::from(bytes) * LATENESS.as_nanos() / predicted;
+        let nanos = u128::from(bytes) * CHECK_LATENESS.as_nanos() / predicted;
         Duration::from_nanos(nanos.min(1_000_000_000) as u64)
     }
 
-    /// Predicts the growth from the given number of windows. For the memory of files it is the larger of the growth in
-    /// `LATENESS` at the maximum rate, and five quarters of the largest growth between two checks. The memory of new
-    /// inodes is added.
+    /// Predicts the growth of the usage from the given number of last windows. For the memory of files it is the larger
+    /// of the growth in `CHECK_LATENESS` at the maximum rate, and five quarters of the largest growth between two
+    /// checks. The memory of new inodes is added.
     fn predict_from(&self, windows: usize) -> u64 {
-        debug_assert!(windows > 0 && windows <= WINDOWS);
-        let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOWS - back) % WINDOWS]);
+        debug_assert!(windows > 0 && windows <= WINDOW_COUNT);
+        let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOW_COUNT - back) % WINDOW_COUNT]);
         let rate = last().map(|(rate, _)| rate).max().unwrap_or(0).max(self.current_rate);
         let step = last().map(|(_, step)| step).max().unwrap_or(0).max(self.worst_step_bytes);
-        let late = u128::from(rate) * LATENESS.as_nanos() / WINDOW.as_nanos();
+        let late = u128::from(rate) * CHECK_LATENESS.as_nanos() / WINDOW_TIME.as_nanos();
         // A quarter is added to the largest growth between two checks.
         let in_files = (late as u64).max(step.saturating_add(step / 4));
         in_files.saturating_add(self.predicted_inodes().saturating_mul(INODE_BYTES))
@@ -149,12 +152,12 @@ mod tests {
         growth_predictor.freed(400 * MIB);
         let mut rest = |windows: usize| {
             for _ in 0..windows {
-                now += WINDOW;
+                now += WINDOW_TIME;
                 growth_predictor.record_usage(0, now);
             }
             (growth_predictor.recently_predicted_bytes(), growth_predictor.predicted_bytes())
         };
-        assert_eq!((rest(30), rest(WINDOWS)), ((0, 500 * MIB), (0, 0)));
+        assert_eq!((rest(30), rest(WINDOW_COUNT)), ((0, 500 * MIB), (0, 0)));
     }
 
     /// Files are deleted, so usage falls. The prediction must then be 0, and later growth must count in full.
@@ -162,10 +165,10 @@ mod tests {
     fn deleting_is_no_growth() {
         let now = Instant::now();
         let mut growth_predictor = GrowthPredictor::new(100 * MIB, 0, now);
-        growth_predictor.record_usage(10 * MIB, now + WINDOW);
+        growth_predictor.record_usage(10 * MIB, now + WINDOW_TIME);
         assert_eq!(growth_predictor.predicted_bytes(), 0);
         growth_predictor.freed(20 * MIB);
-        growth_predictor.record_usage(MIB, now + 2 * WINDOW);
+        growth_predictor.record_usage(MIB, now + 2 * WINDOW_TIME);
         assert_eq!(growth_predictor.predicted_bytes(), MIB + MIB / 4);
     }
 

@@ -40,7 +40,7 @@ pub struct VolatileFile {
     pub charge: Charge,
 }
 
-/// The volatile files by inode. For each group also their order of last use.
+/// The volatile files by inode, and for each group the order in which its files were last used.
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, VolatileFile>,
@@ -110,7 +110,7 @@ impl Index {
         oldest(|group_files| &group_files.order).or_else(|| oldest(|group_files| &group_files.empty))
     }
 
-    /// Returns whether a file counts as charged to this group.
+    /// Returns whether any indexed file counts as charged to this group.
     pub fn has_files_of(&self, group: GroupId) -> bool {
         [true, false]
             .iter()

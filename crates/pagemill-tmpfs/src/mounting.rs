@@ -17,7 +17,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 /// Source of Pagemill's tmpfs mounts in `mountinfo`, which distinguishes them from other mounts.
-const SOURCE: &str = "pagemill";
+const MOUNT_SOURCE: &str = "pagemill";
 
 /// A line of `/proc/self/mountinfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl MountLine {
 
     /// Returns whether Pagemill mounted this tmpfs.
     pub fn is_ours(&self) -> bool {
-        self.kind == "tmpfs" && self.source == SOURCE
+        self.kind == "tmpfs" && self.source == MOUNT_SOURCE
     }
 }
 
@@ -288,7 +288,7 @@ impl MountRequest {
     fn create_tmpfs(&self, size_bytes: u64) -> io::Result<(OwnedFd, bool)> {
         let context = mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         let set = |key: &str, value: String| mount::fsconfig_set_string(context.as_fd(), key, value);
-        set("source", SOURCE.into())?;
+        set("source", MOUNT_SOURCE.into())?;
         set("size", size_bytes.to_string())?;
         set("mode", format!("{:o}", self.mode))?;
         let has_no_huge = set("huge", "within_size".into()).is_err();

@@ -8,9 +8,9 @@
 //! waits while usage is close to a limit, or while the last reading of usage is old. So if the control loop is late,
 //! only files that are already open can fill the file system.
 //!
-//! An open waits at most `MAX_WAIT`. Limits for which nothing can be purged delay no opens. Opens of folders, opens on
-//! other file systems, and files that are already open are not affected. The throttle requires root; without root,
-//! opens are not delayed.
+//! An open waits at most `MAX_OPEN_WAIT`. Limits for which nothing can be purged delay no opens. Opens of folders,
+//! opens on other file systems, and files that are already open are not affected. The throttle requires root; without
+//! root, opens are not delayed.
 //!
 //! For each event the kernel also opens the file in the listener. That open can block, because a process may hold a
 //! lease on the file. The controller then ends the listener, which allows all opens, and starts a new one later.
@@ -27,23 +27,25 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Maximum delay of one open.
-const MAX_WAIT: Duration = Duration::from_millis(500);
+const MAX_OPEN_WAIT: Duration = Duration::from_millis(500);
 
-/// Maximum number of delayed opens; each uses a descriptor. One more open allows the oldest one.
-const MAX_DELAYED: usize = 256;
+/// Maximum number of delayed opens; each uses a descriptor. If one more open arrives, the oldest delayed open is
+/// allowed.
+const MAX_DELAYED_OPENS: usize = 256;
 
-/// The throttle stays active this long after writers were last fast enough.
+/// The throttle stays active for this long after writers were last so fast that they could reach a limit.
 const ACTIVE_TIME: Duration = Duration::from_secs(1);
 
-/// The controller ends a listener that has blocked for `MAX_BLOCKED` in one read of an event, or for
-/// `MAX_BLOCKED_IN_ALL` in all such reads since the throttle became active. The next listener starts after
-/// `RESTART_PAUSE`.
-const MAX_BLOCKED: Duration = Duration::from_millis(50);
-const MAX_BLOCKED_IN_ALL: Duration = Duration::from_millis(200);
+/// The controller ends a listener that has blocked for this long in one read of an event.
+const MAX_BLOCKED_TIME: Duration = Duration::from_millis(50);
+/// The controller ends a listener that has blocked for this long in all reads of events since the throttle became
+/// active.
+const MAX_TOTAL_BLOCKED_TIME: Duration = Duration::from_millis(200);
+/// Minimum time between the end of a listener that blocked and the start of the next one.
 const RESTART_PAUSE: Duration = Duration::from_secs(10);
 
 /// A read of an event normally takes microseconds. A read that takes longer than this counts as blocked.
-const BLOCKED_READ: Duration = Duration::from_millis(2);
+const BLOCKED_READ_TIME: Duration = Duration::from_millis(2);
 
 /// Maximum time of uninterrupted work of the listener's thread, which has real-time priority. The thread then sleeps
 /// for the same time.
@@ -63,7 +65,7 @@ pub struct OpenThrottle {
 
 impl Default for OpenThrottle {
     fn default() -> Self {
-        Self { listener: None, start_at: None, max_wait: MAX_WAIT, active_until: None, delayed_before: 0 }
+        Self { listener: None, start_at: None, max_wait: MAX_OPEN_WAIT, active_until: None, delayed_before: 0 }
     }
 }
 
@@ -122,7 +124,7 @@ impl OpenThrottle {
         self.active_until.is_some()
     }
 
-    /// Returns how many opens have waited.
+    /// Returns how many opens were delayed so far.
     pub fn delayed_opens(&self) -> u64 {
         self.delayed_before + self.listener.as_ref().map_or(0, |listener| listener.shared.delayed.load(Relaxed))
     }
@@ -190,7 +192,7 @@ struct Shared {
     allowed_until_ns: AtomicU64,
     /// Number of opens that wait now.
     waiting: AtomicUsize,
-    /// Number of opens that have waited.
+    /// Number of opens that were delayed since the listener started.
     delayed: AtomicU64,
     /// When the thread began to read an event; `NOT_READING` while it reads none.
     reading_since_ns: AtomicU64,
@@ -225,8 +227,8 @@ impl Shared {
     /// Returns whether the listener must be ended, because it blocks or fails to read.
     fn has_failed(&self) -> bool {
         let reading_ns = self.now_ns().saturating_sub(self.reading_since_ns.load(Relaxed));
-        Duration::from_nanos(reading_ns) > MAX_BLOCKED
-            || Duration::from_nanos(self.blocked_ns.load(Relaxed)) > MAX_BLOCKED_IN_ALL
+        Duration::from_nanos(reading_ns) > MAX_BLOCKED_TIME
+            || Duration::from_nanos(self.blocked_ns.load(Relaxed)) > MAX_TOTAL_BLOCKED_TIME
             || self.has_read_error.load(Relaxed)
     }
 
@@ -238,7 +240,7 @@ impl Shared {
         let open = self.permissions.read();
         self.reading_since_ns.store(NOT_READING, Relaxed);
         let took_ns = self.now_ns() - begun_ns;
-        if Duration::from_nanos(took_ns) > BLOCKED_READ {
+        if Duration::from_nanos(took_ns) > BLOCKED_READ_TIME {
             self.blocked_ns.fetch_add(took_ns, Relaxed);
         }
         self.has_read_error.fetch_or(open.is_err(), Relaxed);
@@ -272,10 +274,10 @@ impl Shared {
             if self.is_allowed() {
                 waiting.clear();
             }
-            while waiting.front().is_some_and(|(until, _)| waiting.len() > MAX_DELAYED || *until <= now) {
+            while waiting.front().is_some_and(|(until, _)| waiting.len() > MAX_DELAYED_OPENS || *until <= now) {
                 waiting.pop_front();
             }
-            debug_assert!(waiting.len() <= MAX_DELAYED);
+            debug_assert!(waiting.len() <= MAX_DELAYED_OPENS);
             self.waiting.store(waiting.len(), SeqCst);
             if is_idle {
                 self.wait(waiting.front().map(|(until, _)| *until));
@@ -328,7 +330,7 @@ mod tests {
             self.0.path().join("file")
         }
 
-        /// Opens the file in a thread. Returns how long that took.
+        /// Opens a file of the mount in a new thread. The thread returns how long the open took.
         fn open(&self) -> JoinHandle<Duration> {
             let path = self.path();
             spawn(move || {
@@ -345,7 +347,8 @@ mod tests {
         }
     }
 
-    /// Returns an active throttle with this time limit on a new tmpfs, or the reason why there is none.
+    /// Returns an active throttle on a new tmpfs, which delays each open for at most `max_wait`, or the reason why
+    /// there is none.
     fn active_throttle(max_wait: Duration) -> Result<(OpenThrottle, Ram, FileAccess), String> {
         let ram = Ram::new().ok_or("no right to mount")?;
         let access = FileAccess::open(ram.0.path()).map_err(|error| error.to_string())?;
@@ -399,7 +402,7 @@ mod tests {
     }
 
     /// Files are opened while the throttle is active. Each open must wait until opens are allowed or the throttle ends.
-    /// Without an active throttle, no open may wait. The time limit of an open is long in this test, so that a lost
+    /// Without an active throttle, no open may wait. The maximum delay of an open is long in this test, so that a lost
     /// wake-up is noticed.
     #[test]
     fn opens_wait_for_the_control_loop() {
@@ -435,7 +438,7 @@ mod tests {
         assert!(!throttle.is_active() && throttle.delayed_opens() == 28);
     }
 
-    /// The control loop never allows an open. The open must end after the time limit.
+    /// The control loop never allows an open. The open must end after the maximum delay.
     #[test]
     fn an_open_waits_for_a_limited_time() {
         let max_wait = Duration::from_millis(50);

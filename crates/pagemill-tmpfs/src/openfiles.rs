@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 /// Time limit of one call of [`charged_memory`]. Each call examines at least one process. The caller can continue with
 /// the next process in another call.
-const TIME_LIMIT: Duration = Duration::from_millis(3);
+const CALL_TIME_LIMIT: Duration = Duration::from_millis(3);
 
 /// Maximum number of files examined per process.
-const MAX_FILES: usize = 1024;
+const MAX_FILES_PER_PROCESS: usize = 1024;
 
 /// Maximum number of pages of a file whose charged group is read.
-const MAX_SAMPLES: usize = 8;
+const MAX_SAMPLED_PAGES: usize = 8;
 
 /// Result of [`charged_memory`].
 #[derive(Clone, Debug, Default)]
@@ -35,7 +35,7 @@ pub struct ChargedMemory {
 
 /// Examines the processes of the groups with these cgroup folders, starting with the process at index `from`.
 pub fn charged_memory(access: &FileAccess, folders: &[String], from: usize) -> ChargedMemory {
-    charged_within(TIME_LIMIT, (access.root(), access.device()), folders, from)
+    charged_within(CALL_TIME_LIMIT, (access.root(), access.device()), folders, from)
 }
 
 /// A descriptor of the root folder of the examined file system, and its device number.
@@ -77,7 +77,7 @@ fn open_paths(pid: u32, device: u64) -> Vec<PathBuf> {
     }
     let mut found = Vec::new();
     let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().filter_map(Result::ok);
-    for name in entries.filter_map(|entry| entry.file_name().into_string().ok()).take(MAX_FILES) {
+    for name in entries.filter_map(|entry| entry.file_name().into_string().ok()).take(MAX_FILES_PER_PROCESS) {
         let info = read(&format!("fdinfo/{name}"));
         let mount = lines(&info).find_map(|line| line.strip_prefix(b"mnt_id:")).map(<[u8]>::trim_ascii);
         if mount.is_some_and(|mount| mounts.contains(mount)) {
@@ -86,7 +86,7 @@ fn open_paths(pid: u32, device: u64) -> Vec<PathBuf> {
     }
     let number = format!("{major:02x}:{minor:02x}");
     let maps = read("maps");
-    let ranges = lines(&maps).filter_map(|line| mapped_range(line, number.as_bytes())).take(MAX_FILES);
+    let ranges = lines(&maps).filter_map(|line| mapped_range(line, number.as_bytes())).take(MAX_FILES_PER_PROCESS);
     found.extend(ranges.map(|range| format!("/proc/{pid}/map_files/{range}").into()));
     found
 }
@@ -122,7 +122,7 @@ fn add_file_memory(path: &PathBuf, of: FileSystem<'_>, seen: &mut HashSet<u64>, 
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
         return;
     }
-    let groups = pages::charged_groups(file.as_fd(), seen_file.len_bytes, MAX_SAMPLES).unwrap_or_default();
+    let groups = pages::charged_groups(file.as_fd(), seen_file.len_bytes, MAX_SAMPLED_PAGES).unwrap_or_default();
     for group in &groups {
         *bytes.entry(*group).or_default() += seen_file.held_bytes / groups.len() as u64;
     }
@@ -153,7 +153,7 @@ mod tests {
         std::fs::write(&path, vec![1u8; 1 << 20]).unwrap();
         let file = std::fs::File::open(&path).unwrap();
         let metadata = file.metadata().unwrap();
-        let Ok(groups) = pages::charged_groups(file.as_fd(), metadata.len(), MAX_SAMPLES) else {
+        let Ok(groups) = pages::charged_groups(file.as_fd(), metadata.len(), MAX_SAMPLED_PAGES) else {
             return println!("skipped: page charges cannot be read here");
         };
         let group = folder.path().join("group");

@@ -29,20 +29,21 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// Delay before a busy file is tried again, which doubles with each try, and the maximum number of tries. The rest of a
-/// file that the worker examined in part is sent after `RETRY`, without a limit.
-const RETRY: Duration = Duration::from_millis(250);
+/// Delay before the worker examines a busy file again, which doubles with each try. The rest of a file that the worker
+/// examined in part is sent after the same delay, any number of times.
+const RETRY_DELAY: Duration = Duration::from_millis(250);
+/// Maximum number of times that a busy file is queued again. After that, the file waits for a later scan.
 const MAX_TRIES: u32 = 6;
 
-/// Maximum number of waiting files; a later scan finds the others again.
-const MAX_WAITING: usize = 1 << 16;
+/// Maximum number of files that wait for the worker. A later scan finds again the files that did not fit.
+const MAX_WAITING_FILES: usize = 1 << 16;
 
 /// Maximum number of entries in the table `known`: finished files, which are examined again only after a change.
-const MAX_KNOWN: usize = 1 << 18;
+const MAX_KNOWN_FILES: usize = 1 << 18;
 
 /// Minimum and maximum pause before another worker is started. The pause doubles with each lost worker until a worker
 /// answers a job.
-const RESTART: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60);
+const RESTART_PAUSE: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60);
 
 /// How long a controller that ends waits for a worker that is being started.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
@@ -52,7 +53,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Minimum and maximum time for which a group is avoided after a worker was lost in it. The time doubles with each
 /// loss.
-const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
+const AVOID_TIME: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
 
 /// Returns the start of the range, doubled `times` times, but at most the end of the range.
 fn doubled(range: &Range<Duration>, times: u32) -> Duration {
@@ -148,7 +149,7 @@ impl PageWork {
     pub fn queue_file(&mut self, folder: u64, name: &OsStr, seen: &FileAttributes, huge: Huge, delay: Duration) {
         let is_large = !Marks { volatile: None, huge: Some(huge) }.needs_no_action(seen.held_bytes);
         let is_known = self.known.get(&seen.inode) == Some(&(seen.changed_ns, huge));
-        if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
+        if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING_FILES {
             return;
         }
         let due = Instant::now() + delay;
@@ -257,10 +258,10 @@ impl PageWork {
     /// Avoids a group in which a worker was lost.
     fn avoid(&mut self, group: &str, domain: &Domain, now: Instant) {
         // Losses in a domain add up, unless the domain was not avoided for an hour.
-        self.avoided.retain(|_, avoided| now < avoided.until + AVOID.end);
+        self.avoided.retain(|_, avoided| now < avoided.until + AVOID_TIME.end);
         let losses = self.avoided.get(domain).map_or(0, |avoided| avoided.losses + 1);
-        let pause = doubled(&AVOID, losses);
-        debug_assert!((AVOID.start..=AVOID.end).contains(&pause));
+        let pause = doubled(&AVOID_TIME, losses);
+        debug_assert!((AVOID_TIME.start..=AVOID_TIME.end).contains(&pause));
         print_message(&format!(
             "the worker for huge pages ended in {group}: files charged there wait {} s",
             pause.as_secs()
@@ -268,7 +269,7 @@ impl PageWork {
         self.avoided.insert(domain.clone(), Avoided { until: now + pause, losses });
     }
 
-    /// Returns whether a worker can accept a job. If there is no worker, begins to start one.
+    /// Returns whether the worker can accept a job. If there is no worker, begins to start one.
     fn is_ready(&mut self, access: &Arc<FileAccess>, now: Instant) -> bool {
         if self.worker.is_none() && self.starting.is_none() && self.retry_at.is_none_or(|at| at <= now) {
             debug_assert!(!self.program.is_empty(), "files are queued only if there is a worker");
@@ -309,7 +310,7 @@ impl PageWork {
     /// Drops a lost or stuck worker and queues its files again.
     fn drop_worker(&mut self, now: Instant, counts: &mut Counts) {
         let current = self.worker.take().and_then(|worker| worker.current_inode());
-        self.retry_at = Some(now + doubled(&RESTART, self.lost_in_a_row));
+        self.retry_at = Some(now + doubled(&RESTART_PAUSE, self.lost_in_a_row));
         self.lost_in_a_row += 1;
         counts.worker_restarts += 1;
         for (inode, mut waiting) in std::mem::take(&mut self.sent) {
@@ -317,7 +318,7 @@ impl PageWork {
                 if let Some((group, domain)) = &waiting.entered {
                     self.avoid(group, domain, now);
                 }
-                waiting.due = now + RETRY * (1 << waiting.tries);
+                waiting.due = now + RETRY_DELAY * (1 << waiting.tries);
                 waiting.tries += 1;
             }
             // After too many tries the file waits for a later scan. A file that was written meanwhile is already
@@ -357,14 +358,14 @@ impl PageWork {
         let is_queued = self.waiting.contains_key(&done.inode);
         if let Some(next) = done.next.filter(|_| !is_queued) {
             waiting.from = next;
-            waiting.due = Instant::now() + RETRY;
+            waiting.due = Instant::now() + RETRY_DELAY;
             self.insert_waiting(done.inode, waiting);
             return;
         }
         let is_unfinished = waiting.is_incomplete;
         if is_unfinished && waiting.tries < MAX_TRIES && !is_queued {
             (waiting.from, waiting.is_incomplete) = (0, false);
-            waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
+            waiting.due = Instant::now() + RETRY_DELAY * (1 << waiting.tries);
             waiting.tries += 1;
             self.insert_waiting(done.inode, waiting);
             return;
@@ -373,12 +374,12 @@ impl PageWork {
         if is_unfinished || done.next.is_some() {
             return;
         }
-        if self.known.len() >= MAX_KNOWN {
+        if self.known.len() >= MAX_KNOWN_FILES {
             self.known.clear();
         }
         // The worker's own changes may make a later scan queue the file once more. The worker then finds nothing to
         // change.
-        debug_assert!(self.known.len() < MAX_KNOWN);
+        debug_assert!(self.known.len() < MAX_KNOWN_FILES);
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 
@@ -413,9 +414,8 @@ impl PageWork {
 
 impl Drop for PageWork {
     /// Ends the worker and waits for its exit, so that it is no longer in a writer's group. Waits for a worker that is
-    /// being started, too. Without the wait, the process would start later and keep
-    /// the mount's root folder open. The wait has a timeout, because the worker's program may be on a file system that
-    /// does not respond.
+    /// being started, too. Without the wait, the process would start later and keep the mount's root folder open. The
+    /// wait has a timeout, because the worker's program may be on a file system that does not respond.
     fn drop(&mut self) {
         let started = self.starting.take().and_then(|starting| starting.recv_timeout(START_TIMEOUT).ok()?.ok());
         started.into_iter().chain(self.worker.take()).for_each(|worker| worker.end(EXIT_TIMEOUT));
@@ -483,19 +483,20 @@ mod tests {
         }
         let others: Vec<u64> = work.waiting.keys().chain(work.sent.keys()).copied().collect();
         assert_eq!((counts.huge_blocks, others), (5, vec![7]));
-        let most = 1 + begun.elapsed().as_secs() / AVOID.start.as_secs();
+        let most = 1 + begun.elapsed().as_secs() / AVOID_TIME.start.as_secs();
         assert!((1..=most).contains(&counts.worker_restarts), "{} restarts", counts.worker_restarts);
         let domain = Domain::of(&groups.folder(own).unwrap()).unwrap();
         assert!(work.avoided_until(&domain, begun).is_some());
         let file = work.waiting.get(&7).or_else(|| work.sent.get(&7)).unwrap();
-        assert!(file.due >= begun + RETRY);
+        assert!(file.due >= begun + RETRY_DELAY);
     }
 
-    /// Pauses must double up to their maximum.
+    /// Pauses before the start of another worker, and times for which a group is avoided, must double up to their
+    /// maximum.
     #[test]
     fn pauses_double() {
-        assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART, times).as_secs()), [1, 2, 32, 60, 60]);
-        assert_eq!([0, 1, 6].map(|times| doubled(&AVOID, times).as_secs()), [60, 120, 3600]);
+        assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART_PAUSE, times).as_secs()), [1, 2, 32, 60, 60]);
+        assert_eq!([0, 1, 6].map(|times| doubled(&AVOID_TIME, times).as_secs()), [60, 120, 3600]);
     }
 
     /// A worker takes long to start, because the test has a lease on the worker's program. The control loop's calls

@@ -120,7 +120,7 @@ impl Marks {
     }
 }
 
-/// An ancestor folder of a file: its marks and rights.
+/// An ancestor folder of a file: its marks, its owner, and whether other users may write to it.
 #[derive(Clone, Copy, Debug)]
 pub struct Ancestor {
     pub marks: Marks,

@@ -27,10 +27,10 @@ const PRIVATE_PREFIX: &str = ".pagemill-purge-";
 
 /// Part of the name that a file gets if its old name cannot be restored, because a new file has it. The name consists
 /// of the old name, this text and the inode number.
-const RESCUED: &str = ".pagemill-rescued-";
+const RESCUED_NAME_PART: &str = ".pagemill-rescued-";
 
-/// Maximum length of a name.
-const MAX_NAME: usize = 255;
+/// Maximum length of a file name in bytes.
+const MAX_NAME_BYTES: usize = 255;
 
 /// Result of a purge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,8 +73,8 @@ fn outcome_of(error: io::Error) -> PurgeOutcome {
     }
 }
 
-/// A check whether a file may be purged. It gets the open file and its attributes. All calls but the first of a purge
-/// of a whole file run while the lease is held.
+/// A check whether a file may be purged. It gets the open file and its attributes. It is called while this process has
+/// the write lease on the file, except for the first call by [`finish`].
 pub trait MayPurge: Fn(&OwnedFd, &FileAttributes) -> bool {}
 
 impl<T: Fn(&OwnedFd, &FileAttributes) -> bool> MayPurge for T {}
@@ -148,8 +148,8 @@ fn restore_name(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) 
     let Err(error) = file_access::rename(folder, ours, name) else { return };
     if error.kind() == io::ErrorKind::AlreadyExists {
         let mut rescued = name.as_bytes().to_vec();
-        rescued.extend_from_slice(format!("{RESCUED}{inode:x}").as_bytes());
-        rescued.drain(..rescued.len().saturating_sub(MAX_NAME));
+        rescued.extend_from_slice(format!("{RESCUED_NAME_PART}{inode:x}").as_bytes());
+        rescued.drain(..rescued.len().saturating_sub(MAX_NAME_BYTES));
         let rescued = OsString::from_vec(rescued);
         let _ = file_access::rename(folder, ours, &rescued);
         let (name, rescued) = (name.to_string_lossy(), rescued.to_string_lossy());
@@ -191,8 +191,8 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) ->
     freed(left_bytes)
 }
 
-/// Returns a shorter length, by `bytes` or more. The result is a multiple of a block if `bytes` is at least a block,
-/// else of a page.
+/// Returns the length to which a file of `len_bytes` is cut, to remove `bytes` or more. The result is a multiple of a
+/// block if `bytes` is at least a block, else of a page.
 fn shortened_len(len_bytes: u64, bytes: u64) -> u64 {
     let rest = len_bytes.saturating_sub(bytes.max(1));
     let unit = if bytes >= BLOCK_BYTES as u64 { BLOCK_BYTES } else { os_page_bytes() } as u64;
@@ -205,7 +205,7 @@ fn shortened_len(len_bytes: u64, bytes: u64) -> u64 {
 fn private_name(inode: u64, name: &OsStr) -> Option<OsString> {
     let mut ours = format!("{PRIVATE_PREFIX}{inode:x}-").into_bytes();
     ours.extend_from_slice(name.as_bytes());
-    (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
+    (ours.len() <= MAX_NAME_BYTES).then(|| OsString::from_vec(ours))
 }
 
 /// Parses a private name. Returns the inode and the old name.
@@ -347,7 +347,7 @@ mod tests {
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         folder.write("a", 5);
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
-        let rescued = format!("a{RESCUED}{new:x}");
+        let rescued = format!("a{RESCUED_NAME_PART}{new:x}");
         assert_eq!((folder.names(), folder.at(&rescued).metadata().unwrap().len()), (vec!["a".into(), rescued], 20));
         let ours = private_name(folder.write("b", 1), OsStr::new("b")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("b"), &ours).unwrap();
@@ -410,7 +410,8 @@ mod tests {
         assert!(matches!(folder.purge("b", sparse, PurgePart::Tail, 1), PurgeOutcome::Freed { left_bytes: 0, .. }));
     }
 
-    /// The new length must be a multiple of a page or block, and always shorter than the old one.
+    /// The length to which a purge cuts a file must be a multiple of a page or block, and always less than the old
+    /// length.
     #[test]
     fn cuts_end_on_pages() {
         let (page, block) = (os_page_bytes() as u64, BLOCK_BYTES as u64);

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// A value counts for at least this long, and at most twice as long.
-const PERIOD: Duration = Duration::from_secs(10);
+/// A value counts as recent for at least this long, and for at most twice as long.
+const PEAK_PERIOD: Duration = Duration::from_secs(10);
 
-/// The largest value in the current and the previous period.
+/// The largest value that was recorded in the current and the previous period.
 #[derive(Clone, Debug)]
 pub struct RecentPeak {
     current: u64,
@@ -21,7 +21,7 @@ impl RecentPeak {
 
     /// Records a value, and returns the largest recent value, which is at least this one.
     pub fn record(&mut self, value: u64, now: Instant) -> u64 {
-        if now >= self.began + PERIOD {
+        if now >= self.began + PEAK_PERIOD {
             (self.previous, self.current, self.began) = (self.current, 0, now);
         }
         self.current = self.current.max(value);
@@ -33,7 +33,7 @@ impl RecentPeak {
 mod tests {
     use super::*;
 
-    /// A peak must count for a period after it was last seen, and must be forgotten after two.
+    /// A peak must count as recent for `PEAK_PERIOD` after it was last recorded, and no longer after twice that time.
     #[test]
     fn a_peak_is_remembered_for_a_while() {
         let begun = Instant::now();

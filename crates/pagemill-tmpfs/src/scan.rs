@@ -19,29 +19,31 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// Minimum and maximum of the interval between two periodic scans.
-const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
+const SCAN_INTERVAL: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
-/// Periodic scans may run for 1/`SCAN_TIME_DIVISOR` of the time.
+/// Periodic scans may run for one part in `SCAN_TIME_DIVISOR` of the time.
 const SCAN_TIME_DIVISOR: u32 = 100;
 
 /// Minimum interval between the starts of two scans that the control loop requests because events were lost or a folder
 /// is unknown (`is_wanted`).
-const WANTED_PAUSE: Duration = Duration::from_millis(500);
+const WANTED_INTERVAL: Duration = Duration::from_millis(500);
 
-/// This interval while a limit is near and no file is known that can be purged (`is_urgent`).
-const URGENT_PAUSE: Duration = Duration::from_millis(20);
+/// Minimum interval between the starts of two requested scans while a limit is near and no file is known that can be
+/// purged (`is_urgent`).
+const URGENT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Scans that the control loop requested may run for 1/`WANTED_SCAN_TIME_DIVISOR` of the time.
+/// Scans that the control loop requested may run for one part in `WANTED_SCAN_TIME_DIVISOR` of the time.
 const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
-/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it worked on these entries. It does not sleep
-/// while a purge waits for it. The sleeps leave locks and CPUs to users that walk over the same files. Of a large
-/// folder, so many entries are read at a time.
-const REST_AFTER: usize = 256;
-const REST_TIMES: u32 = 3;
+/// Number of folder entries after which a scan sleeps. A scan also reads at most this many entries of a large folder at
+/// a time.
+const ENTRIES_PER_REST: usize = 256;
+/// A scan sleeps this many times as long as it worked on the last `ENTRIES_PER_REST` entries. It does not sleep while a
+/// purge waits for the scan. The sleeps leave locks and CPUs to users that walk over the same files.
+const REST_FACTOR: u32 = 3;
 
 /// Maximum depth of folders.
-const MAX_DEPTH: usize = 256;
+const MAX_FOLDER_DEPTH: usize = 256;
 
 /// What a scan reports: a folder, a file, or a mark with an invalid value.
 #[derive(Debug)]
@@ -94,13 +96,13 @@ impl PendingFolder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     All,
-    /// Without files that need no action.
+    /// All files except those that need no action.
     Relevant,
 }
 
 /// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
 /// that are removed during the walk, the rest of a folder that is moved meanwhile, and the contents of folders deeper
-/// than `MAX_DEPTH`. Does not sleep while `is_hurried` is set.
+/// than `MAX_FOLDER_DEPTH`. Does not sleep while `is_hurried` is set.
 ///
 /// No folder is open while the scan sleeps, or during a call of `tell`, which can wait. The handle of a deleted folder
 /// can be opened, as if the folder existed, until the last descriptor is closed.
@@ -117,8 +119,8 @@ pub fn scan(
     let (mut entries_done, mut rested) = (0, Instant::now());
     let mut rest_now_and_then = |entries: usize| {
         entries_done += entries;
-        if entries_done >= REST_AFTER && !is_hurried.load(Relaxed) {
-            std::thread::sleep(rested.elapsed() * REST_TIMES);
+        if entries_done >= ENTRIES_PER_REST && !is_hurried.load(Relaxed) {
+            std::thread::sleep(rested.elapsed() * REST_FACTOR);
             (entries_done, rested) = (0, Instant::now());
         }
     };
@@ -128,7 +130,7 @@ pub fn scan(
     while let Some(folder) = open.pop() {
         let path = folder.path();
         let Ok(names) = access.open_folder(&path).and_then(|fd| names_in(&fd)) else { continue };
-        for names in names.chunks(REST_AFTER) {
+        for names in names.chunks(ENTRIES_PER_REST) {
             {
                 let Ok(fd) = access.open_folder(&path) else { break };
                 if file_access::attributes(&fd).is_ok_and(|seen| seen.inode != folder.inode) {
@@ -185,14 +187,14 @@ fn examine_entry(
     }
     let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
     found.push(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
-    debug_assert!(folder.depth <= MAX_DEPTH);
+    debug_assert!(folder.depth <= MAX_FOLDER_DEPTH);
     let (inode, depth) = (seen.inode, folder.depth + 1);
     let pending = PendingFolder { parent: Some(folder.clone()), above, name, inode, depth };
-    (folder.depth < MAX_DEPTH).then(|| Rc::new(pending))
+    (folder.depth < MAX_FOLDER_DEPTH).then(|| Rc::new(pending))
 }
 
-/// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage
-/// does not change, up to ten minutes.
+/// Schedules scans and runs each in a thread of its own. The interval between periodic scans doubles while the usage of
+/// the file system does not change, up to ten minutes.
 pub struct Scanning {
     is_running: bool,
     /// Set while a purge waits for the current scan, so that the scan does not sleep.
@@ -202,10 +204,11 @@ pub struct Scanning {
     began_ns: i64,
     next_at: Instant,
     interval: Duration,
-    /// When the last completed scan began, and how long it took.
+    /// When the last completed scan began.
     results_began: Instant,
+    /// How long the last completed scan took.
     scan_duration: Duration,
-    /// Usage at the end of the last scan.
+    /// Usage of the file system at the end of the last scan.
     usage: FileSystemUsage,
 }
 
@@ -218,8 +221,8 @@ impl Scanning {
             is_wanted: false,
             began: now,
             began_ns: 0,
-            next_at: now + SCAN_EVERY.start,
-            interval: SCAN_EVERY.start,
+            next_at: now + SCAN_INTERVAL.start,
+            interval: SCAN_INTERVAL.start,
             results_began: now,
             scan_duration: Duration::ZERO,
             usage,
@@ -230,7 +233,7 @@ impl Scanning {
         self.is_running
     }
 
-    /// Returns the age of the results: the time since the last completed scan began.
+    /// Returns the age of the results of the last scan: the time since the last completed scan began.
     pub fn age(&self) -> Duration {
         self.results_began.elapsed()
     }
@@ -258,7 +261,7 @@ impl Scanning {
     ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let pause = if is_urgent { URGENT_PAUSE } else { WANTED_PAUSE };
+        let pause = if is_urgent { URGENT_INTERVAL } else { WANTED_INTERVAL };
         let pause = pause.max(self.scan_duration * WANTED_SCAN_TIME_DIVISOR);
         let is_due = now >= self.next_at || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
@@ -290,9 +293,10 @@ impl Scanning {
         debug_assert!(self.is_running, "a scan ends once");
         self.is_running = false;
         (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
-        let interval = if self.usage == usage { self.interval * 2 } else { SCAN_EVERY.start };
-        self.interval = interval.max(self.scan_duration * SCAN_TIME_DIVISOR).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
-        debug_assert!((SCAN_EVERY.start..=SCAN_EVERY.end).contains(&self.interval));
+        let interval = if self.usage == usage { self.interval * 2 } else { SCAN_INTERVAL.start };
+        self.interval =
+            interval.max(self.scan_duration * SCAN_TIME_DIVISOR).clamp(SCAN_INTERVAL.start, SCAN_INTERVAL.end);
+        debug_assert!((SCAN_INTERVAL.start..=SCAN_INTERVAL.end).contains(&self.interval));
         self.usage = usage;
         self.next_at = Instant::now() + self.interval;
     }
@@ -311,7 +315,7 @@ mod tests {
         let large = place.path().join("large");
         fs::create_dir_all(large.join("below")).unwrap();
         fs::write(large.join("below/file"), "x").unwrap();
-        (0..3 * REST_AFTER).for_each(|index| fs::write(large.join(index.to_string()), "x").unwrap());
+        (0..3 * ENTRIES_PER_REST).for_each(|index| fs::write(large.join(index.to_string()), "x").unwrap());
         let access = FileAccess::of_root(File::open(place.path()).unwrap().into()).unwrap();
         let is_open = || {
             let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|link| fs::read_link(link.ok()?.path()).ok());
@@ -329,6 +333,6 @@ mod tests {
         .unwrap();
         files.sort();
         files.dedup();
-        assert_eq!((files.len(), folders), (3 * REST_AFTER + 1, vec!["large".into(), "below".into()]));
+        assert_eq!((files.len(), folders), (3 * ENTRIES_PER_REST + 1, vec!["large".into(), "below".into()]));
     }
 }

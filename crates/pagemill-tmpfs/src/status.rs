@@ -14,27 +14,32 @@ pub struct LineStatus {
     pub mark_bytes: u64,
 }
 
-/// Totals since the start.
+/// Totals since the start of the controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Number of volatile files that were purged as a whole, and the memory that this freed.
+    /// Number of volatile files that were purged as a whole.
     pub purged_files: u64,
+    /// Memory that was freed by purges of whole files.
     pub purged_bytes: u64,
-    /// Number of times that the end of a partially volatile file was purged, and the memory that this freed.
+    /// Number of times that the end of a partially volatile file was purged.
     pub cut_files: u64,
+    /// Memory that was freed by purges of the ends of files.
     pub cut_bytes: u64,
     /// Number of times that a volatile file was skipped at its turn to be purged, because it was open.
     pub spared_open: u64,
     /// Number of periods in which usage was above a purge threshold and no volatile file could be purged.
     pub nothing_to_purge: u64,
-    /// Number of size changes by remount; number of size changes that the kernel refused.
+    /// Number of changes of the file system's size.
     pub size_changes: u64,
+    /// Number of changes of the file system's size that the kernel refused.
     pub size_refused: u64,
-    /// Number of close events received; of overflows of the event queue; of full scans.
+    /// Number of closes and renames of files that the kernel reported.
     pub events: u64,
+    /// Number of times that events were lost, because the kernel's event queue overflowed or could not be read.
     pub events_lost: u64,
+    /// Number of completed full scans of the file system.
     pub scans: u64,
-    /// Opens that were delayed because files were written faster than purges freed memory.
+    /// Number of opens that were delayed because files were written faster than purges freed memory.
     pub delayed_opens: u64,
     /// Number of times that close events were turned off while many small files were closed.
     pub quiet_times: u64,
@@ -42,17 +47,19 @@ pub struct Counts {
     pub bad_marks: u64,
     /// Number of times that a volatile file did not fit in the index.
     pub not_indexed: u64,
-    /// Number of blocks that were huge after the worker examined them; number of blocks that the worker asked the
-    /// kernel to split because of the mark `never`; memory of zero pages that was freed in sparse blocks.
+    /// Number of blocks that were huge after the worker examined them.
     pub huge_blocks: u64,
+    /// Number of blocks that the worker asked the kernel to split because of the mark `never`.
     pub split_blocks: u64,
+    /// Memory of zero pages that the worker freed in sparse blocks.
     pub sparse_bytes: u64,
-    /// Number of times that the worker could not finish a file: because the pages were in use; because the
-    /// time for one visit was over; because there was no memory for huge pages.
+    /// Number of times that the worker could not finish a file because the file was in use.
     pub collapse_busy: u64,
+    /// Number of times that the worker could not finish a file because the time for one job was over.
     pub collapse_postponed: u64,
+    /// Number of times that the worker could not finish a file because there was no memory for huge pages.
     pub collapse_no_memory: u64,
-    /// Restarts of the worker process, which creates and splits huge pages.
+    /// Number of restarts of the worker process, which creates and splits huge pages.
     pub worker_restarts: u64,
 }
 
@@ -62,15 +69,17 @@ pub struct Status {
     pub mount_point: String,
     /// Process id of the controller; missing if none is running.
     pub controller_pid: Option<u32>,
-    /// The size that the user requested, and the current size. It is smaller if a limit bounds it, and larger if more
-    /// is in use.
+    /// The size that the user requested for the file system.
     pub asked_bytes: u64,
+    /// The current size of the file system. It is smaller than the requested size if a limit bounds it, and larger if
+    /// more memory is in use.
     pub size_bytes: u64,
     /// The limit that leaves the least room for the size: `group NAME`, or the machine.
     pub bounded_by: Option<String>,
     pub used_bytes: u64,
-    /// Inodes in use, and their current maximum. The kernel counts each KiB of attributes as an inode, too.
+    /// Number of inodes in use. The kernel counts each KiB of attributes as an inode, too.
     pub inodes: u64,
+    /// The current maximum number of inodes.
     pub max_inodes: u64,
     pub volatile_files: u64,
     pub volatile_bytes: u64,
@@ -85,7 +94,7 @@ pub struct Status {
     /// The kernel reports closes of files to the controller. Otherwise the controller finds files only by periodic
     /// scans.
     pub is_notified: bool,
-    /// Number of files queued for the worker.
+    /// Number of files that wait for the worker to examine their pages.
     pub files_waiting_for_pages: u64,
     pub uptime_seconds: f64,
 }

@@ -12,12 +12,12 @@ use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of queued scan messages.
+/// Maximum number of messages of a scan that are queued for the control loop.
 const MAX_SCAN_MESSAGES: usize = 4096;
 
-/// How long a scan waits while the queue is full. Then it adds its messages anyway, since the control loop may have
-/// ended.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a scan waits while the queue of its messages is full. Then it adds its messages anyway, since the control
+/// loop may have ended.
+const FULL_QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
 pub enum LoopRequest {
@@ -52,7 +52,7 @@ impl SubmissionQueue {
         Ok(Self { requests: Mutex::default(), scan_messages: Mutex::default(), wake })
     }
 
-    /// Queues a request.
+    /// Queues a request to the control loop, and wakes the loop.
     pub fn send(&self, request: LoopRequest) {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         self.wake();
@@ -62,7 +62,7 @@ impl SubmissionQueue {
     pub fn send_scan_messages(&self, messages: &mut Vec<ScanMessage>) {
         let lock = || self.scan_messages.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
-        while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < TIMEOUT {
+        while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < FULL_QUEUE_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         lock().append(messages);
@@ -88,14 +88,14 @@ impl SubmissionQueue {
     }
 }
 
-/// The descriptor is readable once a message was queued.
+/// The descriptor is readable once a request or a message of a scan was queued.
 impl AsFd for SubmissionQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 }
 
-/// Removes and returns all messages. Returns none while another thread holds the lock.
+/// Removes and returns all entries of a queue. Returns none while another thread holds the lock of the queue.
 fn try_take_all<T>(queue: &Mutex<Vec<T>>) -> Vec<T> {
     let guard: Option<MutexGuard<'_, Vec<T>>> = queue.try_lock().ok();
     guard.map_or_else(Vec::new, |mut guard| std::mem::take(&mut *guard))

@@ -46,7 +46,7 @@ const SPARSE_EIGHTHS: u64 = 4;
 
 /// Number of pages that are sampled in a block with few holes. If more than half of them begin with nonzero bytes, the
 /// block counts as dense and is not read whole.
-const SAMPLES: u64 = 8;
+const SAMPLED_PAGES: u64 = 8;
 
 /// A request: a file whose blocks the worker examines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -94,10 +94,10 @@ const CPU_SHARE_DIVISOR: u32 = 50;
 
 /// Maximum pause after a time slice, however long the slice was. Files stay open during pauses, and a file cannot be
 /// purged while the worker has it open.
-const MAX_PAUSE: Duration = Duration::from_millis(250);
+const MAX_SLICE_PAUSE: Duration = Duration::from_millis(250);
 
-/// Times after which a job examines no further block, and changes none. At least one block is examined and changed.
-/// The controller queues the rest of the file again.
+/// Times since the start of a job after which it examines no further block, and after which it changes no further
+/// block. At least one block is examined and changed. The controller queues the rest of the file again.
 #[derive(Clone, Copy)]
 struct JobLimits {
     examine: Duration,
@@ -131,7 +131,7 @@ impl CpuShare {
     }
 
     fn charge(&mut self, took: Duration) {
-        self.due = Instant::now() + (took * CPU_SHARE_DIVISOR).min(MAX_PAUSE);
+        self.due = Instant::now() + (took * CPU_SHARE_DIVISOR).min(MAX_SLICE_PAUSE);
     }
 }
 
@@ -370,8 +370,8 @@ struct Block {
     data_bytes: u64,
 }
 
-/// Returns the blocks of a file, from the offset `from`, that have memory. Searches for each hole only once, since the kernel walks page
-/// by page while writers wait.
+/// Returns the blocks of a file, from the offset `from`, that have memory. Searches for each hole only once, since the
+/// kernel walks page by page while writers wait.
 fn blocks(file: &File, seen: &FileAttributes, from: u64) -> io::Result<Vec<Block>> {
     let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), from);
     while at < seen.len_bytes {
@@ -396,9 +396,9 @@ fn blocks(file: &File, seen: &FileAttributes, from: u64) -> io::Result<Vec<Block
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Density {
-    /// The block should be huge.
+    /// Nearly all pages contain nonzero bytes: the block should be huge.
     Dense,
-    /// The block should be small and have no zero pages.
+    /// Few pages contain nonzero bytes: the block should have small pages, and its zero pages are freed.
     Sparse,
     /// The block is neither dense nor sparse, and is left as it is.
     Between,
@@ -409,7 +409,8 @@ enum Density {
 fn classify_block(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
     let count = (block.end - block.start).div_ceil(page);
-    if data * 8 >= (block.end - block.start) * DENSE_EIGHTHS && count_nonzero_samples(file, block)? * 2 > SAMPLES {
+    if data * 8 >= (block.end - block.start) * DENSE_EIGHTHS && count_nonzero_samples(file, block)? * 2 > SAMPLED_PAGES
+    {
         return Ok(Density::Dense);
     }
     let filled = count - zero_pages(file, block)?.iter().map(|run| (run.end - run.start).div_ceil(page)).sum::<u64>();
@@ -421,11 +422,11 @@ fn classify_block(file: &File, block: &Range<u64>, data: u64) -> io::Result<Dens
     })
 }
 
-/// Returns how many of `SAMPLES` pages, spread over the block, begin with nonzero bytes.
+/// Returns how many of `SAMPLED_PAGES` pages, spread over the block, begin with nonzero bytes.
 fn count_nonzero_samples(file: &File, block: &Range<u64>) -> io::Result<u64> {
     let (mut filled, page) = (0, os_page_bytes() as u64);
-    for index in 0..SAMPLES {
-        let at = block.start + (block.end - block.start) / SAMPLES * index;
+    for index in 0..SAMPLED_PAGES {
+        let at = block.start + (block.end - block.start) / SAMPLED_PAGES * index;
         let mut bytes = [0; 256];
         let len = file.read_at(&mut bytes, at - at % page)?;
         filled += u64::from(bytes[..len].iter().any(|byte| *byte != 0));
@@ -519,10 +520,10 @@ pub struct Worker {
 }
 
 /// Maximum number of files sent to the worker and not answered.
-const MAX_WAITING: usize = 8;
+const MAX_UNANSWERED: usize = 8;
 
 /// A worker that does not answer a job for this long is replaced by a new one: it may be in a frozen group.
-const TIMEOUT: Duration = Duration::from_secs(20);
+const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Worker {
     /// Starts a worker process. `program` is the command line that runs [`serve`].
@@ -555,7 +556,7 @@ impl Worker {
     }
 
     pub fn can_accept_job(&self) -> bool {
-        self.waiting.len() < MAX_WAITING
+        self.waiting.len() < MAX_UNANSWERED
     }
 
     /// Returns the inode of the file that the worker is examining.
@@ -566,7 +567,7 @@ impl Worker {
     /// Returns the time at which the worker counts as stuck if it has not answered the current job; `None` without a
     /// job.
     pub fn stuck_at(&self) -> Option<Instant> {
-        self.waiting.front().map(|(_, since)| *since + TIMEOUT)
+        self.waiting.front().map(|(_, since)| *since + STUCK_TIMEOUT)
     }
 
     /// Sends a file to the worker.
@@ -580,7 +581,7 @@ impl Worker {
         // A few short lines always fit into a socket's buffer.
         self.socket.write_all(line.as_bytes())?;
         self.waiting.push_back((job.inode, Instant::now()));
-        debug_assert!(self.waiting.len() <= MAX_WAITING, "the worker can accept a job");
+        debug_assert!(self.waiting.len() <= MAX_UNANSWERED, "the worker can accept a job");
         Ok(())
     }
 
@@ -636,7 +637,7 @@ mod tests {
     const PAGE: usize = 4096;
 
     /// The worker has run for a short or a long time. While no CPU is idle, the worker must wait 50 times as long as it
-    /// ran, but at most `MAX_PAUSE`. With an idle CPU it must not wait.
+    /// ran, but at most `MAX_SLICE_PAUSE`. With an idle CPU it must not wait.
     #[test]
     fn cpu_time_is_limited_under_load_and_guaranteed() {
         let mut share = CpuShare::new(Instant::now());
@@ -652,7 +653,7 @@ mod tests {
         let begun = Instant::now();
         share.charge(Duration::from_secs(600));
         share.wait(|| false);
-        assert!(begun.elapsed() >= MAX_PAUSE, "the pause is limited after a long slice");
+        assert!(begun.elapsed() >= MAX_SLICE_PAUSE, "the pause is limited after a long slice");
     }
 
     /// Blocks take longer than the time of one job. Each job must examine at least one block, and the jobs together

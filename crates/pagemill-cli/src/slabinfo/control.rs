@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::process::ExitCode;
 
 /// Exit status if the process refused a command, or is still executing it.
-const STATUS_NOT_DONE: u8 = 1;
+const EXIT_STATUS_NOT_DONE: u8 = 1;
 
 struct CommandResult {
     name: String,
@@ -66,7 +66,7 @@ fn run_commands(
     let written = if has_results { write_to_stdout(&text(&results)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
         let is_done = results.iter().all(|result| result.outcome.errno == 0);
-        return if is_done { written } else { ExitCode::from(STATUS_NOT_DONE) };
+        return if is_done { written } else { ExitCode::from(EXIT_STATUS_NOT_DONE) };
     };
     if matches!(error, Unanswered::Stopped) {
         return interrupt.end();
@@ -76,7 +76,7 @@ fn run_commands(
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
     // A command that was sent cannot be undone.
-    let status = if matches!(error, Unanswered::InProgress) { STATUS_NOT_DONE } else { 2 };
+    let status = if matches!(error, Unanswered::InProgress) { EXIT_STATUS_NOT_DONE } else { 2 };
     fail(status, &format!("{at}: {}{left}", unanswered_message(&process.found, &error)))
 }
 

@@ -4,7 +4,7 @@ use super::{Process, Slabinfo};
 use std::collections::BTreeSet;
 
 /// Minimum similarity of a suggested name to the unknown name, from 0 to 1.
-const MIN_SIMILARITY: f64 = 0.8;
+const MIN_NAME_SIMILARITY: f64 = 0.8;
 
 /// Maximum number of existing cache names that a message lists.
 const MAX_LISTED_NAMES: usize = 8;
@@ -21,7 +21,7 @@ pub fn name_suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str
     let mut similar: Vec<(f64, &str)> = known
         .iter()
         .map(|known| (similarity(known), *known))
-        .filter(|(similarity, _)| *similarity > MIN_SIMILARITY)
+        .filter(|(similarity, _)| *similarity > MIN_NAME_SIMILARITY)
         .collect();
     similar.sort_by(|(one, _), (other, _)| other.total_cmp(one));
     let words = |names: &[&str]| names.iter().map(|name| shell_word(name)).collect::<Vec<_>>();

@@ -1,6 +1,6 @@
 /* phases THREADS MIB MS [PHASES]: the threads together allocate MIB in each phase, write, check and free
- * them. The size of the allocations changes with each phase, so freed memory of the previous phase does not fit. Runs for MS and
- * at least PHASES (1) phases. */
+ * them. The size of the allocations changes with each phase, so freed memory of the previous phase does not
+ * fit. Runs for MS and at least PHASES (1) phases. */
 #include "check.h"
 #include <time.h>
 

@@ -27,7 +27,8 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether every call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls fails.
+/// Returns whether every kernel call is to fail in turn (`FAULT_SWEEP=full`). Otherwise only a sample of the calls
+/// fails.
 pub fn is_full_sweep() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
@@ -47,7 +48,7 @@ pub fn count_calls_by_name(trace: &str, start: &str) -> BTreeMap<String, (usize,
 
 /// In a full sweep, each of the first 40 calls of one system call fails in a run of its own. Of its later calls, the
 /// 80th, 160th, 320th and so on fail, and the last one.
-const FIRST_CALLS: usize = 40;
+const FIRST_CALL_COUNT: usize = 40;
 
 /// Returns which calls of one system call are to fail, as positions from 1 to `calls`. In a sample only one call fails,
 /// which is chosen by `pair`, the index of the combination of system call and error.
@@ -55,11 +56,11 @@ pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     if !is_full_sweep() {
         return vec![1 + pair * 7 % calls.max(1)];
     }
-    let rare = std::iter::successors(Some(2 * FIRST_CALLS), |at| Some(at * 2)).take_while(|at| *at < calls);
-    (1..=calls.min(FIRST_CALLS)).chain(rare).chain((calls > FIRST_CALLS).then_some(calls)).collect()
+    let rare = std::iter::successors(Some(2 * FIRST_CALL_COUNT), |at| Some(at * 2)).take_while(|at| *at < calls);
+    (1..=calls.min(FIRST_CALL_COUNT)).chain(rare).chain((calls > FIRST_CALL_COUNT).then_some(calls)).collect()
 }
 
-/// The totals of a sweep over failing calls, and the problems that the runs showed.
+/// The totals of a sweep (runs in each of which one kernel call fails), and the problems that the runs showed.
 #[derive(Default)]
 pub struct Outcome {
     pub runs: usize,

@@ -9,8 +9,9 @@ use crate::submissions::LoopRequest;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// Delay of a purge whose file the worker has open; delay of a purge that waits for a scan.
+/// How long a purge waits before it tries a file again that the worker had open.
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
+/// Interval at which a purge that waits for a scan checks whether the scan has ended.
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
 /// A purge that a client requested and that has not ended.
@@ -18,9 +19,10 @@ pub(super) struct PendingPurge {
     left_bytes: u64,
     freed_bytes: u64,
     began_ns: i64,
-    /// Earliest time to continue.
+    /// Earliest time at which the purge continues.
     pub(super) next: Instant,
-    /// The purge waits until this many scans have ended. `None` while files to purge are known.
+    /// The purge waits until this many scans have ended since the start of the control loop. `None` while files to
+    /// purge are known.
     pub(super) scans: Option<u64>,
     reply: Sender<u64>,
 }
@@ -89,7 +91,7 @@ impl ControlLoop {
         self.purges.append(&mut purges);
     }
 
-    /// Collects the status for a client.
+    /// Returns the status of the mount, which a client requested.
     fn status(&mut self) -> Status {
         let is_fresh = self.table.recheck_volatile_files();
         let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };

@@ -3,14 +3,15 @@
 use pagemill_core::units::BLOCK_BYTES;
 use std::time::{Duration, Instant};
 
-/// Writers are searched for again after the file system has grown by this much and this much time has passed.
+/// Writers are searched for again after the file system has grown by this much and `SEARCH_PAUSE` has passed.
 const SEARCH_GROWTH_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+/// Minimum time between two searches for writers because of growth.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// While there are suspects, writers are searched for again after this time even if the file system has not grown.
 const SUSPECTS_PAUSE: Duration = Duration::from_secs(1);
 
-/// Usage and time at the last search, and its result.
+/// The file system's usage at the last search for writers, the time of that search, and its result.
 pub(super) struct WriterSearch {
     used_bytes: u64,
     at: Instant,
@@ -27,7 +28,7 @@ impl WriterSearch {
         self.has_suspects
     }
 
-    /// Returns whether a search is due.
+    /// Returns whether a search for writers is due.
     pub(super) fn is_due(&mut self, used_bytes: u64, now: Instant) -> bool {
         // The stored usage never rises here, so the growth of a slow writer adds up.
         self.used_bytes = self.used_bytes.min(used_bytes);
@@ -35,7 +36,7 @@ impl WriterSearch {
         (has_grown && now >= self.at + SEARCH_PAUSE) || (self.has_suspects && now >= self.at + SUSPECTS_PAUSE)
     }
 
-    /// Records a search.
+    /// Records a completed search for writers, with its result.
     pub(super) fn record(&mut self, used_bytes: u64, now: Instant, has_suspects: bool) {
         *self = Self { used_bytes, at: now, has_suspects };
     }
@@ -48,7 +49,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     /// A search must be due after growth, and a second after a search that found suspects. The second search may find
-    /// that they no longer grow.
+    /// that the suspects no longer grow.
     #[test]
     fn suspects_are_examined_again() {
         let now = Instant::now();

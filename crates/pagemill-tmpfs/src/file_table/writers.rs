@@ -1,4 +1,5 @@
-//! Which memory groups have memory here: what a close says about its writer, and the examination of pages.
+//! Which memory groups have memory in this file system: determined by the closes of their processes, and by the groups
+//! that are charged for the pages of files.
 
 use super::{FileTable, charge_of_pages, groups_of_pages};
 use crate::file_access::{self, FileAttributes};
@@ -10,18 +11,19 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// Maximum number of files whose size at the last close is known. After that, all are forgotten.
-const MAX_SIZES: usize = 1 << 16;
+/// Maximum number of files whose memory at the last close is recorded. When the table is full, all its entries are
+/// removed.
+const MAX_RECORDED_SIZES: usize = 1 << 16;
 
-/// Memory of recently closed files at their last close, by inode. A close of a file that was not written since, and a
-/// rename, add nothing.
+/// Memory of recently closed files at their last close, by inode. A close adds nothing if the file was not written
+/// since its last close. A rename adds nothing.
 #[derive(Default)]
 pub(super) struct ClosedSizes(HashMap<u64, u64>);
 
 impl ClosedSizes {
     /// Records a file's memory. Returns the growth since the last close, and whether the file was known.
     fn record(&mut self, inode: u64, held_bytes: u64) -> (u64, bool) {
-        if self.0.len() >= MAX_SIZES {
+        if self.0.len() >= MAX_RECORDED_SIZES {
             self.0.clear();
         }
         let known = self.0.insert(inode, held_bytes);
@@ -90,8 +92,8 @@ impl FileTable {
         }
     }
 
-    /// Examines the files that groups are said to have written, for the groups whose limit could then bound the size.
-    /// Takes some 40 us for each of up to eight files of such a group.
+    /// Examines files that processes of a group closed, to find out which of them are charged to the group. Does so for
+    /// groups whose limit could then bound the size. Takes some 40 us for each of up to eight files of such a group.
     pub fn examine_claims(&mut self) {
         if !self.may_ask_for_group {
             return;
@@ -110,8 +112,8 @@ impl FileTable {
         }
     }
 
-    /// Renews the groups that have not written for long, but still have memory here: an open file, or a file that a
-    /// process of the group closed.
+    /// Counts groups as writers again that have not written for long, but still have memory here: an open file, or a
+    /// file that a process of the group closed.
     pub fn renew_writers(&mut self) {
         for group in self.groups.idle_writers() {
             let has_open = || {
@@ -129,8 +131,8 @@ impl FileTable {
         self.groups.files(group).iter().any(|file| self.is_charged_to(group, file) == Some(true))
     }
 
-    /// Returns whether a file still exists and a sampled page of it is charged to `group`. A file without pages counts as
-    /// charged to the group that is said to have created it, and so does a sparse file of which no sampled page is
+    /// Returns whether a file still exists and a sampled page of it is charged to `group`. A file without pages counts
+    /// as charged to the group that is said to have created it, and so does a sparse file of which no sampled page is
     /// resident. `None` if the file cannot be examined now.
     fn is_charged_to(&mut self, group: GroupId, file: &RecordedFile) -> Option<bool> {
         let is_gone = |error: io::Error| (error.kind() == io::ErrorKind::NotFound).then_some(false);
@@ -164,8 +166,8 @@ mod tests {
         assert_eq!(growth, [100, 0, 30, 0, 30, 50]);
     }
 
-    /// The only page of a sparse file is not among the sampled ones: the file must count as charged to the group that is
-    /// said to have written it. If a sampled page is charged to another group, the file must not count.
+    /// The only page of a sparse file is not among the sampled ones: the file must count as charged to the group that
+    /// is said to have written it. If a sampled page is charged to another group, the file must not count.
     #[test]
     fn a_file_without_a_sampled_page_counts() {
         use std::os::unix::fs::{FileExt, MetadataExt};

@@ -34,7 +34,7 @@ impl WrittenBytes {
         Self { files, inodes: self.inodes.saturating_add(other.inodes) }
     }
 
-    /// Returns `part` / `whole` of both sums.
+    /// Returns `part` / `whole` of the bytes of files, and of those of inodes.
     fn share(self, part: usize, whole: usize) -> Self {
         debug_assert!(part <= whole && whole > 0, "a share is at most the whole");
         let share = |bytes: u64| (u128::from(bytes) * part as u128 / whole as u128) as u64;
@@ -42,11 +42,12 @@ impl WrittenBytes {
     }
 }
 
-/// Maximum number of samples, and of witnesses.
+/// Maximum number of files that are kept as samples of a group.
 const MAX_SAMPLES: usize = 8;
+/// Maximum number of files in `Credit::witnesses`.
 const MAX_WITNESSES: usize = 4;
 
-/// Distance in bytes between the first two samples.
+/// Initial value of `Credit::step_bytes`: of each step of so many claimed bytes, one file becomes a sample.
 const FIRST_STEP_BYTES: u64 = 8 << 10;
 
 /// What is known of one group's memory in this file system.
@@ -57,10 +58,10 @@ pub(super) struct Credit {
     counted: WrittenBytes,
     /// Memory of files that were once found open and charged to the group.
     open_bytes: u64,
-    /// Of each `step_bytes` of `bytes`, one file.
+    /// One claimed file for each `step_bytes` of `bytes`.
     samples: Vec<RecordedFile>,
     step_bytes: u64,
-    /// The sum of bytes at which the next file becomes a sample.
+    /// The sum of `bytes` at which the next claimed file becomes a sample.
     next_bytes: u64,
     /// The file of the last claim.
     latest: Option<RecordedFile>,
@@ -84,7 +85,7 @@ impl Default for Credit {
 }
 
 impl Credit {
-    /// Returns the bytes that count.
+    /// Returns the bytes that count as the group's memory in this file system.
     pub(super) fn counted(&self) -> WrittenBytes {
         WrittenBytes { files: self.counted.files.max(self.open_bytes), ..self.counted }
     }
@@ -99,7 +100,7 @@ impl Credit {
         self.bytes.sum() == 0 && self.open_bytes == 0
     }
 
-    /// Records a close that names the group.
+    /// Records a close by a process of the group: `bytes` are claimed, and `file` was closed.
     pub(super) fn claim(&mut self, bytes: WrittenBytes, file: RecordedFile) {
         self.bytes = self.bytes.plus(bytes);
         while self.bytes.sum() >= self.next_bytes {
@@ -131,8 +132,8 @@ impl Credit {
         &self.samples
     }
 
-    /// Counts the bytes after the samples were examined. `charged` are the samples that still exist and are charged to
-    /// the group, of `examined` in all.
+    /// Counts the claimed bytes after the samples were examined. `charged` are the samples that still exist and are
+    /// charged to the group, of `examined` in all.
     pub(super) fn count(&mut self, charged: Vec<RecordedFile>, examined: usize) {
         self.bytes = self.bytes.share(charged.len(), examined);
         self.counted = self.bytes;
@@ -151,7 +152,7 @@ impl Credit {
         self.witnesses.iter().rev().chain(&self.latest).chain(self.samples.iter().rev())
     }
 
-    /// Records the present place of a file.
+    /// Records the present folder and name of a file.
     pub(super) fn record_name(&mut self, file: &RecordedFile) {
         for known in self.witnesses.iter_mut().chain(&mut self.latest).chain(&mut self.samples) {
             if known.inode == file.inode {
@@ -244,9 +245,9 @@ mod tests {
         assert_eq!((credit.counted().files, credit.claimed().files, credit.is_empty()), (5, 0, false));
     }
 
-    /// Sums near the maximum must not overflow or loop.
+    /// Sums of bytes near the maximum of 64 bits must not overflow or cause an endless loop.
     #[test]
-    fn sums_are_limited() {
+    fn sums_near_the_maximum_do_not_overflow() {
         let mut credit = Credit::default();
         credit.claim(in_files(u64::MAX), file(1));
         credit.claim(in_files(u64::MAX), file(2));

@@ -10,10 +10,10 @@ use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 /// Maximum age of the list of suspects; [`Groups::list_suspects_if_due`] makes a new list after that.
-/// [`Groups::find_writers`] may list more often, but lists for at most 1/`LIST_TIME_DIVISOR` of the time. The list has
-/// at most `MAX_SUSPECTS` groups.
 const SUSPECTS_MAX_AGE: Duration = Duration::from_secs(5);
+/// [`Groups::find_writers`] may list suspects more often, but only for one part in `LIST_TIME_DIVISOR` of the time.
 const LIST_TIME_DIVISOR: u32 = 20;
+/// Maximum number of groups in the list of suspects.
 const MAX_SUSPECTS: usize = 256;
 
 /// The open files of a suspect's processes are examined after the suspect's memory in tmpfs files has grown by more
@@ -79,7 +79,7 @@ impl Groups {
     }
 
     /// Examines the open files of a suspect's processes. Returns whether its groups are now known to have written
-    /// enough here for the suspect's limit to count.
+    /// enough here for the suspect's limit to bound the size.
     fn examine_suspect(
         &mut self,
         at: usize,
