@@ -14,14 +14,14 @@ const EXPERIMENTS: &[(&str, &str)] = &[
         "Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; \
          cost of watching memory limits",
     ),
-    ("small", "Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone"),
+    ("small", "Time of small allocations with Pagemill preloaded, compared with plain jemalloc preloaded"),
     ("giveback", "Time to return 1 GiB of free memory on request, and the longest malloc meanwhile"),
     ("startup", "Startup cost of a preloaded library in a program that does nothing"),
     ("footprint", "Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator"),
     (
         "survive",
-        "OOM kills while another process has free memory that it could return: writers, a handover, a sibling's \
-         request, a full machine",
+        "OOM kills while a process holds free memory that it could return: threads that write and free memory, \
+         another process that needs the memory, a request by another process of the same tree, a full machine",
     ),
     (
         "iozone",
@@ -32,7 +32,7 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     ("metadata", "Create, stat, read, list and remove many small files, compared with tmpfs"),
     (
         "volatile",
-        "Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a \
+        "Cost to mark memory volatile and to unmark it, compared with MADV_FREE and MADV_DONTNEED; cost of a \
          purge; ebizzy with its copies in volatile ranges",
     ),
     (
@@ -43,7 +43,7 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     (
         "refs",
         "Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and \
-         collapse them, compared with a copy",
+         collapse huge folios, compared with a copy",
     ),
     ("traces", "Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE"),
     (
@@ -53,12 +53,13 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     ),
     (
         "orion",
-        "Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared \
-         with fio and the results of 2013",
+        "Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, with buffers in huge pages and in small \
+         pages, compared with fio and the results of 2013",
     ),
     (
         "stream",
-        "A file four times as large as the cache, read and written in order, compared with the kernel's page cache and fio",
+        "A file four times as large as the cache, read and written in order, compared with the kernel's page \
+         cache and fio",
     ),
     (
         "writeback",
@@ -67,9 +68,9 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     ),
     (
         "slab",
-        "Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move \
-         concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of \
-         relocatable objects",
+        "Objects of one size in slabs, compared with allocators and keyed maps: time to allocate, free and read \
+         an object; effect of moves on concurrent readers; memory that remains after nine tenths of the objects \
+         were freed at random; stalls; walks of objects that can be moved",
     ),
     ("settings", "Print the settings that make each allocator return memory at once, as a Markdown table"),
 ];
