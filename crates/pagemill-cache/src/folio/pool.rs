@@ -319,6 +319,12 @@ impl Pool {
         mem::prefetch(self.addr(number) + at);
     }
 
+    /// Prefetches the frame of page `number`.
+    #[inline]
+    pub fn prefetch_frame(&self, number: u32) {
+        mem::prefetch(std::ptr::from_ref(self.frame(number)) as usize);
+    }
+
     /// Returns the state word of page `number`.
     #[inline]
     pub fn word(&self, number: u32) -> &Word {
@@ -531,6 +537,14 @@ impl Pool {
     pub fn free(&self, number: u32, order: u8) {
         self.state.with(|state| {
             state.buddies.free(&self.frames, number, order, false);
+            self.publish_free_chunks(state);
+        });
+    }
+
+    /// As [`Pool::free`], for several folios: acquires the lock `state` once.
+    pub fn free_several(&self, folios: impl Iterator<Item = (u32, u8)>) {
+        self.state.with(|state| {
+            folios.for_each(|(number, order)| state.buddies.free(&self.frames, number, order, false));
             self.publish_free_chunks(state);
         });
     }

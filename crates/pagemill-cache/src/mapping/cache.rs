@@ -431,6 +431,25 @@ impl Inner {
         self.pool.free(number, order);
     }
 
+    /// As [`Inner::free`], for several folios, with their page numbers and orders.
+    pub fn free_several(&self, folios: impl Iterator<Item = (u32, u8)> + Clone) {
+        let (mut bytes, mut small_bytes) = (0, 0);
+        for (_, order) in folios.clone() {
+            bytes += self.folio_bytes(order);
+            if self.is_huge(order) {
+                self.count_freed(order);
+            } else {
+                small_bytes += self.folio_bytes(order);
+            }
+        }
+        if small_bytes > 0 {
+            self.update_counters(0, small_bytes, stats::sub);
+        }
+        let charged = self.charged_bytes.fetch_sub(bytes, Relaxed);
+        debug_assert!(charged >= bytes, "only charged bytes are discharged");
+        self.pool.free_several(folios);
+    }
+
     /// Adds a folio of 2^`order` pages to the statistics, and to `huge_bytes` if the folio is huge.
     fn count_allocated(&self, order: u8) {
         let bytes = self.folio_bytes(order);

@@ -2,16 +2,20 @@
 
 use super::File;
 use super::cache::Inner;
-use super::order::{CachePart, Candidate, FolioState, Folios, GhostKey};
+use super::order::{Candidate, FolioState, Folios, GhostKey, MAX_BATCH};
 use crate::folio::Pool;
-use crate::folio::word::Kind;
+use crate::folio::word::{Kind, State};
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
+use pagemill_xarray::{Forest, Writer};
 use std::sync::atomic::Ordering::SeqCst;
 
 /// Delay before the next eviction scan after a scan that found nothing to evict. A writeback ends the delay.
 const EVICT_RETRY_NS: u64 = 100_000_000;
+
+/// An eviction that frees more than the caller needs frees at most one part of the cache in this many.
+const MIN_BATCHES: u64 = 256;
 
 /// Maximum number of scans in one call of [`Inner::evict_some`]. A scan that found nothing is repeated while other
 /// threads evict or readahead is in flight.
@@ -27,6 +31,10 @@ impl Folios for Pool {
         }
     }
 
+    fn prefetch(&self, number: u32) {
+        self.prefetch_frame(number);
+    }
+
     fn is_awaited(&self, number: u32) -> bool {
         self.word(number).load().is_prefetched()
     }
@@ -40,8 +48,19 @@ impl Folios for Pool {
     }
 }
 
+/// The folio of a candidate, frozen for its eviction.
+#[derive(Clone, Copy)]
+struct FrozenFolio {
+    /// Index of the folio's first page, if the folio still belongs to the file.
+    index: u64,
+    /// State of the folio before it was frozen.
+    state: State,
+    is_removed: bool,
+}
+
 impl Inner {
-    /// Evicts clean folios until `want_bytes` are freed. Returns whether that many were freed.
+    /// Evicts clean folios until `want_bytes` are freed. Evicts a batch of small folios even if one is enough, because
+    /// the next calls then find free pages. Returns whether `want_bytes` were freed.
     pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
@@ -49,7 +68,7 @@ impl Inner {
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
         let (mut backoff, mut was_quiet) = (None, false);
         for _ in 0..MAX_SCANS {
-            let freed = self.evict_scan(want_bytes);
+            let freed = self.evict_scan(want_bytes.max(self.batch_bytes()));
             if freed > 0 {
                 return freed >= want_bytes;
             }
@@ -79,42 +98,43 @@ impl Inner {
         may_scan && self.evict_scan(want_bytes) >= want_bytes
     }
 
+    /// Returns the bytes that an eviction frees at least: a batch of pages, or a small part of a small cache.
+    fn batch_bytes(&self) -> u64 {
+        (self.folio_bytes(0) * MAX_BATCH as u64).min(self.limit_bytes / MIN_BATCHES)
+    }
+
     /// Evicts the candidates of one eviction scan until `want_bytes` are freed. Returns the bytes freed.
     fn evict_scan(&self, want_bytes: u64) -> u64 {
         let (mut scan, mut freed) = (self.order.scan(), 0);
         while freed < want_bytes {
+            let want_pages = (want_bytes - freed).div_ceil(self.folio_bytes(0));
             self.evicting_threads.fetch_add(1, SeqCst);
-            let candidate = scan.next(self.pool);
-            freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
+            let batch = scan.next_batch(self.pool, want_pages);
+            freed += self.evict_batch(&batch);
             let evicting = self.evicting_threads.fetch_sub(1, SeqCst);
             debug_assert!(evicting > 0, "this thread is counted");
-            if candidate.is_none() {
+            if batch.is_empty() {
                 break;
             }
         }
         freed
     }
 
-    /// Evicts the candidate of an eviction scan if its folio is clean and not in use. Returns the bytes freed.
-    fn evict(&self, candidate: &Candidate) -> u64 {
-        let owner = self.pool.owner(candidate.number);
-        // The page may belong to a file without a store by now, whose folios are not in the order.
-        let Some(file) = self.file(owner.id).filter(|file| file.store.is_some()) else { return 0 };
-        let Some(order) = file.evict_at(owner.index, candidate.number) else {
-            self.order.put_back(candidate);
-            return 0;
-        };
-        if !file.is_once() {
-            self.order.dropped(candidate, GhostKey::of(owner.id, owner.index, order));
+    /// Evicts those candidates of an eviction scan whose folios are clean and not in use. Returns the bytes freed.
+    fn evict_batch(&self, batch: &[Candidate]) -> u64 {
+        let owner_id = |candidate: &Candidate| self.pool.owner(candidate.number).id;
+        let (mut rest, mut freed) = (batch, 0);
+        while let Some(first) = rest.first() {
+            let id = owner_id(first);
+            let count = 1 + rest[1..].iter().take_while(|candidate| owner_id(candidate) == id).count();
+            let (of_file, behind) = rest.split_at(count);
+            // A page may belong to a file without a store by now, whose folios are not in the order.
+            if let Some(file) = self.file(id).filter(|file| file.store.is_some()) {
+                freed += file.evict_candidates(of_file);
+            }
+            rest = behind;
         }
-        let bytes = self.folio_bytes(order);
-        stats::add(Counter::CacheEvicted, bytes);
-        let counter = match candidate.part {
-            CachePart::New => Counter::CacheEvictedNew,
-            CachePart::Main => Counter::CacheEvictedMain,
-        };
-        stats::add(counter, bytes);
-        bytes
+        freed
     }
 }
 
@@ -148,26 +168,87 @@ impl File {
         }
     }
 
+    /// Evicts those folios of candidates that belong to this file, are clean and not in use. Defers the others. Returns
+    /// the bytes freed.
+    ///
+    /// Cost: acquires the lock of the index once, and that of the pool once. What the removals change is prefetched for
+    /// all candidates first.
+    fn evict_candidates(&self, candidates: &[Candidate]) -> u64 {
+        debug_assert!(candidates.len() <= MAX_BATCH);
+        let mut folios = [None; MAX_BATCH];
+        for (folio, candidate) in folios.iter_mut().zip(candidates) {
+            let index = self.pool().owner(candidate.number).index;
+            self.tree.prefetch(index);
+            self.cache.order.prefetch(GhostKey::of(self.id, index, candidate.order));
+            let frozen = self.pool().word(candidate.number).freeze().ok();
+            *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
+        }
+        let mut writer = self.tree.lock();
+        self.note_removal();
+        for (folio, candidate) in folios.iter_mut().zip(candidates) {
+            if let Some(folio) = folio {
+                folio.is_removed = remove_frozen(&mut writer, folio.index, candidate.number, folio.state);
+            }
+        }
+        drop(writer);
+        let mut part_bytes = [0; 2];
+        for (folio, candidate) in folios.iter_mut().zip(candidates) {
+            if let Some(FrozenFolio { index, state, is_removed: true }) = *folio {
+                self.note_evicted(state);
+                if !self.is_once() {
+                    self.cache.order.dropped(candidate, GhostKey::of(self.id, index, state.order()));
+                }
+                part_bytes[candidate.part as usize] += self.cache.folio_bytes(state.order());
+                continue;
+            }
+            if folio.take().is_some() {
+                self.thaw(candidate.number);
+            }
+            self.cache.order.put_back(candidate);
+        }
+        let evicted = folios.iter().zip(candidates);
+        let evicted = evicted.filter_map(|(folio, candidate)| Some((candidate.number, folio.as_ref()?.state.order())));
+        self.cache.free_several(evicted);
+        let counters = [Counter::CacheEvictedNew, Counter::CacheEvictedMain];
+        let bytes = part_bytes.iter().sum();
+        counters
+            .into_iter()
+            .zip(part_bytes)
+            .filter(|(_, bytes)| *bytes > 0)
+            .for_each(|(it, bytes)| stats::add(it, bytes));
+        stats::add(Counter::CacheEvicted, bytes);
+        bytes
+    }
+
+    /// Adds an evicted folio to the statistics of readahead.
+    fn note_evicted(&self, state: State) {
+        if state.is_readahead() {
+            stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
+        }
+    }
+
     /// Evicts the folio at page `index` if it begins at page number `number`, is clean and not in use. Returns the
     /// order of the evicted folio.
     pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.pool().word(number).freeze().ok()?;
-        // While frozen, the folio cannot become dirty or be freed, even if it belongs to another file by now.
-        let is_ours = |value| value == u64::from(number) && !state.is_dirty();
         let mut writer = self.tree.lock();
         self.note_removal();
-        let is_removed = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
+        let is_removed = remove_frozen(&mut writer, index, number, state);
         drop(writer);
         if !is_removed {
-            // The folio is dirty, or belongs to another file by now.
             self.thaw(number);
             return None;
         }
-        if state.is_readahead() {
-            stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
-        }
+        self.note_evicted(state);
         debug_assert!(self.pool().word(number).load().kind() == Kind::Frozen, "this thread owns the folio");
         self.cache.free(number, state.order());
         Some(state.order())
     }
+}
+
+/// Removes a folio that the caller has frozen from the index, if the folio is clean. Does nothing if page `index` of the
+/// file has another folio, because the frozen one belongs to another file by now.
+fn remove_frozen(writer: &mut Writer<'_, Forest>, index: u64, number: u32, state: State) -> bool {
+    // While frozen, the folio cannot become dirty or be freed.
+    !state.is_dirty() && writer.erase_value(index, u64::from(number)).is_some()
 }

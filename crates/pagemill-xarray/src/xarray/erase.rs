@@ -15,6 +15,13 @@ impl<N: Nodes> Writer<'_, N> {
         Some(place.found)
     }
 
+    /// As [`Writer::erase`], but only if the entry has this value.
+    pub fn erase_value(&mut self, index: u64, value: u64) -> Option<Found> {
+        let place = self.find_slots(index).filter(|place| place.found.value == value)?;
+        self.remove_from_slots(&place);
+        Some(place.found)
+    }
+
     /// Removes the entries that lie entirely inside `from..=to`, in ascending order. Calls `each` once for every entry,
     /// when no reader can find the entry any more. Entries that reach beyond the range stay.
     #[cfg(any(test, feature = "test-util"))]

@@ -99,6 +99,7 @@ impl<N: Nodes> Writer<'_, N> {
         Some(place.found)
     }
 
+    #[inline]
     pub(super) fn node(&self, number: u32) -> &Node {
         self.array.nodes.node(number)
     }

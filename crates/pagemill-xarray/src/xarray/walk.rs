@@ -9,6 +9,7 @@ use super::word::{self, IndexWord, SLOT_BITS, SLOTS};
 use super::{Found, Mark, XArray};
 use pagemill_core::epoch::Guard;
 use pagemill_core::sync::{Acquire, Relaxed};
+use pagemill_sys::mem;
 
 /// An entry that a lookup found, with the slot in which it was found.
 ///
@@ -110,6 +111,27 @@ impl<N: Nodes> XArray<N> {
             let order = word.order();
             Found { value: word.to_value(), first: word::first_index_of(index, order), order }
         })
+    }
+
+    /// Prefetches the memory that a store or an erasure of an entry of order 0 at `index` needs. Needs no guard: if a
+    /// node on the path belongs to another array by now, the prefetch is only useless.
+    ///
+    /// Cost: a load for each level of the tree, except the lowest.
+    #[inline]
+    pub fn prefetch(&self, index: u64) {
+        let mut word = self.root.load_acquire();
+        for _ in 0..MAX_LEVELS {
+            if !word.is_node() || !word.reaches(index) {
+                return;
+            }
+            let node = self.nodes.node(word.number());
+            let slot = &node.slots[word::slot_of(index, word.shift()) % SLOTS];
+            if word.shift() == 0 {
+                mem::prefetch(std::ptr::from_ref(slot) as usize);
+                return mem::prefetch(std::ptr::from_ref(&node.marks) as usize);
+            }
+            word = slot.load_acquire();
+        }
     }
 
     /// As [`XArray::find`], but fails if the lookup reads a stale word.

@@ -14,6 +14,7 @@ use super::{CachePart, GhostKey};
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
+use pagemill_sys::mem;
 
 /// Maximum number of ghosts in a set, which fills a cache line.
 const WAYS: usize = 16;
@@ -92,6 +93,13 @@ impl Ghosts {
     /// Returns the resident bytes of the table of ghosts.
     pub fn resident_bytes(&self) -> u64 {
         self.ghosts.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
+    }
+
+    /// Prefetches the set of a key's ghost.
+    pub fn prefetch(&self, key: GhostKey) {
+        if let Some(set) = self.set(key) {
+            mem::prefetch(set.as_ptr() as usize);
+        }
     }
 
     /// Stores a ghost for a folio of `pages` pages that was evicted from `part`.

@@ -142,6 +142,9 @@ pub trait Folios {
     /// Returns whether the folio that begins at page `number` can be evicted.
     fn look(&self, number: u32) -> FolioState;
 
+    /// Prefetches the state of the folio that begins at page `number`. The default does nothing.
+    fn prefetch(&self, _number: u32) {}
+
     /// Returns whether the folio that begins at page `number` was prefetched and not used yet. The default is false,
     /// for caches without readahead.
     fn is_awaited(&self, _number: u32) -> bool {
@@ -200,12 +203,42 @@ impl Recall {
 /// [`Order::put_back`].
 ///
 /// Example: [`Folios`].
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// Number of the folio's first page.
     pub number: u32,
     pub order: u8,
     pub part: CachePart,
+}
+
+/// Maximum number of candidates in a [`Batch`].
+pub const MAX_BATCH: usize = 16;
+
+/// Candidates that a scan has found together. Lies on the stack, because evictions allocate nothing.
+///
+/// Example: [`Folios`].
+pub struct Batch {
+    candidates: [Candidate; MAX_BATCH],
+    count: usize,
+}
+
+impl Batch {
+    fn new() -> Self {
+        Self { candidates: [Candidate { number: 0, order: 0, part: CachePart::New }; MAX_BATCH], count: 0 }
+    }
+
+    fn push(&mut self, candidate: Candidate) {
+        self.candidates[self.count] = candidate;
+        self.count += 1;
+    }
+}
+
+impl std::ops::Deref for Batch {
+    type Target = [Candidate];
+
+    fn deref(&self) -> &[Candidate] {
+        &self.candidates[..self.count]
+    }
 }
 
 /// The eviction order of one cache.
@@ -352,6 +385,11 @@ impl Order {
         EvictScan { order: self, steps_left: None, is_last_round: false }
     }
 
+    /// Prefetches the memory that [`Order::dropped`] and [`Order::recall`] need for a key.
+    pub fn prefetch(&self, key: GhostKey) {
+        self.ghosts.prefetch(key);
+    }
+
     /// Records that the candidate was evicted, and stores its ghost.
     pub fn dropped(&self, candidate: &Candidate, key: GhostKey) {
         self.ghosts.note(key, candidate.part, 1 << candidate.order);
@@ -389,14 +427,21 @@ pub struct EvictScan<'order> {
 impl EvictScan<'_> {
     /// Returns the next candidate for eviction, or `None` if the scan finds none.
     pub fn next(&mut self, folios: &impl Folios) -> Option<Candidate> {
-        loop {
+        self.next_batch(folios, 1).first().copied()
+    }
+
+    /// Returns the next candidates for eviction: as many as have `want_pages` pages in total, at most [`MAX_BATCH`].
+    /// Returns fewer only if the scan finds no more. Takes the order's lock once for every [`STEPS_PER_LOCK`] steps.
+    pub fn next_batch(&mut self, folios: &impl Folios, want_pages: u64) -> Batch {
+        let (mut batch, mut pages, mut is_complete) = (Batch::new(), 0, false);
+        while !is_complete {
             let links = &self.order.links;
-            let step = self.order.state.with(|state| {
+            is_complete = self.order.state.with(|state| {
                 let left =
                     self.steps_left.get_or_insert(SCAN_LIMIT_FACTOR * state.queues.total() + u64::from(STEPS_PER_LOCK));
                 for _ in 0..STEPS_PER_LOCK {
                     if *left == 0 {
-                        return ScanStep::Nothing;
+                        return true;
                     }
                     *left -= 1;
                     match state.step(links, folios) {
@@ -405,17 +450,20 @@ impl EvictScan<'_> {
                             self.is_last_round = true;
                             state.rescan_deferred();
                         }
-                        step => return step,
+                        ScanStep::Nothing => return true,
+                        ScanStep::Found(candidate) => {
+                            batch.push(candidate);
+                            pages += 1 << candidate.order;
+                            if pages >= want_pages || batch.len() == MAX_BATCH {
+                                return true;
+                            }
+                        }
                     }
                 }
-                ScanStep::Next
+                false
             });
-            match step {
-                ScanStep::Found(candidate) => return Some(candidate),
-                ScanStep::Nothing => return None,
-                ScanStep::Next => {}
-            }
         }
+        batch
     }
 }
 
@@ -504,6 +552,10 @@ impl QueueState {
         let Some((part, queue)) = found else { return ScanStep::Nothing };
         let Some(popped) = self.queues.pop(links, queue) else { return ScanStep::Nothing };
         let number = popped.number;
+        if let Some(next) = self.queues.oldest(queue) {
+            links.prefetch(next);
+            folios.prefetch(next);
+        }
         let deferred = [Queue::DeferredNew, Queue::DeferredMain][part as usize];
         if queue == deferred {
             let rescan_pages = &mut self.rescan_pages[part as usize];

@@ -9,6 +9,7 @@
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU64, Relaxed};
+use pagemill_sys::mem;
 
 /// End of a queue, in place of the number of the next page.
 const END_OF_QUEUE: u32 = u32::MAX;
@@ -129,6 +130,11 @@ impl Links {
         self.0.resident_bytes(0, pages)
     }
 
+    /// Prefetches the link of page `number`.
+    pub fn prefetch(&self, number: u32) {
+        mem::prefetch(std::ptr::from_ref(self.0.get(number as usize)) as usize);
+    }
+
     fn get(&self, number: u32) -> Link {
         Link(self.0.get(number as usize).load(Relaxed))
     }
@@ -163,6 +169,12 @@ impl Queues {
 
     pub fn is_empty(&self, queue: Queue) -> bool {
         self.0[queue as usize].oldest == END_OF_QUEUE
+    }
+
+    /// Returns the first page of the folio that [`Queues::pop`] would remove.
+    pub fn oldest(&self, queue: Queue) -> Option<u32> {
+        let oldest = self.0[queue as usize].oldest;
+        (oldest != END_OF_QUEUE).then_some(oldest)
     }
 
     /// Returns whether at least two folios are linked in the queue.

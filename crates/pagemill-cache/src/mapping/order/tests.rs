@@ -178,10 +178,14 @@ impl Simulation {
 
     fn evict(&self, pages: u64) {
         let (mut scan, mut gone) = (self.order.scan(), 0);
-        while gone < pages
-            && let Some(candidate) = scan.next(&self.model)
-        {
-            gone += self.drop_candidate(&candidate);
+        while gone < pages {
+            let batch = scan.next_batch(&self.model, pages - gone);
+            let Some((last, others)) = batch.split_last() else { break };
+            let others_pages = others.iter().map(|candidate| 1 << candidate.order).sum::<u64>();
+            assert!(others_pages < pages - gone, "{} candidates for {} pages", batch.len(), pages - gone);
+            let is_enough = others_pages + (1 << last.order) >= pages - gone;
+            assert!(is_enough || batch.len() == MAX_BATCH || scan.next(&self.model).is_none(), "the scan has more");
+            gone += batch.iter().map(|candidate| self.drop_candidate(candidate)).sum::<u64>();
         }
     }
 
