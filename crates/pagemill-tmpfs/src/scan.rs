@@ -112,7 +112,8 @@ pub enum Which {
 
 /// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
 /// that are removed during the walk, the rest of a folder that is moved meanwhile, and the contents of folders deeper
-/// than `MAX_FOLDER_DEPTH`. Does not sleep while `is_hurried` is set.
+/// than `MAX_FOLDER_DEPTH`. The event of the move requests another scan ([`crate::file_table`]); without events, the
+/// next periodic scan finds the files. The walk itself cannot distinguish a moved folder from a removed one. Does not sleep while `is_hurried` is set.
 ///
 /// No folder is open while the scan sleeps, or during a call of `tell`, which can wait. The handle of a deleted folder
 /// can be opened, as if the folder existed, until the last descriptor is closed.
@@ -250,6 +251,11 @@ impl Scanning {
     /// Returns the age of the results of the last scan: the time since the last completed scan began.
     pub fn age(&self) -> Duration {
         self.results_began.elapsed()
+    }
+
+    /// Returns when the current or last scan began.
+    pub fn began(&self) -> Instant {
+        self.began
     }
 
     /// Returns when the current or last scan began, in nanoseconds since 1970.
