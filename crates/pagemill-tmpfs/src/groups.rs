@@ -573,7 +573,7 @@ mod tests {
         assert_eq!(here(&mut groups), [0, 60]);
         let write = |groups: &mut Groups, bytes| {
             groups.claim_written(app, bytes, file(1));
-            groups.count_claims(app, vec![file(1)], 1);
+            groups.count_claims(app, vec![file(1)], 1, Instant::now());
         };
         write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [50, 60]);

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 /// Maximum number of files whose memory at the last close is recorded. When the table is full, all its entries are
 /// removed.
@@ -98,7 +99,8 @@ impl FileTable {
         if !self.may_ask_for_group {
             return;
         }
-        for group in self.groups.groups_to_examine() {
+        let now = Instant::now();
+        for group in self.groups.groups_to_examine(now) {
             let (mut charged, mut examined) = (Vec::new(), 0);
             for file in self.groups.samples(group) {
                 let Some(is_charged) = self.is_charged_to(group, &file) else { continue };
@@ -107,7 +109,7 @@ impl FileTable {
             }
             // If no file can be examined now, the next check tries again.
             if examined > 0 {
-                self.groups.count_claims(group, charged, examined);
+                self.groups.count_claims(group, charged, examined, now);
             }
         }
     }

@@ -32,7 +32,7 @@ impl Groups {
     /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it
     /// could bound the size. Where the limit bounds the size already, the groups below it are examined again after a
     /// second, since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
-    pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
+    pub fn groups_to_examine(&mut self, now: Instant) -> Vec<GroupId> {
         let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
         if !self.groups.values().any(has_claims) {
             return Vec::new();
@@ -47,7 +47,7 @@ impl Groups {
             (counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR).then_some(is_new)
         };
         let is_wanted = |group: &Group| {
-            let is_due = group.examined_at.is_none_or(|at| at.elapsed() >= EXAMINATION_INTERVAL);
+            let is_due = group.examined_at.is_none_or(|at| now >= at + EXAMINATION_INTERVAL);
             let mut watches = group.watches.iter().filter_map(|watch| is_wanted(*watch));
             has_claims(group) && watches.any(|is_new| is_new || is_due)
         };
@@ -62,12 +62,12 @@ impl Groups {
         self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
     }
 
-    /// Counts the claims of a group after its samples were examined. Of the `examined` samples, those in `charged`
+    /// Counts the claims of a group after its samples were examined at `now`. Of the `examined` samples, those in `charged`
     /// exist and are charged to the group.
-    pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
+    pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize, now: Instant) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.credit.count(charged, examined);
-            group.examined_at = Some(Instant::now());
+            group.examined_at = Some(now);
         }
     }
 }
@@ -92,18 +92,50 @@ mod tests {
         let mut groups = Groups::new(tree.root());
         let (one, two) = (groups.of_process(7), groups.of_process(8));
         let here = |groups: &mut Groups| groups.sample()[0].here_bytes;
-        let guard = guard_bytes(LIMIT);
+        let (guard, now) = (guard_bytes(LIMIT), Instant::now());
         groups.claim_written(one, in_files(guard / 2), file(1));
-        assert!(groups.groups_to_examine().is_empty());
+        assert!(groups.groups_to_examine(now).is_empty());
         groups.claim_written(two, WrittenBytes { files: 0, inodes: guard / 2 }, file(2));
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![two, one], 0));
-        groups.count_claims(one, groups.samples(one), groups.samples(one).len());
-        groups.count_claims(two, Vec::new(), groups.samples(two).len());
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard / 2), "the files of two are gone");
+        assert_eq!((groups.groups_to_examine(now), here(&mut groups)), (vec![two, one], 0));
+        groups.count_claims(one, groups.samples(one), groups.samples(one).len(), now);
+        groups.count_claims(two, Vec::new(), groups.samples(two).len(), now);
+        assert_eq!(
+            (groups.groups_to_examine(now), here(&mut groups)),
+            (vec![], guard / 2),
+            "the files of two are gone"
+        );
         groups.claim_written(two, in_files(guard / 2), file(3));
-        assert_eq!(groups.groups_to_examine(), [two]);
-        groups.count_claims(two, groups.samples(two), groups.samples(two).len());
+        assert_eq!(groups.groups_to_examine(now), [two]);
+        groups.count_claims(two, groups.samples(two), groups.samples(two).len(), now);
         groups.claim_written(two, in_files(guard), file(4));
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard), "the limit counts already");
+        assert_eq!((groups.groups_to_examine(now), here(&mut groups)), (vec![], guard), "the limit counts already");
+    }
+
+    /// The limit of a group bounds the size, and the group goes on writing. Its claims must be examined again after a
+    /// second, and not before. If the examination finds no file, the limit must no longer count, and new claims must be
+    /// examined at once.
+    #[test]
+    fn counted_claims_are_examined_again() {
+        const LIMIT: u64 = 512 << 20;
+        let tree = Tree::new();
+        tree.group("/app", &LIMIT.to_string(), LIMIT / 2);
+        tree.set("/cg/app/memory.stat", &format!("shmem {LIMIT}\n"));
+        tree.set("/proc/7/cgroup", "0::/app\n");
+        let mut groups = Groups::new(tree.root());
+        let app = groups.of_process(7);
+        let (guard, now) = (guard_bytes(LIMIT), Instant::now());
+        groups.claim_written(app, in_files(guard), file(1));
+        assert_eq!(groups.groups_to_examine(now), [app]);
+        groups.count_claims(app, groups.samples(app), groups.samples(app).len(), now);
+        let later = now + EXAMINATION_INTERVAL;
+        groups.claim_written(app, in_files(guard / CLAIMS_DIVISOR - 1), file(2));
+        assert!(groups.groups_to_examine(later).is_empty(), "the claims are small");
+        groups.claim_written(app, in_files(1), file(3));
+        assert!(groups.groups_to_examine(later - Duration::from_nanos(1)).is_empty(), "the last one is recent");
+        assert_eq!(groups.groups_to_examine(later), [app]);
+        groups.count_claims(app, Vec::new(), groups.samples(app).len(), later);
+        assert_eq!((groups.groups_to_examine(later), groups.sample()[0].here_bytes), (vec![], 0));
+        groups.claim_written(app, in_files(guard), file(4));
+        assert_eq!(groups.groups_to_examine(later), [app], "the limit does not count yet");
     }
 }
