@@ -57,6 +57,12 @@ impl Groups {
         wanted.into_iter().take(MAX_EXAMINED_GROUPS).map(|(_, id)| id).collect()
     }
 
+    /// Returns the claims of a group that were not examined yet.
+    #[cfg(test)]
+    pub fn claimed_bytes(&self, group: GroupId) -> u64 {
+        self.groups.get(&group).map_or(0, |group| group.credit.claimed().sum())
+    }
+
     /// Returns some of the files that processes of a group closed (its samples).
     pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
         self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
