@@ -175,7 +175,7 @@ impl ControlLoop {
         }
         // Many folders may be open at a time. Without a free descriptor the limits could not be read.
         pagemill_sys::process::raise_descriptor_limit();
-        let now = Instant::now();
+        let (now, began_ns) = (Instant::now(), now_ns());
         let usage = access.usage()?;
         let mut groups = Groups::new("");
         for folder in &settings.groups {
@@ -222,7 +222,7 @@ impl ControlLoop {
             file.into_iter().for_each(|(folder, name, seen)| table.record_charge(folder, name, seen));
             table.record_scan_item(found);
         })?;
-        control_loop.table.counts.scans = 1;
+        control_loop.table.record_scan_end(now, began_ns);
         control_loop.throttle = control_loop.can_delay_opens().then(OpenThrottle::default);
         control_loop.check_limits();
         Ok(control_loop)
@@ -283,7 +283,7 @@ impl ControlLoop {
             match message {
                 ScanMessage::ScanItem(found) => self.table.record_scan_item(found),
                 ScanMessage::ScanEnded => {
-                    self.table.forget_unseen(self.scanning.began_ns());
+                    self.table.record_scan_end(self.scanning.began(), self.scanning.began_ns());
                     self.scanning.end(self.usage);
                 }
             }

@@ -37,6 +37,13 @@ const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 /// at most this long before its event was read.
 const MAX_CLOSE_DELAY_NS: i64 = 1_000_000_000;
 
+/// A folder that was moved during a scan can be missed by the scan. The event of the move was read at most this long
+/// after the scan had ended.
+const MAX_MOVE_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum number of moved folders that are recorded during a scan. Files of further ones are found by the next scan.
+const MAX_MOVED_FOLDERS: usize = 1 << 16;
+
 /// Maximum age of recorded folder marks that may be used for a file that a scan found. Older marks are read again from
 /// the folder.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
@@ -84,6 +91,12 @@ pub struct FileTable {
     closed_sizes: ClosedSizes,
     /// Inodes of the volatile files that the current scan has found.
     seen: HashSet<u64>,
+    /// Inodes of the folders that were moved since the end of the last scan, and the time of the last move that was
+    /// recorded.
+    moved_folders: HashSet<u64>,
+    moved_at: Option<Instant>,
+    /// When the last scan ended.
+    scan_ended: Option<Instant>,
     batch_began: Instant,
     /// Open folders of the current batch of events, by inode.
     open_folders: HashMap<u64, BatchFolder>,
@@ -116,6 +129,9 @@ impl FileTable {
             newest_inodes: (0, 0),
             closed_sizes: ClosedSizes::default(),
             seen: HashSet::new(),
+            moved_folders: HashSet::new(),
+            moved_at: None,
+            scan_ended: None,
             batch_began: Instant::now(),
             open_folders: HashMap::new(),
             last_writer: None,
@@ -152,8 +168,19 @@ impl FileTable {
     pub fn record_moved_folder(&mut self, folder: Handle<'_>, name: &OsStr) {
         self.open_folders.clear();
         let parent = self.folders.find(&self.access, folder);
-        let is_learned = parent.is_some_and(|parent| self.folders.record_subfolder(&self.access, parent, name));
-        self.wants_scan |= !is_learned;
+        self.record_new_path(parent, name, Instant::now());
+    }
+
+    /// Records that a folder was moved to `name` in `parent`, which is `None` if it is unknown. Requests a scan if the
+    /// new path cannot be recorded, or if a scan that ended shortly before `now` may have missed the folder.
+    fn record_new_path(&mut self, parent: Option<u64>, name: &OsStr, now: Instant) {
+        self.moved_at = Some(now);
+        let moved = parent.and_then(|parent| self.folders.record_subfolder(&self.access, parent, name));
+        if self.moved_folders.len() < MAX_MOVED_FOLDERS {
+            self.moved_folders.extend(moved);
+        }
+        let has_ended_shortly = self.scan_ended.is_some_and(|ended| now < ended + MAX_MOVE_DELAY);
+        self.wants_scan |= moved.is_none() || has_ended_shortly;
     }
 
     /// Records that a process closed the file `name` after writing to it, or renamed a file to `name`.
@@ -280,12 +307,23 @@ impl FileTable {
         purge::finish(fd.as_fd(), name, |fd, seen| is_still_volatile(&folders, &self.access, folder, fd, seen));
     }
 
-    /// Removes from the index the volatile files that the completed scan did not find. Keeps files used since
-    /// `began_ns`, the time at which the scan began.
-    pub fn forget_unseen(&mut self, began_ns: i64) {
+    /// Records the end of a scan that began at `began`, in nanoseconds since 1970 at `began_ns`. Removes from the index
+    /// the volatile files that the scan did not find. Keeps files used since the scan began.
+    ///
+    /// A scan can miss the files of a folder that is moved meanwhile, to a path that was scanned before or from a path
+    /// that is scanned later. So the files below moved folders are kept, and another scan is requested.
+    pub fn record_scan_end(&mut self, began: Instant, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
-        self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
+        let moved = std::mem::take(&mut self.moved_folders);
+        let has_moves = self.moved_at.is_some_and(|at| at >= began);
+        let may_be_missed = |folder: u64| has_moves && self.folders.is_below_any(folder, &moved);
+        let is_kept = |inode: &u64, file: &VolatileFile| {
+            seen.contains(inode) || file.used_ns >= began_ns || may_be_missed(file.folder)
+        };
+        self.index.retain(|inode, file| is_kept(&inode, file));
         debug_assert!(self.seen.is_empty(), "the next scan begins with no file seen");
+        self.wants_scan |= has_moves;
+        self.scan_ended = Some(Instant::now());
         self.counts.scans += 1;
     }
 
@@ -590,13 +628,66 @@ mod tests {
         place.write("old/file", 4096);
         place.write("other", 4096);
         let (folder, inode) = (place.seen("old").inode, place.seen("old/file").inode);
-        assert!(table.folders.record_subfolder(&table.access, table.access.root_inode(), OsStr::new("old")));
+        let root = table.access.root_inode();
+        assert_eq!(table.folders.record_subfolder(&table.access, root, OsStr::new("old")), Some(folder));
         table.index.insert(inode, VolatileFile { folder, ..volatile(&table, "file") });
         table.index.insert(place.seen("other").inode, volatile(&table, "other"));
         assert!(table.recheck_volatile_files() && !table.wants_scan);
         assert_eq!(table.index.held_bytes(|_| true), 2 * 4096);
         std::fs::rename(place.path("old"), place.path("new")).unwrap();
         assert!(!table.recheck_volatile_files() && table.wants_scan);
+    }
+
+    /// A folder is moved during a scan, which does not find the files below the folder. They must stay in the index, other
+    /// files that the scan did not find must not, and another scan must be requested. A move before the scan must have no
+    /// effect.
+    #[test]
+    fn a_folder_that_is_moved_during_a_scan_is_scanned_again() {
+        let Some(place) = Place::new() else { return };
+        let mut table = table(&place);
+        let root = table.access.root_inode();
+        std::fs::create_dir_all(place.path("old/below")).unwrap();
+        let fill_index = |table: &mut FileTable, name: &str| {
+            place.write(&format!("{name}/below/file"), 4096);
+            let (folder, below) = (place.seen(name).inode, place.seen(&format!("{name}/below")).inode);
+            assert_eq!(table.folders.record_subfolder(&table.access, root, OsStr::new(name)), Some(folder));
+            assert_eq!(table.folders.record_subfolder(&table.access, folder, OsStr::new("below")), Some(below));
+            let file = volatile(table, "file");
+            table.index.insert(place.seen(&format!("{name}/below/file")).inode, VolatileFile { folder: below, ..file });
+            table.index.insert(1 << 60, volatile(table, "deleted"));
+        };
+        fill_index(&mut table, "old");
+        let began = Instant::now();
+        std::fs::rename(place.path("old"), place.path("new")).unwrap();
+        table.record_new_path(Some(root), OsStr::new("new"), Instant::now());
+        assert!(!table.wants_scan, "the running scan must end first");
+        table.record_scan_end(began, now_ns());
+        assert_eq!(table.index.count(), 1, "only the file below the moved folder is kept");
+        assert!(std::mem::take(&mut table.wants_scan));
+        assert!(table.recheck_volatile_files(), "the folder has its new path");
+        assert_eq!(table.index.held_bytes(|_| true), 4096);
+        fill_index(&mut table, "new");
+        table.record_scan_end(Instant::now(), now_ns());
+        assert!(table.index.count() == 0 && !table.wants_scan, "the move was before this scan");
+    }
+
+    /// The event of a move during a scan can be read after the end of the scan. Another scan must be requested, but not
+    /// for a move long after the scan.
+    #[test]
+    fn a_late_event_of_a_moved_folder_requests_a_scan() {
+        let Some(place) = Place::new() else { return };
+        let mut table = table(&place);
+        let root = table.access.root_inode();
+        std::fs::create_dir(place.path("folder")).unwrap();
+        let is_requested = |table: &mut FileTable, now: Instant| {
+            table.record_new_path(Some(root), OsStr::new("folder"), now);
+            std::mem::take(&mut table.wants_scan)
+        };
+        assert!(!is_requested(&mut table, Instant::now()), "no scan has ended");
+        table.record_scan_end(Instant::now(), now_ns());
+        let ended = table.scan_ended.unwrap();
+        assert!(is_requested(&mut table, ended + MAX_MOVE_DELAY / 2));
+        assert!(!is_requested(&mut table, ended + MAX_MOVE_DELAY));
     }
 
     /// The charged group is read from the file's pages, also while a process has the file open. Another file of that

@@ -6,7 +6,7 @@
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::policy::Ancestor;
 use pagemill_sys::fanotify::Handle;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -124,13 +124,18 @@ impl Folders {
         Some(())
     }
 
-    /// Records the subfolder `name` of `parent`. Returns `false` if the subfolder cannot be opened or the table is
-    /// full.
-    pub fn record_subfolder(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
-        let Some(path) = self.path(parent) else { return false };
-        let Ok(fd) = access.open_folder(&path.join(name)) else { return false };
-        let Ok(seen) = file_access::attributes(&fd) else { return false };
-        read_ancestor(&fd, &seen).is_ok_and(|above| self.record(seen.inode, parent, name, above, Instant::now()))
+    /// Records the subfolder `name` of `parent`, and returns its inode. `None` if the subfolder cannot be opened or the
+    /// table is full.
+    pub fn record_subfolder(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> Option<u64> {
+        let fd = access.open_folder(&self.path(parent)?.join(name)).ok()?;
+        let seen = file_access::attributes(&fd).ok()?;
+        let above = read_ancestor(&fd, &seen).ok()?;
+        self.record(seen.inode, parent, name, above, Instant::now()).then_some(seen.inode)
+    }
+
+    /// Returns whether a folder or one of its ancestors is in `inodes`.
+    pub fn is_below_any(&self, folder: u64, inodes: &HashSet<u64>) -> bool {
+        self.chain(folder).is_some_and(|chain| chain.iter().any(|inode| inodes.contains(inode)))
     }
 
     /// Returns the marks of a folder and its ancestors, nearest first. Marks that were read before `since` are read

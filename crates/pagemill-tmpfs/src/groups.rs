@@ -5,6 +5,7 @@
 //! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
 //! group's limit bounds the size of this file system only if the group is known to have written here.
 
+mod claims;
 mod credit;
 mod suspects;
 
@@ -52,17 +53,6 @@ const GUARD_DIVISOR: u64 = 64;
 pub fn guard_bytes(limit_bytes: u64) -> u64 {
     MIN_GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
-
-/// Interval of examinations of a group whose limit bounds the size.
-const EXAMINATION_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The claims of a group, the memory of files that its processes closed, are examined when they are at least
-/// `guard_bytes` of its limit divided by this number. Otherwise a group just below `guard_bytes` would cause an
-/// examination with each close.
-const CLAIMS_DIVISOR: u64 = 8;
-
-/// Maximum number of groups whose claims are examined at a time, which takes some 0.3 ms per group.
-const MAX_EXAMINED_GROUPS: usize = 8;
 
 /// A group of kind [`GroupKind::Writer`] that has not written for this long is removed from the table. Its limit then
 /// no longer bounds the size.
@@ -196,62 +186,6 @@ impl Groups {
     pub fn trust(&mut self, group: GroupId) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.kind = GroupKind::Trusted;
-        }
-    }
-
-    /// Records that a file grew by this much since its last close, and that a process of `group` closed it or a page is
-    /// charged to `group`. The bytes count after [`Self::count_claims`].
-    pub fn claim_written(&mut self, group: GroupId, bytes: WrittenBytes, file: RecordedFile) {
-        if let Some(group) = self.groups.get_mut(&group) {
-            group.credit.claim(bytes, file);
-            group.wrote_at = Instant::now();
-        }
-    }
-
-    /// Records the present folder and name of a file that was renamed.
-    pub fn record_name(&mut self, file: &RecordedFile) {
-        self.groups.values_mut().for_each(|group| group.credit.record_name(file));
-    }
-
-    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it
-    /// could bound the size. Where the limit bounds the size already, the groups below it are examined again after a
-    /// second, since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
-    pub fn groups_to_examine(&mut self) -> Vec<GroupId> {
-        let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
-        if !self.groups.values().any(has_claims) {
-            return Vec::new();
-        }
-        self.read_limits();
-        let counted = self.bytes_by_watch(Group::counted_bytes);
-        let claimed = self.bytes_by_watch(|group| group.credit.claimed());
-        let is_wanted = |watch: usize| {
-            let guard = guard_bytes(self.watches[watch].limit.soft_bytes);
-            let (counted, claimed) = (counted[watch].sum(), claimed[watch].sum());
-            let is_new = counted < guard;
-            (counted.saturating_add(claimed) >= guard && claimed >= guard / CLAIMS_DIVISOR).then_some(is_new)
-        };
-        let is_wanted = |group: &Group| {
-            let is_due = group.examined_at.is_none_or(|at| at.elapsed() >= EXAMINATION_INTERVAL);
-            let mut watches = group.watches.iter().filter_map(|watch| is_wanted(*watch));
-            has_claims(group) && watches.any(|is_new| is_new || is_due)
-        };
-        let wanted = self.groups.iter().filter(|(_, group)| is_wanted(group));
-        let mut wanted: Vec<_> = wanted.map(|(id, group)| (group.credit.claimed().sum(), *id)).collect();
-        wanted.sort_unstable_by(|left, right| right.cmp(left));
-        wanted.into_iter().take(MAX_EXAMINED_GROUPS).map(|(_, id)| id).collect()
-    }
-
-    /// Returns some of the files that processes of a group closed (its samples).
-    pub fn samples(&self, group: GroupId) -> Vec<RecordedFile> {
-        self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
-    }
-
-    /// Counts the claims of a group after its samples were examined. Of the `examined` samples, those in `charged`
-    /// exist and are charged to the group.
-    pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize) {
-        if let Some(group) = self.groups.get_mut(&group) {
-            group.credit.count(charged, examined);
-            group.examined_at = Some(Instant::now());
         }
     }
 
@@ -639,7 +573,7 @@ mod tests {
         assert_eq!(here(&mut groups), [0, 60]);
         let write = |groups: &mut Groups, bytes| {
             groups.claim_written(app, bytes, file(1));
-            groups.count_claims(app, vec![file(1)], 1);
+            groups.count_claims(app, vec![file(1)], 1, Instant::now());
         };
         write(&mut groups, in_files(50));
         assert_eq!(here(&mut groups), [50, 60]);
@@ -649,42 +583,12 @@ mod tests {
         assert_eq!(here(&mut groups), [60 + INODE_BYTES, 60], "inodes are no memory in files");
     }
 
-    fn file(inode: u64) -> RecordedFile {
+    pub(super) fn file(inode: u64) -> RecordedFile {
         RecordedFile { folder: 1, name: "file".into(), inode, was_empty: false }
     }
 
-    fn in_files(files: u64) -> WrittenBytes {
+    pub(super) fn in_files(files: u64) -> WrittenBytes {
         WrittenBytes { files, inodes: 0 }
-    }
-
-    /// A close names a group. The bytes must count only after the closed files were examined. The examination must be
-    /// due when the claims of all groups below a limit reach `guard_bytes` of that limit, and not before.
-    #[test]
-    fn claims_are_examined_at_the_guard() {
-        const LIMIT: u64 = 512 << 20;
-        let tree = Tree::new();
-        tree.group("/app", &LIMIT.to_string(), LIMIT / 2);
-        for (pid, name) in [(7, "/app/one"), (8, "/app/two")] {
-            tree.group(name, "max", LIMIT / 4);
-            tree.set(&format!("/proc/{pid}/cgroup"), &format!("0::{name}\n"));
-        }
-        tree.set("/cg/app/memory.stat", &format!("shmem {LIMIT}\n"));
-        let mut groups = Groups::new(tree.root());
-        let (one, two) = (groups.of_process(7), groups.of_process(8));
-        let here = |groups: &mut Groups| groups.sample()[0].here_bytes;
-        let guard = guard_bytes(LIMIT);
-        groups.claim_written(one, in_files(guard / 2), file(1));
-        assert!(groups.groups_to_examine().is_empty());
-        groups.claim_written(two, WrittenBytes { files: 0, inodes: guard / 2 }, file(2));
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![two, one], 0));
-        groups.count_claims(one, groups.samples(one), groups.samples(one).len());
-        groups.count_claims(two, Vec::new(), groups.samples(two).len());
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard / 2), "the files of two are gone");
-        groups.claim_written(two, in_files(guard / 2), file(3));
-        assert_eq!(groups.groups_to_examine(), [two]);
-        groups.count_claims(two, groups.samples(two), groups.samples(two).len());
-        groups.claim_written(two, in_files(guard), file(4));
-        assert_eq!((groups.groups_to_examine(), here(&mut groups)), (vec![], guard), "the limit counts already");
     }
 
     /// A group is removed while files are still charged to it. The files must count for every limit, because the kernel

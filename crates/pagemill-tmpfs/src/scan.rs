@@ -1,17 +1,18 @@
 //! Full scans of the file system. A scan finds files that existed before the controller started, files whose close
 //! events were lost, and marks that were set on closed files.
 
+mod folder_names;
+
 use crate::file_access::now_ns;
 use crate::file_access::{self, BadMark, FileAccess, FileAttributes, FileSystemUsage};
 use crate::policy::{self, Ancestor, Marks};
 use crate::purge;
 use crate::submissions::{ScanMessage, SubmissionQueue};
+use folder_names::UnreadNames;
 use pagemill_sys::task;
-use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -35,9 +36,12 @@ const URGENT_INTERVAL: Duration = Duration::from_millis(20);
 /// Scans that the control loop requested may run for one part in `WANTED_SCAN_TIME_DIVISOR` of the time.
 const WANTED_SCAN_TIME_DIVISOR: u32 = 4;
 
-/// Number of folder entries after which a scan sleeps. A scan also reads at most this many entries of a large folder at
-/// a time.
+/// Number of folder entries after which a scan sleeps. A scan also examines at most this many entries of a large folder
+/// at a time.
 const ENTRIES_PER_REST: usize = 256;
+/// A scan has at most some 1,000 more names of a folder than this in memory. The number is large because before Linux
+/// 6.6 the start of a batch costs time in proportion to the entries before it.
+const NAMES_AT_A_TIME: usize = 64 * ENTRIES_PER_REST;
 /// A scan sleeps this many times as long as it worked on the last `ENTRIES_PER_REST` entries. It does not sleep while a
 /// purge waits for the scan. The sleeps leave locks and CPUs to users that walk over the same files.
 const REST_FACTOR: u32 = 3;
@@ -81,6 +85,12 @@ impl PendingFolder {
         marks.needs_no_action(seen.held_bytes) && !purge::is_ours(name)
     }
 
+    /// Opens the folder at its path. `None` if it was removed or moved.
+    fn open(&self, access: &FileAccess, path: &Path) -> Option<OwnedFd> {
+        let fd = access.open_folder(path).ok()?;
+        file_access::attributes(&fd).is_ok_and(|seen| seen.inode == self.inode).then_some(fd)
+    }
+
     fn path(&self) -> PathBuf {
         let mut names = vec![&self.name];
         let mut at = &self.parent;
@@ -102,7 +112,8 @@ pub enum Which {
 
 /// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
 /// that are removed during the walk, the rest of a folder that is moved meanwhile, and the contents of folders deeper
-/// than `MAX_FOLDER_DEPTH`. Does not sleep while `is_hurried` is set.
+/// than `MAX_FOLDER_DEPTH`. The event of the move requests another scan ([`crate::file_table`]); without events, the
+/// next periodic scan finds the files. The walk itself cannot distinguish a moved folder from a removed one. Does not sleep while `is_hurried` is set.
 ///
 /// No folder is open while the scan sleeps, or during a call of `tell`, which can wait. The handle of a deleted folder
 /// can be opened, as if the folder existed, until the last descriptor is closed.
@@ -125,26 +136,37 @@ pub fn scan(
         }
     };
     let mut found = Vec::new();
-    let mut open = vec![Rc::new(root_folder(access, &mut found)?)];
+    let mut pending = vec![Rc::new(root_folder(access, &mut found)?)];
     found.drain(..).for_each(&mut tell);
-    while let Some(folder) = open.pop() {
+    while let Some(folder) = pending.pop() {
         let path = folder.path();
-        let Ok(names) = access.open_folder(&path).and_then(|fd| names_in(&fd)) else { continue };
-        for names in names.chunks(ENTRIES_PER_REST) {
-            {
-                let Ok(fd) = access.open_folder(&path) else { break };
-                if file_access::attributes(&fd).is_ok_and(|seen| seen.inode != folder.inode) {
-                    break;
-                }
-                for name in names {
-                    open.extend(examine_entry(&folder, &path, &fd, name, which, &mut found));
-                }
+        let mut unread = UnreadNames::new(max_entries(access));
+        'folder: while let Some(fd) = folder.open(access, &path) {
+            let Ok(batch) = unread.read_batch(&fd, NAMES_AT_A_TIME) else { break };
+            drop(fd);
+            if batch.is_empty() {
+                break;
             }
-            found.drain(..).for_each(&mut tell);
-            rest_now_and_then(names.len());
+            for names in batch.chunks(ENTRIES_PER_REST) {
+                {
+                    let Some(fd) = folder.open(access, &path) else { break 'folder };
+                    for name in names {
+                        pending.extend(examine_entry(&folder, &path, &fd, name, which, &mut found));
+                    }
+                }
+                found.drain(..).for_each(&mut tell);
+                rest_now_and_then(names.len());
+            }
         }
     }
     Ok(())
+}
+
+/// Returns a number that is at least the number of entries in any folder: each entry counts as an inode, also a further
+/// name of a file. A file system without a maximum of inodes does not count them.
+fn max_entries(access: &FileAccess) -> u64 {
+    let usage = access.usage().ok().filter(|usage| usage.max_inodes > 0);
+    usage.map_or(u64::MAX, |usage| usage.inodes)
 }
 
 /// Returns the root folder. Adds invalid marks to `found`.
@@ -154,13 +176,6 @@ fn root_folder(access: &FileAccess, found: &mut Vec<ScanItem>) -> io::Result<Pen
     let marks = file_access::marks(&root, |mark| found.push(ScanItem::Bad { path: PathBuf::new(), mark }))?;
     let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
     Ok(PendingFolder { parent: None, above, name: OsString::new(), inode: access.root_inode(), depth: 0 })
-}
-
-/// Returns the names in a folder.
-fn names_in(folder: &OwnedFd) -> io::Result<Vec<OsString>> {
-    let entries = Dir::read_from(folder)?.filter_map(Result::ok);
-    let names = entries.map(|entry| OsStr::from_bytes(entry.file_name().to_bytes()).to_owned());
-    Ok(names.filter(|name| name != "." && name != "..").collect())
 }
 
 /// Adds what a scan reports of one entry of a folder to `found`. Returns the entry if it is a folder to scan.
@@ -238,6 +253,11 @@ impl Scanning {
         self.results_began.elapsed()
     }
 
+    /// Returns when the current or last scan began.
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
     /// Returns when the current or last scan began, in nanoseconds since 1970.
     pub fn began_ns(&self) -> i64 {
         self.began_ns
@@ -307,7 +327,13 @@ mod tests {
     use super::*;
     use std::fs::{self, File};
 
-    /// A folder has more entries than are read at a time. All must be reported once. While an entry is reported, the
+    /// Returns whether this process has `folder` or a folder below it open.
+    fn is_open(folder: &Path) -> bool {
+        let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|link| fs::read_link(link.ok()?.path()).ok());
+        links.into_iter().any(|target| target.starts_with(folder))
+    }
+
+    /// A folder has more entries than are examined at a time. All must be reported once. While an entry is reported, the
     /// folder must not be open.
     #[test]
     fn no_folder_is_open_while_entries_are_reported() {
@@ -317,13 +343,9 @@ mod tests {
         fs::write(large.join("below/file"), "x").unwrap();
         (0..3 * ENTRIES_PER_REST).for_each(|index| fs::write(large.join(index.to_string()), "x").unwrap());
         let access = FileAccess::of_root(File::open(place.path()).unwrap().into()).unwrap();
-        let is_open = || {
-            let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|link| fs::read_link(link.ok()?.path()).ok());
-            links.into_iter().any(|target| target.starts_with(&large))
-        };
         let (mut files, mut folders) = (Vec::new(), Vec::new());
         scan(&access, Which::All, &AtomicBool::new(false), |found| {
-            assert!(!is_open(), "a folder is open");
+            assert!(!is_open(&large), "a folder is open");
             match found {
                 ScanItem::File { name, .. } => files.push(name),
                 ScanItem::Folder { name, .. } => folders.push(name),
@@ -334,5 +356,36 @@ mod tests {
         files.sort();
         files.dedup();
         assert_eq!((files.len(), folders), (3 * ENTRIES_PER_REST + 1, vec!["large".into(), "below".into()]));
+    }
+
+    /// A folder has more names than are read at a time. While its files are reported, the reported ones are deleted and
+    /// as many others are created. Each of the first files must be reported once, the scan must end, and the folder must
+    /// not be open in between.
+    #[test]
+    fn a_large_folder_is_scanned_while_it_changes() {
+        const FILES: usize = 2 * NAMES_AT_A_TIME + 1;
+        let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let large = place.path().join("large");
+        fs::create_dir(&large).unwrap();
+        (0..FILES).for_each(|index| drop(File::create(large.join(format!("old-{index}"))).unwrap()));
+        let access = FileAccess::of_root(File::open(place.path()).unwrap().into()).unwrap();
+        let (mut files, mut reported) = (Vec::new(), 0);
+        scan(&access, Which::All, &AtomicBool::new(true), |found| {
+            let Some((_, name, _)) = found.file() else { return };
+            assert!(reported % ENTRIES_PER_REST != 0 || !is_open(&large), "a folder is open");
+            fs::remove_file(large.join(name)).unwrap();
+            File::create(large.join(format!("new-{reported}"))).unwrap();
+            files.extend(name.to_str().unwrap().starts_with("old-").then(|| name.to_owned()));
+            reported += 1;
+        })
+        .unwrap();
+        let count = files.len();
+        files.sort();
+        files.dedup();
+        assert_eq!(files.len(), count, "a file was reported twice");
+        match pagemill_sys::process::kernel_release() {
+            release if release < (6, 6) => println!("skipped: {} files were skipped", FILES - count),
+            _ => assert_eq!(count, FILES, "a file was skipped"),
+        }
     }
 }

@@ -6,14 +6,20 @@ use crate::file_access::{self, FileAttributes};
 use crate::groups::{GroupId, INODE_BYTES, RecordedFile, UNKNOWN, WrittenBytes};
 use crate::index::Charge;
 use crate::openfiles;
+use pagemill_core::units::BLOCK_BYTES;
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 /// Maximum number of files whose memory at the last close is recorded. When the table is full, all its entries are
 /// removed.
 const MAX_RECORDED_SIZES: usize = 1 << 16;
+
+/// The charged group is read from the pages of a file with at least this much memory, if the file's last close is
+/// unknown. That takes some 40 us, which is little compared with the time to write the file.
+const EXAMINED_AT_ONCE_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
 /// Memory of recently closed files at their last close, by inode. A close adds nothing if the file was not written
 /// since its last close. A rename adds nothing.
@@ -36,7 +42,12 @@ fn recorded_file(folder: u64, name: &OsStr, seen: &FileAttributes) -> RecordedFi
 }
 
 impl FileTable {
-    /// Returns the group that is charged for a closed file, and records the file's growth for the group.
+    /// Returns the group that is charged for a closed or renamed file, and records the file's growth for the group.
+    ///
+    /// The rename of a file whose last close is known adds nothing. If the last close is unknown, the process of the
+    /// event may have renamed a file that a process of another group wrote. So the pages of a large file are examined.
+    /// A smaller file is claimed for the group of the event's process: while close events are off, the rename is the
+    /// only sign of the writer. The examination of the group's samples rejects claims for files of other groups.
     pub(super) fn record_writer(
         &mut self,
         folder: (u64, &OwnedFd),
@@ -44,12 +55,14 @@ impl FileTable {
         seen: &FileAttributes,
         writer: GroupId,
     ) -> Charge {
-        let charge = match writer {
-            UNKNOWN => charge_of_pages(&mut self.groups, folder.1, name, seen.inode),
-            group => Some(Charge { group, is_confirmed: !self.may_ask_for_group }),
-        };
-        let charge = charge.unwrap_or(Charge::UNKNOWN);
         let (files, is_known) = self.closed_sizes.record(seen.inode, seen.held_bytes);
+        let is_large_and_new = !is_known && seen.held_bytes >= EXAMINED_AT_ONCE_BYTES;
+        let of_pages = (writer == UNKNOWN || (is_large_and_new && self.may_ask_for_group))
+            .then(|| charge_of_pages(&mut self.groups, folder.1, name, seen.inode))
+            .flatten();
+        let of_event = Charge { group: writer, is_confirmed: writer != UNKNOWN && !self.may_ask_for_group };
+        // If several groups are charged, the writer is one of them.
+        let charge = of_pages.filter(|charge| charge.group != UNKNOWN || writer == UNKNOWN).unwrap_or(of_event);
         // The numbers of inodes rise.
         let is_new = !is_known && seen.inode > self.newest_inodes.0;
         self.newest_inodes.1 = self.newest_inodes.1.max(seen.inode);
@@ -98,7 +111,8 @@ impl FileTable {
         if !self.may_ask_for_group {
             return;
         }
-        for group in self.groups.groups_to_examine() {
+        let now = Instant::now();
+        for group in self.groups.groups_to_examine(now) {
             let (mut charged, mut examined) = (Vec::new(), 0);
             for file in self.groups.samples(group) {
                 let Some(is_charged) = self.is_charged_to(group, &file) else { continue };
@@ -107,7 +121,7 @@ impl FileTable {
             }
             // If no file can be examined now, the next check tries again.
             if examined > 0 {
-                self.groups.count_claims(group, charged, examined);
+                self.groups.count_claims(group, charged, examined, now);
             }
         }
     }
@@ -164,6 +178,49 @@ mod tests {
         let closes = [(7, 100), (7, 100), (7, 130), (7, 20), (7, 50), (8, 50)];
         let growth = closes.map(|(inode, held_bytes)| sizes.record(inode, held_bytes).0);
         assert_eq!(growth, [100, 0, 30, 0, 30, 50]);
+    }
+
+    /// The event of a rename names the group of a process that did not write the file. A large file must count for the
+    /// group that is charged for its pages, and nothing must count for the other group. After that, a rename must count
+    /// for no group. A small file counts as claimed by the group of the process.
+    #[test]
+    fn a_renamed_file_counts_for_the_charged_group() {
+        let Some(place) = Place::new() else { return };
+        let mut table = table(&place);
+        let (own, folder) = (table.own_group, table.access.root_inode());
+        let fd: OwnedFd = std::fs::File::open(place.path("")).unwrap().into();
+        place.write("large", EXAMINED_AT_ONCE_BYTES as usize);
+        place.write("small", 4096);
+        let (large, small) = (place.seen("large"), place.seen("small"));
+        let is_readable = groups_of_pages(&fd, OsStr::new("large"), large.inode).is_some_and(|found| !found.is_empty());
+        if !table.may_ask_for_group || own == UNKNOWN || !is_readable {
+            return println!("skipped: page charges cannot be read here");
+        }
+        let Some(other) = other_group(&mut table) else { return println!("skipped: there is one group only") };
+        let mut rename = |name: &str, seen: &FileAttributes| {
+            let charge = table.record_writer((folder, &fd), OsStr::new(name), seen, other);
+            (charge, [own, other].map(|group| table.groups.claimed_bytes(group)))
+        };
+        let large_bytes = large.held_bytes;
+        let of_pages = Charge { group: own, is_confirmed: true };
+        let of_event = Charge { group: other, is_confirmed: false };
+        let inode_bytes = INODE_BYTES;
+        assert_eq!(rename("large", &large), (of_pages, [large_bytes + inode_bytes, 0]));
+        assert_eq!(rename("large", &large), (of_event, [large_bytes + inode_bytes, 0]), "the file has not grown");
+        let claimed = small.held_bytes + if small.inode > large.inode { inode_bytes } else { 0 };
+        assert_eq!(rename("small", &small), (of_event, [large_bytes + inode_bytes, claimed]));
+    }
+
+    /// Adds a group other than the own one to the table: the topmost one.
+    fn other_group(table: &mut FileTable) -> Option<GroupId> {
+        let mut folder = std::path::PathBuf::from(table.groups.folder(table.own_group)?);
+        while folder.pop() {
+            let group = table.groups.add_folder(folder.to_str()?);
+            if let Ok(group) = group {
+                return (group != table.own_group).then_some(group);
+            }
+        }
+        None
     }
 
     /// The only page of a sparse file is not among the sampled ones: the file must count as charged to the group that
