@@ -391,19 +391,21 @@ impl Pool {
         })
     }
 
-    /// Allocates `pages` consecutive free pages that have memory, and returns the number of the first of these pages.
-    /// Each page is *Busy*, and is freed separately.
-    pub fn allocate_free_contiguous(&self, pages: u32) -> Option<u32> {
-        let order = pages.next_power_of_two().trailing_zeros() as u8;
-        if order > self.chunk_order {
-            return None;
-        }
+    /// Allocates `most` consecutive free pages that have memory. If no run is that long, allocates a part of a shorter
+    /// run: a power of two of pages, at least `least`. Returns the numbers of the pages. Each page is *Busy*, and is
+    /// freed separately.
+    pub fn allocate_free_contiguous(&self, most: u32, least: u32) -> Option<Range<u32>> {
+        debug_assert!(least > 0 && least <= most);
+        let order_for = |pages: u32| pages.next_power_of_two().trailing_zeros() as u8;
+        let orders = order_for(least)..=order_for(most).min(self.chunk_order);
         self.state.with(|state| {
-            let (number, is_zero) = state.buddies.allocate(&self.frames, order)?;
-            (number..number + (1 << order)).for_each(|page| self.word(page).assign(Kind::Busy, 0));
-            (number + pages..number + (1 << order)).for_each(|page| state.buddies.free(&self.frames, page, 0, is_zero));
+            let taken = |order| Some((order, state.buddies.allocate(&self.frames, order)?));
+            let (order, (number, is_zero)) = orders.rev().find_map(taken)?;
+            let (end, run_end) = (number + most.min(1 << order), number + (1 << order));
+            (number..run_end).for_each(|page| self.word(page).assign(Kind::Busy, 0));
+            (end..run_end).for_each(|page| state.buddies.free(&self.frames, page, 0, is_zero));
             self.publish_free_chunks(state);
-            Some(number)
+            Some(number..end)
         })
     }
 

@@ -18,6 +18,7 @@ use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::Store;
 use pagemill_store::ring::RingWaker;
 use pagemill_xarray::{Forest, Forests};
+use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -342,23 +343,27 @@ impl Inner {
         }
     }
 
-    /// Allocates consecutive pages, within the limit. If no run of free pages is long enough and the pool has less
-    /// memory than the limit, makes a new chunk resident for them. Returns the number of the first page.
-    pub fn allocate_contiguous(&self, pages: u32) -> Option<u32> {
-        let bytes = self.folio_bytes(0) * u64::from(pages);
-        self.charge(bytes).ok()?;
-        let take = || self.pool.allocate_free_contiguous(pages);
-        let row = take().or_else(|| {
+    /// Allocates `most` consecutive pages, within the limit. If no run of free pages is that long and the pool has less
+    /// memory than the limit, makes a new chunk resident for them. If the pool cannot grow, allocates fewer consecutive
+    /// pages, but at least `least`. Returns the numbers of the pages.
+    pub fn allocate_contiguous(&self, most: u32, least: u32) -> Option<Range<u32>> {
+        debug_assert!(least > 0 && least <= most);
+        let page_bytes = self.folio_bytes(0);
+        self.charge(page_bytes * u64::from(most)).ok()?;
+        let take = |least| self.pool.allocate_free_contiguous(most, least);
+        let grow_and_take = || {
             let may_grow = self.pool.filled_bytes() < self.limit_bytes;
             let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order()).ok()).flatten()?;
             self.pool.free(taken.number, taken.order);
-            take()
-        });
-        match row {
-            Some(_) => self.update_counters(0, bytes, stats::add),
-            None => _ = self.charged_bytes.fetch_sub(bytes, Relaxed),
+            take(most)
+        };
+        let pages = take(most).or_else(grow_and_take).or_else(|| take(least));
+        let taken_bytes = page_bytes * pages.as_ref().map_or(0, ExactSizeIterator::len) as u64;
+        self.charged_bytes.fetch_sub(page_bytes * u64::from(most) - taken_bytes, Relaxed);
+        if taken_bytes > 0 {
+            self.update_counters(0, taken_bytes, stats::add);
         }
-        row
+        pages
     }
 
     /// Charges bytes to the cache. Returns an error if the charge would exceed the cache's limit.

@@ -24,6 +24,9 @@ pub(super) const DOING: &str = "reading a file into memory";
 /// Pages that do not lie in a row are read into a buffer first, so many bytes at most.
 const MOST_SCATTERED_BYTES: usize = BLOCK_BYTES / 8;
 
+/// A read of several pages uses contiguous pages of at least this length if there are any, and else a buffer.
+const MIN_CONTIGUOUS_BYTES: usize = BLOCK_BYTES / 32;
+
 /// Pages that enter the index under one lock.
 const MOST_TOGETHER: usize = 64;
 
@@ -365,8 +368,10 @@ impl File {
         if !self.cache.fits_limit(wanted_bytes) {
             self.cache.evict_in_background(wanted_bytes);
         }
-        if let Some(number) = self.cache.allocate_contiguous(wanted as u32) {
-            return Some(Memory::Row { number, count: wanted as u32 });
+        let wanted_pages = wanted as u32;
+        let min_pages = wanted_pages.min((MIN_CONTIGUOUS_BYTES / self.page_bytes()).max(1) as u32);
+        if let Some(pages) = self.cache.allocate_contiguous(wanted_pages, min_pages) {
+            return Some(Memory::Row { number: pages.start, count: pages.len() as u32 });
         }
         let most = wanted.min(MOST_SCATTERED_BYTES / self.page_bytes());
         let mut numbers = Vec::with_capacity(most);

@@ -41,6 +41,9 @@ const BATCH_BYTES: u64 = MAX_BYTES_IN_FLIGHT / 4;
 /// Maximum length of a run of small folios. A device writes a few large transfers faster than many small ones.
 const MAX_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
+/// Length from which on a run of contiguous memory is written without a copy, even if that makes the transfer shorter.
+const MIN_CONTIGUOUS_BYTES: u64 = BLOCK_BYTES as u64 / 32;
+
 /// Interval of wakeups in a wait without a time limit.
 const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -244,18 +247,22 @@ impl WriteRun {
         })
     }
 
-    /// Adds a folio to the run if the folio directly follows the run in the file and the run is not too long. Returns
-    /// whether the folio was added.
+    /// Adds a folio to the run if the folio directly follows the run in the file and the run is not too long. A long
+    /// run of contiguous memory does not get a folio from elsewhere, because the run would then have to be copied.
+    /// Returns whether the folio was added.
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
+        let pool = self.walk_state.file.pool();
+        let is_next = pool.addr(self.first.number) + self.len_bytes() as usize == pool.addr(folio.number);
+        let stays_contiguous = self.is_contiguous && is_next;
+        let is_worth_copying = !self.is_contiguous || self.len_bytes() < MIN_CONTIGUOUS_BYTES;
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MAX_RUN_BYTES;
-        if fits {
-            let pool = self.walk_state.file.pool();
-            let end = pool.addr(self.first.number) + self.len_bytes() as usize;
-            self.is_contiguous &= end == pool.addr(folio.number);
-            self.others.push(RunFolio { ..*folio });
-            self.bytes.end = bytes.end;
+        if !fits || !(stays_contiguous || is_worth_copying) {
+            return false;
         }
-        fits
+        self.is_contiguous = stays_contiguous;
+        self.others.push(RunFolio { ..*folio });
+        self.bytes.end = bytes.end;
+        true
     }
 
     /// Copies the folios of the run into one buffer, unless the folios are contiguous in memory.
