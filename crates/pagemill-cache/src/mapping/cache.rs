@@ -2,8 +2,8 @@
 //! process.
 
 use super::builder::Builder;
-use super::flights::Flights;
 use super::flush::{Balance, Flusher};
+use super::inflight::InflightTable;
 use super::order::Order;
 use super::policy::Policy;
 use super::worker::Worker;
@@ -102,7 +102,7 @@ impl Caches {
                 evicting_threads: AtomicU32::new(0),
                 split_sparse_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
-                flights: Flights::default(),
+                inflight: InflightTable::default(),
                 ahead_bytes: AtomicU64::new(0),
             });
             *user = Arc::downgrade(&inner);
@@ -294,7 +294,7 @@ pub(crate) struct Inner {
     pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     /// The in-flight reads of the cache's files.
-    pub(super) flights: Flights,
+    pub(super) inflight: InflightTable,
     /// Bytes that in-flight readahead has requested.
     pub(super) ahead_bytes: AtomicU64,
 }

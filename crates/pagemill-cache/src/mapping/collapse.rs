@@ -58,9 +58,9 @@ impl File {
             return Ok(false);
         }
         // An in-flight entry is registered for the range, because the collapse also fills missing pages.
-        let flight = self.store.is_some().then(|| self.try_fly(span.start, span.end - 1));
-        if matches!(flight, Some(None)) {
-            return Err(Error::Busy { what: "a page of the range is being read in" });
+        let request = self.store.is_some().then(|| self.try_register(span.start, span.end - 1));
+        if matches!(request, Some(None)) {
+            return Err(Error::Busy { what: "a page of the range is being read" });
         }
         let Some(mut folios) = SmallFolios::find(self, span.start, 1 << order) else { return Ok(false) };
         // A missing page may have bytes in the store, which the huge folio would lack.

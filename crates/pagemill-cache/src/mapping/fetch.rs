@@ -1,8 +1,8 @@
 //! Finding the folio of a page, and making one where there is none.
 
 use super::dirty::DIRTY;
-use super::fill::DOING;
-use super::flights::Flight;
+use super::fill::READING;
+use super::inflight::InflightGuard;
 use super::policy::{Ask, Cause, Choice};
 use super::sync::failed;
 use super::{File, TimedWait};
@@ -179,12 +179,12 @@ impl File {
     ///
     /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::Store`].
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
-        if matches!(content, Content::Stored) && self.bring_within_patience(index..index + 1)? {
+        if matches!(content, Content::Stored) && self.bring_within_timeout(index..index + 1)? {
             return Ok(None);
         }
         // What the store has is stale once it was cut off.
         let revoked = self.revoked.load(Acquire);
-        let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
+        let Some((fresh, guard)) = self.make(index, cause, content)? else { return Ok(None) };
         let (order, number, first, last) = (fresh.order, fresh.number, fresh.first, fresh.last());
         fresh.numbers().try_for_each(|number| self.reach_order(number, order))?;
         let is_dirty = matches!(content, Content::Written(..));
@@ -211,7 +211,7 @@ impl File {
             self.pool.word(number).publish(order, !self.cache.may_split, is_dirty);
             self.enter_order(first, number, order);
         }
-        drop((writer, flight));
+        drop((writer, guard));
         self.note_made(first, order);
         if order > 0 && !content.fills(self.offset_of(first)..self.offset_of(last + 1)) {
             self.note_sparse(number);
@@ -228,8 +228,13 @@ impl File {
     }
 
     /// Takes a folio for a page, or such for several that are to be written, and fills them; `None` if another does so, or has
-    /// done so. Of a file with a store, with the flight that they enter the index under.
-    fn make(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<(Fresh<'_>, Option<Flight<'_>>)>> {
+    /// done so. Of a file with a store, with the request for them.
+    fn make(
+        &self,
+        index: u64,
+        cause: Cause,
+        content: &Content<'_>,
+    ) -> Result<Option<(Fresh<'_>, Option<InflightGuard<'_>>)>> {
         let is_huge = self.wants_huge(index, cause, content);
         let more = if is_huge { 0 } else { self.more_wanted(index, content) };
         let span = if is_huge { self.span_of(index) } else { index..index + 1 + more as u64 };
@@ -237,10 +242,10 @@ impl File {
             return Ok(Some((self.take_and_fill(index, is_huge, more, content)?, None)));
         }
         if let Content::Written(offset, _) = content {
-            // The caller's bytes are not touched under a flight: a fault of theirs may need the same page.
+            // The caller's bytes are not touched during a request: a fault of theirs may need the same page.
             if content.fills(self.offset_of(span.start)..self.offset_of(span.end)) {
                 let fresh = self.take_and_fill(index, is_huge, more, content)?;
-                return Ok(Some((fresh, Some(self.fly(span.start, span.end - 1)?))));
+                return Ok(Some((fresh, Some(self.wait_and_register(span.start, span.end - 1)?))));
             }
             // What is not written comes first; then it is as any page that is there.
             self.note_sequential(*offset, *offset);
@@ -248,12 +253,12 @@ impl File {
             return Ok(None);
         }
         // Before memory is taken: a thread that waits for another read needs none.
-        let flight = self.fly(span.start, span.end - 1)?;
+        let guard = self.wait_and_register(span.start, span.end - 1)?;
         // From here on nothing comes; what is there already must not be asked for.
         if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
             return Ok(None);
         }
-        Ok(Some((self.take_and_fill(index, is_huge, more, content)?, Some(flight))))
+        Ok(Some((self.take_and_fill(index, is_huge, more, content)?, Some(guard))))
     }
 
     fn take_and_fill(&self, index: u64, is_huge: bool, more: usize, content: &Content<'_>) -> Result<Fresh<'_>> {
@@ -473,7 +478,7 @@ impl File {
             if stored == 0 {
                 return Ok(());
             }
-            store.read(begin, &mut bytes[..stored]).map_err(failed(DOING))
+            store.read(begin, &mut bytes[..stored]).map_err(failed(READING))
         })
     }
 }

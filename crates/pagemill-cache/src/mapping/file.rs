@@ -1,9 +1,9 @@
 //! Creates the structure of a file.
 #![allow(unsafe_code)] // the index must not move
 
-use super::behind::Behind;
 use super::dirty::Dirty;
 use super::gate::Gate;
+use super::submit::AsyncReads;
 use super::{File, NEXT_SERIAL, cache};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
 use pagemill_store::Store;
@@ -26,7 +26,7 @@ impl File {
             is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
             dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
             handles: AtomicU32::new(1),
-            behind: store.as_ref().map(|_| Arc::<Behind>::default()),
+            reads: store.as_ref().map(|_| Arc::<AsyncReads>::default()),
             store,
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),

@@ -2,10 +2,10 @@
 #![allow(unsafe_code)] // lends memory that it has alone
 
 use super::File;
-use super::ahead::SHARE_DIVISOR;
 use super::fetch::Content;
-use super::flights::{Flight, Kind, Ticket, Underway};
+use super::inflight::{Conflict, InflightGuard, Kind, RequestId};
 use super::policy::Cause;
+use super::readahead::SHARE_DIVISOR;
 use super::sync::failed;
 use crate::folio::word::Prefetch;
 use crate::folio::{NewFolio, Owner};
@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-pub(super) const DOING: &str = "reading a file into memory";
+pub(super) const READING: &str = "reading a file into memory";
 
 /// Pages that do not lie in a row are read into a buffer first, so many bytes at most.
 const MOST_SCATTERED_BYTES: usize = BLOCK_BYTES / 8;
@@ -28,13 +28,13 @@ const MOST_SCATTERED_BYTES: usize = BLOCK_BYTES / 8;
 const MOST_TOGETHER: usize = 64;
 
 /// What came of asking for a page.
-pub(super) enum Asked {
+pub(super) enum Reserved {
     /// It is there.
     Present,
     /// Another brings it in.
-    Underway(Underway),
-    /// It is to be read: [`Filling::finish`] puts it into the index then.
-    Begun(Filling),
+    InFlight(Conflict),
+    /// It is to be read: [`Unpublished::publish`] puts it into the index then.
+    New(Unpublished),
 }
 
 /// Where the bytes go.
@@ -61,18 +61,18 @@ impl Memory {
     }
 }
 
-/// An unpublished folio, or several pages that follow each other in the file, under one flight. Dropping it frees pages
-/// that are not in the index, and ends the flight.
+/// An unpublished folio, or several pages that follow each other in the file, under one request. Dropping it frees pages
+/// that are not in the index, and completes the request.
 ///
 /// # Invariants
 ///
 /// Its pages from `entered` on were taken from the pool, and only this value frees them.
-pub(super) struct Filling {
+pub(super) struct Unpublished {
     file: Arc<File>,
-    ticket: Ticket,
+    request: RequestId,
     memory: Memory,
     /// So many of its pages are in the index.
-    entered: usize,
+    published: usize,
     /// Of a page, or of the huge folio.
     order: u8,
     /// First index.
@@ -82,25 +82,25 @@ pub(super) struct Filling {
     /// As of the beginning.
     revoked: u32,
     /// Purpose of the read.
-    fetched: Prefetch,
+    purpose: Prefetch,
     /// The requested page, and the requester's token.
     pub index: u64,
     pub token: u64,
 }
 
-impl Filling {
+impl Unpublished {
     /// Begins to bring a page in, with others around it if the policy says so. It may overtake another loose flight.
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoMemory`] if no room can be made.
-    pub fn begin(file: &Arc<File>, index: u64, token: u64, overtakes: bool) -> Result<Asked> {
-        let kind = if overtakes { Kind::LooseAtLast } else { Kind::Loose };
-        let mut asked = Self::begin_some(file, index..index + 1, kind, Prefetch::Requested)?;
-        if let Asked::Begun(filling) = &mut asked {
-            filling.token = token;
+    pub fn reserve_for_queue(file: &Arc<File>, index: u64, token: u64, is_timed_out: bool) -> Result<Reserved> {
+        let kind = if is_timed_out { Kind::CancellableTimedOut } else { Kind::Cancellable };
+        let mut reserved = Self::reserve(file, index..index + 1, kind, Prefetch::Requested)?;
+        if let Reserved::New(folio) = &mut reserved {
+            folio.token = token;
         }
-        Ok(asked)
+        Ok(reserved)
     }
 
     /// Begins to bring the first of some pages in, and as many of those behind it as come by one transfer: up to one that is
@@ -109,10 +109,10 @@ impl Filling {
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoMemory`] if no room can be made.
-    pub fn begin_some(file: &Arc<File>, pages: Range<u64>, kind: Kind, fetched: Prefetch) -> Result<Asked> {
+    pub fn reserve(file: &Arc<File>, pages: Range<u64>, kind: Kind, purpose: Prefetch) -> Result<Reserved> {
         let index = pages.start;
         if file.has_page(index) {
-            return Ok(Asked::Present);
+            return Ok(Reserved::Present);
         }
         let revoked = file.revoked.load(Acquire);
         let is_huge = file.wants_huge(index, Cause::Read, &Content::Stored);
@@ -123,40 +123,40 @@ impl Filling {
             span = index..pages.end.min(span.end).min(index + most_pages);
         }
         // It ends where this fails, also by a store that panics when it is to make room.
-        let flight = match file.begin_flight(span.start, span.end - 1, kind) {
-            Ok(ticket) => Flight::new(&file.cache, ticket),
-            Err(other) if is_huge || other.pages.0 <= index => return Ok(Asked::Underway(other)),
+        let guard = match file.register(span.start, span.end - 1, kind) {
+            Ok(id) => InflightGuard::new(&file.cache, id),
+            Err(other) if is_huge || other.pages.0 <= index => return Ok(Reserved::InFlight(other)),
             Err(other) => {
                 span.end = other.pages.0;
-                match file.begin_flight(span.start, span.end - 1, kind) {
-                    Ok(ticket) => Flight::new(&file.cache, ticket),
-                    Err(other) => return Ok(Asked::Underway(other)),
+                match file.register(span.start, span.end - 1, kind) {
+                    Ok(id) => InflightGuard::new(&file.cache, id),
+                    Err(other) => return Ok(Reserved::InFlight(other)),
                 }
             }
         };
-        // From here on nothing comes; what is there already must not be asked for.
+        // From here on nothing comes; what is there already must not be reserved for.
         let present = file.tree.next(span.start, span.end - 1, &epoch::pin()).map(|found| found.first);
         if let Some(first) = present {
             if is_huge || first <= index {
-                let other = Underway { ticket: flight.ticket(), pages: (span.start, span.end - 1) };
-                drop(flight);
+                let other = Conflict { id: guard.id(), pages: (span.start, span.end - 1) };
+                drop(guard);
                 // A part of the range came meanwhile: it is small now.
-                return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway(other) });
+                return Ok(if file.has_page(index) { Reserved::Present } else { Reserved::InFlight(other) });
             }
             span.end = first;
         }
-        let (memory, order, first) = file.take_memory(index, &span, is_huge, fetched)?;
+        let (memory, order, first) = file.take_memory(index, &span, is_huge, purpose)?;
         let (len_bytes, end) =
             (file.cache.folio_bytes(order) * memory.count() as u64, first + ((memory.count() as u64) << order));
         if end < span.end || present.is_some() {
-            file.cache.flights.shorten(flight.ticket(), end - 1);
+            file.cache.inflight.shorten(guard.id(), end - 1);
         }
         let stored_bytes =
             file.stored_bytes.load(Relaxed).saturating_sub(file.offset_of(first)).min(len_bytes) as usize;
-        let (file, ticket, entered, token) = (file.clone(), flight.go_on(), 0, 0);
-        let filling =
-            Self { file, ticket, memory, entered, order, first, stored_bytes, revoked, fetched, index, token };
-        Ok(Asked::Begun(filling))
+        let (file, request, published, token) = (file.clone(), guard.into_id(), 0, 0);
+        let folio =
+            Self { file, request, memory, published, order, first, stored_bytes, revoked, purpose, index, token };
+        Ok(Reserved::New(folio))
     }
 
     pub fn file(&self) -> &Arc<File> {
@@ -169,12 +169,12 @@ impl Filling {
     }
 
     /// Returns whether no call has requested it yet.
-    pub fn is_ahead(&self) -> bool {
-        self.fetched == Prefetch::Readahead
+    pub fn is_readahead(&self) -> bool {
+        self.purpose == Prefetch::Readahead
     }
 
-    pub fn ticket(&self) -> Ticket {
-        self.ticket
+    pub fn request_id(&self) -> RequestId {
+        self.request
     }
 
     /// Where it begins in the file, in bytes.
@@ -187,7 +187,7 @@ impl Filling {
         self.first + ((self.memory.count() as u64) << self.order)
     }
 
-    /// Whether the store has to be asked at all.
+    /// Whether the store has to be reserved at all.
     pub fn needs_store(&self) -> bool {
         self.stored_bytes > 0
     }
@@ -214,7 +214,7 @@ impl Filling {
         let file = self.file.clone();
         let Some(store) = file.store.as_ref().filter(|_| self.needs_store()) else { return Ok(()) };
         self.prepare();
-        store.read(self.offset(), self.bytes_mut()).map_err(failed(DOING))
+        store.read(self.offset(), self.bytes_mut()).map_err(failed(READING))
     }
 
     /// Puts it into the index, now that it holds what the store has. Returns whether all of it is there; otherwise the file was
@@ -224,20 +224,20 @@ impl Filling {
     ///
     /// [`pagemill_core::Error::NoAddresses`] without nodes for the index.
     pub fn finish(mut self) -> Result<bool> {
-        self.enter()
+        self.publish()
     }
 
-    /// As [`Filling::finish`]; the flight goes on until it is dropped.
+    /// As [`Unpublished::publish`]; the flight goes on until it is dropped.
     ///
     /// # Errors
     ///
-    /// As [`Filling::finish`].
-    pub fn enter(&mut self) -> Result<bool> {
+    /// As [`Unpublished::publish`].
+    pub fn publish(&mut self) -> Result<bool> {
         self.spread();
         let file = &*self.file;
         let count = self.memory.count();
-        while self.entered < count {
-            let together = self.entered..count.min(self.entered + MOST_TOGETHER);
+        while self.published < count {
+            let together = self.published..count.min(self.published + MOST_TOGETHER);
             let (first, last) = (self.index_at(together.start), self.index_at(together.end) - 1);
             for at in together.clone() {
                 let number = self.memory.number(at);
@@ -248,7 +248,7 @@ impl Filling {
             if writer.next(first, last).is_some()
                 || file.revoked.load(Relaxed) != self.revoked
                 || file.is_closed.load(Relaxed)
-                || !file.cache.flights.is_on(self.ticket)
+                || !file.cache.inflight.contains(self.request)
             {
                 // Nodes go back outside of the lock.
                 drop(writer);
@@ -258,10 +258,10 @@ impl Filling {
                 let (index, number) = (self.index_at(at), self.memory.number(at));
                 let word = file.pool.word(number);
                 word.publish(self.order, !file.cache.may_split, false);
-                word.set_prefetched(self.fetched);
+                word.set_prefetched(self.purpose);
                 writer.store(index, u32::from(self.order), u64::from(number), &mut stock);
                 file.enter_order(index, number, self.order);
-                self.entered += 1;
+                self.published += 1;
             }
             drop(writer);
             file.note_made(first, self.order);
@@ -293,16 +293,16 @@ impl Filling {
     }
 }
 
-impl Drop for Filling {
+impl Drop for Unpublished {
     fn drop(&mut self) {
-        (self.entered..self.memory.count()).for_each(|at| self.file.cache.free(self.memory.number(at), self.order));
-        self.file.cache.flights.end(self.ticket);
+        (self.published..self.memory.count()).for_each(|at| self.file.cache.free(self.memory.number(at), self.order));
+        self.file.cache.inflight.complete(self.request);
     }
 }
 
 // SAFETY: mapped and writable for as long as it is taken, which is until the value is dropped (type invariant), or the
 // buffer's own; no other code knows of it.
-unsafe impl Buffer for Filling {
+unsafe impl Buffer for Unpublished {
     fn addr(&self) -> NonNull<u8> {
         match &self.memory {
             // SAFETY: a pool does not begin at address 0.
@@ -322,14 +322,14 @@ impl File {
         self.tree.find(index, &epoch::pin()).is_some()
     }
 
-    /// Takes what a filling is to hold: a huge folio over the page, or as many pages of the span as are to be had for little.
+    /// Takes what a folio is to hold: a huge folio over the page, or as many pages of the span as are to be had for little.
     /// Returns also the order, and the first index.
     fn take_memory(
         &self,
         index: u64,
         span: &Range<u64>,
         is_huge: bool,
-        fetched: Prefetch,
+        purpose: Prefetch,
     ) -> Result<(Memory, u8, u64)> {
         let wanted = if is_huge { 1 } else { (span.end - span.start) as usize };
         if wanted > 1
@@ -337,7 +337,7 @@ impl File {
         {
             return Ok((memory, 0, index));
         }
-        let (taken, first) = match fetched {
+        let (taken, first) = match purpose {
             Prefetch::Readahead => self.take_ahead(index, is_huge)?,
             Prefetch::Requested => self.take_for(index, is_huge)?,
         };

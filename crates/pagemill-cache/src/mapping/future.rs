@@ -3,7 +3,7 @@
 //! The store fills folios, never a caller's buffer directly. So a future may be dropped at any time. The reads that it
 //! started continue, and later calls find their bytes.
 
-use super::ahead::SHARE_DIVISOR;
+use super::readahead::SHARE_DIVISOR;
 use super::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use std::sync::Arc;
@@ -54,7 +54,7 @@ impl Mapping {
             if let Some(pin) = self.pin_present(offset)? {
                 return Ok(pin);
             }
-            if self.0.behind.is_none() {
+            if self.0.reads.is_none() {
                 return self.pin(offset);
             }
             let index = self.0.index_of(offset);
@@ -121,7 +121,7 @@ impl Mapping {
     pub async fn fetch(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &self.0;
         file.check(offset, len_bytes)?;
-        if file.behind.is_none() {
+        if file.reads.is_none() {
             return Ok(());
         }
         let (mut at, mut started) = (offset, offset);
@@ -148,7 +148,7 @@ impl File {
     /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         for _ in 0..MAX_READ_ATTEMPTS {
-            if self.behind.is_none() {
+            if self.reads.is_none() {
                 return self.read_piece(to, offset);
             }
             if offset >= self.size_bytes() {

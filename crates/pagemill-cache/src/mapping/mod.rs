@@ -29,22 +29,20 @@
 //! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
-mod ahead;
-mod arrivals;
-mod behind;
 mod builder;
 mod cache;
 mod collapse;
+mod completions;
 mod cursor;
 mod dirty;
 mod evict;
 mod fetch;
 mod file;
 mod fill;
-mod flights;
 mod flush;
 mod future;
 mod gate;
+mod inflight;
 pub mod order;
 mod part;
 mod pin;
@@ -52,9 +50,10 @@ pub mod policy;
 mod punch;
 mod queue;
 mod read;
+mod readahead;
 mod records;
 mod refresh;
-mod registered;
+mod registration;
 mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
@@ -62,6 +61,7 @@ mod source;
 mod split;
 mod split_sparse;
 mod streams;
+mod submit;
 mod sweep;
 mod sync;
 mod throttle;
@@ -72,7 +72,6 @@ mod write;
 mod writeback;
 mod zero;
 
-pub use ahead::{Advice, Reuse};
 pub use builder::Builder;
 pub use cache::{Caches, MAX_CACHES, PageCache};
 pub use cursor::Cursor;
@@ -80,12 +79,12 @@ pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 pub use queue::{Fetch, Fetched, Queue};
+pub use readahead::{Advice, Reuse};
 pub use records::ask_for_caches;
 pub use source::Source;
 pub use usage::{Holder, Usage};
 
 use crate::folio::{Owner, Pool};
-use behind::Behind;
 use dirty::Dirty;
 use gate::Gate;
 use pagemill_core::error::{Error, Result};
@@ -97,6 +96,7 @@ use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
+use submit::AsyncReads;
 
 /// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MAX_WAIT_NS: u64 = 1_000_000_000;
@@ -133,7 +133,7 @@ pub(crate) struct File {
     /// truncation may have cut these bytes off.
     revoked: AtomicU32,
     /// State of asynchronous reads and readahead. Only for files with a store.
-    behind: Option<Arc<Behind>>,
+    reads: Option<Arc<AsyncReads>>,
     /// Lock that serializes writeback and sync of the file.
     syncing: Lock,
     /// State of dirty folios and writeback. Only for files with a store.
@@ -212,7 +212,7 @@ impl Drop for Mapping {
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
-            self.0.end_behind();
+            self.0.cancel_reads();
             self.0.cache.remove_file(self.0.id, self.0.store.is_some());
             // A thread with a temporary reference (the background, or a store's thread after a completion) also keeps
             // the store alive. The caller may reopen the store's file at once, so wait until these references are gone.

@@ -1,10 +1,10 @@
-//! Pages that one thread wants from stores, many at a time: what a loop of events uses instead of a thread for each read.
+//! A queue of reads for one thread: an event loop submits many reads and takes their completions.
 #![allow(unsafe_code)] // looks at requests whose bytes a device writes
 
-use super::arrivals::Arrivals;
-use super::fill::{Asked, DOING, Filling};
-use super::flights::Ticket;
-use super::registered::Registered;
+use super::completions::Completions;
+use super::fill::{READING, Reserved, Unpublished};
+use super::inflight::RequestId;
+use super::registration::Registration;
 use super::{File, Mapping, PageCache};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Relaxed, coarse_ns};
@@ -16,56 +16,59 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// A page that was asked for.
+/// Result of [`Queue::fetch`].
 ///
 /// Example: [`Queue`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetch {
-    /// It is in memory: nothing follows.
+    /// The page is in memory. [`Queue::next`] does not report it.
     Present,
-    /// It is on its way: [`Queue::next`] tells of it.
+    /// The page will be read. [`Queue::next`] reports the completion.
     Started,
 }
 
-/// What became of a page that was on its way.
+/// A completion: the result of a page's read.
 ///
 /// Example: [`Queue`].
 #[derive(Debug)]
 pub struct Fetched {
-    /// As it was given to [`Queue::fetch`].
+    /// The token that [`Queue::fetch`] got.
     pub token: u64,
-    /// Whether it came. Then it is read without waiting, until room is made for others.
+    /// Whether the page was read. It can then be read without waiting, until it is evicted.
     pub result: Result<()>,
 }
 
-/// A page that another read brings in, or that was read in vain.
-struct Wanted {
+/// A requested page without a read of its own: another request reads it, or it must be read again.
+struct Pending {
     file: Arc<File>,
     index: u64,
     token: u64,
     since_ns: u64,
-    /// That read is one of this queue's own: its end is heard of.
-    behind: Option<Ticket>,
+    /// The request of this queue that reads the page. Its completion makes the queue look at the page again. `None` if
+    /// the queue must check the page from time to time.
+    awaited: Option<RequestId>,
 }
 
-impl Wanted {
+impl Pending {
     fn new(file: Arc<File>, index: u64, token: u64) -> Self {
-        Self { file, index, token, since_ns: coarse_ns(), behind: None }
+        Self { file, index, token, since_ns: coarse_ns(), awaited: None }
     }
 }
 
-/// Another queue's read is not waited for longer than this: its owner may never complete it.
-const MOST_WAIT_NS: u64 = 100_000_000;
+/// Maximum time of the wait for another queue's read, which its owner may never complete. Then that read is cancelled.
+const MAX_WAIT_NS: u64 = 100_000_000;
 
-/// Reads are started this many at a time: one by one they cost most, all at once they leave the device idle before.
-const STARTED_TOGETHER: usize = 4;
+/// Number of reads that are submitted together. Submitting them one by one costs most. If all were submitted together,
+/// the device would idle meanwhile.
+const SUBMIT_BATCH: usize = 4;
 
-/// Pages of others are looked after so often.
-const STEP: Duration = Duration::from_millis(1);
+/// Interval between checks of pages that other threads read.
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Brings pages of a cache's files in, for one thread: asks for many, and is told of each.
+/// Reads pages of a cache's files into memory for one thread, which requests many pages and takes a completion for
+/// each.
 ///
-/// A page that another thread needs at once is read by that thread, and counts as come here.
+/// If another thread needs a requested page at once, that thread reads it, and the queue reports its completion.
 ///
 /// ```
 /// use pagemill::cache::{Fetch, PageCache};
@@ -92,46 +95,46 @@ const STEP: Duration = Duration::from_millis(1);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct Queue {
-    ring: Ring<Filling>,
-    wanted: VecDeque<Wanted>,
-    ended: VecDeque<Fetched>,
-    /// The file of the last read, and what the ring knows it by.
+    ring: Ring<Unpublished>,
+    pending: VecDeque<Pending>,
+    completed: VecDeque<Fetched>,
+    /// The file of the last read, and its id in the ring.
     last: Option<(Weak<File>, FileId)>,
-    registered: Registered,
-    /// What other stores were asked for, once there is something.
-    arrivals: Option<Arrivals>,
-    /// Rung when something has arrived, or memory is wanted back.
-    bell: Option<RingWaker>,
-    /// Goes last: reserved huge pages are given back with it, and none may be registered then.
+    registration: Registration,
+    /// Reads of stores that are no files of the system. Created for the first such read.
+    completions: Option<Completions>,
+    /// Wakes the queue's thread when a store has completed a read, or when reclaim needs registered memory.
+    waker: Option<RingWaker>,
+    /// Dropped last: the cache returns its reserved huge pages, none of which may be registered then.
     cache: PageCache,
 }
 
 impl PageCache {
-    /// A queue of this thread for up to `depth` pages at a time: 1 to 4096, else the nearer of these ([`Queue::depth`]).
+    /// Creates a queue of this thread for up to `depth` pages at a time. Limits `depth` to 1..=4096 ([`Queue::depth`]).
     ///
     /// # Errors
     ///
-    /// [`Error::System`] where neither rings nor threads can be had; [`Error::WrongState`] in a fork child.
+    /// [`Error::System`] if the system provides neither a ring nor threads. [`Error::WrongState`] in a fork child.
     pub fn queue(&self, depth: u32) -> Result<Queue> {
         self.0.check()?;
         let ring = Ring::new(&Settings { depth, ..Settings::default() });
         let ring = ring.map_err(Error::system("making a queue of reads"))?;
-        let registered = Registered::new(self.0.pool, ring.is_kernel());
-        let (wanted, ended) = (VecDeque::new(), VecDeque::new());
+        let registration = Registration::new(self.0.pool, ring.is_kernel());
+        let (pending, completed) = (VecDeque::new(), VecDeque::new());
         let cache = self.clone();
-        Ok(Queue { cache, ring, wanted, ended, last: None, registered, arrivals: None, bell: None })
+        Ok(Queue { cache, ring, pending, completed, last: None, registration, completions: None, waker: None })
     }
 }
 
 impl Queue {
-    /// Asks for the page at `offset` of a file of the same cache. What was started begins with [`Queue::wait`], together with what follows.
+    /// Requests the page at `offset` of a file of the same cache. [`Queue::wait`] submits the reads, several together.
     ///
-    /// A store that is no file of the system is asked at once; one that only blocks is waited for.
+    /// Submits the read of a store that is no file of the system at once. Blocks for a store with blocking calls only.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if the queue is full; [`Error::PastEnd`]; [`Error::NoMemory`] if no room can be made;
-    /// [`Error::Store`]; [`Error::WrongState`] for a file of another cache, and in a fork child.
+    /// [`Error::Busy`] if the queue is full. [`Error::PastEnd`]. [`Error::NoMemory`] if eviction frees too little.
+    /// [`Error::Store`]. [`Error::WrongState`] for a file of another cache, and in a fork child.
     pub fn fetch(&mut self, mapping: &Mapping, offset: u64, token: u64) -> Result<Fetch> {
         let file = &mapping.0;
         file.check_inside(offset)?;
@@ -145,147 +148,149 @@ impl Queue {
         if self.is_full() {
             return Err(Error::Busy { what: "the queue is full" });
         }
-        self.registered.comply(&mut self.ring);
-        let wanted = Wanted::new(file.clone(), file.index_of(offset), token);
-        if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
+        self.registration.unregister_if_requested(&mut self.ring);
+        let page = Pending::new(file.clone(), file.index_of(offset), token);
+        if self.request(page)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
     }
 
-    /// Most pages on their way.
+    /// Returns the maximum number of requested pages without a taken completion.
     pub fn depth(&self) -> usize {
         self.ring.depth()
     }
 
-    /// Pages on their way, and such as came and were not told.
+    /// Returns the number of requested pages without a taken completion.
     pub fn len(&self) -> usize {
-        self.underway() + self.wanted.len() + self.ended.len()
+        self.in_flight() + self.pending.len() + self.completed.len()
     }
 
-    /// Reads of its own that have not ended, or were not looked at yet.
-    fn underway(&self) -> usize {
-        self.ring.in_flight() + self.arrivals.as_ref().map_or(0, Arrivals::len)
+    /// Returns the number of the queue's own reads that have not been taken from the ring or the stores.
+    fn in_flight(&self) -> usize {
+        self.ring.in_flight() + self.completions.as_ref().map_or(0, Completions::len)
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether pages have to be told before another can be asked for.
+    /// Returns whether completions must be taken before another page can be requested.
     pub fn is_full(&self) -> bool {
         self.len() >= self.depth()
     }
 
-    /// Starts what was asked for, and waits until at least `least` can be told, at most for `timeout`, or nothing is on its way. Returns how
-    /// many can be.
+    /// Submits the requested reads. Blocks until at least `least` completions can be taken, no request is left, or
+    /// `timeout` has passed. Returns the number of completions that can be taken.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] with what the ring says.
+    /// [`Error::System`] with the ring's error.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
         self.cache.0.check()?;
         let begun = Instant::now();
         loop {
             let rest = timeout.saturating_sub(begun.elapsed());
             let step = self.due().map_or(rest, |step| rest.min(step));
-            let missing = least.saturating_sub(self.ended.len());
-            self.take_events(missing.min(self.underway()), step)?;
-            self.ask_again()?;
-            let may_come = !self.wanted.is_empty() || self.underway() > 0;
+            let missing = least.saturating_sub(self.completed.len());
+            self.take_completions(missing.min(self.in_flight()), step)?;
+            self.check_pending()?;
+            let has_more = !self.pending.is_empty() || self.in_flight() > 0;
             let rest = timeout.saturating_sub(begun.elapsed());
-            if self.ended.len() >= least || rest.is_zero() || !may_come {
-                return Ok(self.ended.len());
+            if self.completed.len() >= least || rest.is_zero() || !has_more {
+                return Ok(self.completed.len());
             }
-            if self.underway() == 0 {
-                std::thread::sleep(rest.min(STEP));
+            if self.in_flight() == 0 {
+                std::thread::sleep(rest.min(CHECK_INTERVAL));
             }
         }
     }
 
-    /// Bytes of the cache's memory that the kernel has at hand for this queue: memory that it reads into time and
-    /// again, about 64 MiB at a time. They are pinned and in no fork child, and go back to the system only once this
-    /// queue has given them up, which it does with its next call after they are wanted back.
+    /// Returns the bytes of the cache's memory that are registered with the queue's ring. The queue registers memory
+    /// that it often reads into, in regions of about 64 MiB. Registered memory is pinned, and fork children do not
+    /// inherit it. When reclaim needs the memory, the queue's next call unregisters it.
     pub fn registered_bytes(&self) -> usize {
-        self.registered.bytes()
+        self.registration.bytes()
     }
 
-    /// How long a loop of events may sleep before it calls [`Queue::wait`], if nothing comes: pages that others bring in
-    /// are looked after then. `None`: for as long as it likes.
+    /// Returns the maximum time that an event loop may sleep before it calls [`Queue::wait`], which then checks pages
+    /// that other threads read. `None` if there are no such pages.
     pub fn due(&self) -> Option<Duration> {
-        self.wanted.iter().any(|wanted| wanted.behind.is_none()).then_some(STEP)
+        self.pending.iter().any(|page| page.awaited.is_none()).then_some(CHECK_INTERVAL)
     }
 
-    /// Readable when a page of this queue's own has come, or memory is wanted back that it has registered: any loop of events can
-    /// wait for it, for as long as [`Queue::due`] says, and then call [`Queue::wait`] with 0.
+    /// Returns a descriptor that is readable when a read of this queue has completed, or when reclaim needs registered
+    /// memory. An event loop waits for it, at most for the time of [`Queue::due`], and then calls [`Queue::wait`] with
+    /// 0.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] where no such descriptor can be had.
+    /// [`Error::System`] if the system provides no such descriptor.
     pub fn watch(&mut self) -> Result<BorrowedFd<'_>> {
         self.ring.watch().map_err(Error::system("watching a queue of reads"))
     }
 
-    /// Others ring it for this queue; the cache knows it, too.
-    fn bell(&mut self) -> Result<RingWaker> {
-        if let Some(bell) = &self.bell {
-            return Ok(bell.clone());
+    /// Returns the queue's waker for stores and reclaim. The first call creates it.
+    fn waker(&mut self) -> Result<RingWaker> {
+        if let Some(waker) = &self.waker {
+            return Ok(waker.clone());
         }
-        let bell = self.ring.waker().map_err(Error::system("making a queue's bell"))?;
-        self.cache.0.caches.add_waker(self.cache.0.pool, &bell);
-        Ok(self.bell.insert(bell).clone())
+        let waker = self.ring.waker().map_err(Error::system("making a queue's waker"))?;
+        self.cache.0.caches.add_waker(self.cache.0.pool, &waker);
+        Ok(self.waker.insert(waker).clone())
     }
 
-    /// The next page that came, or failed.
-    #[allow(clippy::should_implement_trait)] // an iterator would hold the queue while its owner asks for more
+    /// Takes the next completion.
+    #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
-        self.ended.pop_front()
+        self.completed.pop_front()
     }
 
-    /// Returns whether the page is there.
-    fn ask(&mut self, mut wanted: Wanted) -> Result<bool> {
-        let overtakes = coarse_ns().saturating_sub(wanted.since_ns) >= MOST_WAIT_NS;
-        match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
-            Asked::Present => Ok(true),
-            Asked::Underway(other) => {
-                // SAFETY: only the number of the request is read.
-                let is_own = unsafe { self.ring.any_in_flight(|filling| filling.ticket() == other.ticket) };
-                wanted.behind = is_own.then_some(other.ticket);
-                self.wanted.push_back(wanted);
+    /// Reserves the page and submits its read. Returns whether the page is in memory already.
+    fn request(&mut self, mut page: Pending) -> Result<bool> {
+        let is_timed_out = coarse_ns().saturating_sub(page.since_ns) >= MAX_WAIT_NS;
+        match Unpublished::reserve_for_queue(&page.file, page.index, page.token, is_timed_out)? {
+            Reserved::Present => Ok(true),
+            Reserved::InFlight(other) => {
+                // SAFETY: reads only the id of the request, not its bytes.
+                let is_own = unsafe { self.ring.any_in_flight(|folio| folio.request_id() == other.id) };
+                page.awaited = is_own.then_some(other.id);
+                self.pending.push_back(page);
                 Ok(false)
             }
-            Asked::Begun(filling) => self.start(filling),
+            Reserved::New(folio) => self.submit(folio),
         }
     }
 
-    fn start(&mut self, mut filling: Filling) -> Result<bool> {
-        let (file, offset) = (filling.file().clone(), filling.offset());
-        let Some(store) = file.store.as_ref().filter(|_| filling.needs_store()) else {
-            return self.finish(filling);
+    /// Submits the read of a folio. Returns whether the page is in memory already.
+    fn submit(&mut self, mut folio: Unpublished) -> Result<bool> {
+        let (file, offset) = (folio.file().clone(), folio.offset());
+        let Some(store) = file.store.as_ref().filter(|_| folio.needs_store()) else {
+            return self.publish(folio);
         };
         let Some(system_file) = store.as_file() else {
             if store.is_asynchronous() {
-                let bell = self.bell()?;
-                self.arrivals.get_or_insert_with(|| Arrivals::new(bell)).start(&**store, filling);
+                let waker = self.waker()?;
+                self.completions.get_or_insert_with(|| Completions::new(waker)).submit(&**store, folio);
                 return Ok(false);
             }
-            filling.read()?;
-            return self.finish(filling);
+            folio.read()?;
+            return self.publish(folio);
         };
         let id = self.attach(&file, system_file)?;
-        if self.ring.in_flight() % STARTED_TOGETHER == STARTED_TOGETHER - 1 {
-            self.ring.submit().map_err(Error::system(DOING))?;
+        if self.ring.in_flight() % SUBMIT_BATCH == SUBMIT_BATCH - 1 {
+            self.ring.submit().map_err(Error::system(READING))?;
         }
-        if self.registered.note(&mut self.ring, filling.number(), filling.len_bytes()) {
-            // Without one it is asked with its next call.
-            let _ = self.bell();
+        if self.registration.note_read(&mut self.ring, folio.number(), folio.len_bytes()) {
+            // Without a waker, reclaim cannot wake the thread. The queue's next call unregisters the memory.
+            let _ = self.waker();
         }
-        if let Err(filling) = self.ring.read(id, offset, filling) {
-            // As many as it has room for are on their way; this goes with the next.
-            let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
-            self.wanted.push_back(Wanted::new(file, index, token));
+        if let Err(folio) = self.ring.read(id, offset, folio) {
+            // The ring is full. The page is requested again later.
+            let (file, index, token) = (folio.file().clone(), folio.index, folio.token);
+            self.pending.push_back(Pending::new(file, index, token));
         }
         Ok(false)
     }
 
-    /// Mostly it is the last one's.
+    /// Returns the ring's id of a file. Most reads are of the same file as the last one.
     fn attach(&mut self, file: &Arc<File>, store: &FileStore) -> Result<FileId> {
         if let Some((last, id)) = &self.last
             && last.as_ptr() == Arc::as_ptr(file)
@@ -293,79 +298,84 @@ impl Queue {
             return Ok(*id);
         }
         self.ring.sweep();
-        let id = self.ring.attach(store).map_err(Error::system(DOING))?;
+        let id = self.ring.attach(store).map_err(Error::system(READING))?;
         self.last = Some((Arc::downgrade(file), id));
         Ok(id)
     }
 
-    /// Its bytes are there. Returns whether the page is; otherwise it is asked for again.
-    fn finish(&mut self, filling: Filling) -> Result<bool> {
-        let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
-        let is_there = filling.finish()?;
-        if !is_there {
-            self.wanted.push_back(Wanted::new(file, index, token));
+    /// Publishes a folio that was read. Returns whether the page is in memory. Otherwise the page is requested again
+    /// later.
+    fn publish(&mut self, folio: Unpublished) -> Result<bool> {
+        let (file, index, token) = (folio.file().clone(), folio.index, folio.token);
+        let is_present = folio.finish()?;
+        if !is_present {
+            self.pending.push_back(Pending::new(file, index, token));
         }
-        Ok(is_there)
+        Ok(is_present)
     }
 
-    /// Checks pages that other reads bring in, and reads those that are still missing. Submits at once, because the
-    /// caller may wait for the descriptor only.
-    fn ask_again(&mut self) -> Result<()> {
-        if self.wanted.is_empty() {
+    /// Checks the pages that other requests read, and requests those that are still missing. Submits their reads at
+    /// once, because the caller may wait only for the descriptor.
+    fn check_pending(&mut self) -> Result<()> {
+        if self.pending.is_empty() {
             return Ok(());
         }
-        for _ in 0..self.wanted.len() {
-            let Some(wanted) = self.wanted.pop_front() else { break };
-            if wanted.behind.is_some() {
-                self.wanted.push_back(wanted);
+        for _ in 0..self.pending.len() {
+            let Some(page) = self.pending.pop_front() else { break };
+            if page.awaited.is_some() {
+                self.pending.push_back(page);
                 continue;
             }
-            let token = wanted.token;
-            // A file that was cut, or closed, has no such page.
-            let is_past = wanted.file.offset_of(wanted.index) >= wanted.file.size_bytes();
-            let result = if is_past || wanted.file.is_closed.load(Relaxed) { Ok(true) } else { self.ask(wanted) };
-            if !matches!(result, Ok(false)) {
-                self.ended.push_back(Fetched { token, result: result.map(drop) });
-            }
+            let token = page.token;
+            // A truncated or closed file has no such page.
+            let is_past = page.file.offset_of(page.index) >= page.file.size_bytes();
+            let result = if is_past || page.file.is_closed.load(Relaxed) { Ok(true) } else { self.request(page) };
+            self.note_result(token, result);
         }
-        self.ring.submit().map_err(Error::system(DOING))
+        self.ring.submit().map_err(Error::system(READING))
     }
 
-    fn take_events(&mut self, least: usize, timeout: Duration) -> Result<()> {
+    /// Waits for `least` completions of the ring, and takes those of the ring and of stores.
+    fn take_completions(&mut self, least: usize, timeout: Duration) -> Result<()> {
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
-        self.registered.comply(&mut self.ring);
+        self.registration.unregister_if_requested(&mut self.ring);
         while let Some(event) = self.ring.next() {
-            let Event::Done { buffer: filling, result, .. } = event else { continue };
-            self.take(filling, result);
+            let Event::Done { buffer: folio, result, .. } = event else { continue };
+            self.complete(folio, result);
         }
-        if let Some(arrivals) = &mut self.arrivals {
-            arrivals.take().into_iter().for_each(|(filling, result)| self.take(filling, result));
+        if let Some(completions) = &mut self.completions {
+            completions.take().into_iter().for_each(|(folio, result)| self.complete(folio, result));
         }
         Ok(())
     }
 
-    /// A read has ended.
-    fn take(&mut self, filling: Filling, result: io::Result<()>) {
-        let (token, ticket) = (filling.token, filling.ticket());
-        let behind = self.wanted.iter_mut().filter(|wanted| wanted.behind == Some(ticket));
-        behind.for_each(|wanted| wanted.behind = None);
+    /// Completes one of the queue's reads.
+    fn complete(&mut self, folio: Unpublished, result: io::Result<()>) {
+        let (token, id) = (folio.token, folio.request_id());
+        let waiting = self.pending.iter_mut().filter(|page| page.awaited == Some(id));
+        waiting.for_each(|page| page.awaited = None);
         let result = match result {
-            Ok(()) => self.finish(filling),
-            Err(cause) => Err(Error::Store { doing: DOING, cause }),
+            Ok(()) => self.publish(folio),
+            Err(cause) => Err(Error::Store { doing: READING, cause }),
         };
+        self.note_result(token, result);
+    }
+
+    /// Adds the completion of a page, unless the result is that the page is still missing.
+    fn note_result(&mut self, token: u64, result: Result<bool>) {
         if !matches!(result, Ok(false)) {
-            self.ended.push_back(Fetched { token, result: result.map(drop) });
+            self.completed.push_back(Fetched { token, result: result.map(drop) });
         }
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // In a fork child the parent's locks may be held for good.
+        // In a fork child, threads of the parent may hold locks forever.
         if self.cache.0.check().is_err() {
-            std::mem::forget(self.arrivals.take());
-        } else if let Some(bell) = &self.bell {
-            self.cache.0.caches.remove_waker(bell);
+            std::mem::forget(self.completions.take());
+        } else if let Some(waker) = &self.waker {
+            self.cache.0.caches.remove_waker(waker);
         }
     }
 }
@@ -387,10 +397,10 @@ mod tests {
     use pagemill_core::units::{BLOCK_BYTES, PageSize};
     use pagemill_xarray::OneForest;
 
-    /// What was read before a cut is read again, and that is started at once: a loop of events that sleeps from here on would not
-    /// call for it.
+    /// A page that was read before a truncation is read again. This read is submitted at once, because an event loop
+    /// may now wait only for the descriptor.
     #[test]
-    fn what_is_read_again_is_started() {
+    fn a_repeated_read_is_submitted_at_once() {
         let arena = arena::place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
         let forests = arena::place(OneForest::default()).unwrap();
         let caches = arena::place(Caches::new(arena, forests)).unwrap();
@@ -407,10 +417,10 @@ mod tests {
         file.truncate(PageSize::MIN_BYTES as u64).unwrap();
         let mut waits = 0;
         while queue.wait(0, Duration::ZERO).unwrap() == 0 {
-            assert!(!queue.ring.has_queued(), "asked for, and not started");
+            assert!(!queue.ring.has_queued(), "the read was queued, but not submitted");
             waits += 1;
         }
-        assert!(waits > 0, "it was read once");
+        assert!(waits > 0, "the page was read again");
         queue.next().unwrap().result.unwrap();
     }
 }

@@ -1,14 +1,14 @@
 //! Readahead for sequential reads, and hints of the program about coming reads.
 //!
-//! Noted are accesses that find nothing, and the first ones to what came ahead: [`streams`](super::streams) tells from these what
-//! comes next. Hits on all else are not, so they cost nothing.
+//! Records accesses that find no folio, and first uses of prefetched folios. [`streams`](super::streams) detects
+//! streams from these and proposes ranges to read. Other hits are not recorded, so they cost nothing.
 //!
-//! How much: a stream has two proposals ahead of it at most, each a 64th of the cache's limit at most; all reads ahead that
-//! are on their way together a 16th. What comes ahead makes room as all that comes does; if there is none to be made, it does not come.
+//! A stream has at most two proposals ahead of it, each at most a 64th of the cache's limit. All in-flight readahead of
+//! a cache is at most a 16th of the limit. Readahead evicts folios as other reads do, and stops if that frees too
+//! little.
 
-use super::behind::Behind;
-use super::fill::{Asked, Filling};
-use super::flights::Kind;
+use super::fill::{Reserved, Unpublished};
+use super::inflight::Kind;
 use super::policy::Choice;
 use super::streams::{Rules, Streams};
 use super::{File, Mapping};
@@ -24,18 +24,19 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
-/// The first proposal and the largest one, as elsewhere: 128 KiB and 2 MiB. Declared sequential reads have twice as
-/// much.
+/// Length of a stream's first proposal: 128 KiB.
 const FIRST_BYTES: u64 = BLOCK_BYTES as u64 / 16;
-const MOST_BYTES: u64 = BLOCK_BYTES as u64;
 
-/// A proposal is this part of the cache's limit at most.
+/// Maximum length of a proposal: 2 MiB. With [`Advice::Sequential`] twice as much.
+const MAX_PROPOSAL_BYTES: u64 = BLOCK_BYTES as u64;
+
+/// A proposal is at most the cache's limit divided by this.
 const PROPOSAL_DIVISOR: u64 = 64;
 
-/// One transfer, and all that is on its way ahead, is this part of the cache's limit at most.
+/// One transfer, and all in-flight readahead, is at most the cache's limit divided by this.
 pub(super) const SHARE_DIVISOR: u64 = 16;
 
-/// In which order a file is going to be read.
+/// The order in which a program will read a file.
 ///
 /// ```
 /// use pagemill::cache::{Advice, PageCache, Reuse};
@@ -51,29 +52,29 @@ pub(super) const SHARE_DIVISOR: u64 = 16;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Advice {
-    /// As accesses show.
+    /// Detect streams from the accesses.
     #[default]
     Normal,
-    /// Here and there: nothing is read ahead, and accesses are not looked at.
+    /// Random order. Disables readahead.
     Random,
-    /// From the beginning to the end, or the other way: more is read ahead, from the first access on. It is believed: what is read here and
-    /// there all the same brings much in for nothing.
+    /// In order, forwards or backwards. Reads more ahead, from the first access on. Random reads of such a file load
+    /// many pages that are not used.
     Sequential,
 }
 
-/// How often bytes of a file are going to be used.
+/// How often a program will use the bytes of a file.
 ///
 /// Example: [`Advice`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reuse {
-    /// Time and again, perhaps.
+    /// Perhaps several times.
     #[default]
     Usual,
-    /// Once: what comes in makes room before all else does, the oldest first, however often it is used after all.
+    /// Once. New folios are evicted before all others, in FIFO order, even if they are used more often.
     Once,
 }
 
-/// What is known of how a file is read.
+/// Hints of the program about a file's reads, and the detected streams.
 #[derive(Default)]
 pub(super) struct Reading {
     streams: Guarded<Streams>,
@@ -82,51 +83,52 @@ pub(super) struct Reading {
 }
 
 impl Mapping {
-    /// Says in which order this file is going to be read, from here on, as `posix_fadvise` does with `POSIX_FADV_NORMAL`,
-    /// `_RANDOM` and `_SEQUENTIAL`. For files with a store.
+    /// Sets the order in which the program will read this file, as `posix_fadvise` does with `POSIX_FADV_NORMAL`,
+    /// `_RANDOM` and `_SEQUENTIAL`. Does nothing for files without a store.
     pub fn advise(&self, advice: Advice) {
-        if let Some(behind) = &self.0.behind {
-            behind.reading.advice.store(advice as u8, Relaxed);
+        if let Some(reads) = &self.0.reads {
+            reads.reading.advice.store(advice as u8, Relaxed);
         }
     }
 
-    /// Says how often what comes in from here on is going to be used (`POSIX_FADV_NOREUSE`). For files with a store.
+    /// Sets how often the program will use pages that are read or written from now on (`POSIX_FADV_NOREUSE`). Does
+    /// nothing for files without a store.
     pub fn advise_reuse(&self, reuse: Reuse) {
-        if let Some(behind) = &self.0.behind {
-            behind.reading.is_once.store(reuse == Reuse::Once, Relaxed);
+        if let Some(reads) = &self.0.reads {
+            reads.reading.is_once.store(reuse == Reuse::Once, Relaxed);
         }
     }
 
-    /// Starts reading what is missing of a range (`u64::MAX` bytes: up to the end), and returns at once with the number
-    /// of those bytes (`POSIX_FADV_WILLNEED`). Fewer than are missing where a 16th of the cache's limit is in flight
-    /// already, or no room can be made; 0 for a store that only blocks ([`pagemill_store::Store::is_asynchronous`]). A
-    /// failed read is repeated by the call that needs its bytes.
+    /// Starts reads of the missing pages of a range (`u64::MAX` bytes: up to the end), and returns their bytes without
+    /// waiting (`POSIX_FADV_WILLNEED`). Starts fewer reads if a 16th of the cache's limit is in flight, or if eviction
+    /// frees too little. Returns 0 for a store with blocking calls only
+    /// ([`pagemill_store::Store::is_asynchronous`]). If a read fails, the call that needs the bytes repeats it.
     ///
     /// Cost: some microseconds for each transfer of up to 2 MiB.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::BadOffset`]; [`pagemill_core::Error::WrongState`] in a fork child.
+    /// [`pagemill_core::Error::BadOffset`]. [`pagemill_core::Error::WrongState`] in a fork child.
     pub fn will_need(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let len_bytes = self.0.check_up_to(offset, len_bytes)?;
         Ok(self.0.read_ahead(std::iter::once(offset..offset + len_bytes)))
     }
 
-    /// Evicts the folios of a range (`u64::MAX` bytes: up to the end; `POSIX_FADV_DONTNEED`): clean ones that lie
-    /// wholly in it and are not pinned. Written bytes stay until [`Mapping::sync`]. Returns the bytes that came free.
+    /// Evicts the clean, unpinned folios that lie completely in a range (`u64::MAX` bytes: up to the end;
+    /// `POSIX_FADV_DONTNEED`). Dirty folios stay until [`Mapping::sync`]. Returns the bytes freed.
     ///
     /// Cost: that of eviction, a few hundred instructions for each folio.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::will_need`].
+    /// See [`Mapping::will_need`].
     pub fn dont_need(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let file = &*self.0;
         let len_bytes = file.check_up_to(offset, len_bytes)?;
         if file.store.is_none() {
             return Ok(0);
         }
-        // The last page may end with the file.
+        // If the range reaches the end of the file, the last page lies completely in it.
         let end = offset + len_bytes;
         let end = if end >= file.size_bytes() { end.max(file.max_bytes()) } else { end };
         let (first, end) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
@@ -155,9 +157,9 @@ impl Reading {
 }
 
 impl File {
-    /// Whether what comes in is used once.
+    /// Returns whether new folios of the file are evicted first ([`Reuse::Once`]).
     pub(super) fn is_once(&self) -> bool {
-        self.behind.as_ref().is_some_and(|behind| behind.reading.is_once.load(Relaxed))
+        self.reads.as_ref().is_some_and(|reads| reads.reading.is_once.load(Relaxed))
     }
 
     /// Records the first use of a folio that was read ahead.
@@ -170,8 +172,8 @@ impl File {
     /// Records a read of bytes that are not in memory, or were read ahead. If reads are sequential, starts reading what
     /// follows.
     pub(super) fn note_access(&self, offset: u64, len_bytes: usize) {
-        let Some(behind) = &self.behind else { return };
-        let advice = behind.reading.advice();
+        let Some(reads) = &self.reads else { return };
+        let advice = reads.reading.advice();
         if advice == Advice::Random || !self.is_asynchronous() {
             return;
         }
@@ -179,7 +181,7 @@ impl File {
         let access = offset..offset + len_bytes.max(1) as u64;
         let size_bytes = self.size_bytes();
         // A concurrent access is not recorded, so that no thread waits here.
-        let noted = behind.reading.streams.try_with(|streams| streams.note(access, size_bytes, &rules));
+        let noted = reads.reading.streams.try_with(|streams| streams.note(access, size_bytes, &rules));
         if let Some(proposal) = noted.flatten() {
             self.read_ahead(proposal.ranges());
         }
@@ -189,46 +191,46 @@ impl File {
         self.store.as_ref().is_some_and(|store| store.is_asynchronous())
     }
 
-    /// `None` where the cache has no room to read ahead.
+    /// Returns the rules for proposals at a page, or `None` if the cache is too small for readahead.
     fn rules(&self, advice: Advice, index: u64) -> Option<Rules> {
         let limit_bytes = self.cache.limit_bytes;
         let is_eager = advice == Advice::Sequential;
         let is_huge =
             self.pool.chunk_order() > 0 && self.cache.is_huge_allowed() && self.choose_for_hole(index) == Choice::Huge;
         let page_bytes = if is_huge { self.pool.chunk_bytes() } else { self.page_bytes() } as u64;
-        let most_bytes = MOST_BYTES.min(limit_bytes / PROPOSAL_DIVISOR) << u32::from(is_eager);
+        let most_bytes = MAX_PROPOSAL_BYTES.min(limit_bytes / PROPOSAL_DIVISOR) << u32::from(is_eager);
         let most_bytes = (most_bytes - most_bytes % page_bytes).max(page_bytes);
         let rules = Rules { page_bytes, first_bytes: FIRST_BYTES.clamp(page_bytes, most_bytes), most_bytes, is_eager };
         (most_bytes <= limit_bytes / SHARE_DIVISOR).then_some(rules)
     }
 
-    /// Starts reading what is missing of some ranges, as far as there is room. Returns the bytes.
+    /// Starts reads of the missing pages of some ranges, as far as there is room. Returns their bytes.
     pub(super) fn read_ahead(&self, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
         let can_read = self.is_asynchronous();
         let Some(file) = can_read.then(|| self.cache.file(self.id)).flatten() else { return 0 };
-        let mut fillings: Vec<Filling> = Vec::new();
+        let mut folios: Vec<Unpublished> = Vec::new();
         for range in ranges {
             let end = range.end.min(self.size_bytes());
             if range.start >= end {
                 continue;
             }
-            if !file.begin_ahead(self.index_of(range.start)..self.index_of(end - 1) + 1, &mut fillings) {
+            if !file.reserve_ahead(self.index_of(range.start)..self.index_of(end - 1) + 1, &mut folios) {
                 break;
             }
         }
-        let started = fillings.iter().map(|filling| filling.len_bytes() as u64).sum();
-        stats::add(Counter::ReadAheadTransfers, fillings.len() as u64);
-        self.start_all(fillings.into_iter().map(|filling| (filling, None)).collect());
+        let started = folios.iter().map(|folio| folio.len_bytes() as u64).sum();
+        stats::add(Counter::ReadAheadTransfers, folios.len() as u64);
+        self.submit_all(folios.into_iter().map(|folio| (folio, None)).collect());
         started
     }
 
-    /// Begins to bring in what is missing of some pages. Returns whether there was room for all of it.
-    fn begin_ahead(self: &Arc<Self>, pages: Range<u64>, fillings: &mut Vec<Filling>) -> bool {
+    /// Reserves folios for the missing ones of some pages. Returns whether there was room for all of them.
+    fn reserve_ahead(self: &Arc<Self>, pages: Range<u64>, folios: &mut Vec<Unpublished>) -> bool {
         let most_bytes = self.cache.limit_bytes / SHARE_DIVISOR;
         let mut at = pages.start;
         while at < pages.end {
-            if let Some(behind) = self.behind_page(at) {
-                at = behind;
+            if let Some(next) = self.page_behind_folio(at) {
+                at = next;
                 continue;
             }
             let left = most_bytes.saturating_sub(self.cache.ahead_bytes.load(Relaxed));
@@ -236,34 +238,32 @@ impl File {
             if at >= end {
                 return false;
             }
-            match Filling::begin_some(self, at..end, Kind::Behind, Prefetch::Readahead) {
-                Ok(Asked::Begun(filling)) => {
-                    self.cache.ahead_bytes.fetch_add(filling.len_bytes() as u64, Relaxed);
-                    at = filling.end();
-                    fillings.push(filling);
+            match Unpublished::reserve(self, at..end, Kind::Uncancellable, Prefetch::Readahead) {
+                Ok(Reserved::New(folio)) => {
+                    self.cache.ahead_bytes.fetch_add(folio.len_bytes() as u64, Relaxed);
+                    at = folio.end();
+                    folios.push(folio);
                 }
-                Ok(Asked::Present) => {}
-                Ok(Asked::Underway(other)) => at = at.max(other.pages.1) + 1,
+                Ok(Reserved::Present) => {}
+                Ok(Reserved::InFlight(other)) => at = at.max(other.pages.1) + 1,
                 Err(_) => return false,
             }
         }
         true
     }
 
-    /// The page behind the folio that has a page; `None` if none has.
-    fn behind_page(&self, index: u64) -> Option<u64> {
+    /// Returns the index of the page behind the folio with page `index`, or `None` if the page has no folio.
+    fn page_behind_folio(&self, index: u64) -> Option<u64> {
         let guard = epoch::pin();
         self.tree.find(index, &guard).map(|hit| hit.found().last() + 1)
     }
 }
 
-impl Behind {
-    /// A read ahead is over.
-    pub(super) fn note_ahead(filling: &Filling, has_come: bool) {
-        let len_bytes = filling.len_bytes() as u64;
-        filling.file().cache.ahead_bytes.fetch_sub(len_bytes, Relaxed);
-        if has_come {
-            stats::add(Counter::ReadAhead, len_bytes);
-        }
+/// Records the completion of a read ahead.
+pub(super) fn note_readahead_completed(folio: &Unpublished, is_published: bool) {
+    let len_bytes = folio.len_bytes() as u64;
+    folio.file().cache.ahead_bytes.fetch_sub(len_bytes, Relaxed);
+    if is_published {
+        stats::add(Counter::ReadAhead, len_bytes);
     }
 }

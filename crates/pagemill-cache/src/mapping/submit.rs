@@ -1,0 +1,221 @@
+//! Asynchronous reads of a file: a thread submits requests to the store, and the store's thread completes them.
+//!
+//! ```text
+//!   submitting thread                        the store's thread
+//!     Unpublished::reserve: request, folio
+//!     Store::start ----------------------->  transfer
+//!     waits: a thread sleeps,                complete: publishes the folio, completes the request
+//!     a task registers its waker  <--------  wakes threads and tasks
+//! ```
+//!
+//! A store may complete a transfer before [`pagemill_store::Store::start`] returns, so the caller holds no lock.
+
+use super::File;
+use super::fill::{READING, Reserved, Unpublished};
+use super::inflight::{Completion, Kind, RequestId};
+use super::readahead::{self, Reading};
+use super::sync::failed;
+use crate::folio::word::Prefetch;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
+use pagemill_store::errno::{self, ETIMEDOUT};
+use pagemill_store::{Cancel, Transfer};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Maximum time for which the drop of a file waits until its cancelled reads have completed. Later completions do no
+/// harm.
+const MAX_CANCEL_WAIT: Duration = Duration::from_secs(1);
+
+/// The asynchronous reads of a file, and its readahead state.
+#[derive(Default)]
+pub(super) struct AsyncReads {
+    /// Number of submitted reads that have not completed.
+    in_flight: AtomicU32,
+    completed: EventCount,
+    /// Cancels the submitted reads when the file is dropped.
+    cancel: Cancel,
+    pub reading: Reading,
+}
+
+impl AsyncReads {
+    fn is_idle(&self) -> bool {
+        self.in_flight.load(Acquire) == 0
+    }
+}
+
+/// The error of a read, for the thread that submitted it.
+#[derive(Default)]
+pub(super) struct ReadError(Guarded<Option<Error>>);
+
+impl ReadError {
+    fn set(&self, error: Error) {
+        self.0.with(|place| *place = Some(error));
+    }
+
+    fn take(&self) -> Result<()> {
+        self.0.with(Option::take).map_or(Ok(()), Err)
+    }
+}
+
+/// Result of [`File::submit`].
+enum Submitted {
+    /// The page is in memory, unless it was truncated or evicted meanwhile.
+    Present,
+    /// Another request reads the page.
+    Merged(RequestId),
+    /// This call has submitted the read.
+    New(RequestId, Arc<ReadError>),
+}
+
+impl File {
+    /// Reads the first of some missing pages into memory, and following ones of the same transfer. They may be evicted
+    /// again before the future resolves.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`]. [`Error::Store`] with the store's error for the first page.
+    pub(super) async fn bring(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+        let first = pages.start..pages.start + 1;
+        let is_one = pages == first;
+        match self.bring_together(pages).await {
+            // Perhaps only one of the other pages cannot be read.
+            Err(Error::Store { .. }) if !is_one => self.bring_together(first).await,
+            result => result,
+        }
+    }
+
+    async fn bring_together(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+        match self.submit(pages)? {
+            Submitted::Present => Ok(()),
+            Submitted::Merged(id) => {
+                Completion::new(&self.cache.inflight, id).await;
+                Ok(())
+            }
+            Submitted::New(id, error) => {
+                Completion::new(&self.cache.inflight, id).await;
+                error.take()
+            }
+        }
+    }
+
+    /// Reads the first of some missing pages, and following ones of the same transfer, in this thread. Returns whether
+    /// the caller finds a page now. Otherwise the first page must be read by itself, which shows its error.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Store`] with `ETIMEDOUT`, for a cache with a timeout.
+    pub(super) fn bring_several(&self, pages: Range<u64>) -> Result<bool> {
+        if pages.end - pages.start < 2 {
+            return Ok(false);
+        }
+        if self.has_timeout() {
+            return match self.bring_within_timeout(pages) {
+                Err(Error::Store { cause, .. }) if !errno::is(&cause, ETIMEDOUT) => Ok(false),
+                result => result,
+            };
+        }
+        let Some(file) = self.cache.file(self.id) else { return Ok(false) };
+        match Unpublished::reserve(&file, pages, Kind::Uncancellable, Prefetch::Requested) {
+            Ok(Reserved::Present) => Ok(true),
+            Ok(Reserved::InFlight(other)) => self.wait_for(other.id, self.deadline()).map(|()| true),
+            Ok(Reserved::New(mut folio)) => Ok(folio.read().and_then(|()| folio.publish()).is_ok()),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Returns whether reads of the file have a time limit. The store must be asynchronous for this.
+    fn has_timeout(&self) -> bool {
+        self.cache.timeout.is_some() && self.is_asynchronous()
+    }
+
+    /// Reads the first of some missing pages, and following ones of the same transfer, if reads have a time limit.
+    /// Returns whether they have one. The page may be evicted again.
+    ///
+    /// # Errors
+    ///
+    /// As [`File::bring`], and [`Error::Store`] with `ETIMEDOUT`.
+    pub(super) fn bring_within_timeout(&self, pages: Range<u64>) -> Result<bool> {
+        let Some(file) = self.has_timeout().then(|| self.cache.file(self.id)).flatten() else { return Ok(false) };
+        let deadline = self.deadline();
+        match file.submit(pages)? {
+            Submitted::Present => {}
+            Submitted::Merged(id) => self.wait_for(id, deadline)?,
+            Submitted::New(id, error) => {
+                self.wait_for(id, deadline)?;
+                error.take()?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Submits the read of the first of some missing pages, and of following ones of the same transfer.
+    fn submit(self: &Arc<Self>, pages: Range<u64>) -> Result<Submitted> {
+        match Unpublished::reserve(self, pages, Kind::Uncancellable, Prefetch::Requested)? {
+            Reserved::Present => Ok(Submitted::Present),
+            Reserved::InFlight(other) => Ok(Submitted::Merged(other.id)),
+            Reserved::New(folio) => {
+                let (id, error) = (folio.request_id(), Arc::new(ReadError::default()));
+                self.submit_all(vec![(folio, Some(error.clone()))]);
+                Ok(Submitted::New(id, error))
+            }
+        }
+    }
+
+    /// Submits reads to the store, which completes them. An error is stored in the read's [`ReadError`].
+    pub(super) fn submit_all(&self, folios: Vec<(Unpublished, Option<Arc<ReadError>>)>) {
+        let (Some(store), Some(reads)) = (&self.store, &self.reads) else { return };
+        let mut batch = Vec::with_capacity(folios.len());
+        for (mut folio, error) in folios {
+            if !folio.needs_store() {
+                complete(folio, Ok(()), error.as_deref());
+                continue;
+            }
+            folio.prepare();
+            let reads = reads.clone();
+            reads.in_flight.fetch_add(1, Release);
+            let cancel = reads.cancel.clone();
+            let done = move |result, folio| {
+                // May drop the last reference to the file, but not `reads`.
+                complete(folio, result, error.as_deref());
+                reads.in_flight.fetch_sub(1, Release);
+                reads.completed.raise();
+            };
+            batch.push(Transfer::read(folio.offset(), folio, done).with_cancel(&cancel));
+        }
+        if !batch.is_empty() {
+            store.start(batch);
+        }
+    }
+
+    /// Called when the last handle of the file is dropped: cancels the file's asynchronous reads, and waits for their
+    /// completion. The caller may reopen the store at once.
+    pub(super) fn cancel_reads(&self) {
+        let Some(reads) = self.reads.as_ref().filter(|reads| !reads.is_idle()) else { return };
+        reads.cancel.cancel();
+        let deadline = Instant::now() + MAX_CANCEL_WAIT;
+        loop {
+            let seen = reads.completed.count();
+            let rest = deadline.saturating_duration_since(Instant::now());
+            if reads.is_idle() || rest.is_zero() {
+                return;
+            }
+            reads.completed.wait(seen, Some(rest));
+        }
+    }
+}
+
+/// Completes a read: publishes the folio, records the result, and then completes the request, which wakes waiting
+/// threads.
+fn complete(mut folio: Unpublished, result: io::Result<()>, error: Option<&ReadError>) {
+    let published = result.map_err(failed(READING)).and_then(|()| folio.publish());
+    if folio.is_readahead() {
+        readahead::note_readahead_completed(&folio, matches!(published, Ok(true)));
+    }
+    if let (Err(cause), Some(error)) = (published, error) {
+        error.set(cause);
+    }
+    drop(folio);
+}
