@@ -32,11 +32,11 @@ const SHARDS: usize = 16;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Name of the operation in the error of a thread that waited too long for a read.
-pub(super) const WAITING_FOR_PAGE: &str = "waiting for a page of a file";
+pub(crate) const WAITING_FOR_PAGE: &str = "waiting for a page of a file";
 
 /// The in-flight reads of a cache.
 #[derive(Default)]
-pub(super) struct InflightTable {
+pub(crate) struct InflightTable {
     shards: [Shard; SHARDS],
     /// Next number of a request or of a task's waker.
     next_number: AtomicU64,
@@ -64,14 +64,14 @@ struct InflightRead {
 /// Identifies a registered request, which must be completed ([`InflightTable::complete`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "threads wait until the request is completed"]
-pub(super) struct RequestId {
+pub(crate) struct RequestId {
     shard: usize,
     number: u64,
 }
 
 /// Whether a request can be cancelled, and whether it cancels others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// Completes without further calls of the program. Cancels cancellable requests for its pages.
     Uncancellable,
     /// Completes in a later call of its owner. Waits for all other requests.
@@ -82,14 +82,14 @@ pub(super) enum Kind {
 
 /// An in-flight read that prevents the registration of a request for some of the same pages.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Conflict {
+pub(crate) struct Conflict {
     pub id: RequestId,
     /// The first and last page of that read.
     pub pages: (u64, u64),
 }
 
 /// A guard of a registered request: completes the request when dropped.
-pub(super) struct InflightGuard<'cache> {
+pub(crate) struct InflightGuard<'cache> {
     cache: &'cache Inner,
     id: RequestId,
 }
@@ -196,7 +196,7 @@ impl InflightTable {
 
 /// A future that resolves when a request is completed. Dropping it removes its waker from the table.
 #[must_use = "a future does nothing unless it is awaited"]
-pub(super) struct Completion<'cache> {
+pub(crate) struct Completion<'cache> {
     table: &'cache InflightTable,
     id: RequestId,
     /// Number of its waker. `None` before the first poll.
@@ -251,13 +251,13 @@ impl File {
     /// # Errors
     ///
     /// The conflicting in-flight read.
-    pub(super) fn register(&self, first: u64, last: u64, kind: Kind) -> std::result::Result<RequestId, Conflict> {
+    pub(crate) fn register(&self, first: u64, last: u64, kind: Kind) -> std::result::Result<RequestId, Conflict> {
         self.cache.inflight.register(self.serial, self.span_of(first).start, (first, last), kind)
     }
 
     /// Registers a request for pages in the range of one huge folio, unless another request for some of them is in
     /// flight.
-    pub(super) fn try_register(&self, first: u64, last: u64) -> Option<InflightGuard<'_>> {
+    pub(crate) fn try_register(&self, first: u64, last: u64) -> Option<InflightGuard<'_>> {
         let id = self.register(first, last, Kind::Uncancellable).ok()?;
         Some(InflightGuard::new(&self.cache, id))
     }
@@ -268,7 +268,7 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Store`] with `ETIMEDOUT` after the cache's timeout.
-    pub(super) fn wait_and_register(&self, first: u64, last: u64) -> Result<InflightGuard<'_>> {
+    pub(crate) fn wait_and_register(&self, first: u64, last: u64) -> Result<InflightGuard<'_>> {
         let mut deadline = None;
         loop {
             match self.register(first, last, Kind::Uncancellable) {
@@ -282,7 +282,7 @@ impl File {
     }
 
     /// Returns the time at which a call that starts now stops waiting for reads; `None` without a timeout.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         self.cache.timeout.and_then(|timeout| Instant::now().checked_add(timeout))
     }
 
@@ -291,7 +291,7 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Store`] with `ETIMEDOUT` if the deadline passes first.
-    pub(super) fn wait_for(&self, id: RequestId, deadline: Option<Instant>) -> Result<()> {
+    pub(crate) fn wait_for(&self, id: RequestId, deadline: Option<Instant>) -> Result<()> {
         if self.cache.inflight.wait(id, deadline) {
             return Ok(());
         }

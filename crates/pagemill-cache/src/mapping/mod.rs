@@ -1,12 +1,16 @@
 //! The page cache: files in memory, in huge pages.
 //!
 //! ```text
-//!   Cache     files that share a page size, a limit and a policy        (cache, policy)
-//!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
-//!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
-//!       Pool      folios: their words and bytes                           ../folio
-//!     Worker    background thread: collapses small folios into huge ones  (worker, collapse)
-//!               and splits huge folios that are mostly zeros            (sweep, split_sparse)
+//!   cache/      files that share a page size, a limit and a policy; their settings and figures
+//!     file/       one file: a handle's operations, one file per verb
+//!       index       page index -> folio
+//!       inflight    the reads in flight; one request reads a page at a time
+//!       request     an unpublished folio: reserve, fill, publish
+//!       submit      asynchronous reads of a store
+//!       drivers/    what runs requests: futures, queues, readahead
+//!       writeback/  dirty folios, and writing them to the store
+//!     evict/      the eviction order
+//!     huge/       collapse into huge folios, and splits
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
@@ -29,64 +33,35 @@
 //! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
-mod builder;
 mod cache;
-mod collapse;
-mod completions;
-mod cursor;
-mod dirty;
+mod drivers;
 mod evict;
-mod fetch;
 mod file;
-mod fill;
-mod flush;
-mod future;
-mod gate;
+mod huge;
+mod index;
 mod inflight;
-pub mod order;
-mod part;
-mod pin;
 pub mod policy;
-mod punch;
-mod queue;
-mod read;
-mod readahead;
-mod records;
-mod refresh;
-mod registration;
-mod seek;
+mod request;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
-mod source;
-mod split;
-mod split_sparse;
-mod streams;
 mod submit;
-mod sweep;
-mod sync;
-mod throttle;
-mod truncate;
-mod usage;
-mod worker;
-mod write;
 mod writeback;
-mod zero;
 
-pub use builder::Builder;
+pub use cache::config::Builder;
+pub use cache::listing::ask_for_caches;
+pub use cache::source::Source;
+pub use cache::usage::{Holder, Usage};
 pub use cache::{Caches, MAX_CACHES, PageCache};
-pub use cursor::Cursor;
-pub use flush::Writeback;
-pub use pin::{Exclusive, Pin, Pins};
+pub use drivers::queue::{Fetch, Fetched, Queue};
+pub use drivers::readahead::{Advice, Reuse};
+pub use evict::order;
+pub use file::cursor::Cursor;
+pub use file::pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
-pub use queue::{Fetch, Fetched, Queue};
-pub use readahead::{Advice, Reuse};
-pub use records::ask_for_caches;
-pub use source::Source;
-pub use usage::{Holder, Usage};
+pub use writeback::flush::Writeback;
 
 use crate::folio::{Owner, Pool};
-use dirty::Dirty;
-use gate::Gate;
+use file::gate::Gate;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use pagemill_core::trace::{self, Event};
@@ -97,6 +72,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 use submit::AsyncReads;
+use writeback::dirty::Dirty;
 
 /// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MAX_WAIT_NS: u64 = 1_000_000_000;

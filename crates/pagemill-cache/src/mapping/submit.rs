@@ -11,10 +11,10 @@
 //! A store may complete a transfer before [`pagemill_store::Store::start`] returns, so the caller holds no lock.
 
 use super::File;
-use super::fill::{READING, Reserved, Unpublished};
+use super::drivers::readahead::{self, Reading};
 use super::inflight::{Completion, Kind, RequestId};
-use super::readahead::{self, Reading};
-use super::sync::failed;
+use super::request::{READING, Reserved, Unpublished};
+use super::writeback::sync::failed;
 use crate::folio::word::Prefetch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
@@ -31,7 +31,7 @@ const MAX_CANCEL_WAIT: Duration = Duration::from_secs(1);
 
 /// The asynchronous reads of a file, and its readahead state.
 #[derive(Default)]
-pub(super) struct AsyncReads {
+pub(crate) struct AsyncReads {
     /// Number of submitted reads that have not completed.
     in_flight: AtomicU32,
     completed: EventCount,
@@ -48,7 +48,7 @@ impl AsyncReads {
 
 /// The error of a read, for the thread that submitted it.
 #[derive(Default)]
-pub(super) struct ReadError(Guarded<Option<Error>>);
+pub(crate) struct ReadError(Guarded<Option<Error>>);
 
 impl ReadError {
     fn set(&self, error: Error) {
@@ -77,7 +77,7 @@ impl File {
     /// # Errors
     ///
     /// [`Error::NoMemory`]. [`Error::Store`] with the store's error for the first page.
-    pub(super) async fn bring(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+    pub(crate) async fn bring(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let first = pages.start..pages.start + 1;
         let is_one = pages == first;
         match self.bring_together(pages).await {
@@ -107,7 +107,7 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Store`] with `ETIMEDOUT`, for a cache with a timeout.
-    pub(super) fn bring_several(&self, pages: Range<u64>) -> Result<bool> {
+    pub(crate) fn bring_several(&self, pages: Range<u64>) -> Result<bool> {
         if pages.end - pages.start < 2 {
             return Ok(false);
         }
@@ -137,7 +137,7 @@ impl File {
     /// # Errors
     ///
     /// As [`File::bring`], and [`Error::Store`] with `ETIMEDOUT`.
-    pub(super) fn bring_within_timeout(&self, pages: Range<u64>) -> Result<bool> {
+    pub(crate) fn bring_within_timeout(&self, pages: Range<u64>) -> Result<bool> {
         let Some(file) = self.has_timeout().then(|| self.cache.file(self.id)).flatten() else { return Ok(false) };
         let deadline = self.deadline();
         match file.submit(pages)? {
@@ -165,7 +165,7 @@ impl File {
     }
 
     /// Submits reads to the store, which completes them. An error is stored in the read's [`ReadError`].
-    pub(super) fn submit_all(&self, folios: Vec<(Unpublished, Option<Arc<ReadError>>)>) {
+    pub(crate) fn submit_all(&self, folios: Vec<(Unpublished, Option<Arc<ReadError>>)>) {
         let (Some(store), Some(reads)) = (&self.store, &self.reads) else { return };
         let mut batch = Vec::with_capacity(folios.len());
         for (mut folio, error) in folios {
@@ -192,7 +192,7 @@ impl File {
 
     /// Called when the last handle of the file is dropped: cancels the file's asynchronous reads, and waits for their
     /// completion. The caller may reopen the store at once.
-    pub(super) fn cancel_reads(&self) {
+    pub(crate) fn cancel_reads(&self) {
         let Some(reads) = self.reads.as_ref().filter(|reads| !reads.is_idle()) else { return };
         reads.cancel.cancel();
         let deadline = Instant::now() + MAX_CANCEL_WAIT;

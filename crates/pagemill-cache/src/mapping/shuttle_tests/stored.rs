@@ -6,7 +6,7 @@
 //! completely after that value and before the read or sync began.
 
 use super::*;
-use crate::mapping::fill::{Reserved, Unpublished};
+use crate::mapping::request::{Reserved, Unpublished};
 use pagemill_core::sync::modelled::scheduling_point;
 use std::io;
 use std::sync::MutexGuard;
