@@ -69,8 +69,8 @@ use pagemill_store::Store;
 use pagemill_sys::clock;
 use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
+use std::sync::{Arc, Weak};
 use submit::AsyncReads;
 use writeback::dirty::Dirty;
 
@@ -119,6 +119,8 @@ pub(crate) struct File {
     gate: Gate,
     /// Id of the file in its cache. Reused after the file has ended.
     id: u32,
+    /// This file, for code that needs an `Arc` of it.
+    this: Weak<Self>,
     /// Number of the file that is never reused, unlike `id`.
     serial: u64,
     /// Whether the last handle was dropped. Set before the dropping thread takes the lock of the index for the last

@@ -12,13 +12,11 @@
 
 use super::File;
 use super::drivers::readahead::{self, Reading};
-use super::inflight::{Completion, Kind, RequestId};
-use super::request::{READING, Reserved, Unpublished};
+use super::inflight::{Kind, RequestId};
+use super::request::{Purpose, READING, Reserved, Unpublished};
 use super::writeback::sync::failed;
-use crate::folio::word::Prefetch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
-use pagemill_store::errno::{self, ETIMEDOUT};
 use pagemill_store::{Cancel, Transfer};
 use std::io;
 use std::ops::Range;
@@ -55,13 +53,13 @@ impl ReadError {
         self.0.with(|place| *place = Some(error));
     }
 
-    fn take(&self) -> Result<()> {
+    pub fn take(&self) -> Result<()> {
         self.0.with(Option::take).map_or(Ok(()), Err)
     }
 }
 
 /// Result of [`File::submit`].
-enum Submitted {
+pub(crate) enum Submitted {
     /// The page is in memory, unless it was truncated or evicted meanwhile.
     Present,
     /// Another request reads the page.
@@ -71,89 +69,9 @@ enum Submitted {
 }
 
 impl File {
-    /// Reads the first of some missing pages into memory, and following ones of the same transfer. They may be evicted
-    /// again before the future resolves.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoMemory`]. [`Error::Store`] with the store's error for the first page.
-    pub(crate) async fn bring(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
-        let first = pages.start..pages.start + 1;
-        let is_one = pages == first;
-        match self.bring_together(pages).await {
-            // Perhaps only one of the other pages cannot be read.
-            Err(Error::Store { .. }) if !is_one => self.bring_together(first).await,
-            result => result,
-        }
-    }
-
-    async fn bring_together(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
-        match self.submit(pages)? {
-            Submitted::Present => Ok(()),
-            Submitted::Merged(id) => {
-                Completion::new(&self.cache.inflight, id).await;
-                Ok(())
-            }
-            Submitted::New(id, error) => {
-                Completion::new(&self.cache.inflight, id).await;
-                error.take()
-            }
-        }
-    }
-
-    /// Reads the first of some missing pages, and following ones of the same transfer, in this thread. Returns whether
-    /// the caller finds a page now. Otherwise the first page must be read by itself, which shows its error.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Store`] with `ETIMEDOUT`, for a cache with a timeout.
-    pub(crate) fn bring_several(&self, pages: Range<u64>) -> Result<bool> {
-        if pages.end - pages.start < 2 {
-            return Ok(false);
-        }
-        if self.has_timeout() {
-            return match self.bring_within_timeout(pages) {
-                Err(Error::Store { cause, .. }) if !errno::is(&cause, ETIMEDOUT) => Ok(false),
-                result => result,
-            };
-        }
-        let Some(file) = self.cache.file(self.id) else { return Ok(false) };
-        match Unpublished::reserve(&file, pages, Kind::Uncancellable, Prefetch::Requested) {
-            Ok(Reserved::Present) => Ok(true),
-            Ok(Reserved::InFlight(other)) => self.wait_for(other.id, self.deadline()).map(|()| true),
-            Ok(Reserved::New(mut folio)) => Ok(folio.read().and_then(|()| folio.publish()).is_ok()),
-            Err(_) => Ok(false),
-        }
-    }
-
-    /// Returns whether reads of the file have a time limit. The store must be asynchronous for this.
-    fn has_timeout(&self) -> bool {
-        self.cache.timeout.is_some() && self.is_asynchronous()
-    }
-
-    /// Reads the first of some missing pages, and following ones of the same transfer, if reads have a time limit.
-    /// Returns whether they have one. The page may be evicted again.
-    ///
-    /// # Errors
-    ///
-    /// As [`File::bring`], and [`Error::Store`] with `ETIMEDOUT`.
-    pub(crate) fn bring_within_timeout(&self, pages: Range<u64>) -> Result<bool> {
-        let Some(file) = self.has_timeout().then(|| self.cache.file(self.id)).flatten() else { return Ok(false) };
-        let deadline = self.deadline();
-        match file.submit(pages)? {
-            Submitted::Present => {}
-            Submitted::Merged(id) => self.wait_for(id, deadline)?,
-            Submitted::New(id, error) => {
-                self.wait_for(id, deadline)?;
-                error.take()?;
-            }
-        }
-        Ok(true)
-    }
-
     /// Submits the read of the first of some missing pages, and of following ones of the same transfer.
-    fn submit(self: &Arc<Self>, pages: Range<u64>) -> Result<Submitted> {
-        match Unpublished::reserve(self, pages, Kind::Uncancellable, Prefetch::Requested)? {
+    pub(crate) fn submit(self: &Arc<Self>, pages: Range<u64>, purpose: Purpose) -> Result<Submitted> {
+        match Unpublished::reserve(self.clone(), pages, Kind::Uncancellable, purpose)? {
             Reserved::Present => Ok(Submitted::Present),
             Reserved::InFlight(other) => Ok(Submitted::Merged(other.id)),
             Reserved::New(folio) => {

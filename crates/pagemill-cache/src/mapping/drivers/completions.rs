@@ -1,5 +1,5 @@
-//! The completion queue of a [`Queue`](crate::mapping::Queue) for stores that are no files of the system. Such stores complete
-//! reads on threads of their own.
+//! The completion queue of a [`Queue`](crate::mapping::Queue) for stores that are no files of the system. Such stores
+//! complete reads on threads of their own.
 
 use crate::mapping::request::Unpublished;
 use pagemill_core::sync::Guarded;

@@ -4,8 +4,12 @@
 //! started continue, and later calls find their bytes.
 
 use crate::mapping::drivers::readahead::SHARE_DIVISOR;
+use crate::mapping::inflight::Completion;
+use crate::mapping::request::Purpose;
+use crate::mapping::submit::Submitted;
 use crate::mapping::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Maximum number of attempts of a call to read a page. The page may be evicted before its task runs, and is then read
@@ -145,6 +149,36 @@ impl Mapping {
 }
 
 impl File {
+    /// Reads the first of some missing pages into memory, and following ones of the same transfer. They may be evicted
+    /// again before the future resolves.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`]. [`Error::Store`] with the store's error for the first page.
+    async fn bring(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+        let first = pages.start..pages.start + 1;
+        let is_one = pages == first;
+        match self.bring_together(pages).await {
+            // Perhaps only one of the other pages cannot be read.
+            Err(Error::Store { .. }) if !is_one => self.bring_together(first).await,
+            result => result,
+        }
+    }
+
+    async fn bring_together(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+        match self.submit(pages, Purpose::Read)? {
+            Submitted::Present => Ok(()),
+            Submitted::Merged(id) => {
+                Completion::new(&self.cache.inflight, id).await;
+                Ok(())
+            }
+            Submitted::New(id, error) => {
+                Completion::new(&self.cache.inflight, id).await;
+                error.take()
+            }
+        }
+    }
+
     /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         for _ in 0..MAX_READ_ATTEMPTS {

@@ -1,5 +1,6 @@
-//! Drivers of read requests: a queue of one thread, futures, and readahead.
+//! Drivers of read requests: the calling thread, a queue of one thread, futures, and readahead.
 
+mod blocking;
 mod completions;
 mod future;
 pub(crate) mod queue;

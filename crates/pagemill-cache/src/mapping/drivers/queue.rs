@@ -271,7 +271,7 @@ impl Queue {
                 self.completions.get_or_insert_with(|| Completions::new(waker)).submit(&**store, folio);
                 return Ok(false);
             }
-            folio.read()?;
+            folio.fill_from_store()?;
             return self.publish(folio);
         };
         let id = self.attach(&file, system_file)?;
@@ -305,9 +305,9 @@ impl Queue {
 
     /// Publishes a folio that was read. Returns whether the page is in memory. Otherwise the page is requested again
     /// later.
-    fn publish(&mut self, folio: Unpublished) -> Result<bool> {
+    fn publish(&mut self, mut folio: Unpublished) -> Result<bool> {
         let (file, index, token) = (folio.file().clone(), folio.index, folio.token);
-        let is_present = folio.finish()?;
+        let is_present = folio.publish()?;
         if !is_present {
             self.pending.push_back(Pending::new(file, index, token));
         }

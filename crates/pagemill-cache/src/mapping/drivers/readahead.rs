@@ -1,18 +1,18 @@
 //! Readahead for sequential reads, and hints of the program about coming reads.
 //!
-//! Records accesses that find no folio, and first uses of prefetched folios. [`streams`](crate::mapping::drivers::streams) detects
-//! streams from these and proposes ranges to read. Other hits are not recorded, so they cost nothing.
+//! Records accesses that find no folio, and first uses of prefetched folios.
+//! [`streams`](crate::mapping::drivers::streams) detects streams from these and proposes ranges to read. Other hits are
+//! not recorded, so they cost nothing.
 //!
 //! A stream has at most two proposals ahead of it, each at most a 64th of the cache's limit. All in-flight readahead of
 //! a cache is at most a 16th of the limit. Readahead evicts folios as other reads do, and stops if that frees too
 //! little.
 
 use crate::folio::Frame;
-use crate::folio::word::Prefetch;
 use crate::mapping::drivers::streams::{Rules, Streams};
 use crate::mapping::inflight::Kind;
 use crate::mapping::policy::Choice;
-use crate::mapping::request::{Reserved, Unpublished};
+use crate::mapping::request::{Purpose, Reserved, Unpublished};
 use crate::mapping::{File, Mapping};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
@@ -207,7 +207,7 @@ impl File {
     /// Starts reads of the missing pages of some ranges, as far as there is room. Returns their bytes.
     pub(crate) fn read_ahead(&self, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
         let can_read = self.is_asynchronous();
-        let Some(file) = can_read.then(|| self.cache.file(self.id)).flatten() else { return 0 };
+        let Some(file) = can_read.then(|| self.this.upgrade()).flatten() else { return 0 };
         let mut folios: Vec<Unpublished> = Vec::new();
         for range in ranges {
             let end = range.end.min(self.size_bytes());
@@ -238,13 +238,13 @@ impl File {
             if at >= end {
                 return false;
             }
-            match Unpublished::reserve(self, at..end, Kind::Uncancellable, Prefetch::Readahead) {
+            match Unpublished::reserve(self.clone(), at..end, Kind::Uncancellable, Purpose::Readahead) {
                 Ok(Reserved::New(folio)) => {
                     self.cache.ahead_bytes.fetch_add(folio.len_bytes() as u64, Relaxed);
                     at = folio.end();
                     folios.push(folio);
                 }
-                Ok(Reserved::Present) => {}
+                Ok(Reserved::Present) => at += 1,
                 Ok(Reserved::InFlight(other)) => at = at.max(other.pages.1) + 1,
                 Err(_) => return false,
             }

@@ -29,7 +29,8 @@ impl File {
         // its `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so the index stays in place until
         // it is dropped.
         let tree = unsafe { XArray::movable(cache.nodes) };
-        Arc::new(Self {
+        Arc::new_cyclic(|this| Self {
+            this: this.clone(),
             pool: cache.pool,
             tree,
             generation: cache.generation,

@@ -3,8 +3,8 @@
 
 use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
-use crate::mapping::index::{Content, Place};
-use crate::mapping::policy::Cause;
+use crate::mapping::index::Place;
+use crate::mapping::request::Purpose;
 use crate::mapping::writeback::dirty::DIRTY;
 use crate::mapping::{File, Mapping, TimedWait};
 use pagemill_core::epoch;
@@ -142,7 +142,7 @@ impl Mapping {
             let guard = epoch::pin();
             let Some(hit) = file.tree.find(index, &guard) else {
                 drop(guard);
-                file.create(index, Cause::Write, &Content::Stored)?;
+                file.bring_in(index..index + 1, Purpose::Write)?;
                 continue;
             };
             let number = hit.value() as u32;
@@ -205,11 +205,11 @@ impl File {
             let index = self.index_of(offset);
             if self.store.is_some() {
                 self.note_access(self.offset_of(index), (end - offset) as usize);
-                if self.bring_several(index..self.index_of(end - 1) + 1)? {
-                    continue;
-                }
             }
-            self.create(self.index_of(offset), Cause::Write, &Content::Stored)?;
+            let end = if self.store.is_some() { self.index_of(end - 1) + 1 } else { index + 1 };
+            // Pages that are read along are prefetched, and this pin is no use of them.
+            let purpose = if end > index + 1 { Purpose::Read } else { Purpose::Write };
+            self.bring_in(index..end, purpose)?;
         }
     }
 

@@ -1,7 +1,7 @@
 //! Reading: copies bytes out of folios, without a lock or a pin.
 
-use crate::mapping::index::Content;
 use crate::mapping::policy::{Ask, Cause, Choice};
+use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping, TimedWait, in_pieces, one_by_one};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
@@ -45,10 +45,8 @@ impl Mapping {
 enum Hole {
     /// This many bytes were read as zeros.
     Zeros(usize),
-    /// This call has created a folio for the page.
+    /// A folio was created for the page. It may be missing again.
     Filled,
-    /// Another thread created the folio, or the folio was read together with others. Its first use is not recorded yet.
-    FilledByOther,
 }
 
 impl File {
@@ -90,8 +88,6 @@ impl File {
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
-        // The read that loads a folio from the store does not count as a use.
-        let mut is_new = false;
         let mut timed_wait = TimedWait::new();
         loop {
             let guard = epoch::pin();
@@ -99,10 +95,8 @@ impl File {
                 drop(guard);
                 match self.read_hole(to, offset)? {
                     Hole::Zeros(bytes) => return Ok(bytes),
-                    Hole::Filled => is_new = true,
-                    Hole::FilledByOther => is_new = false,
+                    Hole::Filled => continue,
                 }
-                continue;
             };
             let number = hit.value() as u32;
             let word = pool.word(number);
@@ -123,7 +117,7 @@ impl File {
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
             pool.copy_out(number, at, &mut to[..len]);
             if word.is_unchanged(seen) {
-                if !is_new && self.note_used(pool.frame(number)) {
+                if self.note_used(pool.frame(number)) {
                     self.note_first_use(pool.frame(number), offset, to.len());
                 }
                 return Ok(len);
@@ -144,16 +138,14 @@ impl File {
         }
         if self.store.is_some() {
             self.note_access(offset, to.len());
-            if self.bring_several(index..self.index_of(offset + to.len() as u64 - 1) + 1)? {
-                return Ok(Hole::FilledByOther);
-            }
+            self.bring_in(index..self.index_of(offset + to.len() as u64 - 1) + 1, Purpose::Read)?;
+            return Ok(Hole::Filled);
         }
-        if self.store.is_some() || self.wants_folio_for_hole(index) {
-            match self.create(index, Cause::Read, &Content::Stored) {
-                Ok(Some(_)) => return Ok(Hole::Filled),
-                Ok(None) => return Ok(Hole::FilledByOther),
+        if self.wants_folio_for_hole(index) {
+            match self.bring_in(index..index + 1, Purpose::Read) {
+                Ok(()) => return Ok(Hole::Filled),
                 // Without memory for a folio, the hole reads zero as well.
-                Err(Error::NoMemory { .. }) if self.store.is_none() => {}
+                Err(Error::NoMemory { .. }) => {}
                 Err(error) => return Err(error),
             }
         }

@@ -1,6 +1,7 @@
 //! Truncation: sets the length of a file, and removes or zeroes the bytes behind it.
 
 use crate::folio::Owner;
+use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
@@ -120,7 +121,7 @@ impl File {
                 }
                 // A missing page may have bytes in the store, so create a folio and zero it.
                 None if self.store.is_some() => {
-                    self.create_stored(index)?;
+                    self.bring_in(index..index + 1, Purpose::Write)?;
                     continue;
                 }
                 None => match self.tree.next(index, self.index_of(to - 1), &epoch::pin()) {
@@ -131,14 +132,5 @@ impl File {
             at = end;
         }
         Ok(())
-    }
-
-    /// Creates a folio over `index` with the bytes that the store has.
-    ///
-    /// # Errors
-    ///
-    /// Errors of the store, and [`pagemill_core::Error::NoMemory`].
-    fn create_stored(&self, index: u64) -> Result<()> {
-        self.create(index, crate::mapping::policy::Cause::Write, &crate::mapping::index::Content::Stored).map(drop)
     }
 }

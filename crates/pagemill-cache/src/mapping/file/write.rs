@@ -1,11 +1,15 @@
 //! Writing: copies bytes in place into an existing folio. Where none exists, fills a new folio, which then enters the
 //! index.
 
-use crate::mapping::index::{Content, Place};
+use crate::mapping::index::Place;
 use crate::mapping::policy::Cause;
+use crate::mapping::request::{MAX_BATCH_PAGES, Purpose, Unpublished};
 use crate::mapping::{File, Mapping, in_pieces, one_by_one};
+use pagemill_core::epoch;
 use pagemill_core::error::Result;
+use pagemill_core::sync::Relaxed;
 use std::io::IoSlice;
+use std::ops::Range;
 
 impl Mapping {
     /// Copies `from` into the file at `offset`, and extends the file if needed. Returns the number of bytes written:
@@ -116,15 +120,62 @@ impl File {
         }
     }
 
-    /// Writes into a new folio. Returns `None` if the page has a folio by now.
+    /// Writes into new folios. Returns the number of bytes, or `None` if the page has a folio by now.
     #[cold]
     fn write_new(&self, from: &[u8], offset: u64) -> Result<Option<usize>> {
-        let Some(end) = self.create(self.index_of(offset), Cause::Write, &Content::Written(offset, from))? else {
+        let (index, written) = (self.index_of(offset), offset..offset + from.len() as u64);
+        let is_huge = self.wants_huge(index, Cause::Write, written.clone());
+        let pages = if is_huge { 1 } else { self.pages_to_create(index, &written) };
+        let span = if is_huge { self.span_of(index) } else { index..index + pages as u64 };
+        let is_whole = written.start <= self.offset_of(span.start) && written.end >= self.offset_of(span.end);
+        if self.store.is_some() && !is_whole {
+            // Reads the bytes that are not written. The write then finds the page in memory.
+            self.note_sequential(offset, offset);
+            self.bring_in(index..index + 1, Purpose::Write)?;
             return Ok(None);
-        };
-        let len = from.len().min((end - offset) as usize);
+        }
+        let mut folio = Unpublished::reserve_for_write(self, index, is_huge, pages)?;
+        // Copied before the request is registered: a page fault on the caller's bytes may need the same page.
+        folio.fill_from_bytes(offset, from);
+        if self.store.is_some() {
+            folio.register()?;
+        }
+        if !folio.publish()? {
+            return Ok(None);
+        }
+        let len = from.len().min((self.offset_of(folio.end()) - offset) as usize);
+        drop(folio);
         self.note_sequential(offset, offset + len as u64);
         self.propose_collapse(self.index_of(offset + len as u64 - 1));
         Ok(Some(len))
+    }
+
+    /// Returns the number of small folios that a write creates together: up to the next folio, the end of the range of
+    /// a huge folio, or [`MAX_BATCH_PAGES`]. In a file with a store, these are pages that are written completely.
+    fn pages_to_create(&self, index: u64, written: &Range<u64>) -> usize {
+        let end = written.end;
+        let end = if self.store.is_some() { self.index_of(end) } else { self.index_of(end - 1) + 1 };
+        let end = end.min(self.span_of(index).end).min(index + MAX_BATCH_PAGES as u64);
+        if end <= index + 1 {
+            return 1;
+        }
+        let next = self.tree.next(index + 1, end - 1, &epoch::pin());
+        (next.map_or(end, |found| found.first) - index) as usize
+    }
+
+    /// Extends the sequential run of writes by a write in place, if the write continues it.
+    #[inline]
+    fn continue_sequential(&self, offset: u64, end: u64) {
+        if self.sequential_end.load(Relaxed) == offset {
+            self.sequential_end.store(end, Relaxed);
+        }
+    }
+
+    /// Records a write that created pages from `offset` to `end`: it continues the sequential run, or begins a new one.
+    fn note_sequential(&self, offset: u64, end: u64) {
+        if self.sequential_end.load(Relaxed) != offset {
+            self.sequential_begin.store(offset, Relaxed);
+        }
+        self.sequential_end.store(end, Relaxed);
     }
 }

@@ -1,5 +1,6 @@
 //! Huge folios: collapsing small folios into huge ones, and splitting huge ones.
 
+mod choice;
 mod collapse;
 mod split;
 pub(crate) mod split_sparse;

@@ -13,10 +13,10 @@ use pagemill_core::sync::{Guarded, Relaxed};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::thread;
 use std::collections::VecDeque;
+use std::sync::Weak;
 #[cfg(not(shuttle))]
 use std::sync::atomic::Ordering::AcqRel;
 use std::sync::atomic::{AtomicBool, AtomicU32};
-use std::sync::{Arc, Weak};
 
 /// Maximum number of ranges in the queue of ranges to collapse. Further ranges are dropped; later writes propose them
 /// again.
@@ -93,14 +93,12 @@ impl File {
 impl Worker {
     /// Adds the range with page `index` of a file to the queue, and wakes the background thread.
     fn propose(&self, caches: &'static Caches, file: &File, index: u64) {
-        let Some(file) = file.cache.file(file.id) else { return };
-        let range = QueuedRange { file: Arc::downgrade(&file), index, tries: 0 };
+        let range = QueuedRange { file: file.this.clone(), index, tries: 0 };
         self.queue.with(|queue| {
             if queue.len() < MAX_QUEUED_RANGES {
                 queue.push_back(range);
             }
         });
-        drop(file);
         if !self.is_thread_disabled() {
             self.wake(caches);
         }

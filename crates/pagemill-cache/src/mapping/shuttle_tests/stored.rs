@@ -255,10 +255,9 @@ impl StoredFile {
     fn fill(&self, page: u64) {
         match Unpublished::reserve_for_queue(&self.file.0, page, 0, random_below(2) == 0) {
             Ok(Reserved::New(mut folio)) => {
-                let offset = folio.offset();
-                let is_read = !folio.needs_store() || self.store.read(offset, folio.bytes_mut()).is_ok();
+                let is_read = folio.fill_from_store().is_ok();
                 if is_read && random_below(4) > 0 {
-                    folio.finish().unwrap();
+                    folio.publish().unwrap();
                 }
             }
             other => _ = has_succeeded(other.map(drop)),

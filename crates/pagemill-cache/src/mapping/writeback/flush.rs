@@ -225,10 +225,8 @@ impl File {
 
     /// Adds the file to the cache's list of files with dirty pages, unless the list has it.
     fn list(&self, dirty: &Dirty) {
-        if !dirty.flush.is_listed.swap(true, SeqCst)
-            && let Some(file) = self.cache.file(self.id)
-        {
-            self.cache.balance.files.with(|files| files.push(Arc::downgrade(&file)));
+        if !dirty.flush.is_listed.swap(true, SeqCst) {
+            self.cache.balance.files.with(|files| files.push(self.this.clone()));
         }
     }
 

@@ -111,7 +111,7 @@ impl File {
         let (cache, balance) = (&self.cache, &self.cache.balance);
         let mut no_progress = NoProgress::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
-            let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
+            let Some((file, dirty)) = self.this.upgrade().zip(self.dirty.as_ref()) else { return Ok(()) };
             let has_written = match file.write_some(WritebackReason::Share, WRITER_SLICE_BYTES, balance.timeout) {
                 Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
                 Err(Error::Busy { .. }) => return Err(no_progress_error()),
