@@ -51,18 +51,7 @@ const PERSON_PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody
 const MAX_PERSON_PRONOUNS: usize = 5;
 
 /// Files that may contain retired terms.
-const RETIRED_ALLOWED: &[&str] = &[
-    GLOSSARY,
-    "CONVENTIONS.md",
-    "crates/pagemill-cache/src/mapping/ahead.rs",
-    "crates/pagemill-cache/src/mapping/arrivals.rs",
-    "crates/pagemill-cache/src/mapping/behind.rs",
-    "crates/pagemill-cache/src/mapping/fetch.rs",
-    "crates/pagemill-cache/src/mapping/fill.rs",
-    "crates/pagemill-cache/src/mapping/flights.rs",
-    "crates/pagemill-cache/src/mapping/queue.rs",
-    "crates/pagemill-cache/src/mapping/registered.rs",
-];
+const RETIRED_ALLOWED: &[&str] = &[GLOSSARY, "CONVENTIONS.md"];
 
 /// Identifiers that may contain a retired term, because they are part of an interface. The only one is the name of a
 /// counter.

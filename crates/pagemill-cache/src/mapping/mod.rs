@@ -1,12 +1,16 @@
 //! The page cache: files in memory, in huge pages.
 //!
 //! ```text
-//!   Cache     files that share a page size, a limit and a policy        (cache, policy)
-//!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
-//!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
-//!       Pool      folios: their words and bytes                           ../folio
-//!     Worker    background thread: collapses small folios into huge ones  (worker, collapse)
-//!               and splits huge folios that are mostly zeros            (sweep, split_sparse)
+//!   cache/      files that share a page size, a limit and a policy; their settings and figures
+//!     file/       one file: a handle's operations, one file per verb
+//!       index       page index -> folio
+//!       inflight    the reads in flight; one request reads a page at a time
+//!       request     an unpublished folio: reserve, fill, publish
+//!       submit      asynchronous reads of a store
+//!       drivers/    what runs requests: futures, queues, readahead
+//!       writeback/  dirty folios, and writing them to the store
+//!     evict/      the eviction order
+//!     huge/       collapse into huge folios, and splits
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
@@ -29,65 +33,35 @@
 //! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
-mod ahead;
-mod arrivals;
-mod behind;
-mod builder;
 mod cache;
-mod collapse;
-mod cursor;
-mod dirty;
+mod drivers;
 mod evict;
-mod fetch;
 mod file;
-mod fill;
-mod flights;
-mod flush;
-mod future;
-mod gate;
-pub mod order;
-mod part;
-mod pin;
+mod huge;
+mod index;
+mod inflight;
 pub mod policy;
-mod punch;
-mod queue;
-mod read;
-mod records;
-mod refresh;
-mod registered;
-mod seek;
+mod request;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
-mod source;
-mod split;
-mod split_sparse;
-mod streams;
-mod sweep;
-mod sync;
-mod throttle;
-mod truncate;
-mod usage;
-mod worker;
-mod write;
+mod submit;
 mod writeback;
-mod zero;
 
-pub use ahead::{Advice, Reuse};
-pub use builder::Builder;
+pub use cache::config::Builder;
+pub use cache::listing::ask_for_caches;
+pub use cache::source::Source;
+pub use cache::usage::{Holder, Usage};
 pub use cache::{Caches, MAX_CACHES, PageCache};
-pub use cursor::Cursor;
-pub use flush::Writeback;
-pub use pin::{Exclusive, Pin, Pins};
+pub use drivers::queue::{Fetch, Fetched, Queue};
+pub use drivers::readahead::{Advice, Reuse};
+pub use evict::order;
+pub use file::cursor::Cursor;
+pub use file::pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
-pub use queue::{Fetch, Fetched, Queue};
-pub use records::ask_for_caches;
-pub use source::Source;
-pub use usage::{Holder, Usage};
+pub use writeback::flush::Writeback;
 
 use crate::folio::{Owner, Pool};
-use behind::Behind;
-use dirty::Dirty;
-use gate::Gate;
+use file::gate::Gate;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use pagemill_core::trace::{self, Event};
@@ -95,8 +69,10 @@ use pagemill_store::Store;
 use pagemill_sys::clock;
 use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
+use std::sync::{Arc, Weak};
+use submit::AsyncReads;
+use writeback::dirty::Dirty;
 
 /// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MAX_WAIT_NS: u64 = 1_000_000_000;
@@ -133,7 +109,7 @@ pub(crate) struct File {
     /// truncation may have cut these bytes off.
     revoked: AtomicU32,
     /// State of asynchronous reads and readahead. Only for files with a store.
-    behind: Option<Arc<Behind>>,
+    reads: Option<Arc<AsyncReads>>,
     /// Lock that serializes writeback and sync of the file.
     syncing: Lock,
     /// State of dirty folios and writeback. Only for files with a store.
@@ -143,6 +119,8 @@ pub(crate) struct File {
     gate: Gate,
     /// Id of the file in its cache. Reused after the file has ended.
     id: u32,
+    /// This file, for code that needs an `Arc` of it.
+    this: Weak<Self>,
     /// Number of the file that is never reused, unlike `id`.
     serial: u64,
     /// Whether the last handle was dropped. Set before the dropping thread takes the lock of the index for the last
@@ -212,7 +190,7 @@ impl Drop for Mapping {
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
-            self.0.end_behind();
+            self.0.cancel_reads();
             self.0.cache.remove_file(self.0.id, self.0.store.is_some());
             // A thread with a temporary reference (the background, or a store's thread after a completion) also keeps
             // the store alive. The caller may reopen the store's file at once, so wait until these references are gone.

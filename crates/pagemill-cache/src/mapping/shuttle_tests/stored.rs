@@ -6,7 +6,7 @@
 //! completely after that value and before the read or sync began.
 
 use super::*;
-use crate::mapping::fill::{Asked, Filling};
+use crate::mapping::request::{Reserved, Unpublished};
 use pagemill_core::sync::modelled::scheduling_point;
 use std::io;
 use std::sync::MutexGuard;
@@ -253,12 +253,11 @@ impl StoredFile {
     /// Fills a page from the store, as a [`Queue`](crate::Queue) does. The read completes during this call, or is
     /// dropped.
     fn fill(&self, page: u64) {
-        match Filling::begin(&self.file.0, page, 0, random_below(2) == 0) {
-            Ok(Asked::Begun(mut filling)) => {
-                let offset = filling.offset();
-                let is_read = !filling.needs_store() || self.store.read(offset, filling.bytes_mut()).is_ok();
+        match Unpublished::reserve_for_queue(&self.file.0, page, 0, random_below(2) == 0) {
+            Ok(Reserved::New(mut folio)) => {
+                let is_read = folio.fill_from_store().is_ok();
                 if is_read && random_below(4) > 0 {
-                    filling.finish().unwrap();
+                    folio.publish().unwrap();
                 }
             }
             other => _ = has_succeeded(other.map(drop)),

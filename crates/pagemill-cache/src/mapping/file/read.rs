@@ -1,0 +1,184 @@
+//! Reading: copies bytes out of folios, without a lock or a pin.
+
+use crate::mapping::policy::{Ask, Cause, Choice};
+use crate::mapping::request::Purpose;
+use crate::mapping::{File, Mapping, TimedWait, in_pieces, one_by_one};
+use pagemill_core::epoch;
+use pagemill_core::error::{Error, Result};
+use std::io::IoSliceMut;
+
+impl Mapping {
+    /// Copies bytes from `offset` on into `to`, up to the end of the file. Returns the number of bytes: 0 at or past
+    /// the end, and for an empty buffer.
+    ///
+    /// Holes read zero. A read that runs concurrently with a write may find old and new bytes in one page, as in any
+    /// file. Concurrently with `truncate` or `punch_hole` a read finds old bytes or zeros.
+    ///
+    /// Cost: an index lookup and a copy for each folio, small or huge. Writes to no shared memory, except that reads of
+    /// files with a store sometimes record the use of a folio.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOffset`] past 2^63. [`Error::Busy`] if another thread holds a folio for a second. [`Error::Store`].
+    /// [`Error::NoMemory`] if there is no room for bytes of the store (dirty pages stay until [`Mapping::sync`]). If a
+    /// part was read before the error, returns the length of that part. The rest of `to` is then unchanged or zero.
+    pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let file = &*self.0;
+        file.check(offset, to.len() as u64)?;
+        let size = file.size_bytes();
+        let len = (to.len() as u64).min(size.saturating_sub(offset)) as usize;
+        in_pieces(len, |done| file.read_piece(&mut to[done..len], offset + done as u64))
+    }
+
+    /// As [`Mapping::read_at`], into several buffers, one after the other.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::read_at`].
+    pub fn read_vectored_at(&self, to: &mut [IoSliceMut<'_>], offset: u64) -> Result<usize> {
+        self.0.check(offset, to.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
+        one_by_one(to.iter_mut().map(|buffer| &mut **buffer), |buffer, done| self.read_at(buffer, offset + done))
+    }
+}
+
+/// Result of a read where no folio was in memory.
+enum Hole {
+    /// This many bytes were read as zeros.
+    Zeros(usize),
+    /// A folio was created for the page. It may be missing again.
+    Filled,
+}
+
+impl File {
+    /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes read.
+    #[inline]
+    pub(crate) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let index = self.index_of(offset);
+        if let Some((found, frame)) = self.hint(index) {
+            let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
+            // Prefetches the bytes, so that their cache miss overlaps with that of the word.
+            self.pool.prefetch(number, at);
+            let seen = frame.word.load();
+            if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
+                let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
+                self.pool.copy_out(number, at, &mut to[..len]);
+                // Unchanged: the folio had the same owner during the whole copy.
+                if frame.word.is_unchanged(seen) {
+                    if self.note_used(frame) {
+                        self.note_first_use(frame, offset, to.len());
+                    }
+                    return Ok(len);
+                }
+            }
+        }
+        self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
+    }
+
+    /// Zeroes a buffer after a failed read. A discarded copy may have left another file's bytes there, which the caller
+    /// must not see.
+    #[cold]
+    fn wipe(&self, to: &mut [u8]) {
+        // The read copied at most one folio, which is at most a chunk.
+        let most = to.len().min(self.pool.chunk_bytes());
+        to[..most].fill(0);
+    }
+
+    /// As [`File::read_piece`], but holds an epoch guard during the index lookup. Used for holes, and for folios that
+    /// change.
+    #[cold]
+    fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let (pool, index) = (self.pool(), self.index_of(offset));
+        let mut timed_wait = TimedWait::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else {
+                drop(guard);
+                match self.read_hole(to, offset)? {
+                    Hole::Zeros(bytes) => return Ok(bytes),
+                    Hole::Filled => continue,
+                }
+            };
+            let number = hit.value() as u32;
+            let word = pool.word(number);
+            let seen = word.load();
+            if !hit.is_still() {
+                continue;
+            }
+            if !seen.is_readable() {
+                drop(guard);
+                timed_wait.wait()?;
+                continue;
+            }
+            let found = hit.found();
+            // The copy below needs no epoch: the memory stays mapped, and an invalid copy is discarded. Without the
+            // guard, this reader delays no reclamation.
+            drop(guard);
+            let at = (offset - self.offset_of(found.first)) as usize;
+            let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
+            pool.copy_out(number, at, &mut to[..len]);
+            if word.is_unchanged(seen) {
+                if self.note_used(pool.frame(number)) {
+                    self.note_first_use(pool.frame(number), offset, to.len());
+                }
+                return Ok(len);
+            }
+        }
+    }
+
+    /// Loads a folio into memory, or reads zeros up to the end of the page.
+    #[cold]
+    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
+        let index = self.index_of(offset);
+        let end = self.offset_of(index + 1);
+        // The file was truncated meanwhile. No page behind its end may be read into memory.
+        if self.store.is_some() && offset >= self.size_bytes() {
+            let len = to.len().min((end - offset) as usize);
+            to[..len].fill(0);
+            return Ok(Hole::Zeros(len));
+        }
+        if self.store.is_some() {
+            self.note_access(offset, to.len());
+            self.bring_in(index..self.index_of(offset + to.len() as u64 - 1) + 1, Purpose::Read)?;
+            return Ok(Hole::Filled);
+        }
+        if self.wants_folio_for_hole(index) {
+            match self.bring_in(index..index + 1, Purpose::Read) {
+                Ok(()) => return Ok(Hole::Filled),
+                // Without memory for a folio, the hole reads zero as well.
+                Err(Error::NoMemory { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let len = to.len().min((end - offset) as usize);
+        to[..len].fill(0);
+        Ok(Hole::Zeros(len))
+    }
+
+    /// Returns whether the policy wants a folio for a read of a hole, and the limit leaves room for a huge one.
+    fn wants_folio_for_hole(&self, index: u64) -> bool {
+        let span = self.span_of(index);
+        let is_wanted = match self.choose_for_hole(index) {
+            Choice::Nothing => false,
+            Choice::Small => true,
+            // If the range has folios already, the new folio would be a small one.
+            Choice::Huge => self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none(),
+        };
+        // If no huge folio fits within the limit, the hole reads zero without memory.
+        is_wanted && self.cache.fits_huge_folio()
+    }
+
+    /// Returns the policy's choice for a read of a hole.
+    pub(crate) fn choose_for_hole(&self, index: u64) -> Choice {
+        let span = self.span_of(index);
+        self.cache.policy.choose(&Ask {
+            cause: Cause::Read,
+            offset: self.offset_of(span.start),
+            span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
+            wanted_bytes: self.page_bytes() as u64,
+            present_bytes: 0,
+            size_bytes: self.size_bytes(),
+            sequential_bytes: 0,
+            read_bytes: 0,
+        })
+    }
+}

@@ -1,0 +1,148 @@
+//! The index of a file: finding and pinning the folio of a page, and removing folios.
+
+use super::{File, TimedWait};
+use crate::folio::{Frame, Owner};
+use pagemill_core::epoch;
+use pagemill_core::error::Result;
+use pagemill_xarray::Found;
+
+/// A pinned folio of a file.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub number: u32,
+    /// Index of the folio's first page.
+    pub first: u64,
+    pub order: u8,
+}
+
+impl File {
+    /// Pins the folio of a page. Returns `None` if the page has no folio.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread holds the folio for a second.
+    #[inline]
+    pub(crate) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
+        match self.try_pin_page(index) {
+            Some((found, _)) => {
+                Ok(Some(Place { number: found.value as u32, first: found.first, order: found.order as u8 }))
+            }
+            None => self.pin_page_slowly(index),
+        }
+    }
+
+    /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio. The
+    /// order in the result is the folio's.
+    #[inline]
+    pub(crate) fn try_pin_page(&self, index: u64) -> Option<(Found, &'static Frame)> {
+        let (found, frame) = self.hint(index)?;
+        let state = frame.word.pin().ok()?;
+        // A pinned folio keeps its owner.
+        if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
+            if self.note_used(frame) {
+                self.note_first_use(frame, self.offset_of(index), 1);
+            }
+            return Some((found, frame));
+        }
+        self.cache.unpin(found.value as u32);
+        None
+    }
+
+    /// Returns the entry of a page and its frame, without a lock or an epoch. Both may be outdated.
+    #[inline]
+    pub(crate) fn hint(&self, index: u64) -> Option<(Found, &'static Frame)> {
+        let found = self.tree.hint(index)?;
+        Some((found, self.pool.frame_if_any(found.value)?))
+    }
+
+    /// Returns whether a live folio is the one of this file that begins at page `first`.
+    #[inline]
+    pub(crate) fn is_of(&self, frame: &Frame, first: u64) -> bool {
+        frame.is_of(Owner { id: self.id, index: first })
+    }
+
+    /// Records a use for eviction. Returns whether the folio was read ahead, and this is its first use.
+    #[inline]
+    pub(crate) fn note_used(&self, frame: &Frame) -> bool {
+        self.store.is_some() && frame.word.note_use()
+    }
+
+    /// As [`File::pin_page`], but holds an epoch guard during the lookup, and waits for a held or frozen folio.
+    #[cold]
+    pub(crate) fn pin_page_slowly(&self, index: u64) -> Result<Option<Place>> {
+        let mut timed_wait = TimedWait::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
+            let number = hit.value() as u32;
+            match self.pool().word(number).pin() {
+                // A pinned folio does not move to another file, so the index entry stays valid.
+                Ok(state) if hit.is_still() => {
+                    return Ok(Some(Place { number, first: hit.first(), order: state.order() }));
+                }
+                Ok(_) => self.cache.unpin(number),
+                Err(_) if !hit.is_still() => {}
+                Err(_) => {
+                    drop(guard);
+                    timed_wait.wait()?;
+                }
+            }
+        }
+    }
+
+    /// Returns whether a page has a folio.
+    pub(crate) fn has_page(&self, index: u64) -> bool {
+        self.tree.find(index, &epoch::pin()).is_some()
+    }
+
+    /// Thaws a frozen folio. Frees it if it was removed from its file meanwhile.
+    pub(crate) fn thaw(&self, number: u32) {
+        self.note_revived(number, self.pool().word(number).thaw());
+    }
+
+    /// Frees a folio that could not be made live again, because it was removed from its file while this thread used it.
+    pub(crate) fn note_revived(&self, number: u32, is_live: bool) {
+        if !is_live {
+            self.cache.free(number, self.pool().word(number).load().order());
+        }
+    }
+
+    /// Removes the folios that lie completely between the pages `first` and `last`. Returns the bytes freed. Pinned and
+    /// held folios are freed later.
+    pub(crate) fn remove_pages(&self, first: u64, last: u64) -> u64 {
+        /// Maximum number of folios that are removed under one lock of the index.
+        const BATCH: usize = 256;
+        let mut removed = 0;
+        let mut from = first;
+        loop {
+            let (mut numbers, mut count, mut next) = ([(0, 0); BATCH], 0, None);
+            let mut writer = self.tree.lock();
+            self.note_revoked();
+            while count < BATCH && from <= last {
+                let Some(found) = writer.next(from, last) else { break };
+                if found.first >= first && found.last() <= last {
+                    writer.erase(found.first);
+                    numbers[count] = (found.value as u32, found.order as u8);
+                    count += 1;
+                }
+                from = found.last() + 1;
+                next = Some(from);
+            }
+            drop(writer);
+            // If a folio is split meanwhile, the order in its word is outdated, unlike that of the index.
+            let mut dirty_bytes = 0;
+            for (number, order) in numbers[..count].iter().copied() {
+                let left = self.pool().word(number).remove_from_file();
+                dirty_bytes += if left.was_dirty { self.cache.folio_bytes(order) } else { 0 };
+                if left.must_be_freed {
+                    self.cache.free(number, order);
+                    removed += self.cache.folio_bytes(order);
+                }
+            }
+            self.sub_dirty(dirty_bytes);
+            if next.is_none() || count < BATCH {
+                return removed;
+            }
+        }
+    }
+}
