@@ -7,7 +7,7 @@
 //! | [`Kind`] | completed by | a request for the same pages |
 //! |---|---|---|
 //! | `Uncancellable` | the registering thread, or the store's thread | waits |
-//! | `Cancellable` | a later call of a queue's owner, which may never come | cancels it, unless it is `Cancellable`, too |
+//! | `Cancellable` | a later call of a queue's owner, perhaps never | cancels it, unless it is `Cancellable`, too |
 //! | `CancellableTimedOut` | as `Cancellable` | cancels it, unless it is `Cancellable` |
 //!
 //! A cancelled request is not in the table any more ([`InflightTable::contains`]), and must not publish its pages.

@@ -30,7 +30,7 @@
 //! called with the gate held, so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
-//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! `pagemill_xarray::Forests`. Lock order: gate, table of in-flight reads (files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
 mod cache;

@@ -121,7 +121,7 @@ impl Builder {
     ///
     /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
     /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
-    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](crate::mapping::MAX_CACHES) already.
+    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
     /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid percentages of dirty pages.
     /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. With reserved huge pages,
     /// also the errors of [`Source::Hugetlb`].

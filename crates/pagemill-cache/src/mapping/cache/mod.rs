@@ -695,8 +695,8 @@ impl PageCache {
     }
 
     /// Writes back pages that have been dirty for too long, and those above the background share
-    /// ([`Writeback`](crate::mapping::Writeback)). The background thread does the same unless it is disabled. Returns the bytes
-    /// written.
+    /// ([`Writeback`](crate::mapping::Writeback)). The background thread does the same unless it is disabled. Returns
+    /// the bytes written.
     #[doc(hidden)] // a step of the background thread, for callers of `Caches::collapse_by_hand`
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
