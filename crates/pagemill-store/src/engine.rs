@@ -13,6 +13,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_sys::thread::{self, Work};
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::Duration;
@@ -41,6 +42,8 @@ struct TransferEngine {
     /// Wakes the engine's thread, if there is one. All threads that the engine ever spawns share this waker, because a
     /// [`Cancel`](super::Cancel) may store the waker for as long as the process runs.
     waker: OnceLock<Waker>,
+    /// Whether a transfer was cancelled since the engine's thread last searched for cancelled transfers.
+    has_cancelled: AtomicBool,
 }
 
 /// Transfers (jobs) that are not in the ring yet.
@@ -49,6 +52,8 @@ struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
     /// Whether the engine has a thread.
     is_running: bool,
+    /// Whether the engine's thread takes jobs off the queue before it waits for its ring, so that it need not be woken.
+    is_awake: bool,
     /// Ends a wait of the engine's thread for its ring; `None` if the engine has no ring.
     ring_waker: Option<RingWaker>,
 }
@@ -58,6 +63,7 @@ struct EngineWaker(&'static TransferEngine);
 
 impl Wake for EngineWaker {
     fn wake(self: Arc<Self>) {
+        self.0.has_cancelled.store(true, SeqCst);
         let ring_waker = self.0.submissions().ring_waker.clone();
         ring_waker.iter().for_each(RingWaker::wake);
     }
@@ -98,7 +104,8 @@ impl TransferEngine {
     }
 
     fn new(generation: u32) -> Self {
-        Self { generation, submissions: Mutex::default(), waker: OnceLock::new() }
+        let (submissions, waker, has_cancelled) = (Mutex::default(), OnceLock::new(), AtomicBool::new(false));
+        Self { generation, submissions, waker, has_cancelled }
     }
 
     /// Queues transfers, and spawns the engine's thread if there is none. Does transfers beyond [`MAX_WAITING_JOBS`] on
@@ -112,7 +119,8 @@ impl TransferEngine {
             .extend(batch.by_ref().take(room).map(|transfer| EngineJob { handle: handle.clone(), transfer }));
         debug_assert!(submissions.jobs.len() <= MAX_WAITING_JOBS);
         let must_spawn = !std::mem::replace(&mut submissions.is_running, true);
-        let ring_waker = submissions.ring_waker.clone();
+        let must_wake = !std::mem::replace(&mut submissions.is_awake, true);
+        let ring_waker = submissions.ring_waker.clone().filter(|_| must_wake);
         drop(submissions);
         if let Some(ring_waker) = ring_waker {
             ring_waker.wake();
@@ -150,7 +158,11 @@ impl TransferEngine {
         self.submissions().ring_waker = Some(ring_waker);
         loop {
             self.queue_jobs(&mut ring, waker);
+            if !self.may_wait(ring.is_full()) {
+                continue;
+            }
             let events = ring.wait(1, IDLE_TIMEOUT)?;
+            self.submissions().is_awake = true;
             while let Some(event) = ring.next() {
                 match event {
                     Event::Done { buffer, result, .. } => report_end(buffer, result),
@@ -161,7 +173,9 @@ impl TransferEngine {
                     }
                 }
             }
-            ring.cancel_where(Transfer::is_cancelled);
+            if self.has_cancelled.swap(false, SeqCst) {
+                ring.cancel_where(Transfer::is_cancelled);
+            }
             if ring.in_flight() == 0 {
                 ring.sweep();
                 if events == 0 && self.try_end() {
@@ -169,6 +183,14 @@ impl TransferEngine {
                 }
             }
         }
+    }
+
+    /// Returns whether the engine's thread may wait for its ring: the queue is empty, or the ring is full. With an empty
+    /// queue, the next job wakes the thread.
+    fn may_wait(&self, is_ring_full: bool) -> bool {
+        let mut submissions = self.submissions();
+        submissions.is_awake = !submissions.jobs.is_empty();
+        is_ring_full || submissions.jobs.is_empty()
     }
 
     /// Returns whether the queue is empty. If so, marks the thread as ended.

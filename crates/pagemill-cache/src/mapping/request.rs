@@ -7,6 +7,7 @@
 
 use super::File;
 use super::drivers::readahead::SHARE_DIVISOR;
+use super::evict::order::GhostKey;
 use super::inflight::{Conflict, InflightGuard, Kind, RequestId};
 use super::policy::Cause;
 use super::writeback::dirty::DIRTY;
@@ -417,9 +418,19 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         Ok(true)
     }
 
+    /// Prefetches what the publication of a batch of the folios changes.
+    fn prefetch(&self, batch: Range<usize>) {
+        let file = &*self.file;
+        file.tree.prefetch(self.index_at(batch.start));
+        for at in batch {
+            file.cache.order.prefetch(GhostKey::of(file.id, self.index_at(at), self.order));
+        }
+    }
+
     fn publish_batch(&mut self, batch: Range<usize>) -> Result<bool> {
         let (file, order) = (&*self.file, self.order);
         let (first, last) = (self.index_at(batch.start), self.index_at(batch.end) - 1);
+        self.prefetch(batch.clone());
         for at in batch.clone() {
             let number = self.memory.number(at);
             file.pool.set_owner(number, Owner { id: file.id, index: self.index_at(at) });
@@ -479,6 +490,11 @@ impl<F: Deref<Target = File>> Unpublished<F> {
 }
 
 impl Unpublished {
+    /// Prefetches what [`Unpublished::publish`] changes first.
+    pub fn prefetch_publication(&self) {
+        self.prefetch(self.published..self.memory.count().min(MAX_BATCH_PAGES));
+    }
+
     /// Reserves a folio for a page that a queue requests. After a long wait (`is_timed_out`), the request cancels the
     /// requests of other queues.
     ///

@@ -483,6 +483,14 @@ impl<B: Buffer> Ring<B> {
         self.events.pop_front()
     }
 
+    /// Returns the buffers of the transfers whose [`Event::Done`] was not taken yet.
+    pub fn completed(&self) -> impl Iterator<Item = &B> {
+        self.events.iter().filter_map(|event| match event {
+            Event::Done { buffer, .. } => Some(buffer),
+            Event::Late { .. } => None,
+        })
+    }
+
     /// Handles all completions that have arrived.
     fn collect_completions(&mut self) {
         while let Some(done) = self.backend.pop() {

@@ -339,6 +339,7 @@ impl Queue {
     fn take_completions(&mut self, least: usize, timeout: Duration) -> Result<()> {
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
         self.registration.unregister_if_requested(&mut self.ring);
+        self.ring.completed().for_each(Unpublished::prefetch_publication);
         while let Some(event) = self.ring.next() {
             let Event::Done { buffer: folio, result, .. } = event else { continue };
             self.complete(folio, result);
