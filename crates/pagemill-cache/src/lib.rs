@@ -25,8 +25,8 @@ pub use mapping::Source;
 pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
-    Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, Holder, Mapping, PageCache, Pin, Pins, Policy, Queue,
-    Reuse, Usage, Writeback, ask_for_caches,
+    Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, FolioHint, Holder, Mapping, PageCache, Pin, Pins,
+    Policy, Queue, Reuse, Usage, Writeback, ask_for_caches,
 };
 #[cfg(not(loom))]
 pub use nodes::{IndexNodes, NodeCache};

@@ -162,11 +162,12 @@ pub fn scan(
     Ok(())
 }
 
-/// Returns a number that is at least the number of entries in any folder: each entry counts as an inode, also a further
-/// name of a file. A file system without a maximum of inodes does not count them.
+/// Returns a number that is at least twice the number of entries in any folder: each entry counts as an inode, also a
+/// further name of a file. Before Linux 6.6 a folder's newest entries come first, so a name is returned again for each
+/// file that is created between two batches. A file system without a maximum of inodes does not count them.
 fn max_entries(access: &FileAccess) -> u64 {
     let usage = access.usage().ok().filter(|usage| usage.max_inodes > 0);
-    usage.map_or(u64::MAX, |usage| usage.inodes)
+    usage.map_or(u64::MAX, |usage| usage.inodes.saturating_mul(2))
 }
 
 /// Returns the root folder. Adds invalid marks to `found`.

@@ -62,8 +62,8 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 /// ```
 pub mod cache {
     pub use pagemill_cache::{
-        Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, Mapping, Never,
-        PageCache, Pin, Pins, Policy, Queue, Reuse, Usage, Writeback,
+        Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint, Mapping,
+        Never, PageCache, Pin, Pins, Policy, Queue, Reuse, Usage, Writeback,
     };
 
     #[cfg(feature = "hugetlb")]

@@ -101,6 +101,20 @@ fn folios_in_use_are_not_split() {
     assert_contents(&file, &[1, 1]);
 }
 
+/// The scan finds a folio dense. The folio is removed, and its memory gets a new folio, of which only the end is written.
+/// The scan must check the new folio.
+#[test]
+fn folios_with_a_hole_at_the_begin_are_split() {
+    let cache = cache();
+    let file = file(&cache, &[PAGES]);
+    assert_eq!((0..4).map(|_| cache.split_sparse_waiting(1)).sum::<u64>(), 0, "the folio is dense");
+    file.truncate(0).unwrap();
+    file.write_at(&vec![7; BLOCK_BYTES / 2], BLOCK / 2).unwrap();
+    assert_eq!(cache.usage().huge, BLOCK);
+    let freed: u64 = (0..4).map(|_| cache.split_sparse_waiting(1)).sum();
+    assert_eq!((freed, cache.usage().huge), (BLOCK / 2, 0));
+}
+
 /// Folios that the scan found dense are zeroed or truncated. The scan must then check them again.
 #[test]
 fn zeroed_folios_are_checked_again() {

@@ -1,7 +1,7 @@
 //! Tests of files that many threads use at the same time. No thread may find bytes of another file, or bytes that were
 //! removed.
 
-use pagemill_cache::mapping::policy::{Always, Auto};
+use pagemill_cache::mapping::policy::{Always, Auto, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};
 use pagemill_core::Error;
 use pagemill_core::units::PageSize;
@@ -161,4 +161,28 @@ fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
     use_two_files_concurrently(&cache);
     assert_all_memory_returned(&cache);
+}
+
+/// The first pages of a cache are written by more threads than its pool has chunks. While other threads make the chunks
+/// resident, a thread that finds no chunk must wait for one of them.
+#[test]
+fn threads_share_the_first_chunks_of_a_cache() {
+    const THREADS: u64 = 4;
+    let pagemill = Testbed::for_test();
+    pagemill.caches.collapse_by_hand();
+    let cache = PageCache::builder("first").limit(2 << 20).policy(Never).build_in(pagemill.caches).unwrap();
+    for round in 0..500 {
+        let (file, barrier) = (cache.create().unwrap(), std::sync::Barrier::new(THREADS as usize));
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (file, barrier) = (&file, &barrier);
+                scope.spawn(move || {
+                    barrier.wait();
+                    assert_eq!(file.write_at(&[1; 4096], thread * 4096).unwrap(), 4096, "round {round}");
+                });
+            }
+        });
+        drop(file);
+        cache.give_back();
+    }
 }

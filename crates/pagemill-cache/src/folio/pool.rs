@@ -414,16 +414,16 @@ impl Pool {
         debug_assert!(order <= self.chunk_order, "a folio fits into a chunk");
         let mut backoff = Backoff::new();
         let chunk = loop {
-            // Other threads may bring in a chunk of which they use a part, or return one to the system.
-            let is_chunk_in_transit = self.state.with(|state| state.chunks_in_transit > 0);
-            match self.claim_empty_chunk() {
-                Ok(chunk) => break chunk,
-                Err(error) => match self.allocate_free(order) {
-                    Some(taken) => return Ok(taken),
-                    None if !is_chunk_in_transit => return Err(error),
-                    None => backoff.pause(),
-                },
+            let claimed = self.claim_empty_chunk();
+            if let Ok(Some(chunk)) = claimed {
+                break chunk;
             }
+            // Another thread may use only a part of the chunk that it brings in.
+            if let Some(taken) = self.allocate_free(order) {
+                return Ok(taken);
+            }
+            claimed?;
+            backoff.pause();
         };
         let first_block = self.first_block(chunk);
         let filled = if self.is_hugetlb() {
@@ -461,26 +461,39 @@ impl Pool {
         Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
     }
 
-    /// Claims a chunk without memory; the caller then makes the chunk resident.
-    fn claim_empty_chunk(&self) -> Result<u32> {
+    /// Claims a chunk without memory; the caller then makes the chunk resident. Returns `None` if there is none, but
+    /// other threads are making chunks resident, or are returning chunks to the system.
+    fn claim_empty_chunk(&self) -> Result<Option<u32>> {
         self.state.with(|state| {
-            if let Some(chunk) = state.empty {
-                let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
-                debug_assert!(chunk < state.chunks, "a chunk in the list was opened");
-                state.empty = u32::try_from(next).ok();
-                state.chunks_in_transit += 1;
-                return Ok(chunk);
-            }
-            if state.chunks == self.max_chunks {
-                return Err(self.pool_full_error());
-            }
-            self.open_chunk(state.chunks)?;
-            state.buddies.leases.commit_slot_state(state.chunks)?;
-            state.chunks += 1;
+            let claimed = match state.empty {
+                Some(chunk) => {
+                    let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
+                    debug_assert!(chunk < state.chunks, "a chunk in the list was opened");
+                    state.empty = u32::try_from(next).ok();
+                    chunk
+                }
+                None => match self.open_next_chunk(state) {
+                    Ok(chunk) => chunk,
+                    Err(_) if state.chunks_in_transit > 0 => return Ok(None),
+                    Err(error) => return Err(error),
+                },
+            };
             state.chunks_in_transit += 1;
-            self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);
-            Ok(state.chunks - 1)
+            Ok(Some(claimed))
         })
+    }
+
+    /// Opens the first chunk that was never used. Returns its number.
+    fn open_next_chunk(&self, state: &mut PoolState) -> Result<u32> {
+        let chunk = state.chunks;
+        if chunk == self.max_chunks {
+            return Err(self.pool_full_error());
+        }
+        self.open_chunk(chunk)?;
+        state.buddies.leases.commit_slot_state(chunk)?;
+        state.chunks += 1;
+        self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);
+        Ok(chunk)
     }
 
     /// Commits the frames of a chunk that was never used, and opens its addresses. Addresses are opened in steps of

@@ -56,6 +56,7 @@ pub use drivers::queue::{Fetch, Fetched, Queue};
 pub use drivers::readahead::{Advice, Reuse};
 pub use evict::order;
 pub use file::cursor::Cursor;
+pub use file::hint::FolioHint;
 pub use file::pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 pub use writeback::flush::Writeback;

@@ -161,9 +161,11 @@ pub(crate) struct Unpublished<F: Deref<Target = File> = Arc<File>> {
     is_rest_unread: bool,
     /// [`File::revoked`] at the reservation.
     revoked: u32,
-    /// End of the written bytes in the file. `None` if the folio is clean.
-    written_end: Option<u64>,
+    /// The bytes of the file that a write has filled. `None` if the folio is clean.
+    written: Option<Range<u64>>,
     purpose: Purpose,
+    /// Whether the bytes are counted as in-flight readahead ([`Inner::ahead_bytes`]). Dropping the value ends that.
+    is_counted_ahead: bool,
     /// The requested page, and the token of a queue's caller.
     pub index: u64,
     pub token: u64,
@@ -267,8 +269,9 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             stored_bytes: stored.min(len_bytes) as usize,
             is_rest_unread: false,
             revoked,
-            written_end: None,
+            written: None,
             purpose,
+            is_counted_ahead: false,
             index: first,
             token: 0,
         }
@@ -281,6 +284,13 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     /// Returns the page number of the first page.
     pub fn number(&self) -> u32 {
         self.memory.number(0)
+    }
+
+    /// Counts the bytes as in-flight readahead until the value is dropped.
+    pub fn count_ahead(&mut self) {
+        debug_assert!(!self.is_counted_ahead, "a folio is counted once");
+        self.is_counted_ahead = true;
+        self.file.cache.ahead_bytes.fetch_add(self.total_bytes() as u64, Relaxed);
     }
 
     pub fn is_readahead(&self) -> bool {
@@ -353,7 +363,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             }
             pool.copy_in(number, from as usize, part);
         }
-        self.written_end = Some(offset + bytes.len() as u64);
+        self.written = Some(offset..offset + bytes.len() as u64);
     }
 
     /// Zeroes the bytes that were not read, and copies scattered pages out of their buffer.
@@ -398,7 +408,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     ///
     /// [`pagemill_core::Error::NoAddresses`] if no memory for nodes of the index is left.
     pub fn publish(&mut self) -> Result<bool> {
-        if self.written_end.is_none() {
+        if self.written.is_none() {
             self.fill_rest();
         }
         let count = self.memory.count();
@@ -406,7 +416,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             let batch = self.published..count.min(self.published + MAX_BATCH_PAGES);
             let bytes = self.file.cache.folio_bytes(self.order) * batch.len() as u64;
             // Added before another thread can write the folios back.
-            let dirty_bytes = if self.written_end.is_some() { bytes } else { 0 };
+            let dirty_bytes = if self.written.is_some() { bytes } else { 0 };
             self.file.add_dirty(dirty_bytes);
             let published = self.publish_batch(batch);
             if !matches!(published, Ok(true)) {
@@ -449,11 +459,11 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         for at in batch {
             let (index, number) = (self.index_at(at), self.memory.number(at));
             let word = file.pool.word(number);
-            if let Some(end) = self.written_end {
+            if let Some(written) = &self.written {
                 // The folio is busy until it is live, so a thread that finds it waits. The length is set in between: a
                 // thread that reads up to the new end finds the folio, and writeback knows how much of it is valid.
                 writer.store(index, u32::from(order), u64::from(number), &mut stock);
-                file.grow(file.offset_of(index + (1 << order)).min(end));
+                file.grow(file.offset_of(index + (1 << order)).min(written.end));
                 if file.dirty.is_some() {
                     writer.set_mark(index, DIRTY);
                 }
@@ -482,8 +492,9 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         }
         self.file.trace(Event::FolioMade, self.first, self.order);
         stats::add(Counter::HugeAllocated, 1);
-        let is_written = self.written_end.is_some_and(|end| end >= self.file.offset_of(self.end()));
-        if !is_written {
+        let (begin, end) = (self.offset(), self.file.offset_of(self.end()));
+        let is_full = self.written.as_ref().is_some_and(|written| written.start <= begin && written.end >= end);
+        if !is_full {
             self.file.note_sparse(self.number());
         }
     }
@@ -516,6 +527,9 @@ impl Unpublished {
 
 impl<F: Deref<Target = File>> Drop for Unpublished<F> {
     fn drop(&mut self) {
+        if self.is_counted_ahead {
+            self.file.cache.ahead_bytes.fetch_sub(self.total_bytes() as u64, Relaxed);
+        }
         (self.published..self.memory.count()).for_each(|at| self.file.cache.free(self.memory.number(at), self.order));
         if let Some(request) = self.request {
             self.file.cache.inflight.complete(request);

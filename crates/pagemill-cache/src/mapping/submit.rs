@@ -11,11 +11,12 @@
 //! A store may complete a transfer before [`pagemill_store::Store::start`] returns, so the caller holds no lock.
 
 use super::File;
-use super::drivers::readahead::{self, Reading};
+use super::drivers::readahead::Reading;
 use super::inflight::{Kind, RequestId};
 use super::request::{Purpose, READING, Reserved, Unpublished};
 use super::writeback::sync::failed;
 use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
 use pagemill_store::{Cancel, Transfer};
 use std::io;
@@ -129,8 +130,8 @@ impl File {
 /// threads.
 fn complete(mut folio: Unpublished, result: io::Result<()>, error: Option<&ReadError>) {
     let published = result.map_err(failed(READING)).and_then(|()| folio.publish());
-    if folio.is_readahead() {
-        readahead::note_readahead_completed(&folio, matches!(published, Ok(true)));
+    if folio.is_readahead() && matches!(published, Ok(true)) {
+        stats::add(Counter::ReadAhead, folio.total_bytes() as u64);
     }
     if let (Err(cause), Some(error)) = (published, error) {
         error.set(cause);

@@ -239,8 +239,8 @@ impl File {
                 return false;
             }
             match Unpublished::reserve(self.clone(), at..end, Kind::Uncancellable, Purpose::Readahead) {
-                Ok(Reserved::New(folio)) => {
-                    self.cache.ahead_bytes.fetch_add(folio.len_bytes() as u64, Relaxed);
+                Ok(Reserved::New(mut folio)) => {
+                    folio.count_ahead();
                     at = folio.end();
                     folios.push(folio);
                 }
@@ -256,14 +256,5 @@ impl File {
     fn page_behind_folio(&self, index: u64) -> Option<u64> {
         let guard = epoch::pin();
         self.tree.find(index, &guard).map(|hit| hit.found().last() + 1)
-    }
-}
-
-/// Records the completion of a read ahead.
-pub(crate) fn note_readahead_completed(folio: &Unpublished, is_published: bool) {
-    let len_bytes = folio.len_bytes() as u64;
-    folio.file().cache.ahead_bytes.fetch_sub(len_bytes, Relaxed);
-    if is_published {
-        stats::add(Counter::ReadAhead, len_bytes);
     }
 }

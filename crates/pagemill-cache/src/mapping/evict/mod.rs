@@ -185,14 +185,15 @@ impl File {
             let frozen = self.pool().word(candidate.number).freeze().ok();
             *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
         }
-        let mut writer = self.tree.lock();
-        self.note_removal();
-        for (folio, candidate) in folios.iter_mut().zip(candidates) {
-            if let Some(folio) = folio {
-                folio.is_removed = remove_frozen(&mut writer, folio.index, candidate.number, folio.state);
+        if folios.iter().flatten().any(|folio| !folio.state.is_dirty()) {
+            let mut writer = self.tree.lock();
+            self.note_removal();
+            for (folio, candidate) in folios.iter_mut().zip(candidates) {
+                if let Some(folio) = folio {
+                    folio.is_removed = remove_frozen(&mut writer, folio.index, candidate.number, folio.state);
+                }
             }
         }
-        drop(writer);
         let mut part_bytes = [0; 2];
         for (folio, candidate) in folios.iter_mut().zip(candidates) {
             if let Some(FrozenFolio { index, state, is_removed: true }) = *folio {
@@ -208,16 +209,19 @@ impl File {
             }
             self.cache.order.put_back(candidate);
         }
+        let bytes = part_bytes.iter().sum();
+        if bytes == 0 {
+            return 0;
+        }
         let evicted = folios.iter().zip(candidates);
         let evicted = evicted.filter_map(|(folio, candidate)| Some((candidate.number, folio.as_ref()?.state.order())));
         self.cache.free_several(evicted);
-        let counters = [Counter::CacheEvictedNew, Counter::CacheEvictedMain];
-        let bytes = part_bytes.iter().sum();
-        counters
-            .into_iter()
-            .zip(part_bytes)
-            .filter(|(_, bytes)| *bytes > 0)
-            .for_each(|(it, bytes)| stats::add(it, bytes));
+        let [new_bytes, main_bytes] = part_bytes;
+        for (counter, bytes) in [(Counter::CacheEvictedNew, new_bytes), (Counter::CacheEvictedMain, main_bytes)] {
+            if bytes > 0 {
+                stats::add(counter, bytes);
+            }
+        }
         stats::add(Counter::CacheEvicted, bytes);
         bytes
     }

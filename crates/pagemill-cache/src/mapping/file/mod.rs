@@ -3,6 +3,7 @@
 
 pub(crate) mod cursor;
 pub(crate) mod gate;
+pub(crate) mod hint;
 pub(crate) mod pin;
 mod punch;
 mod read;

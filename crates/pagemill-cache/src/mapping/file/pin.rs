@@ -242,7 +242,7 @@ impl File {
     /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing the guard and
     /// loading it again would cost as much as the rest of a pin.
     #[inline]
-    fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
+    pub(super) fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
         let page_shift = self.pool.page_shift();
         let at = (offset - (place.first << page_shift)) as u32;
         let len_bytes = (1 << (page_shift + u32::from(place.order))) - at;
@@ -365,7 +365,7 @@ impl Pin<'_> {
     }
 
     /// Returns the number of the folio's first page.
-    fn number(&self) -> u32 {
+    pub(super) fn number(&self) -> u32 {
         self.file.pool().number_at(self.addr - self.at as usize)
     }
 

@@ -1,0 +1,123 @@
+//! Tests of pins with a hint: a hint may be right, outdated, of another page, or of another file. The pinned bytes must
+//! be those of the requested page in every case.
+
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy};
+use pagemill_core::Error;
+use pagemill_store::MemoryStore;
+use pagemill_testbed::Testbed;
+use std::sync::Arc;
+
+const PAGE: u64 = 4096;
+const MIB: u64 = 1 << 20;
+
+fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
+    let pagemill = Testbed::for_test();
+    pagemill.caches.collapse_by_hand();
+    PageCache::builder("hints").limit(limit_bytes).policy(policy).build_in(pagemill.caches).unwrap()
+}
+
+/// Returns the number that each file of these tests has at the begin of a page.
+fn number_of(file: u64, page: u64) -> u64 {
+    file << 32 | page
+}
+
+fn fill(file: &Mapping, id: u64, pages: u64) {
+    for page in 0..pages {
+        let bytes = number_of(id, page).to_le_bytes().repeat(2);
+        assert_eq!(file.write_at(&bytes, page * PAGE).unwrap(), 16);
+    }
+}
+
+/// Pins each page with each of some hints, and checks its number. Returns the hints as they were corrected.
+fn check_all(file: &Mapping, id: u64, pages: u64, hints: &[FolioHint]) -> Vec<FolioHint> {
+    let mut corrected = Vec::new();
+    for page in 0..pages {
+        for hint in hints {
+            let mut hint = *hint;
+            for _ in 0..2 {
+                let pin = file.pin_hinted(&mut hint, page * PAGE + 8).unwrap();
+                assert!(pin.len_bytes() <= 2 * MIB as usize - 8);
+                drop(pin);
+                let pin = file.pin_hinted(&mut hint, page * PAGE).unwrap();
+                assert_eq!(pin.read_u64(0), number_of(id, page), "page {page}, {hint:?}");
+            }
+            corrected.push(hint);
+        }
+    }
+    corrected.dedup();
+    corrected
+}
+
+/// Hints of all pages of two files are used for all pages of both, in small and in huge folios. Then the folios are
+/// collapsed or split, and a part is cut off and written again.
+#[test]
+fn any_hint_pins_the_right_page() {
+    for is_huge in [false, true] {
+        let policy: Box<dyn Policy> = if is_huge { Box::new(Always) } else { Box::new(Never) };
+        let cache = cache(policy, 32 * MIB);
+        let (one, other) = (cache.create().unwrap(), cache.create().unwrap());
+        let pages = 2 * MIB / PAGE + 3;
+        fill(&one, 1, pages);
+        fill(&other, 2, 40);
+        let mut hints = check_all(&one, 1, pages, &[FolioHint::default()]);
+        hints.extend(check_all(&other, 2, 40, &[FolioHint::default()]));
+        hints.truncate(60);
+        check_all(&other, 2, 40, &hints);
+        check_all(&one, 1, 50, &hints);
+        if is_huge {
+            one.split(0).unwrap();
+        } else {
+            one.collapse(0).unwrap();
+        }
+        check_all(&one, 1, 50, &hints);
+        one.truncate(PAGE).unwrap();
+        let behind_end = one.pin_hinted(&mut hints[1], 20 * PAGE);
+        assert!(matches!(behind_end, Err(Error::PastEnd { .. })), "{behind_end:?}");
+        fill(&one, 3, 30);
+        check_all(&one, 3, 30, &hints);
+    }
+}
+
+/// A file is closed, and the next one gets its id and its pages. Hints of the closed file must not find old bytes.
+#[test]
+fn hints_of_a_closed_file_find_the_pages_of_the_next() {
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let old = cache.create().unwrap();
+    fill(&old, 1, 20);
+    let hints = check_all(&old, 1, 20, &[FolioHint::default()]);
+    drop(old);
+    let new = cache.create().unwrap();
+    fill(&new, 2, 20);
+    check_all(&new, 2, 20, &hints);
+}
+
+/// Threads pin pages of a file that is larger than the cache, each with hints of its own that evictions make outdated.
+#[test]
+fn hints_are_checked_while_pages_are_evicted() {
+    let cache = cache(Box::new(Never), 2 * MIB);
+    let pages = 8 * MIB / PAGE;
+    let bytes = (0..pages).flat_map(|page| number_of(9, page).to_le_bytes().repeat(PAGE as usize / 8)).collect();
+    let file = cache.open(Arc::new(MemoryStore::new(bytes, 512))).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let file = &file;
+            scope.spawn(move || {
+                let mut random = fastrand::Rng::with_seed(thread);
+                let mut hints = vec![FolioHint::default(); pages as usize];
+                let mut hits = 0;
+                for _ in 0..30_000 {
+                    // Half of the accesses are to few pages, whose hints are mostly right.
+                    let range = if random.bool() { 50 } else { pages };
+                    let page = random.u64(..range);
+                    let before = hints[page as usize];
+                    let pin = file.pin_hinted(&mut hints[page as usize], page * PAGE).unwrap();
+                    assert_eq!(pin.read_u64(0), number_of(9, page));
+                    drop(pin);
+                    hits += u64::from(before == hints[page as usize]);
+                }
+                assert!(hits > 0, "no hint was right");
+            });
+        }
+    });
+}
