@@ -5,25 +5,22 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::child::{self, Outcome, RunningGroup};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Number of operations of a workload in its first run under valgrind; its second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
-/// Returns the number of instructions that a workload executes per operation. The inner error is a sentence for the
-/// report that says why nothing was counted. `add_arguments` adds the workload's arguments and environment for a run
-/// with the given number of operations.
+/// Returns the number of instructions that a workload executes per operation. `add_arguments` adds the workload's
+/// arguments and environment for a run with the given number of operations.
 ///
 /// Runs the workload twice, the second time with twice as many operations. The difference of the two counts excludes
 /// startup and exit.
 ///
 /// # Errors
 ///
-/// As [`child::classify`].
-pub fn instructions_per_operation(
-    name: &str,
-    add_arguments: impl Fn(&mut Command, u64),
-) -> Result<std::result::Result<f64, String>> {
+/// [`Error::Gap`] if nothing was counted; otherwise as [`child::classify`].
+pub fn instructions_per_operation(name: &str, add_arguments: impl Fn(&mut Command, u64)) -> Result<f64> {
+    let gap = |why: &str| Error::Gap(format!("instructions, {name}: {why}"));
     let mut counts = [0; 2];
     for (count, operations) in counts.iter_mut().zip([COUNTED_OPERATIONS, 2 * COUNTED_OPERATIONS]) {
         let mut command = Command::new("valgrind");
@@ -31,19 +28,17 @@ pub fn instructions_per_operation(
         add_arguments(&mut command, operations);
         let Ok(running) = RunningGroup::start(&mut command) else {
             child::check_interrupt()?;
-            return Ok(Err("valgrind is missing: apt-get install valgrind".to_owned()));
+            return Err(gap("valgrind is missing: apt-get install valgrind"));
         };
         let finished = running.finish(Duration::from_secs(300))?;
         if let Outcome::Failed(why) = child::classify(name, &finished)? {
-            return Ok(Err(why.lines().last().unwrap_or_default().to_owned()));
+            return Err(gap(why.lines().last().unwrap_or_default()));
         }
-        match parse_instruction_count(&String::from_utf8_lossy(&finished.stderr)) {
-            Some(collected) => *count = collected,
-            None => return Ok(Err("callgrind printed no count".to_owned())),
-        }
+        let collected = parse_instruction_count(&String::from_utf8_lossy(&finished.stderr));
+        *count = collected.ok_or_else(|| gap("callgrind printed no count"))?;
     }
     let [once, twice] = counts;
-    Ok(Ok(twice.saturating_sub(once) as f64 / COUNTED_OPERATIONS as f64))
+    Ok(twice.saturating_sub(once) as f64 / COUNTED_OPERATIONS as f64)
 }
 
 /// Parses the instruction count in the last lines of callgrind's output, such as `==7== Collected : 123456`.

@@ -18,8 +18,8 @@ use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
 use crate::error::{Error, Result, doing};
-use crate::native::{self, Usage};
-use crate::subject::AvailableSubject;
+use crate::native;
+use crate::subject::{AvailableSubject, Named};
 
 /// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
@@ -87,6 +87,11 @@ pub fn numeric_options(options: &[(&str, u64)]) -> impl Iterator<Item = String> 
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
 
+/// Returns a value of an enumeration as a word of a workload's command line.
+pub fn word(value: &impl clap::ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
 pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
@@ -100,7 +105,7 @@ pub struct RunningGroup {
     is_ended: bool,
 }
 
-/// Exit status, output and resource usage of a process that ended.
+/// Exit status, output and CPU time of a process that ended.
 #[derive(Debug)]
 pub struct FinishedProcess {
     pub status: ExitStatus,
@@ -108,7 +113,7 @@ pub struct FinishedProcess {
     pub stderr: Vec<u8>,
     pub wall: Duration,
     /// CPU time of the process and of all children that it has waited for.
-    pub usage: Usage,
+    pub cpu: Duration,
 }
 
 impl RunningGroup {
@@ -158,7 +163,7 @@ impl RunningGroup {
         }
         let wall = started.elapsed();
         self.end_group();
-        let (status, usage) = native::reap(self.child.id()).map_err(doing("waiting for a workload"))?;
+        let (status, cpu) = native::reap(self.child.id()).map_err(doing("waiting for a workload"))?;
         let status = ExitStatus::from_raw(status);
         check_interrupt()?;
         Ok(FinishedProcess {
@@ -166,7 +171,7 @@ impl RunningGroup {
             stdout: join_reader(self.stdout.take()),
             stderr: join_reader(self.stderr.take()),
             wall,
-            usage,
+            cpu,
         })
     }
 
@@ -212,6 +217,17 @@ pub enum Outcome {
     Killed,
     /// The workload failed for another reason, with this message.
     Failed(String),
+}
+
+impl Outcome {
+    /// Returns the outcome with a part of its JSON line. A lost outcome stays lost.
+    pub fn part(&self, part: impl FnOnce(&serde_json::Value) -> serde_json::Value) -> Self {
+        match self {
+            Self::Measured(line) => Self::Measured(part(line)),
+            Self::Killed => Self::Killed,
+            Self::Failed(why) => Self::Failed(why.clone()),
+        }
+    }
 }
 
 /// Runs a hidden subcommand under the allocator of the subject `ready`, and reads the JSON line that the subcommand
@@ -328,9 +344,9 @@ mod tests {
     /// A shell starts a child that computes. The measured CPU time must include that of the child.
     #[test]
     fn cpu_time_includes_children() {
-        let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
+        let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").cpu;
 
-        assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
+        assert!(used >= Duration::from_millis(5), "{used:?}");
     }
 
     /// A child that runs longer than its leader must be killed with the group. Otherwise it would keep the output pipe

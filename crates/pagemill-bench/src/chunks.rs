@@ -8,11 +8,14 @@
 
 use std::time::Duration;
 
-use crate::child;
+use crate::child::{self, Outcome};
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::experiment::{
+    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, threads_text,
+    turns_by_round,
+};
 use crate::hog::{self, SampleTimes};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 
 /// A kind of memory in which the ebizzy workload stores its copies, and the environment variables of the workload.
@@ -20,6 +23,12 @@ struct CopyMemory {
     name: &'static str,
     memory: &'static str,
     settings: &'static [(&'static str, &'static str)],
+}
+
+impl Named for CopyMemory {
+    fn name(&self) -> &'static str {
+        self.name
+    }
 }
 
 /// Subject: ebizzy with its copies in volatile ranges that have handles.
@@ -76,7 +85,7 @@ impl Case {
     fn name(self) -> String {
         let sizes = if self.sizes == SIZES[0] { "256 KiB" } else { "64 KiB - 1 MiB" };
         let hog = if self.has_hog { ", hog" } else { "" };
-        format!("{sizes}, {} thread{}{hog}", self.threads, if self.threads == 1 { "" } else { "s" })
+        format!("{sizes}, {}{hog}", threads_text(self.threads))
     }
 }
 
@@ -101,25 +110,16 @@ pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mu
         Err(why) => report.add_gap(format!("ebizzy on handles: no case with a hog, since {why}")),
     }
     let samples = measure_cases(common, &cases, &memories, report)?;
+    let table = format!("ebizzy on handles: records/s, half the spread, times {MALLOC}");
+    let records = Metric::higher(RECORDS, "1/s").against(MALLOC);
     for case in &cases {
-        for memory_kind in &memories {
-            add_rows(report, &samples, case, memory_kind.name);
-        }
+        let name = case.name();
+        report_rows(report, &samples, (case, &name), &memories, &table, &[(records, &name)]);
+        let others: Vec<Metric> = METRICS[1..].iter().map(|metric| Metric::lower(metric, "1")).collect();
+        report_json_rows(report, &samples, (case, &name), &memories, &others);
     }
     add_verdicts(report, &samples, &cases);
     Ok(())
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case, memory_kind: &'static str) {
-    let name = case.name();
-    let table = format!("ebizzy on handles: records/s, half the spread, times {MALLOC}");
-    let cell = Some(TableCell { table, column: name.clone() });
-    let metric = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(MALLOC) };
-    report_row(report, samples, (case, &name), memory_kind, metric, cell);
-    for other in &METRICS[1..] {
-        let metric = Metric { name: other, unit: "1", better: Better::Lower, baseline: None };
-        report_row(report, samples, (case, &name), memory_kind, metric, None);
-    }
 }
 
 fn measure_cases(
@@ -128,58 +128,37 @@ fn measure_cases(
     memories: &[&CopyMemory],
     report: &mut Report,
 ) -> Result<SampleTable<Case>> {
-    let progress = Progress::new(common.rounds() * cases.len() * memories.len());
     let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for case in cases {
-            for memory_kind in rotated(memories, round) {
-                progress.step(memory_kind.name);
-                if case.has_hog {
-                    measure_with_hog(common, case, memory_kind, &mut samples, report)?;
-                } else {
-                    measure_alone(common, case, memory_kind, &mut samples)?;
-                }
-            }
+    for (case, memory_kind) in turns_by_round(cases, common.rounds(), memories, |case| case.name()) {
+        let sample = match case.has_hog {
+            true => measure_with_hog(common, memory_kind),
+            false => measure_alone(common, case, memory_kind),
+        };
+        if let Some(outcome) = report.unless_gap(sample)? {
+            samples.add_outcome(case, memory_kind.name, &METRICS, &outcome);
         }
     }
     Ok(samples)
 }
 
-fn measure_alone(
-    common: &CommonOptions,
-    case: &Case,
-    memory_kind: &CopyMemory,
-    samples: &mut SampleTable<Case>,
-) -> Result<()> {
+fn measure_alone(common: &CommonOptions, case: &Case, memory_kind: &CopyMemory) -> Result<Outcome> {
     let numbers = [
-        ("--warm-ms", common.quick_or_full(30, 250)),
-        ("--measure-ms", common.quick_or_full(100, 1000)),
+        ("--warm-ms", common.quick_or_full((30, 250))),
+        ("--measure-ms", common.quick_or_full((100, 1000))),
         ("--threads", case.threads),
         ("--sum-every", RECORDS_PER_CHECKSUM),
     ];
     let line = child::command_words(&["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes], &numbers);
     let (name, settings) = (memory_kind.name, memory_kind.settings);
-    let outcome = child::run_with_settings(name, line, settings, Duration::from_secs(60))?;
-    samples.add_outcome(case, name, &METRICS, &outcome);
-    Ok(())
+    child::run_with_settings(name, line, settings, Duration::from_secs(60))
 }
 
-fn measure_with_hog(
-    common: &CommonOptions,
-    case: &Case,
-    memory_kind: &CopyMemory,
-    samples: &mut SampleTable<Case>,
-    report: &mut Report,
-) -> Result<()> {
+fn measure_with_hog(common: &CommonOptions, memory_kind: &CopyMemory) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let mut line = vec![child::own_executable()?.display().to_string()];
     line.extend(SampleTimes::new(common).pair_arguments(folder.path()));
     line.extend(["--memory", memory_kind.memory, "--sum-every", &RECORDS_PER_CHECKSUM.to_string()].map(str::to_owned));
-    match hog::sample_pair(memory_kind.name, &line, folder.path(), true, memory_kind.settings)? {
-        Ok(outcome) => samples.add_outcome(case, memory_kind.name, &METRICS, &outcome),
-        Err(gap) => report.add_gap(gap),
-    }
-    Ok(())
+    hog::sample_pair(memory_kind.name, &line, folder.path(), true, memory_kind.settings)
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
@@ -202,15 +181,15 @@ fn judge_against_best(
     least: f64,
 ) -> Verdict {
     let blank = |why: &str| not_measured(target, Bound::AtLeast(least), "x", why);
-    let Some(own) = samples.get(case, HANDLES, RECORDS) else {
+    let Some(own) = samples.get((case, HANDLES, RECORDS)) else {
         return blank("handles were not run");
     };
-    let survivors = peers.iter().filter_map(|name| Some((*name, samples.get(case, name, RECORDS)?)));
+    let survivors = peers.iter().filter_map(|name| Some((*name, samples.get((case, name, RECORDS))?)));
     let survivors = survivors.filter(|(_, series)| series.survived());
     let median = |series: &crate::report::Series| series.median().unwrap_or_default();
     let best = survivors.max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)));
     let Some((name, best)) = best else {
         return Verdict { has_lost_round: !own.survived(), ..blank("no peer of this kind survived") };
     };
-    blank("").compared(own, (name, best), Better::Higher)
+    blank("").compared(Some(own), (name, Some(best)), Better::Higher)
 }

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::child::{self, RunningGroup};
 use crate::ebizzy::{Options, RECORDS};
-use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::error::{Error, Result};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_round};
 use crate::proc;
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_UNWATCHED};
 
@@ -42,13 +42,17 @@ pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), PAGEMILL_UNWATCHED.to_owned()];
     let only = if common.only.is_empty() { &both[..] } else { &common.only };
-    let (ready, gaps) = subject::select_available(only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(subject::select_available(only, |_| true)?);
     child::touch_beforehand(WARM_MIB)?;
     let threads = if options.threads.is_empty() { &THREAD_COUNTS[..] } else { &options.threads };
     let samples = measure_cases(common, &ready, threads)?;
-    add_rows(&mut report, &samples, &ready, threads);
+    let table = format!("ebizzy with no pressure: records/s, half the spread, times {PAGEMILL_UNWATCHED}");
+    for case in threads {
+        let (name, column) = (format!("no pressure, {case} threads"), format!("{case} threads"));
+        let columns = [(Metric::higher(RECORDS, "1/s").against(PAGEMILL_UNWATCHED), &*column)];
+        report_rows(&mut report, &samples, (case, &name), &ready, &table, &columns);
+    }
     report.add_verdict(verdict(&samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
         Some(pagemill) => measure_idle(common, pagemill, &mut report)?,
@@ -58,43 +62,22 @@ pub fn run(options: &Options) -> Result<Report> {
 }
 
 fn measure_cases(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
-    let rounds = common.samples.map_or(common.quick_or_full(SAMPLES.0, SAMPLES.1), usize::from);
-    let (warm_ms, measure_ms) = common.quick_or_full(("50", "200"), ("250", "1000"));
-    let progress = Progress::new(rounds * threads.len() * ready.len());
+    let rounds = common.rounds_or(SAMPLES);
+    let (warm_ms, measure_ms) = common.quick_or_full((("50", "200"), ("250", "1000")));
     let mut samples = SampleTable::new();
-    for round in 0..rounds {
-        for &threads in threads {
-            let count = threads.to_string();
-            let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
-            for subject in rotated(ready, round) {
-                progress.step(&format!("{threads} threads, {}", subject.name()));
-                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
-                samples.add_outcome(&threads, subject.name(), &[RECORDS], &outcome);
-            }
-        }
+    for (threads, subject) in turns_by_round(threads, rounds, ready, |threads| format!("{threads} threads")) {
+        let count = threads.to_string();
+        let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
+        let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
+        samples.add_outcome(threads, subject.name(), &[RECORDS], &outcome);
     }
     Ok(samples)
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<u16>, ready: &[AvailableSubject], threads: &[u16]) {
-    for case in threads {
-        for subject in ready {
-            let cell = TableCell {
-                table: format!("ebizzy with no pressure: records/s, half the spread, times {PAGEMILL_UNWATCHED}"),
-                column: format!("{case} threads"),
-            };
-            let metric =
-                Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(PAGEMILL_UNWATCHED) };
-            let name = format!("no pressure, {case} threads");
-            report_row(report, samples, (case, &name), subject.name(), metric, Some(cell));
-        }
-    }
 }
 
 fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {
     let target = "ebizzy with no pressure, watching against not watching, geometric mean over threads";
     let blank = not_measured(target, Bound::AtLeast(0.99), "x", "a side is missing");
-    let series = |name| threads.iter().map(move |case| samples.get(case, name, RECORDS));
+    let series = |name| threads.iter().map(move |case| samples.get((case, name, RECORDS)));
     let pairs = series(PAGEMILL).zip(series(PAGEMILL_UNWATCHED));
     let ratios: Option<Vec<Vec<f64>>> =
         pairs.map(|(watching, not)| Some(watching?.ratios(not?, Better::Higher))).collect();
@@ -113,28 +96,27 @@ fn idle_target() -> String {
 }
 
 fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mut Report) -> Result<()> {
-    let watched = common.quick_or_full(Duration::from_secs(2), Duration::from_secs(5));
+    let watched = common.quick_or_full((Duration::from_secs(2), Duration::from_secs(5)));
     let mut samples = SampleTable::new();
-    for _ in 0..common.quick_or_full(1, 3) {
-        match measure_wake_ups(pagemill, watched)? {
-            Ok(rate) => samples.add_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate),
-            Err(gap) => report.add_gap(gap),
+    for _ in 0..common.quick_or_full((1, 3)) {
+        if let Some(rate) = report.unless_gap(measure_wake_ups(pagemill, watched))? {
+            samples.add_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate);
         }
     }
-    let cell = TableCell { table: "An idle process that has given back".to_owned(), column: "wake-ups/s".to_owned() };
-    let metric = Metric { name: WAKE_UPS, unit: "1/s", better: Better::Lower, baseline: None };
-    report_row(report, &samples, (&IDLE_CASE, IDLE_CASE), PAGEMILL, metric, Some(cell));
+    let columns = [(Metric::lower(WAKE_UPS, "1/s"), "wake-ups/s")];
+    let table = "An idle process that has given back";
+    report_rows(report, &samples, (&IDLE_CASE, IDLE_CASE), &[PAGEMILL], table, &columns);
     let blank = not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "it did not fall idle");
-    report.add_verdict(match samples.get(&IDLE_CASE, PAGEMILL, WAKE_UPS) {
-        Some(series) => Verdict { estimate: stats::estimate_median(&series.values()), note: String::new(), ..blank },
-        None => blank,
-    });
+    report.add_verdict(blank.measured(samples.get((&IDLE_CASE, PAGEMILL, WAKE_UPS))));
     Ok(())
 }
 
-/// Returns the wake-ups per second of an idle process, over all its threads. The inner error is a sentence for the
-/// report that says why nothing was measured.
-fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<std::result::Result<f64, String>> {
+/// Returns the wake-ups per second of an idle process, over all its threads.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if the process did not return its free memory, or could not be read.
+fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<f64> {
     let mib = IDLE_MIB.to_string();
     let mut command = child::workload_command(["__idle", "--mib", &mib, "--seconds", "60"])?;
     pagemill.apply(&mut command);
@@ -150,15 +132,16 @@ fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<st
         }
         if running.has_ended() || begun.elapsed() > RETURN_TIME_LIMIT {
             let held = resident >> 20;
-            return Ok(Err(format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit")));
+            let what = format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit");
+            return Err(Error::Gap(what));
         }
     }
     child::sleep(PAUSE_BEFORE_COUNT)?;
     let before = proc::voluntary_switches(running.id());
     child::sleep(watched)?;
     let after = proc::voluntary_switches(running.id());
-    Ok(match (before, after) {
+    match (before, after) {
         (Some(before), Some(after)) => Ok(after.saturating_sub(before) as f64 / watched.as_secs_f64()),
-        _ => Err("idle: the threads of the process could not be read".to_owned()),
-    })
+        _ => Err(Error::Gap("idle: the threads of the process could not be read".to_owned())),
+    }
 }

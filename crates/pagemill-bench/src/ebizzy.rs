@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
+use crate::experiment::{
+    self, CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, turns_by_case,
+};
+use crate::report::{Bound, Report, RowLabels, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 
@@ -68,10 +70,9 @@ pub fn run(options: &Options) -> Result<Report> {
         return crate::cost::run(options);
     }
     let common = &options.common;
-    let (ready, gaps) = subject::select_available(&common.only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    child::touch_beforehand(common.quick_or_full(WARM_MIB.0, WARM_MIB.1))?;
+    let ready = report.with_gaps(subject::select_available(&common.only, |_| true)?);
+    child::touch_beforehand(common.quick_or_full(WARM_MIB))?;
     if !options.hog {
         let cases = cases(options);
         let samples = measure_cases(&cases, &ready, common)?;
@@ -86,7 +87,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn cases(options: &Options) -> Vec<Case> {
     let threads = match options.threads.as_slice() {
-        [] => options.common.quick_or_full(vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24]),
+        [] => options.common.quick_or_full((vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24])),
         given => given.to_vec(),
     };
     let fixed = threads.iter().map(|&threads| Case { sizes: FIXED_SIZES, threads });
@@ -114,30 +115,12 @@ fn measure_cases(cases: &[Case], ready: &[AvailableSubject], common: &CommonOpti
     let runs = cases.len() * ready.len() * common.rounds();
     let (warm_ms, measure_ms) = durations(common, runs);
     let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());
-    let progress = Progress::new(runs);
     let mut samples = SampleTable::new();
-    for case in cases {
-        let threads = case.threads.to_string();
-        let arguments = [
-            "__ebizzy",
-            "--threads",
-            &threads,
-            "--warm-ms",
-            &warm_ms,
-            "--measure-ms",
-            &measure_ms,
-            "--sizes",
-            case.sizes,
-        ];
-        for round in 0..common.rounds() {
-            // Each round begins with another subject, so that a subject does not always run after the same other
-            // subject.
-            for subject in rotated(ready, round) {
-                progress.step(&format!("{} threads, {}", case.threads, subject.name()));
-                let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
-                samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, FAILED_ALLOCATIONS], &outcome);
-            }
-        }
+    for (case, subject) in turns_by_case(cases, common.rounds(), ready, case_name) {
+        let words = ["__ebizzy", "--threads", &case.threads.to_string(), "--sizes", case.sizes];
+        let arguments = words.into_iter().chain(["--warm-ms", &warm_ms, "--measure-ms", &measure_ms]);
+        let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
+        samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, FAILED_ALLOCATIONS], &outcome);
     }
     Ok(samples)
 }
@@ -157,15 +140,11 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], re
     for case in cases {
         let name = case_name(case);
         let sizes = sizes_name(case);
+        let table = format!("ebizzy, copies of {sizes}: records/s, half the spread, times glibc");
+        let records = (Metric::higher(RECORDS, "1/s").against("glibc"), &*format!("{} threads", case.threads));
+        report_rows(report, samples, (case, &name), ready, &table, &[records]);
+        report_json_rows(report, samples, (case, &name), ready, &[Metric::lower(FAULTS, "1")]);
         for subject in ready {
-            let cell = TableCell {
-                table: format!("ebizzy, copies of {sizes}: records/s, half the spread, times glibc"),
-                column: format!("{} threads", case.threads),
-            };
-            let records = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some("glibc") };
-            report_row(report, samples, (case, &name), subject.name(), records, Some(cell));
-            let faults = Metric { name: FAULTS, unit: "1", better: Better::Lower, baseline: None };
-            report_row(report, samples, (case, &name), subject.name(), faults, None);
             add_gap_for_refusals(report, samples, case, subject);
             add_gap_for_retaining(report, samples, case, subject);
         }
@@ -176,7 +155,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], re
 }
 
 fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: &Case, subject: &AvailableSubject) {
-    let refused = samples.get(case, subject.name(), FAILED_ALLOCATIONS);
+    let refused = samples.get((case, subject.name(), FAILED_ALLOCATIONS));
     if refused.is_some_and(|series| series.values().iter().any(|&count| count > 0.0)) {
         let name = case_name(case);
         report.add_gap(format!("{}, {name}: malloc refused memory without a limit", subject.name()));
@@ -186,7 +165,7 @@ fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: 
 /// Adds a sentence (gap) to the report if an allocator retains memory although its settings tell it to return memory at
 /// once. Such an allocator is no baseline.
 fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case: &Case, ready: &AvailableSubject) {
-    let faults = samples.get(case, ready.name(), FAULTS).and_then(Series::median);
+    let faults = samples.get((case, ready.name(), FAULTS)).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
     if is_eager && faults.is_some_and(|faults| faults < MIN_FAULTS_IF_RETURNING) {
         let sizes = sizes_name(case);
@@ -206,7 +185,7 @@ fn add_row_against_best(
     ready: &[AvailableSubject],
     role: Role,
 ) {
-    let pagemill = samples.get(case, PAGEMILL, RECORDS);
+    let pagemill = samples.get((case, PAGEMILL, RECORDS));
     let (Some(series), Some((_, best))) = (pagemill, best_peer(samples, case, ready, role)) else {
         return;
     };
@@ -236,11 +215,11 @@ fn baseline_name(role: Role) -> &'static str {
 fn best_default_peer(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
     let mean = |ready: &&AvailableSubject| {
         let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED_SIZES);
-        let medians = cases.filter_map(|case| samples.get(case, ready.name(), RECORDS)?.median());
+        let medians = cases.filter_map(|case| samples.get((case, ready.name(), RECORDS))?.median());
         medians.map(f64::ln).sum::<f64>()
     };
     let defaults = ready.iter().filter(|ready| ready.subject.role == Role::Default);
-    defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(AvailableSubject::name)
+    defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(Named::name)
 }
 
 /// Returns the fastest peer that has the given role and of which no round was killed or failed. For
@@ -258,9 +237,9 @@ fn best_peer<'a>(
                 .is_none_or(|best_default_peer| case.sizes != FIXED_SIZES || ready.name() == best_default_peer)
     });
     let candidates = of_role.filter_map(|ready| {
-        let faults = samples.get(case, ready.name(), FAULTS)?.median()?;
+        let faults = samples.get((case, ready.name(), FAULTS))?.median()?;
         let does_return = role != Role::ReturningAtOnce || faults >= MIN_FAULTS_IF_RETURNING;
-        let series = samples.get(case, ready.name(), RECORDS)?;
+        let series = samples.get((case, ready.name(), RECORDS))?;
         (does_return && series.survived()).then_some((ready.name(), series))
     });
     candidates.max_by(|(_, a), (_, b)| a.median().partial_cmp(&b.median()).unwrap_or(std::cmp::Ordering::Equal))
@@ -279,7 +258,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
     for case in &fixed {
         let target = format!("ebizzy against the best default, {} threads", case.threads);
         report.add_verdict(case_verdict(&target, 0.95, samples, case, ready, Role::Default));
-        let pagemill = samples.get(case, PAGEMILL, RECORDS);
+        let pagemill = samples.get((case, PAGEMILL, RECORDS));
         if let (Some(series), Some((_, best))) = (pagemill, best_peer(samples, case, ready, Role::Default)) {
             ratios.push(series.ratios(best, Better::Higher));
         }
@@ -305,7 +284,7 @@ fn judge_aging_cost(report: &mut Report, samples: &SampleTable<Case>, fixed: &[&
         .iter()
         .filter_map(|case| {
             let (own, keeping) =
-                (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, PAGEMILL_WITHOUT_AGING, RECORDS)?);
+                (samples.get((case, PAGEMILL, RECORDS))?, samples.get((case, PAGEMILL_WITHOUT_AGING, RECORDS))?);
             Some(own.ratios(keeping, Better::Higher))
         })
         .collect();
@@ -323,7 +302,7 @@ fn case_verdict(
     role: Role,
 ) -> Verdict {
     let bound = Bound::AtLeast(bound);
-    let Some(series) = samples.get(case, PAGEMILL, RECORDS) else {
+    let Some(series) = samples.get((case, PAGEMILL, RECORDS)) else {
         return not_measured(target, bound, "x", "pagemill was not run");
     };
     let Some((name, best)) = best_peer(samples, case, ready, role) else {
@@ -332,17 +311,16 @@ fn case_verdict(
             ..not_measured(target, bound, "x", "no peer of this kind survived")
         };
     };
+    let blank = not_measured(target, bound, "x", "");
     Verdict {
-        estimate: stats::estimate_median(&series.ratios(best, Better::Higher)),
-        baseline: baseline_name(role).to_owned(),
-        has_lost_round: !series.survived(),
-        ..not_measured(target, bound, "x", &describe_best(samples, case, name))
+        note: describe_best(samples, case, name),
+        ..blank.compared(Some(series), (baseline_name(role), Some(best)), Better::Higher)
     }
 }
 
 /// Describes the best peer by its name and, if it returns memory, its page faults per record.
 fn describe_best(samples: &SampleTable<Case>, case: &Case, name: &'static str) -> String {
-    let faults = samples.get(case, name, FAULTS).and_then(Series::median);
+    let faults = samples.get((case, name, FAULTS)).and_then(Series::median);
     match faults.filter(|&faults| faults >= MIN_FAULTS_IF_RETURNING) {
         Some(faults) => format!("best: {name}, {faults:.0} faults a record"),
         None => format!("best: {name}"),

@@ -13,6 +13,8 @@ pub enum Error {
     WrongAnswer { subject: String, what: String },
     /// The experiment cannot run. The string is the reason.
     CannotRun(String),
+    /// A measurement could not be made. The string is a sentence for the report (gap). The other measurements go on.
+    Gap(String),
     /// An operation of the operating system that the bench needs has failed.
     System { doing: String, cause: io::Error },
 }
@@ -26,7 +28,7 @@ impl Error {
         match self {
             Self::Interrupted { signal } => 128 + *signal as u8,
             Self::WrongAnswer { .. } => 1,
-            Self::CannotRun(_) | Self::System { .. } => 2,
+            Self::CannotRun(_) | Self::Gap(_) | Self::System { .. } => 2,
         }
     }
 }
@@ -44,6 +46,7 @@ impl fmt::Display for Error {
                 write!(f, "wrong answer under {subject}: {what}")
             }
             Self::CannotRun(why) => write!(f, "cannot run: {why}"),
+            Self::Gap(what) => f.write_str(what),
             Self::System { doing, cause } => write!(f, "{doing}: {cause}"),
         }
     }

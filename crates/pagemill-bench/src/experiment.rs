@@ -10,10 +10,11 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::PAGEMILL_WITHOUT_AGING;
+pub use crate::subject::{Named, check_names};
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommonOptions {
@@ -36,8 +37,12 @@ pub struct CommonOptions {
 
 impl CommonOptions {
     pub fn rounds(&self) -> usize {
-        let usual = if self.quick { 3 } else { 5 };
-        self.samples.map_or(usual, usize::from)
+        self.rounds_or((3, 5))
+    }
+
+    /// Returns the number of rounds that `--samples` gives; without that option, the usual number (quick, full).
+    pub fn rounds_or(&self, usual: (usize, usize)) -> usize {
+        self.samples.map_or(self.quick_or_full(usual), usize::from)
     }
 
     /// Returns whether this subject is to be run: `--only` names it, or `--only` is absent.
@@ -49,16 +54,13 @@ impl CommonOptions {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] with the list of known names if a name is unknown.
+    /// [`Error::CannotRun`](crate::error::Error::CannotRun) with the list of known names if a name is unknown.
     pub fn check_only(&self, known: &[&str]) -> Result<()> {
-        match self.only.iter().find(|name| !known.contains(&name.as_str())) {
-            Some(name) => Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", ")))),
-            None => Ok(()),
-        }
+        check_names("subject", &self.only, known)
     }
 
     /// Returns `quick` if the option `--quick` is given, otherwise `full`.
-    pub fn quick_or_full<T>(&self, quick: T, full: T) -> T {
+    pub fn quick_or_full<T>(&self, (quick, full): (T, T)) -> T {
         if self.quick { quick } else { full }
     }
 }
@@ -105,7 +107,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
     }
 
     /// Returns the series of one case, subject and metric; none if that series was not measured.
-    pub fn get(&self, case: &Case, subject: &'static str, metric: &'static str) -> Option<&Series> {
+    pub fn get(&self, (case, subject, metric): SeriesKey<'_, Case>) -> Option<&Series> {
         self.series.get(&(case.clone(), subject, metric))
     }
 }
@@ -115,13 +117,61 @@ impl<Case: Ord + Clone> SampleTable<Case> {
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     pub name: &'static str,
-    pub unit: &'static str,
-    pub better: Better,
-    pub baseline: Option<&'static str>,
+    unit: &'static str,
+    better: Better,
+    baseline: Option<&'static str>,
+}
+
+impl Metric {
+    /// A metric of which larger values are better, without a baseline.
+    pub const fn higher(name: &'static str, unit: &'static str) -> Self {
+        Self { name, unit, better: Better::Higher, baseline: None }
+    }
+
+    /// A metric of which smaller values are better, without a baseline.
+    pub const fn lower(name: &'static str, unit: &'static str) -> Self {
+        Self { name, unit, better: Better::Lower, baseline: None }
+    }
+
+    /// Returns the metric with a subject that is the baseline of its ratios.
+    pub const fn against(self, baseline: &'static str) -> Self {
+        Self { baseline: Some(baseline), ..self }
+    }
+}
+
+/// Adds the rows of one case to the report: for each metric, the rows of all subjects. Each metric has a column of the
+/// table with this title.
+pub fn report_rows<Case: Ord + Clone>(
+    report: &mut Report,
+    samples: &SampleTable<Case>,
+    case: (&Case, &str),
+    subjects: &[impl Named],
+    table: &str,
+    columns: &[(Metric, &str)],
+) {
+    for (metric, column) in columns {
+        for subject in subjects {
+            let cell = TableCell { table: table.to_owned(), column: (*column).to_owned() };
+            report_row(report, samples, case, subject.name(), *metric, Some(cell));
+        }
+    }
+}
+
+/// As [`report_rows`], but the rows appear in the JSON output only.
+pub fn report_json_rows<Case: Ord + Clone>(
+    report: &mut Report,
+    samples: &SampleTable<Case>,
+    case: (&Case, &str),
+    subjects: &[impl Named],
+    metrics: &[Metric],
+) {
+    for metric in metrics {
+        subjects.iter().for_each(|subject| report_row(report, samples, case, subject.name(), *metric, None));
+    }
 }
 
 /// Adds the row of one subject, case and metric to the report, if `samples` has such a series.
-pub fn report_row<Case: Ord + Clone>(
+fn report_row<Case: Ord + Clone>(
     report: &mut Report,
     samples: &SampleTable<Case>,
     (case, case_name): (&Case, &str),
@@ -129,13 +179,48 @@ pub fn report_row<Case: Ord + Clone>(
     metric: Metric,
     cell: Option<TableCell>,
 ) {
-    let Some(series) = samples.get(case, subject, metric.name) else {
+    let Some(series) = samples.get((case, subject, metric.name)) else {
         return;
     };
     let baseline = metric.baseline.filter(|&baseline| baseline != subject);
-    let baseline = baseline.and_then(|name| Some((name, samples.get(case, name, metric.name)?, metric.better)));
+    let baseline = baseline.and_then(|name| Some((name, samples.get((case, name, metric.name))?, metric.better)));
     let entry = RowLabels { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, cell };
     report.add_series(entry, series);
+}
+
+/// Returns the samples of a run in the order in which they are taken: case by case, in each case round by round, and in
+/// each round one sample of every subject. Advances a progress bar.
+pub fn turns_by_case<'a, Case, Subject: Named>(
+    cases: &'a [Case],
+    rounds: usize,
+    subjects: &'a [Subject],
+    case_name: impl Fn(&Case) -> String,
+) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
+    let order = cases.iter().flat_map(move |case| (0..rounds).map(move |round| (case, round)));
+    turns(order, cases.len() * rounds, subjects, case_name)
+}
+
+/// As [`turns_by_case`], but round by round, and in each round case by case.
+pub fn turns_by_round<'a, Case, Subject: Named>(
+    cases: &'a [Case],
+    rounds: usize,
+    subjects: &'a [Subject],
+    case_name: impl Fn(&Case) -> String,
+) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
+    let order = (0..rounds).flat_map(move |round| cases.iter().map(move |case| (case, round)));
+    turns(order, cases.len() * rounds, subjects, case_name)
+}
+
+fn turns<'a, Case: 'a, Subject: Named>(
+    cases_and_rounds: impl Iterator<Item = (&'a Case, usize)>,
+    len: usize,
+    subjects: &'a [Subject],
+    case_name: impl Fn(&Case) -> String,
+) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
+    let progress = Progress::new(len * subjects.len());
+    let turns =
+        cases_and_rounds.flat_map(move |(case, round)| rotated(subjects, round).map(move |subject| (case, subject)));
+    turns.inspect(move |(case, subject)| progress.step(&format!("{}, {}", case_name(case), subject.name())))
 }
 
 /// Returns all items in cyclic order. Each round begins with another item, so that no item always runs first.
@@ -162,13 +247,8 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
     }
 }
 
-/// Identifies one series of samples, which is one side of a comparison.
-#[derive(Debug)]
-pub struct SeriesKey<'a, Case> {
-    pub case: &'a Case,
-    pub subject: &'static str,
-    pub metric: &'static str,
-}
+/// Identifies one series of samples: its case, subject and metric.
+pub type SeriesKey<'a, Case> = (&'a Case, &'static str, &'static str);
 
 /// Compares the times of two series of samples. With [`Bound::AtLeast`], the estimate is the baseline's time divided by
 /// the time of `own`. With [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
@@ -180,13 +260,21 @@ pub fn judge_time_ratio<Case: Ord + Clone>(
     base: SeriesKey<'_, Case>,
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
-    let get = |side: &SeriesKey<'_, Case>| samples.get(side.case, side.subject, side.metric);
-    let (Some(series), Some(baseline)) = (get(&own), get(&base)) else { return blank };
-    let better = match bound {
-        Bound::AtLeast(_) => Better::Lower,
-        Bound::AtMost(_) => Better::Higher,
-    };
-    blank.compared(series, (base.subject, baseline), better)
+    let better = if matches!(bound, Bound::AtLeast(_)) { Better::Lower } else { Better::Higher };
+    blank.compared(samples.get(own), (base.1, samples.get(base)), better)
+}
+
+/// Judges the quotient of two series, `own` divided by `base`, for rates and for costs. The bound says whether a large
+/// or a small quotient is good.
+pub fn judge_quotient<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
+    target: impl Into<String>,
+    bound: Bound,
+    own: SeriesKey<'_, Case>,
+    base: SeriesKey<'_, Case>,
+) -> Verdict {
+    let blank = not_measured(target, bound, "x", "one side was not run");
+    blank.compared(samples.get(own), (base.1, samples.get(base)), Better::Higher)
 }
 
 /// Judges the median of one series against a fixed bound, without a baseline.
@@ -196,11 +284,7 @@ pub fn judge_value<Case: Ord + Clone>(
     (bound, unit): (Bound, &'static str),
     own: SeriesKey<'_, Case>,
 ) -> Verdict {
-    let blank = not_measured(target, bound, unit, "it was not run");
-    match samples.get(own.case, own.subject, own.metric) {
-        Some(series) => blank.measured(series),
-        None => blank,
-    }
+    not_measured(target, bound, unit, "it was not run").measured(samples.get(own))
 }
 
 /// Minimum speed of Pagemill that returns free memory by age (the default), relative to Pagemill that returns it only

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_case};
 use crate::proc;
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::report::{Bound, Report, Verdict};
+use crate::stats;
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
 /// Sizes in bytes of the allocations that are freed before free memory is requested. The report has one table for each
@@ -31,10 +31,9 @@ const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
 pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("giveback", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    let mib = common.quick_or_full(FULL_MIB / 4, FULL_MIB);
+    let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
+    let mib = common.quick_or_full((FULL_MIB / 4, FULL_MIB));
     let needed = (mib + mib / 2) << 20;
     if proc::available_bytes().is_some_and(|available| available < needed) {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
@@ -49,44 +48,31 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
 }
 
 fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
-    let progress = Progress::new(ALLOCATION_SIZES.len() * common.rounds() * ready.len());
+    let metrics = [WALL_MS, RETURNED_MIB, HELD_MIB, LONGEST_MALLOC_MS, LONGEST_MALLOC_BEFORE_MS];
     let mut samples = SampleTable::new();
-    for piece in ALLOCATION_SIZES {
-        for round in 0..common.rounds() {
-            for subject in rotated(ready, round) {
-                progress.step(&format!("pieces of {} KiB, {}", piece >> 10, subject.name()));
-                let how = clap::ValueEnum::to_possible_value(&subject.subject.give_back);
-                let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
-                let (mib, bytes) = (mib.to_string(), piece.to_string());
-                let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
-                let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
-                let metrics = [WALL_MS, RETURNED_MIB, HELD_MIB, LONGEST_MALLOC_MS, LONGEST_MALLOC_BEFORE_MS];
-                samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
-            }
-        }
+    for (piece, subject) in
+        turns_by_case(&ALLOCATION_SIZES, common.rounds(), ready, |piece| format!("pieces of {} KiB", piece >> 10))
+    {
+        let how = child::word(&subject.subject.give_back);
+        let arguments = ["__giveback", "--mib", &mib.to_string(), "--piece", &piece.to_string(), "--how", &how];
+        let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
+        samples.add_outcome(piece, subject.name(), &metrics, &outcome);
     }
     Ok(samples)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[AvailableSubject], piece: usize, mib: u64) {
-    let metrics = [
-        (HELD_MIB, "MiB", Better::Lower, "MiB held when asked"),
-        (RETURNED_MIB, "MiB", Better::Higher, "MiB returned"),
-        (WALL_MS, "ms", Better::Lower, "ms"),
-        (LONGEST_MALLOC_MS, "ms", Better::Lower, "longest malloc, ms"),
-        (LONGEST_MALLOC_BEFORE_MS, "ms", Better::Lower, "longest in 100 ms before"),
-    ];
     let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
-    for subject in ready {
-        for (metric, unit, better, column) in metrics {
-            let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // A subject that has little to return needs little time, so its time is no baseline. Only the delay of
-            // other threads can be compared.
-            let baseline = (metric == LONGEST_MALLOC_MS).then_some(BASELINE);
-            let metric = Metric { name: metric, unit, better, baseline };
-            report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
-        }
-    }
+    let columns = [
+        (Metric::lower(HELD_MIB, "MiB"), "MiB held when asked"),
+        (Metric::higher(RETURNED_MIB, "MiB"), "MiB returned"),
+        (Metric::lower(WALL_MS, "ms"), "ms"),
+        // A subject that has little to return needs little time, so its time is no baseline. Only the delay of other
+        // threads can be compared.
+        (Metric::lower(LONGEST_MALLOC_MS, "ms").against(BASELINE), "longest malloc, ms"),
+        (Metric::lower(LONGEST_MALLOC_BEFORE_MS, "ms"), "longest in 100 ms before"),
+    ];
+    report_rows(report, samples, (&piece, &name), ready, &format!("{name}, freed, then asked for"), &columns);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
@@ -95,9 +81,9 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize,
     for (metric, bound, what) in targets {
         let target = format!("{case}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
-        let returned = samples.get(&piece, PAGEMILL, RETURNED_MIB);
-        let held = samples.get(&piece, PAGEMILL, HELD_MIB);
-        let verdict = match (samples.get(&piece, PAGEMILL, metric), returned, held) {
+        let returned = samples.get((&piece, PAGEMILL, RETURNED_MIB));
+        let held = samples.get((&piece, PAGEMILL, HELD_MIB));
+        let verdict = match (samples.get((&piece, PAGEMILL, metric)), returned, held) {
             _ if mib < FULL_MIB => Verdict { note: "--quick asks for less than 1 GiB".to_owned(), ..verdict },
             (Some(series), Some(returned), Some(held)) => {
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));

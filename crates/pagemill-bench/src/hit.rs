@@ -7,13 +7,12 @@ use std::time::Duration;
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
+    CommonOptions, Metric, Named, Progress, SampleTable, judge_time_ratio, judge_value, report_rows, rotated,
     threads_text,
 };
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
-use crate::report::{Bound, Report, Series, TableCell};
-use crate::stats::Better;
+use crate::report::{Bound, Report, Series};
 
 /// Subject: the page cache with huge folios.
 const HUGE_FOLIOS: &str = "huge";
@@ -36,6 +35,8 @@ const SMALL_FILES_PART: &str = "files";
 const COPY_NS: &str = "copy_ns";
 /// Metric: time to pin a resident page and read 8 bytes of it.
 const PIN_NS: &str = "pin_ns";
+/// Metric: time to pin a resident page with a hint of its folio, and read 8 bytes of it.
+const HINTED_NS: &str = "hinted_ns";
 /// Metric: bytes of page metadata (frames) per cached page.
 const FRAME_BYTES: &str = "frames_bytes";
 /// Metric: bytes of the index of the file per cached page.
@@ -49,7 +50,7 @@ const RESIDENT_RATIO: &str = "resident_ratio";
 /// Metric of small files: bytes that the cache counts as used, relative to the files' sizes rounded up to pages.
 const COUNTED_RATIO: &str = "counted_ratio";
 
-const PAGE_CACHE_METRICS: &[&str] = &[COPY_NS, PIN_NS, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
+const PAGE_CACHE_METRICS: &[&str] = &[COPY_NS, PIN_NS, HINTED_NS, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
 const PEER_METRICS: &[&str] = &[COPY_NS, PIN_NS, ADDED_BYTES, HUGE_SHARE];
 const UNPINNED_METRICS: &[&str] = &[COPY_NS, HUGE_SHARE];
 
@@ -74,11 +75,17 @@ impl Subject {
     }
 }
 
+impl Named for Subject {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+}
+
 const SUBJECTS: [Subject; 10] = [
     Subject::new(HUGE_FOLIOS, "huge", PAGE_CACHE_METRICS),
     Subject::new(SMALL_FOLIOS, "dense", PAGE_CACHE_METRICS),
     Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
-    Subject::new(FRAMES, "frames", &[COPY_NS, PIN_NS, HUGE_SHARE]),
+    Subject::new(FRAMES, "frames", &[COPY_NS, PIN_NS, HINTED_NS, HUGE_SHARE]),
     Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY_NS]) },
@@ -156,9 +163,9 @@ fn measure_cases(
     mounter: Option<&Mounter>,
 ) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
-    let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB.0, DATA_MIB.1));
-    let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILE_COUNT.0, SMALL_FILE_COUNT.1));
+    let rounds = common.rounds_or(ROUNDS);
+    let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB));
+    let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILE_COUNT));
     child::touch_beforehand(mib * 3 / 2 + 64)?;
     let progress = Progress::new(rounds * (THREAD_COUNTS.len() * subjects.len() + usize::from(has_files)));
     let mut samples = SampleTable::new();
@@ -166,11 +173,7 @@ fn measure_cases(
         for case in THREAD_COUNTS {
             for subject in rotated(subjects, round) {
                 progress.step(subject.name);
-                let numbers = [
-                    ("--threads", case),
-                    ("--mib", mib),
-                    ("--run-ms", common.quick_or_full(MEASUREMENT_MS.0, MEASUREMENT_MS.1)),
-                ];
+                let numbers = [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(MEASUREMENT_MS))];
                 let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
                 let outcome = take_sample(subject, line, mounter, mib)?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
@@ -201,48 +204,44 @@ fn take_sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounte
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
-    for (name, what, baseline) in [(COPY_NS, "copied out", MEMCPY), (PIN_NS, "pinned, 8 bytes read", FRAMES)] {
-        for case in THREAD_COUNTS {
-            for subject in subjects {
-                let table =
-                    format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
-                let cell = Some(TableCell { table, column: threads_text(case) });
-                let metric = Metric { name, unit: "ns", better: Better::Lower, baseline: Some(baseline) };
-                report_row(report, samples, (&case, &threads_text(case)), subject.name, metric, cell);
-            }
-        }
-    }
-    for (name, unit, column) in [
-        (FRAME_BYTES, "B", "frames, B a page"),
-        (INDEX_BYTES, "B", "index, B a page"),
-        (ADDED_BYTES, "B", "resident beside the data, B a page"),
-        (HUGE_SHARE, "1", "share in huge pages"),
+    for (name, what, baseline) in [
+        (COPY_NS, "copied out", MEMCPY),
+        (PIN_NS, "pinned, 8 bytes read", FRAMES),
+        (HINTED_NS, "pinned with a hint, 8 bytes read", FRAMES),
     ] {
-        for subject in subjects {
-            let cell = Some(TableCell { table: "what is beside the data".to_owned(), column: column.to_owned() });
-            let metric = Metric { name, unit, better: Better::Lower, baseline: None };
-            report_row(report, samples, (&SIZES_CASE, "metadata"), subject.name, metric, cell);
+        let table = format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
+        for case in THREAD_COUNTS {
+            let threads = threads_text(case);
+            let column = (Metric::lower(name, "ns").against(baseline), threads.as_str());
+            report_rows(report, samples, (&case, &threads), subjects, &table, &[column]);
         }
     }
-    for (name, column) in [(RESIDENT_RATIO, "resident"), (COUNTED_RATIO, "as the cache counts it")] {
-        let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
-        let cell = Some(TableCell { table, column: column.to_owned() });
-        let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
-        report_row(report, samples, (&SIZES_CASE, "small files"), SMALL_FILES_PART, metric, cell);
-    }
+    let metadata = [
+        (Metric::lower(FRAME_BYTES, "B"), "frames, B a page"),
+        (Metric::lower(INDEX_BYTES, "B"), "index, B a page"),
+        (Metric::lower(ADDED_BYTES, "B"), "resident beside the data, B a page"),
+        (Metric::lower(HUGE_SHARE, "1"), "share in huge pages"),
+    ];
+    report_rows(report, samples, (&SIZES_CASE, "metadata"), subjects, "what is beside the data", &metadata);
+    let table = "files of 1 KiB in one cache: bytes over those rounded up to pages";
+    let sizes = [
+        (Metric::lower(RESIDENT_RATIO, "x"), "resident"),
+        (Metric::lower(COUNTED_RATIO, "x"), "as the cache counts it"),
+    ];
+    report_rows(report, samples, (&SIZES_CASE, "small files"), &[SMALL_FILES_PART], table, &sizes);
 }
 
 /// Adds a warning to the report for each baseline that got too few huge pages, and for an index size that cannot be
 /// right.
 fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
-        let share = samples.get(&SIZES_CASE, subject.name, HUGE_SHARE).and_then(Series::median);
+        let share = samples.get((&SIZES_CASE, subject.name, HUGE_SHARE)).and_then(Series::median);
         if share.is_some_and(|share| share < MIN_HUGE_FRACTION) {
             report
                 .add_gap(format!("{}: the kernel gave it too few huge pages: the baseline is too slow", subject.name));
         }
     }
-    let get = |metric| samples.get(&SIZES_CASE, SMALL_FOLIOS, metric);
+    let get = |metric| samples.get((&SIZES_CASE, SMALL_FOLIOS, metric));
     if get(COPY_NS).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
         report.add_gap(format!(
             "{SMALL_FOLIOS}: the cache reports an index of less than 8 B a page, which is impossible"
@@ -251,49 +250,35 @@ fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let side = |case, subject, metric| SeriesKey { case, subject, metric };
     for case in &THREAD_COUNTS {
         for (subject, bound, base) in [
             (HUGE_FOLIOS, Bound::AtMost(1.05), MEMCPY),
-            (SMALL_FOLIOS, Bound::AtMost(1.25), MEMCPY),
+            (SMALL_FOLIOS, Bound::AtMost(1.2), MEMCPY),
             (HUGE_FOLIOS, Bound::AtLeast(2.5), PREAD_NEVER),
             (HUGE_FOLIOS, Bound::AtLeast(2.5), FOYER),
             (HUGE_FOLIOS, Bound::AtLeast(1.8), PREAD_ALWAYS),
         ] {
             let how = if matches!(bound, Bound::AtMost(_)) { "time of" } else { "as fast as" };
             let target = format!("copy, {}: {subject}, {how} {base}", threads_text(*case));
-            report.add_verdict(judge_time_ratio(
-                samples,
-                target,
-                bound,
-                side(case, subject, COPY_NS),
-                side(case, base, COPY_NS),
-            ));
+            let (own, base) = ((case, subject, COPY_NS), (case, base, COPY_NS));
+            report.add_verdict(judge_time_ratio(samples, target, bound, own, base));
         }
         for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
-            let target = format!("pin, {}: {subject}, time of {FRAMES}", threads_text(*case));
-            let (own, base) = (side(case, subject, PIN_NS), side(case, FRAMES, PIN_NS));
-            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.5), own, base));
+            for (what, metric, bound) in [("pin", PIN_NS, 2.5), ("pin with a hint", HINTED_NS, 1.3)] {
+                let target = format!("{what}, {}: {subject}, time of {FRAMES}", threads_text(*case));
+                let (own, base) = ((case, subject, metric), (case, FRAMES, metric));
+                report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(bound), own, base));
+            }
         }
     }
-    for (target, subject, metric, bound) in [
-        ("frames, huge, a page", HUGE_FOLIOS, FRAME_BYTES, 16.0),
-        ("frames, dense, a page", SMALL_FOLIOS, FRAME_BYTES, 16.0),
-        ("index, dense, a page", SMALL_FOLIOS, INDEX_BYTES, 9.5),
+    for (target, subject, metric, bound, unit) in [
+        ("frames, huge, a page", HUGE_FOLIOS, FRAME_BYTES, 16.0, "B"),
+        ("frames, dense, a page", SMALL_FOLIOS, FRAME_BYTES, 16.0, "B"),
+        ("index, dense, a page", SMALL_FOLIOS, INDEX_BYTES, 9.5, "B"),
+        ("small files, resident", SMALL_FILES_PART, RESIDENT_RATIO, 1.15, "x"),
+        ("small files, counted", SMALL_FILES_PART, COUNTED_RATIO, 1.15, "x"),
     ] {
-        report.add_verdict(judge_value(
-            samples,
-            target,
-            (Bound::AtMost(bound), "B"),
-            side(&SIZES_CASE, subject, metric),
-        ));
-    }
-    for (target, metric) in [("small files, resident", RESIDENT_RATIO), ("small files, counted", COUNTED_RATIO)] {
-        report.add_verdict(judge_value(
-            samples,
-            target,
-            (Bound::AtMost(1.15), "x"),
-            side(&SIZES_CASE, SMALL_FILES_PART, metric),
-        ));
+        let bound = (Bound::AtMost(bound), unit);
+        report.add_verdict(judge_value(samples, target, bound, (&SIZES_CASE, subject, metric)));
     }
 }

@@ -13,9 +13,9 @@ use std::time::Duration;
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::ebizzy::{FAULTS, MIN_FAULTS_IF_RETURNING};
-use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, Series, TableCell, Verdict};
+use crate::error::{Error, Result, doing};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_case};
+use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 use crate::workload::hog::LOCK_FILE;
@@ -49,54 +49,57 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
         }
     };
     let times = SampleTimes::new(common);
-    let progress = Progress::new(ready.len() * common.rounds());
     let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for subject in rotated(ready, round) {
-            progress.step(&format!("with a hog, {}", subject.name()));
-            match take_sample(subject, &times, is_limited)? {
-                Ok(outcome) => samples.add_outcome(&CASE, subject.name(), METRICS, &outcome),
-                Err(gap) => report.add_gap(gap),
-            }
+    for (case, subject) in turns_by_case(&[CASE], common.rounds(), ready, |case| (*case).to_owned()) {
+        let sample = take_sample(subject, &times, is_limited);
+        if let Some(outcome) = report.unless_gap(sample)? {
+            samples.add_outcome(case, subject.name(), METRICS, &outcome);
         }
     }
-    drop(progress);
-    add_rows(report, &samples, ready);
+    let table = format!("ebizzy with a hog: {THREADS} threads, {LIMIT_MIB} MiB around both, {TURN_MIB} MiB by turns");
+    let columns = [
+        (Metric::higher(RECORDS, "1/s").against("glibc-eager"), "records/s"),
+        (Metric::higher("hog_rounds", "rounds"), "turns of the hog"),
+        (Metric::higher("refused", "calls"), "refused"),
+        (Metric::higher("hog_refused", "calls"), "refused to the hog"),
+    ];
+    report_rows(report, &samples, (&CASE, CASE), ready, &table, &columns);
     report.add_verdict(verdict(&samples, ready));
     Ok(())
 }
 
-/// Takes one sample of a subject in a new cgroup. The inner error is a sentence for the report that says why nothing
-/// was measured.
-fn take_sample(
-    ready: &AvailableSubject,
-    times: &SampleTimes,
-    is_limited: bool,
-) -> Result<std::result::Result<Outcome, String>> {
+/// Takes one sample of a subject in a new cgroup. If they run in a cgroup with a limit, Pagemill gets no `--limit`
+/// option: it must detect the cgroup's limit itself.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if nothing could be measured.
+fn take_sample(ready: &AvailableSubject, times: &SampleTimes, is_limited: bool) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
-    let launcher = match launcher(ready, folder.path(), times, is_limited)? {
-        Ok(launcher) => launcher,
-        Err(gap) => return Ok(Err(gap)),
-    };
-    sample_pair(ready.name(), &launcher, folder.path(), is_limited, &[])
+    let limit = format!("{LIMIT_MIB}M");
+    let limit_options = ["--limit", &limit];
+    let mut line = ready.launcher("hog", if is_limited { &[] } else { &limit_options })?;
+    line.push(child::own_executable()?.display().to_string());
+    line.extend(times.pair_arguments(folder.path()));
+    sample_pair(ready.name(), &line, folder.path(), is_limited, &[])
 }
 
 /// Takes one sample. Starts workload and hog with the command line `launcher` and the environment variables `settings`;
-/// if `is_limited` is true, in a new cgroup with a memory limit. The inner error is a sentence for the report that says
-/// why nothing was measured.
+/// if `is_limited` is true, in a new cgroup with a memory limit.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if the cgroup could not be made.
 pub fn sample_pair(
     subject: &str,
     launcher: &[String],
     folder: &Path,
     is_limited: bool,
     settings: &[(&str, &str)],
-) -> Result<std::result::Result<Outcome, String>> {
+) -> Result<Outcome> {
     File::create(folder.join(LOCK_FILE)).map_err(doing("making the lock"))?;
-    let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
-        Some(Ok(group)) => Some(group),
-        Some(Err(why)) => return Ok(Err(format!("hog: {subject}: {why}"))),
-        None => None,
-    };
+    let gap = |why| Error::Gap(format!("hog: {subject}: {why}"));
+    let group = is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)).transpose().map_err(gap)?;
     let mut command = match &group {
         Some(group) => {
             let entrance = group.join_file().display().to_string();
@@ -115,7 +118,7 @@ pub fn sample_pair(
     let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(90))?;
     // The cgroup must be removed only after its processes have ended. An early return also drops `group`.
     drop(group);
-    child::classify(subject, &finished).map(Ok)
+    child::classify(subject, &finished)
 }
 
 /// Checks that the bench can make a cgroup with a memory limit on this machine. The error is the reason why it cannot.
@@ -148,60 +151,20 @@ impl SampleTimes {
     }
 }
 
-/// Returns the command line that starts workload and hog under the subject. If they run in a cgroup with a limit,
-/// Pagemill gets no `--limit` option: it must detect the cgroup's limit itself.
-fn launcher(
-    ready: &AvailableSubject,
-    folder: &Path,
-    times: &SampleTimes,
-    is_limited: bool,
-) -> Result<std::result::Result<Vec<String>, String>> {
-    let limit = format!("{LIMIT_MIB}M");
-    let limit_options = ["--limit", &limit];
-    let mut line = match ready.launcher(if is_limited { &[] } else { &limit_options }) {
-        Ok(line) => line,
-        Err(gap) => return Ok(Err(format!("hog: {gap}"))),
-    };
-    line.push(child::own_executable()?.display().to_string());
-    line.extend(times.pair_arguments(folder));
-    Ok(Ok(line))
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
-    let metrics = [
-        (RECORDS, "1/s", Some("glibc-eager"), "records/s"),
-        ("hog_rounds", "rounds", None, "turns of the hog"),
-        ("refused", "calls", None, "refused"),
-        ("hog_refused", "calls", None, "refused to the hog"),
-    ];
-    for subject in ready {
-        for (name, unit, baseline, column) in metrics {
-            let cell = TableCell {
-                table: format!(
-                    "ebizzy with a hog: {THREADS} threads, {LIMIT_MIB} MiB around both, {TURN_MIB} MiB by turns"
-                ),
-                column: column.to_owned(),
-            };
-            let metric = Metric { name, unit, better: Better::Higher, baseline };
-            report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
-        }
-    }
-}
-
 fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {
     let bound = Bound::AtLeast(6.0);
     let target = "ebizzy with a hog, against the best returning at once";
-    let Some(series) = samples.get(&CASE, PAGEMILL, RECORDS) else {
+    let Some(series) = samples.get((&CASE, PAGEMILL, RECORDS)) else {
         return not_measured(target, bound, "x", "pagemill was not run");
     };
     let refusals: f64 = ["refused", "hog_refused"]
         .iter()
-        .filter_map(|metric| samples.get(&CASE, PAGEMILL, metric))
+        .filter_map(|metric| samples.get((&CASE, PAGEMILL, metric)))
         .flat_map(|series| series.values())
         .sum();
     let eager = ready.iter().filter(|ready| ready.subject.role == Role::ReturningAtOnce);
     let eager = eager.filter(|ready| {
-        let faults = samples.get(&CASE, ready.name(), FAULTS).and_then(Series::median);
+        let faults = samples.get((&CASE, ready.name(), FAULTS)).and_then(Series::median);
         faults.is_some_and(|faults| faults >= MIN_FAULTS_IF_RETURNING)
     });
     let best = best_survivor(samples, eager);
@@ -222,12 +185,9 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
         }
         _ => note,
     };
-    Verdict {
-        estimate: stats::estimate_median(&series.ratios(best, Better::Higher)),
-        baseline: "best-eager".to_owned(),
-        has_lost_round,
-        ..not_measured(target, bound, "x", &note)
-    }
+    let blank = not_measured(target, bound, "x", "");
+    let compared = blank.compared(Some(series), ("best-eager", Some(best)), Better::Higher);
+    Verdict { has_lost_round, note, ..compared }
 }
 
 fn best_survivor<'a>(
@@ -235,7 +195,7 @@ fn best_survivor<'a>(
     ready: impl Iterator<Item = &'a AvailableSubject>,
 ) -> Option<(&'static str, &'a Series)> {
     let survivors = ready.filter_map(|ready| {
-        let series = samples.get(&CASE, ready.name(), RECORDS)?;
+        let series = samples.get((&CASE, ready.name(), RECORDS))?;
         series.survived().then_some((ready.name(), series))
     });
     survivors.max_by(|(_, a), (_, b)| {

@@ -11,7 +11,6 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::hint::black_box;
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -19,6 +18,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use pagemill_core::units::BLOCK_BYTES;
+use rustix::process::{self, Pid, Signal, WaitId, WaitIdOptions};
+use rustix::time::{ClockId, clock_gettime};
 
 /// An allocation from the C `malloc` that is filled with 64-bit words.
 ///
@@ -247,77 +248,52 @@ pub fn malloc_library() -> Option<PathBuf> {
 
 /// Makes the kernel kill this process when its parent ends, so that no workload outlives a killed bench.
 pub fn die_with_parent() {
-    // SAFETY: PR_SET_PDEATHSIG takes a signal number and touches no memory.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    // The call fails only for an invalid signal.
+    let _ = process::set_parent_process_death_signal(Some(Signal::KILL));
 }
 
 /// Returns whether a child of this process has ended, without reaping the child.
 pub fn has_ended(child: u32) -> bool {
-    // SAFETY: all zeroes is a valid siginfo_t.
-    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is a live siginfo_t.
-    let result = unsafe { libc::waitid(libc::P_PID, child, &mut info, flags) };
-    // SAFETY: waitid filled `info`, or left it zero, and then the process id is zero, too.
-    result != 0 || unsafe { info.si_pid() } != 0
+    let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    !matches!(process::waitid(WaitId::Pid(pid_of(child)), flags), Ok(None))
 }
 
-/// CPU time of a child that has ended, including the children that it waited for.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Usage {
-    pub user: Duration,
-    pub system: Duration,
-}
-
-impl Usage {
-    /// Returns the sum of user and system time.
-    pub fn cpu(&self) -> Duration {
-        self.user + self.system
-    }
-}
-
-/// Waits for a child of this process and reaps it. Returns the status as `wait` encodes it, and the CPU time.
-pub fn reap(child: u32) -> io::Result<(i32, Usage)> {
+/// Waits for a child of this process and reaps it. Returns the status as `wait` encodes it, and the CPU time of the
+/// child and of the children that it waited for.
+pub fn reap(child: u32) -> io::Result<(i32, Duration)> {
     let mut status = 0;
     // SAFETY: all zeroes is a valid rusage.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    let duration = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
     loop {
         // SAFETY: `status` and `usage` are live and have the types that wait4 fills.
         let reaped = unsafe { libc::wait4(child as libc::pid_t, &raw mut status, 0, &raw mut usage) };
         match reaped {
             -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
             -1 => return Err(io::Error::last_os_error()),
-            _ => return Ok((status, Usage::from(&usage))),
+            _ => return Ok((status, duration(usage.ru_utime) + duration(usage.ru_stime))),
         }
     }
 }
 
 /// Returns the user and system time of this process so far, over all its threads.
 pub fn own_cpu_time() -> Duration {
-    // SAFETY: all zeroes is a valid rusage.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` is live and has the type that getrusage fills.
-    unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) };
-    Usage::from(&usage).cpu()
-}
-
-impl From<&libc::rusage> for Usage {
-    fn from(usage: &libc::rusage) -> Self {
-        let time = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
-        Self { user: time(usage.ru_utime), system: time(usage.ru_stime) }
-    }
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Kills the process group that a child of this process leads. A group that no longer exists is no error.
 pub fn kill_group(leader: u32) {
-    // SAFETY: kill touches no memory. The group's leader is a child of this process that is not yet reaped.
-    unsafe { libc::kill(-(leader as libc::pid_t), libc::SIGKILL) };
+    let _ = process::kill_process_group(pid_of(leader), Signal::KILL);
 }
 
 /// Sends SIGTERM to a child of this process. The child must not have been reaped.
 pub fn terminate(child: u32) {
-    // SAFETY: kill touches no memory. The process id belongs to the child until it is reaped.
-    unsafe { libc::kill(child as libc::pid_t, libc::SIGTERM) };
+    let _ = process::kill_process(pid_of(child), Signal::TERM);
+}
+
+fn pid_of(process: u32) -> Pid {
+    Pid::from_raw(process as i32).expect("no process has the id 0")
 }
 
 /// Moves the calling thread into a new mount namespace. Threads and processes that the calling thread starts later are
@@ -332,31 +308,7 @@ pub fn unshare_mounts() -> io::Result<()> {
 
 /// Kills one process. The process must be in a cgroup that the bench made.
 pub fn kill_process(pid: u32) {
-    // SAFETY: kill touches no memory.
-    unsafe { libc::kill(pid as libc::pid_t, libc::SIGKILL) };
-}
-
-/// Locks the file with `flock`; blocks until the lock is free.
-pub fn lock(file: BorrowedFd<'_>) -> io::Result<()> {
-    flock(file, libc::LOCK_EX)
-}
-
-/// Locks the file with `flock` if the lock is free. Returns whether the caller now has the lock.
-pub fn try_lock(file: BorrowedFd<'_>) -> bool {
-    flock(file, libc::LOCK_EX | libc::LOCK_NB).is_ok()
-}
-
-pub fn unlock(file: BorrowedFd<'_>) {
-    // Unlocking cannot fail while the caller has the lock. Closing the file would also release it.
-    let _ = flock(file, libc::LOCK_UN);
-}
-
-fn flock(file: BorrowedFd<'_>, operation: c_int) -> io::Result<()> {
-    // SAFETY: the descriptor is open while it is borrowed; flock touches no memory.
-    match unsafe { libc::flock(file.as_raw_fd(), operation) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let _ = process::kill_process(pid_of(pid), Signal::KILL);
 }
 
 /// A private anonymous mapping of this process. Dropping it unmaps the memory.

@@ -5,11 +5,8 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row, rotated,
-};
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, report_rows, rotated};
+use crate::report::{Bound, Report};
 
 /// Subject: pins a range of a huge folio that may be split.
 const SPLITTABLE: &str = "splittable";
@@ -76,20 +73,18 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     let mut report = Report::new("refs", common.json);
     child::touch_beforehand(512)?;
     let samples = measure_cases(common)?;
+    let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
+    let pin = Metric::lower(PIN_NS, "ns").against(PER_PAGE);
     for case in cases() {
-        for (subject, _) in METHODS {
-            let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
-            let cell = Some(TableCell { table, column: case_name(case) });
-            let metric = Metric { name: PIN_NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
-            report_row(&mut report, &samples, (&case, &case_name(case)), subject, metric, cell);
-        }
+        let name = case_name(case);
+        let subjects = METHODS.map(|(subject, _)| subject);
+        report_rows(&mut report, &samples, (&case, &name), &subjects, &table, &[(pin, &name)]);
     }
     for (subject, metric, column) in
         [(SPLIT, SPLIT_NS, "split, ns"), (SPLIT, COLLAPSE_NS, "collapse, ns"), (MEMCPY, COPY_NS, "copy, ns")]
     {
-        let cell = Some(TableCell { table: "a huge folio".to_owned(), column: column.to_owned() });
-        let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: None };
-        report_row(&mut report, &samples, (&SPLIT_CASE, "2 MiB"), subject, metric, cell);
+        let columns = [(Metric::lower(metric, "ns"), column)];
+        report_rows(&mut report, &samples, (&SPLIT_CASE, "2 MiB"), &[subject], "a huge folio", &columns);
     }
     add_verdicts(&mut report, &samples);
     Ok(report)
@@ -105,7 +100,7 @@ fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
         for case in cases() {
             for &(subject, way) in rotated(&ways, round) {
                 progress.step(subject);
-                let run_ms = common.quick_or_full(PIN_SAMPLE_MS.0, PIN_SAMPLE_MS.1);
+                let run_ms = common.quick_or_full(PIN_SAMPLE_MS);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
                 let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
                 let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
@@ -114,10 +109,8 @@ fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
         }
         for &(subject, metrics, flag) in rotated(&changes, round) {
             progress.step(subject);
-            let numbers = [
-                ("--folios", common.quick_or_full(FOLIO_COUNT.0, FOLIO_COUNT.1)),
-                ("--run-ms", common.quick_or_full(SPLIT_SAMPLE_MS.0, SPLIT_SAMPLE_MS.1)),
-            ];
+            let numbers =
+                [("--folios", common.quick_or_full(FOLIO_COUNT)), ("--run-ms", common.quick_or_full(SPLIT_SAMPLE_MS))];
             let words = ["__change"].into_iter().chain(flag);
             let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
             samples.add_outcome(&SPLIT_CASE, subject, metrics, &child::run_plain(subject, line, TIME_LIMIT)?);
@@ -130,13 +123,14 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let one = (1024, 1, false);
     for subject in [SPLITTABLE, NEVER_SPLIT] {
         let target = format!("get + put of 1 MiB, 1 thread: {subject}, as fast as {PER_PAGE}");
-        let side = |subject| SeriesKey { case: &one, subject, metric: PIN_NS };
-        report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
+        let (own, base) = ((&one, subject, PIN_NS), (&one, PER_PAGE, PIN_NS));
+        report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), own, base));
     }
-    let side = |subject, metric| SeriesKey { case: &SPLIT_CASE, subject, metric };
-    let copy = || side(MEMCPY, COPY_NS);
-    let target = "split, as fast as a copy of 2 MiB";
-    report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(20.0), side(SPLIT, SPLIT_NS), copy()));
-    let target = "collapse, time of a copy of 2 MiB";
-    report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.3), side(SPLIT, COLLAPSE_NS), copy()));
+    for (target, bound, metric) in [
+        ("split, as fast as a copy of 2 MiB", Bound::AtLeast(20.0), SPLIT_NS),
+        ("collapse, time of a copy of 2 MiB", Bound::AtMost(1.3), COLLAPSE_NS),
+    ] {
+        let (own, base) = ((&SPLIT_CASE, SPLIT, metric), (&SPLIT_CASE, MEMCPY, COPY_NS));
+        report.add_verdict(judge_time_ratio(samples, target, bound, own, base));
+    }
 }

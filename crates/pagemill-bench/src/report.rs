@@ -10,6 +10,7 @@ use std::fs;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
+use crate::error::{Error, Result};
 use crate::stats::{self, Better, Estimate};
 
 /// One result: the median of a metric over the rounds of a run, and its spread. `ratio` says how many times better than
@@ -129,14 +130,18 @@ impl Verdict {
         }
     }
 
-    /// Fills in the estimate from the values of one series, and clears the note. Returns the verdict.
-    pub fn measured(self, own: &Series) -> Self {
+    /// Fills in the estimate from the values of one series, and clears the note. Without a series, changes nothing.
+    /// Returns the verdict.
+    pub fn measured(self, own: Option<&Series>) -> Self {
+        let Some(own) = own else { return self };
         let estimate = stats::estimate_median(&own.values());
         Self { estimate, has_lost_round: !own.survived(), note: String::new(), ..self }
     }
 
-    /// Fills in the estimate from the ratios of `own` to a named baseline, and clears the note. Returns the verdict.
-    pub fn compared(self, own: &Series, (name, base): (&str, &Series), better: Better) -> Self {
+    /// Fills in the estimate from the ratios of `own` to a named baseline, and clears the note. If one of both series
+    /// is missing, changes nothing. Returns the verdict.
+    pub fn compared(self, own: Option<&Series>, (name, base): (&str, Option<&Series>), better: Better) -> Self {
+        let (Some(own), Some(base)) = (own, base) else { return self };
         let estimate = stats::estimate_median(&own.ratios(base, better));
         let (baseline, has_lost_round) = (name.to_owned(), !own.survived());
         Self { estimate, baseline, has_lost_round, note: String::new(), ..self }
@@ -205,17 +210,14 @@ impl Report {
         if let Some(value) = series.median() {
             let values = series.values();
             self.add_row(Row {
-                experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
-                metric: entry.metric,
-                value,
-                unit: entry.unit,
                 baseline: baseline.map(|(name, ..)| name.to_owned()),
                 ratio,
                 spread: stats::spread(&values),
                 samples: values.len(),
                 cell: entry.cell.clone(),
+                ..self.single_value(entry.metric, value, entry.unit)
             });
         }
         self.add_lost_rounds(&entry, series);
@@ -231,21 +233,33 @@ impl Report {
                 continue;
             }
             self.add_row(Row {
-                experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
-                metric,
-                value: count as f64,
-                unit: "samples",
-                baseline: None,
-                ratio: None,
-                spread: 0.0,
                 samples: series.rounds.len(),
                 cell: entry.cell.clone(),
+                ..self.single_value(metric, count as f64, "samples")
             });
         }
         if let Some(why) = series.failures.first() {
             self.add_gap(format!("{} {}: {why}", entry.subject, entry.case));
+        }
+    }
+
+    /// Returns a row of this experiment with one value. Its case and subject are still empty.
+    pub fn single_value(&self, metric: &'static str, value: f64, unit: &'static str) -> Row {
+        let (case, subject, baseline, ratio, cell) = Default::default();
+        Row {
+            experiment: self.experiment,
+            case,
+            subject,
+            metric,
+            value,
+            unit,
+            baseline,
+            ratio,
+            spread: 0.0,
+            samples: 1,
+            cell,
         }
     }
 
@@ -263,6 +277,28 @@ impl Report {
         let what = what.into();
         if !self.gaps.contains(&what) {
             self.gaps.push(what);
+        }
+    }
+
+    /// Adds the gaps that come with a selection of subjects. Returns the selection.
+    pub fn with_gaps<T>(&mut self, (selected, gaps): (T, Vec<String>)) -> T {
+        gaps.into_iter().for_each(|gap| self.add_gap(gap));
+        selected
+    }
+
+    /// Returns the result of a measurement. If it could not be made, adds the gap and returns none.
+    ///
+    /// # Errors
+    ///
+    /// Every other error.
+    pub fn unless_gap<T>(&mut self, result: Result<T>) -> Result<Option<T>> {
+        match result {
+            Ok(measured) => Ok(Some(measured)),
+            Err(Error::Gap(what)) => {
+                self.add_gap(what);
+                Ok(None)
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -284,17 +320,11 @@ impl Report {
         {
             let is_reached = verdict.state() != VerdictState::FallsShort;
             self.add_row(Row {
-                experiment: self.experiment,
                 case: format!("target: {}", verdict.target),
                 subject: crate::subject::PAGEMILL.to_owned(),
-                metric: "target_kept",
-                value: f64::from(u8::from(is_reached)),
-                unit: "bool",
                 baseline: Some(verdict.baseline.clone()),
                 ratio: (verdict.unit == "x").then_some(estimate.value),
-                spread: 0.0,
-                samples: 1,
-                cell: None,
+                ..self.single_value("target_kept", f64::from(u8::from(is_reached)), "bool")
             });
         }
         self.verdicts.push(verdict);

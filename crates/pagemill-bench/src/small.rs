@@ -6,10 +6,14 @@
 
 use std::time::Duration;
 
+use pagemill_core::units::Bytes;
+
 use crate::callgrind;
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::experiment::{
+    self, CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_rows, turns_by_case,
+};
 use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING};
@@ -48,22 +52,16 @@ pub fn run(options: &Options) -> Result<Report> {
         true => matches!(subject.name, BASELINE | PAGEMILL),
         false => true,
     };
-    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("small", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     child::touch_beforehand(64)?;
     let samples = measure_cases(&ready, common)?;
-    let metric = Metric { name: NS_PER_PAIR, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
+    let metric = Metric::lower(NS_PER_PAIR, "ns").against(BASELINE);
     for case in cases() {
-        for subject in &ready {
-            let (pattern, threads, size) = case;
-            let cell = TableCell {
-                table: format!("{pattern}, {threads} threads: ns a malloc and free, half the spread, times {BASELINE}"),
-                column: size_name(size),
-            };
-            let name = case_name(case);
-            report_row(&mut report, &samples, (&case, &name), subject.name(), metric, Some(cell));
-        }
+        let (pattern, threads, size) = case;
+        let table = format!("{pattern}, {threads} threads: ns a malloc and free, half the spread, times {BASELINE}");
+        let columns = [(metric, &*Bytes(size as u64).to_string())];
+        report_rows(&mut report, &samples, (&case, &case_name(case)), &ready, &table, &columns);
     }
     add_verdicts(&mut report, &samples);
     if options.callgrind {
@@ -72,39 +70,26 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn cases() -> impl Iterator<Item = Case> {
-    PATTERNS.into_iter().flat_map(|pattern| {
-        THREAD_COUNTS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
-    })
-}
-
-fn size_name(size: usize) -> String {
-    match size {
-        size if size < 1024 => format!("{size} B"),
-        size => format!("{} KiB", size / 1024),
-    }
+fn cases() -> Vec<Case> {
+    let of_pattern = |pattern| THREAD_COUNTS.map(|threads| SIZES.map(|size| (pattern, threads, size)));
+    PATTERNS.map(of_pattern).as_flattened().as_flattened().to_vec()
 }
 
 fn case_name((pattern, threads, size): Case) -> String {
-    format!("{pattern}, {threads} threads, {}", size_name(size))
+    format!("{pattern}, {threads} threads, {}", Bytes(size as u64))
 }
 
 fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let milliseconds = common.quick_or_full("15", "60");
-    let progress = Progress::new(cases().count() * common.rounds() * ready.len());
+    let milliseconds = common.quick_or_full(("15", "60"));
+    let cases = cases();
     let mut samples = SampleTable::new();
-    for case in cases() {
+    for (case, subject) in turns_by_case(&cases, common.rounds(), ready, |case| case_name(*case)) {
         let (pattern, threads, size) = case;
         let (threads, size) = (threads.to_string(), size.to_string());
         let arguments =
             ["__small", "--pattern", pattern, "--threads", &threads, "--size", &size, "--measure-ms", milliseconds];
-        for round in 0..common.rounds() {
-            for subject in rotated(ready, round) {
-                progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
-                samples.add_outcome(&case, subject.name(), &[NS_PER_PAIR], &outcome);
-            }
-        }
+        let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
+        samples.add_outcome(case, subject.name(), &[NS_PER_PAIR], &outcome);
     }
     Ok(samples)
 }
@@ -114,19 +99,18 @@ fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<S
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
     for case in cases() {
-        let pagemill = samples.get(&case, PAGEMILL, NS_PER_PAIR);
-        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, PAGEMILL_WITHOUT_AGING, NS_PER_PAIR)) {
+        let pagemill = samples.get((&case, PAGEMILL, NS_PER_PAIR));
+        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get((&case, PAGEMILL_WITHOUT_AGING, NS_PER_PAIR))) {
             aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
         }
-        let baseline = samples.get(&case, BASELINE, NS_PER_PAIR);
+        let baseline = samples.get((&case, BASELINE, NS_PER_PAIR));
         if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
-            let ratios = pagemill.ratios(baseline, Better::Lower);
-            all.push(ratios);
+            all.push(pagemill.ratios(baseline, Better::Lower));
             let blank = not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "");
-            report.add_verdict(blank.compared(pagemill, (BASELINE, baseline), Better::Lower));
+            report.add_verdict(blank.compared(Some(pagemill), (BASELINE, Some(baseline)), Better::Lower));
         }
     }
-    let is_whole = all.len() == cases().count();
+    let is_whole = all.len() == cases().len();
     let means = if is_whole { stats::geometric_means(&all) } else { Vec::new() };
     let note = if is_whole { "" } else { "a side is missing" };
     report.add_verdict(Verdict {
@@ -147,9 +131,8 @@ fn count_instructions(report: &mut Report, ready: &[AvailableSubject], common: &
             let mut counts = Vec::new();
             for subject in ready {
                 progress.step(&format!("instructions, {pattern}, {size} B, {}", subject.name()));
-                match instructions_per_pair(subject, pattern, size)? {
-                    Ok(count) => counts.push((subject.name(), count)),
-                    Err(why) => report.add_gap(format!("instructions, {}: {why}", subject.name())),
+                if let Some(count) = report.unless_gap(instructions_per_pair(subject, pattern, size))? {
+                    counts.push((subject.name(), count));
                 }
             }
             add_instruction_rows(report, pattern, size, &counts);
@@ -163,25 +146,20 @@ fn add_instruction_rows(report: &mut Report, pattern: &str, size: usize, counts:
     for &(name, count) in counts {
         let baseline = of(BASELINE).filter(|_| name != BASELINE);
         report.add_row(Row {
-            experiment: "small",
-            case: format!("{pattern}, 1 threads, {}", size_name(size)),
+            case: format!("{pattern}, 1 threads, {}", Bytes(size as u64)),
             subject: name.to_owned(),
-            metric: "instructions_per_pair",
-            value: count,
-            unit: "instructions",
             baseline: baseline.map(|_| BASELINE.to_owned()),
             ratio: baseline.map(|baseline| baseline / count),
-            spread: 0.0,
-            samples: 1,
             cell: Some(TableCell {
                 table: format!("{pattern}: instructions a malloc and free (callgrind)"),
-                column: size_name(size),
+                column: Bytes(size as u64).to_string(),
             }),
+            ..report.single_value("instructions_per_pair", count, "instructions")
         });
     }
     if let (Some(pagemill), Some(baseline)) = (of(PAGEMILL), of(BASELINE)) {
         let more = pagemill - baseline;
-        let target = format!("small, {pattern}, {}: instructions more", size_name(size));
+        let target = format!("small, {pattern}, {}: instructions more", Bytes(size as u64));
         report.add_verdict(Verdict {
             // The count is exact, so the interval has zero width.
             estimate: Some(Estimate { value: more, low: more, high: more, samples: usize::MAX }),
@@ -191,11 +169,7 @@ fn add_instruction_rows(report: &mut Report, pattern: &str, size: usize, counts:
     }
 }
 
-fn instructions_per_pair(
-    ready: &AvailableSubject,
-    pattern: &str,
-    size: usize,
-) -> Result<std::result::Result<f64, String>> {
+fn instructions_per_pair(ready: &AvailableSubject, pattern: &str, size: usize) -> Result<f64> {
     callgrind::instructions_per_operation(ready.name(), |command, pairs| {
         command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);

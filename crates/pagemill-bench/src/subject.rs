@@ -11,6 +11,35 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::native::GiveBack;
 
+/// A subject with a stable name in tables, in JSON and for `--only`.
+pub trait Named {
+    fn name(&self) -> &'static str;
+}
+
+impl Named for &'static str {
+    fn name(&self) -> &'static str {
+        self
+    }
+}
+
+impl<Subject: Named> Named for &Subject {
+    fn name(&self) -> &'static str {
+        (*self).name()
+    }
+}
+
+/// Checks that each of the `given` names is one of the `known` names of its kind.
+///
+/// # Errors
+///
+/// [`Error::CannotRun`] with the list of known names if a name is unknown.
+pub fn check_names(kind: &str, given: &[String], known: &[&str]) -> Result<()> {
+    match given.iter().find(|name| !known.contains(&name.as_str())) {
+        Some(name) => Err(Error::CannotRun(format!("no {kind} {name}; there are {}", known.join(", ")))),
+        None => Ok(()),
+    }
+}
+
 /// The role of a subject in a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -182,11 +211,13 @@ pub struct AvailableSubject {
     preload: Option<PathBuf>,
 }
 
-impl AvailableSubject {
-    pub fn name(&self) -> &'static str {
+impl Named for AvailableSubject {
+    fn name(&self) -> &'static str {
         self.subject.name
     }
+}
 
+impl AvailableSubject {
     /// Returns the path of the library that is preloaded; none for the C library.
     pub fn preload(&self) -> Option<&Path> {
         self.preload.as_deref()
@@ -207,12 +238,13 @@ impl AvailableSubject {
     ///
     /// # Errors
     ///
-    /// The reason why the subject cannot run, as a sentence for the report.
-    pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
+    /// [`Error::Gap`] if the subject cannot run. `part` is the part of the experiment that it names.
+    pub fn launcher(&self, part: &str, run_options: &[&str]) -> Result<Vec<String>> {
         let mut line = vec!["env".to_owned()];
         line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
         if self.is_pagemill() {
-            let command = built_file("pagemill").ok_or("pagemill: the command is not built: cargo build --release")?;
+            let gap = || Error::Gap(format!("{part}: pagemill: the command is not built: cargo build --release"));
+            let command = built_file("pagemill").ok_or_else(gap)?;
             line.extend([command.display().to_string(), "run".to_owned()]);
             line.extend(run_options.iter().map(|word| (*word).to_owned()));
             line.push("--".to_owned());
@@ -264,11 +296,8 @@ pub fn select_available(
     only: &[String],
     is_wanted: impl Fn(&Subject) -> bool,
 ) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
-    let known = || SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
-    if let Some(name) = only.iter().find(|name| !known().any(|known| known == *name)) {
-        let names = known().collect::<Vec<_>>().join(", ");
-        return Err(Error::CannotRun(format!("no subject {name}; there are {names}")));
-    }
+    let known = SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
+    check_names("subject", only, &known.collect::<Vec<_>>())?;
     let (mut ready, mut gaps) = (Vec::new(), Vec::new());
     for subject in SUBJECTS {
         let is_named = only.iter().any(|name| name == subject.name);
@@ -378,7 +407,7 @@ mod tests {
             let names = |only: &[String]| -> Vec<&str> {
                 let (ready, gaps) = select_available(only, |_| true).unwrap_or_default();
                 let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);
-                ready.iter().map(AvailableSubject::name).chain(gaps).collect()
+                ready.iter().map(Named::name).chain(gaps).collect()
             };
 
             assert!(!names(&[]).contains(&own));

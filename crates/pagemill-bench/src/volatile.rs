@@ -6,11 +6,9 @@ use crate::child;
 use crate::chunks;
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row, rotated,
-    threads_text,
+    CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, judge_value, report_rows, rotated, threads_text,
 };
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::report::{Bound, Report};
 
 /// Subject: marks and unmarks a range with a handle.
 const HANDLES: &str = "handle-mark-unmark";
@@ -68,32 +66,27 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |name: &str| common.is_wanted(name);
     child::touch_beforehand(PURGED_MIB + 512)?;
     let samples = measure_cases(common, is_wanted)?;
+    let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
+    let toggle = Metric::lower(MARK_UNMARK_NS, "ns").against(FREE);
     for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
         let name = format!("{} KiB, {}", case.0, threads_text(case.1));
-        for (subject, _) in METHODS {
-            let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
-            let cell = Some(TableCell { table, column: name.clone() });
-            let metric = Metric { name: MARK_UNMARK_NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
-            report_row(&mut report, &samples, (&case, &name), subject, metric, cell);
-        }
+        let subjects = METHODS.map(|(subject, _)| subject);
+        report_rows(&mut report, &samples, (&case, &name), &subjects, &table, &[(toggle, &name)]);
     }
-    let purge = |name, unit, better| Metric { name, unit, better, baseline: None };
-    for (metric, column) in [
-        (purge(PURGE_RATE, "GB/s", Better::Higher), "huge pages of handles purged, GB/s"),
-        (purge(VRANGE_PURGE_RATE, "GB/s", Better::Higher), "marked by address, GB/s"),
-        (purge(STRICT_PURGE_RATE, "GB/s", Better::Higher), "marked strictly, GB/s"),
-        (purge(UNMARK_WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
-    ] {
-        let cell = Some(TableCell { table: "purging".to_owned(), column: column.to_owned() });
-        report_row(&mut report, &samples, (&PURGE_CASE, "purging"), PURGING, metric, cell);
-    }
+    let columns = [
+        (Metric::higher(PURGE_RATE, "GB/s"), "huge pages of handles purged, GB/s"),
+        (Metric::higher(VRANGE_PURGE_RATE, "GB/s"), "marked by address, GB/s"),
+        (Metric::higher(STRICT_PURGE_RATE, "GB/s"), "marked strictly, GB/s"),
+        (Metric::lower(UNMARK_WAIT, "us"), "unmark that meets a purge, 99.9 %, us"),
+    ];
+    report_rows(&mut report, &samples, (&PURGE_CASE, "purging"), &[PURGING], "purging", &columns);
     add_verdicts(&mut report, &samples);
     chunks::run(common, is_wanted, &mut report)?;
     Ok(report)
 }
 
 fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
-    let run_ms = common.quick_or_full(50, 300);
+    let run_ms = common.quick_or_full((50, 300));
     let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREAD_COUNTS.len() * ways.len() + 1));
     let mut samples = SampleTable::new();
@@ -109,14 +102,10 @@ fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Re
         }
         if is_wanted(PURGING) {
             progress.step(PURGING);
-            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full(500, 3000))];
+            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full((500, 3000)))];
             let outcome = child::run_plain(PURGING, child::command_words(&["__purging"], &numbers), TIME_LIMIT)?;
-            samples.add_outcome(
-                &PURGE_CASE,
-                PURGING,
-                &[PURGE_RATE, VRANGE_PURGE_RATE, STRICT_PURGE_RATE, UNMARK_WAIT],
-                &outcome,
-            );
+            let metrics = [PURGE_RATE, VRANGE_PURGE_RATE, STRICT_PURGE_RATE, UNMARK_WAIT];
+            samples.add_outcome(&PURGE_CASE, PURGING, &metrics, &outcome);
         }
     }
     Ok(samples)
@@ -124,8 +113,7 @@ fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Re
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
-        let own = SeriesKey { case: &case, subject: way, metric: MARK_UNMARK_NS };
-        let base = SeriesKey { case: &base.1, subject: base.0, metric: MARK_UNMARK_NS };
+        let (own, base) = ((&case, way, MARK_UNMARK_NS), (&base.1, base.0, MARK_UNMARK_NS));
         judge_time_ratio(samples, target, Bound::AtLeast(least), own, base)
     };
     for size in SIZES_KIB {
@@ -141,27 +129,12 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads_text(count));
         report.add_verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
     }
-    let absolute = |target: &str, bound, unit, case: Case, way: &'static str, metric: &'static str| {
-        judge_value(samples, target, (bound, unit), SeriesKey { case: &case, subject: way, metric })
-    };
-    let none = Bound::AtMost(0.0);
-    report.add_verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
-    report.add_verdict(absolute(
-        "purge of huge pages, lazy",
-        Bound::AtLeast(100.0),
-        "GB/s",
-        PURGE_CASE,
-        PURGING,
-        PURGE_RATE,
-    ));
-    let least = Bound::AtLeast(50.0);
-    report.add_verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_PURGE_RATE));
-    report.add_verdict(absolute(
-        "unmark that meets a purge, 99.9 %",
-        Bound::AtMost(1000.0),
-        "us",
-        PURGE_CASE,
-        PURGING,
-        UNMARK_WAIT,
-    ));
+    for (target, bound, unit, key) in [
+        ("faults of unpurged round trips", Bound::AtMost(0.0), "", (&(2048, 1), HANDLES, FAULTS)),
+        ("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", (&PURGE_CASE, PURGING, PURGE_RATE)),
+        ("purge of huge pages, strict", Bound::AtLeast(50.0), "GB/s", (&PURGE_CASE, PURGING, STRICT_PURGE_RATE)),
+        ("unmark that meets a purge, 99.9 %", Bound::AtMost(1000.0), "us", (&PURGE_CASE, PURGING, UNMARK_WAIT)),
+    ] {
+        report.add_verdict(judge_value(samples, target, (bound, unit), key));
+    }
 }

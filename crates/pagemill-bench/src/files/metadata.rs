@@ -6,9 +6,8 @@ use super::FileExperiment;
 use super::mount::{Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::experiment::{Metric, judge_quotient, report_rows};
+use crate::report::{Bound, Report};
 
 /// Number of files that are created (quick, full).
 const FILE_COUNT: (usize, usize) = (10_000, 100_000);
@@ -67,16 +66,15 @@ impl Case {
 pub fn run(options: &super::FileOptions) -> Result<Report> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let (ready, gaps) = mounter.select(&common.only, &[WITHIN_SIZE, NEVER, PAGEMILL_MOUNT])?;
     let mut report = Report::new("metadata", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
-    let files = common.quick_or_full(FILE_COUNT.0, FILE_COUNT.1);
+    let ready = report.with_gaps(mounter.select(&common.only, &[WITHIN_SIZE, NEVER, PAGEMILL_MOUNT])?);
+    let files = common.quick_or_full(FILE_COUNT);
     // Each file uses a page for its content, and some metadata of the kernel.
     child::touch_beforehand(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });
     let plan = FileExperiment {
         cases: &cases,
-        rounds: common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from),
+        rounds: common.rounds_or(ROUNDS),
         size_bytes: 2 << 30,
         metrics: &TARGETS.iter().map(|(metric, ..)| *metric).chain([CLOSE]).collect::<Vec<_>>(),
         arguments: &|case| case.arguments(),
@@ -84,31 +82,19 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         limit: Duration::from_secs(300),
     };
     let samples = plan.measure(&mounter, &ready, &mut report)?;
+    let columns = TARGETS.map(|(name, column, _)| (Metric::higher(name, "1/s").against(WITHIN_SIZE.name), column));
+    let close = [(Metric::lower(CLOSE, "ns").against(WITHIN_SIZE.name), "ns")];
     for case in cases {
-        for subject in &ready {
-            let table =
-                format!("{}, one thread: time of close, half the spread, times {}", case.name(), WITHIN_SIZE.name);
-            let cell = Some(TableCell { table, column: "ns".to_owned() });
-            let baseline = Some(WITHIN_SIZE.name);
-            let metric = Metric { name: CLOSE, unit: "ns", better: Better::Lower, baseline };
-            report_row(&mut report, &samples, (&case, &case.name()), subject.name, metric, cell);
-        }
-        let table =
-            format!("{}, one thread: operations a second, half the spread, times {}", case.name(), WITHIN_SIZE.name);
-        for (name, column, bound) in TARGETS {
-            for subject in &ready {
-                let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
-                let metric = Metric { name, unit: "1/s", better: Better::Higher, baseline: Some(WITHIN_SIZE.name) };
-                report_row(&mut report, &samples, (&case, &case.name()), subject.name, metric, cell);
-            }
-            let target = format!("{}: {column}, against {}", case.name(), WITHIN_SIZE.name);
-            let bound = Bound::AtLeast(case.min_speed(name, bound));
-            let verdict = not_measured(target, bound, "x", "one side was not run");
-            let get = |subject| samples.get(&case, subject, name);
-            report.add_verdict(match (get(PAGEMILL_MOUNT.name), get(WITHIN_SIZE.name)) {
-                (Some(series), Some(plain)) => verdict.compared(series, (WITHIN_SIZE.name, plain), Better::Higher),
-                _ => verdict,
-            });
+        let (name, plain) = (case.name(), WITHIN_SIZE.name);
+        let table = format!("{name}, one thread: time of close, half the spread, times {plain}");
+        report_rows(&mut report, &samples, (&case, &name), &ready, &table, &close);
+        let table = format!("{name}, one thread: operations a second, half the spread, times {plain}");
+        report_rows(&mut report, &samples, (&case, &name), &ready, &table, &columns);
+        for (metric, column, bound) in TARGETS {
+            let target = format!("{name}: {column}, against {plain}");
+            let bound = Bound::AtLeast(case.min_speed(metric, bound));
+            let (own, base) = ((&case, PAGEMILL_MOUNT.name, metric), (&case, plain, metric));
+            report.add_verdict(judge_quotient(&samples, target, bound, own, base));
         }
     }
     Ok(report)

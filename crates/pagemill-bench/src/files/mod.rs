@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Progress, SampleTable, rotated};
+use crate::experiment::{CommonOptions, SampleTable, turns_by_case};
 use crate::report::Report;
 use mount::{FileSystem, Mounted, Mounter};
 
@@ -50,26 +50,20 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     ///
     /// An error if a workload found wrong bytes, if the bench was interrupted, or if a tmpfs can no longer be mounted.
     pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
-        let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
         let mut samples = SampleTable::new();
-        for case in self.cases {
-            for round in 0..self.rounds {
-                for &subject in rotated(ready, round) {
-                    progress.step(&format!("{}, {}", (self.name)(case), subject.name));
-                    if !subject.is_mounted() {
-                        let outcome = self.sample(case, subject, &[CACHED.to_owned()])?;
-                        samples.add_outcome(case, subject.name, self.metrics, &outcome);
-                        continue;
-                    }
-                    match mounter.mount(subject, self.size_bytes)? {
-                        Ok(mounted) => {
-                            let outcome = self.sample(case, subject, &place_arguments(&mounted))?;
-                            samples.add_outcome(case, subject.name, self.metrics, &outcome);
-                            mounted.unmount().complaint.into_iter().for_each(|gap| report.add_gap(gap));
-                        }
-                        Err(gap) => samples.add_outcome(case, subject.name, self.metrics, &Outcome::Failed(gap)),
-                    }
+        for (case, &subject) in turns_by_case(self.cases, self.rounds, ready, self.name) {
+            if !subject.is_mounted() {
+                let outcome = self.sample(case, subject, &[CACHED.to_owned()])?;
+                samples.add_outcome(case, subject.name, self.metrics, &outcome);
+                continue;
+            }
+            match mounter.mount(subject, self.size_bytes)? {
+                Ok(mounted) => {
+                    let outcome = self.sample(case, subject, &place_arguments(&mounted))?;
+                    samples.add_outcome(case, subject.name, self.metrics, &outcome);
+                    mounted.unmount().complaint.into_iter().for_each(|gap| report.add_gap(gap));
                 }
+                Err(gap) => samples.add_outcome(case, subject.name, self.metrics, &Outcome::Failed(gap)),
             }
         }
         Ok(samples)

@@ -15,6 +15,7 @@ use tempfile::TempDir;
 
 use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result, doing};
+use crate::experiment::{Named, check_names};
 use crate::native;
 use crate::subject::{self, PAGEMILL};
 
@@ -47,6 +48,12 @@ pub const WITHIN_SIZE: FileSystem =
 pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: FileSystemKind::Tmpfs("always") };
 pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSystemKind::PagemillMount };
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
+
+impl Named for FileSystem {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+}
 
 impl FileSystem {
     /// Returns whether the bench must mount this file system; false for a cache in the workload's own process.
@@ -117,10 +124,7 @@ impl Mounter {
     ///
     /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if no file system can be run.
     pub fn select(&self, only: &[String], known: &[FileSystem]) -> Result<(Vec<FileSystem>, Vec<String>)> {
-        if let Some(name) = only.iter().find(|name| known.iter().all(|known| known.name != **name)) {
-            let names: Vec<&str> = known.iter().map(|known| known.name).collect();
-            return Err(Error::CannotRun(format!("no subject {name}; there are {}", names.join(", "))));
-        }
+        check_names("subject", only, &known.iter().map(|known| known.name).collect::<Vec<_>>())?;
         let (mut ready, mut gaps) = (Vec::new(), Vec::new());
         for &subject in known {
             if !only.is_empty() && only.iter().all(|name| name != subject.name) {

@@ -7,9 +7,8 @@ use super::FileExperiment;
 use super::mount::{ALWAYS, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, SampleTable, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::Better;
+use crate::experiment::{Metric, SampleTable, judge_quotient, not_measured, report_rows};
+use crate::report::{Bound, Report, Verdict};
 
 /// Metric: MiB in use on the file system directly after the last file was closed.
 const USED_AT_ONCE: &str = "used_at_once";
@@ -76,9 +75,8 @@ const KINDS: [FileKind; 6] = [
 pub fn run(options: &super::FileOptions) -> Result<Report> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT])?;
     let mut report = Report::new("waste", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT])?);
     // With huge pages everywhere, each small file would use 2 MiB.
     child::touch_beforehand(2100)?;
     let plan = FileExperiment {
@@ -108,43 +106,27 @@ fn arguments(kind: &FileKind) -> Vec<String> {
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {
-    let mut metrics = vec![
-        (USED_AT_ONCE, "MiB", Some(NEVER.name), "used at once"),
-        (USED_AFTER_SECOND, "MiB", Some(NEVER.name), "used after a second"),
+    let mut columns = vec![
+        (Metric::lower(USED_AT_ONCE, "MiB").against(NEVER.name), "used at once"),
+        (Metric::lower(USED_AFTER_SECOND, "MiB").against(NEVER.name), "used after a second"),
     ];
     if kind.criterion == Criterion::ByHugePages {
-        metrics.push((HUGE_SHARE, "share", None, "mapped huge"));
+        columns.push((Metric::lower(HUGE_SHARE, "share"), "mapped huge"));
     }
-    for (name, unit, baseline, column) in metrics {
-        for subject in ready {
-            let table = format!("{}: MiB, half the spread, times {}", kind.name, NEVER.name);
-            let cell = Some(TableCell { table, column: column.to_owned() });
-            let metric = Metric { name, unit, better: Better::Lower, baseline };
-            report_row(report, samples, (&kind, kind.name), subject.name, metric, cell);
-        }
-    }
+    let table = format!("{}: MiB, half the spread, times {}", kind.name, NEVER.name);
+    report_rows(report, samples, (&kind, kind.name), ready, &table, &columns);
 }
 
 fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
-    let verdict = not_measured(target, Bound::AtMost(MAX_USED_RATIO), "x", "one side was not run");
-    // The ratio is own bytes divided by baseline bytes, so a larger ratio is worse here.
-    match (
-        samples.get(&kind, PAGEMILL_MOUNT.name, USED_AFTER_SECOND),
-        samples.get(&kind, NEVER.name, USED_AFTER_SECOND),
-    ) {
-        (Some(series), Some(never)) => verdict.compared(series, (NEVER.name, never), Better::Higher),
-        _ => verdict,
-    }
+    let (own, base) = ((&kind, PAGEMILL_MOUNT.name, USED_AFTER_SECOND), (&kind, NEVER.name, USED_AFTER_SECOND));
+    judge_quotient(samples, target, Bound::AtMost(MAX_USED_RATIO), own, base)
 }
 
 fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
     let verdict = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
-    match samples.get(&kind, PAGEMILL_MOUNT.name, HUGE_SHARE) {
-        Some(series) => verdict.measured(series),
-        None => verdict,
-    }
+    verdict.measured(samples.get((&kind, PAGEMILL_MOUNT.name, HUGE_SHARE)))
 }
 
 #[cfg(test)]

@@ -11,8 +11,8 @@ use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL_SECONDS};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, turns_by_case};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
 
@@ -142,16 +142,13 @@ struct Load {
 /// Measures the named loads, which fragment memory; adds rows and verdicts to the report.
 pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let progress = Progress::new(names.len() * common.rounds() * ready.len());
     let mut samples = SampleTable::new();
     for &name in names {
         let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
-        match prepare(options, name, folder.path())? {
-            Ok(load) => measure_load(&load, common, ready, &mut samples, &progress)?,
-            Err(gap) => report.add_gap(gap),
+        if let Some(load) = report.unless_gap(prepare(options, name, folder.path()))? {
+            measure_load(&load, common, ready, &mut samples)?;
         }
     }
-    drop(progress);
     for &name in names {
         add_rows(report, &samples, name, ready);
     }
@@ -161,22 +158,25 @@ pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject]
     Ok(())
 }
 
-/// Prepares the load with this name: compiles its program, or writes its script. The inner error is a sentence for the
-/// report that says why nothing was measured.
-fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<std::result::Result<Load, String>> {
+/// Prepares the load with this name: compiles its program, or writes its script.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if it cannot run.
+fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<Load> {
     let common = &options.common;
-    Ok(match BENCH_PROGRAMS.iter().find(|bench_program| bench_program.name == name) {
-        Some(bench_program) => compile_program(bench_program, options.mimalloc_bench.as_deref(), folder)?,
-        None if name == PANDAS => pandas_load(common, folder)?,
+    match BENCH_PROGRAMS.iter().find(|bench_program| bench_program.name == name) {
+        Some(bench_program) => compile_program(bench_program, options.mimalloc_bench.as_deref(), folder),
+        None if name == PANDAS => pandas_load(common, folder),
         None => Ok(churn_load(common)),
-    })
+    }
 }
 
 fn churn_load(common: &CommonOptions) -> Load {
-    let numbers = common.quick_or_full(
+    let numbers = common.quick_or_full((
         [("--threads", 4), ("--mib", 64), ("--run-ms", 300), ("--rest-ms", 200)],
         [("--threads", 8), ("--mib", 350), ("--run-ms", 20_000), ("--rest-ms", 15_000)],
-    );
+    ));
     let command = move || {
         let mut command = child::workload_command(["__churn"])?;
         command.args(child::numeric_options(&numbers));
@@ -185,9 +185,9 @@ fn churn_load(common: &CommonOptions) -> Load {
     Load { name: CHURN, command: Box::new(command), read: parse_json, seconds: None }
 }
 
-fn pandas_load(common: &CommonOptions, folder: &Path) -> Result<std::result::Result<Load, String>> {
+fn pandas_load(common: &CommonOptions, folder: &Path) -> Result<Load> {
     if !is_installed("python3") {
-        return Ok(Err(format!("{PANDAS}: python3 is not installed")));
+        return Err(Error::Gap(format!("{PANDAS}: python3 is not installed")));
     }
     prepare_python(folder).map_err(doing("preparing pandas"))?;
     let python = recorded_python_path(folder).map_err(doing("finding python3"))?;
@@ -195,35 +195,33 @@ fn pandas_load(common: &CommonOptions, folder: &Path) -> Result<std::result::Res
     probe.args(["-c", "import pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
     subject::clear_foreign_settings(&mut probe);
     if !probe.status().is_ok_and(|status| status.success()) {
-        return Ok(Err(format!("{PANDAS}: python3 cannot import it; to have it: pip install pandas")));
+        return Err(Error::Gap(format!("{PANDAS}: python3 cannot import it; to have it: pip install pandas")));
     }
     let script = folder.join("tables.py");
     fs::write(&script, PANDAS_SCRIPT).map_err(doing("preparing pandas"))?;
-    let (rows, rest) = common.quick_or_full(("20000", "0.2"), ("2000000", "15"));
+    let (rows, rest) = common.quick_or_full((("20000", "0.2"), ("2000000", "15")));
     let command = move || {
         let mut command = Command::new(&python);
         command.arg(&script).args([rows, rest]).env("PYTHONHASHSEED", "0");
         Ok(command)
     };
-    Ok(Ok(Load { name: PANDAS, command: Box::new(command), read: parse_json, seconds: None }))
+    Ok(Load { name: PANDAS, command: Box::new(command), read: parse_json, seconds: None })
 }
 
 /// Compiles a program of mimalloc-bench with the flags of its CMakeLists.txt.
-fn compile_program(
-    bench_program: &'static BenchProgram,
-    checkout: Option<&Path>,
-    folder: &Path,
-) -> Result<std::result::Result<Load, String>> {
+fn compile_program(bench_program: &'static BenchProgram, checkout: Option<&Path>, folder: &Path) -> Result<Load> {
     let name = bench_program.name;
+    let gap = |what: String| Err(Error::Gap(format!("{name}: {what}")));
     let Some(checkout) = checkout else {
-        return Ok(Err(format!(
-            "{name}: --mimalloc-bench DIR names no checkout; to have one: git clone https://github.com/daanx/mimalloc-bench"
-        )));
+        return gap(
+            "--mimalloc-bench DIR names no checkout; to have one: git clone https://github.com/daanx/mimalloc-bench"
+                .to_owned(),
+        );
     };
     let sources: Vec<PathBuf> =
         bench_program.sources.iter().map(|source| checkout.join("bench").join(source)).collect();
     if let Some(missing) = sources.iter().find(|source| !source.is_file()) {
-        return Ok(Err(format!("{name}: {} is not there", missing.display())));
+        return gap(format!("{} is not there", missing.display()));
     }
     let program = folder.join(name);
     let mut compiler = Command::new(bench_program.compiler);
@@ -231,12 +229,12 @@ fn compile_program(
     compiler.args(sources.iter().filter_map(|source| Some(format!("-I{}", source.parent()?.display()))));
     compiler.args(["-pthread", "-lm"]);
     if !is_installed(bench_program.compiler) {
-        return Ok(Err(format!("{name}: {} is not installed", bench_program.compiler)));
+        return gap(format!("{} is not installed", bench_program.compiler));
     }
     let finished = RunningGroup::start(&mut compiler)?.finish(Duration::from_secs(120))?;
     if !finished.status.success() {
         let complaint = String::from_utf8_lossy(&finished.stderr).lines().next().unwrap_or_default().to_owned();
-        return Ok(Err(format!("{name}: does not compile: {complaint}")));
+        return gap(format!("does not compile: {complaint}"));
     }
     let cpus = std::thread::available_parallelism().map_or(1, usize::from).to_string();
     let folder = folder.to_owned();
@@ -246,7 +244,7 @@ fn compile_program(
         command.current_dir(&folder);
         Ok(command)
     };
-    Ok(Ok(Load { name, command: Box::new(command), read: parse_printed_rate, seconds: bench_program.seconds }))
+    Ok(Load { name, command: Box::new(command), read: parse_printed_rate, seconds: bench_program.seconds })
 }
 
 fn parse_json(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
@@ -269,22 +267,18 @@ fn measure_load(
     common: &CommonOptions,
     ready: &[AvailableSubject],
     samples: &mut SampleTable<&'static str>,
-    progress: &Progress,
 ) -> Result<()> {
     let mut answer = None;
-    for round in 0..common.rounds() {
-        for subject in rotated(ready, round) {
-            progress.step(&format!("{}, {}", load.name, subject.name()));
-            let outcome = take_sample(load, subject)?;
-            if let Outcome::Measured(line) = &outcome {
-                let expected = answer.get_or_insert_with(|| line["answer"].clone());
-                if *expected != line["answer"] {
-                    let what = format!("{} came to {}, not to {expected}", load.name, line["answer"]);
-                    return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
-                }
+    for (name, subject) in turns_by_case(&[load.name], common.rounds(), ready, |name| (*name).to_owned()) {
+        let outcome = take_sample(load, subject)?;
+        if let Outcome::Measured(line) = &outcome {
+            let expected = answer.get_or_insert_with(|| line["answer"].clone());
+            if *expected != line["answer"] {
+                let what = format!("{name} came to {}, not to {expected}", line["answer"]);
+                return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
             }
-            samples.add_outcome(&load.name, subject.name(), METRICS, &outcome);
         }
+        samples.add_outcome(name, subject.name(), METRICS, &outcome);
     }
     Ok(())
 }
@@ -308,7 +302,7 @@ fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
     };
     line[PROCESS_PEAK_MIB] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
     line[WALL_SECONDS] = finished.wall.as_secs_f64().into();
-    let cpu = finished.usage.cpu().as_secs_f64();
+    let cpu = finished.cpu.as_secs_f64();
     match load.seconds {
         Some(seconds) => match line[OPERATIONS_PER_SECOND].as_f64() {
             Some(rate) => line[CPU_PER_OPERATION] = (cpu * 1e6 / (rate * seconds)).into(),
@@ -322,31 +316,19 @@ fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
-    let metrics = [
-        (PROCESS_PEAK_MIB, "MiB", BASELINE, "peak, MiB"),
-        (STEADY_MIB, "MiB", BASELINE, "steady"),
-        (LAST_QUARTER_MIB, "MiB", BASELINE, "last quarter"),
-        (AFTER_FREEING_MIB, "MiB", BASELINE, "after freeing, at rest"),
-        (LIVE_MIB, "MiB", BASELINE, "live"),
-        (CPU, "s", CPU_BASELINE, "CPU, s"),
-        (CPU_PER_OPERATION, "us", CPU_BASELINE, "CPU, us an act"),
-        (WALL_SECONDS, "s", BASELINE, "wall, s"),
-    ];
-    for (metric, unit, baseline, column) in metrics {
-        for subject in ready {
-            let series = samples.get(&name, subject.name(), metric);
-            if metric != PROCESS_PEAK_MIB && series.is_none_or(|series| series.median().is_none()) {
-                continue;
-            }
-            let cell = TableCell {
-                table: format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}"),
-                column: column.to_owned(),
-            };
-            // The live bytes depend on the load and not on the allocator, so they have no baseline.
-            let baseline = (metric != LIVE_MIB).then_some(baseline);
-            let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
-        }
+    let table = format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}");
+    for (metric, column) in [
+        (Metric::lower(PROCESS_PEAK_MIB, "MiB").against(BASELINE), "peak, MiB"),
+        (Metric::lower(STEADY_MIB, "MiB").against(BASELINE), "steady"),
+        (Metric::lower(LAST_QUARTER_MIB, "MiB").against(BASELINE), "last quarter"),
+        (Metric::lower(AFTER_FREEING_MIB, "MiB").against(BASELINE), "after freeing, at rest"),
+        // The live bytes depend on the load and not on the allocator, so they have no baseline.
+        (Metric::lower(LIVE_MIB, "MiB"), "live"),
+        (Metric::lower(CPU, "s").against(CPU_BASELINE), "CPU, s"),
+        (Metric::lower(CPU_PER_OPERATION, "us").against(CPU_BASELINE), "CPU, us an act"),
+        (Metric::lower(WALL_SECONDS, "s").against(BASELINE), "wall, s"),
+    ] {
+        super::report_measured(report, samples, name, ready, &table, (metric, column), PROCESS_PEAK_MIB);
     }
 }
 
@@ -360,7 +342,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: 
     let memory_targets = memory_targets.map(|(metric, what)| (metric, what, MAX_MEMORY_RATIO, BASELINE));
     let cpu = [(CPU, "CPU", MAX_CPU_RATIO, CPU_BASELINE), (CPU_PER_OPERATION, "CPU", MAX_CPU_RATIO, CPU_BASELINE)];
     for (metric, what, most, baseline) in memory_targets.into_iter().chain(cpu) {
-        let (Some(own), Some(base)) = (samples.get(&name, PAGEMILL, metric), samples.get(&name, baseline, metric))
+        let (Some(own), Some(base)) = (samples.get((&name, PAGEMILL, metric)), samples.get((&name, baseline, metric)))
         else {
             continue;
         };

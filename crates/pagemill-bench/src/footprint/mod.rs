@@ -12,8 +12,10 @@ use std::time::Duration;
 
 use crate::child::{self, FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::experiment::{
+    self, CommonOptions, Metric, Named, SampleTable, check_names, not_measured, report_rows, turns_by_case,
+};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 pub use programs::is_installed;
@@ -83,10 +85,13 @@ struct Sample {
 }
 
 impl Sample {
-    fn json_line(&self) -> serde_json::Value {
+    fn outcome(&self) -> Outcome {
+        if !self.peaks.has_mapped_library {
+            return Outcome::Failed("the preload was not mapped in it".to_owned());
+        }
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let idle_net = self.idle.and_then(|idle| Some(idle.resident.saturating_sub(idle.giveable?)));
-        serde_json::json!({
+        Outcome::Measured(serde_json::json!({
             PEAK_MIB: mib(self.peaks.resident),
             PEAK_ANONYMOUS_MIB: mib(self.peaks.anonymous),
             NET_PEAK_MIB: self.peaks.net.map(mib),
@@ -95,31 +100,28 @@ impl Sample {
             IDLE_NET_MIB: idle_net.map(mib),
             WALL_SECONDS: self.wall.as_secs_f64(),
             REQUESTS_PER_SECOND: self.requests_per_second,
-        })
+        }))
     }
 }
 
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("footprint", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     if options.returning {
         returning::run(options, &ready, &mut report)?;
         return Ok(report);
     }
     let (names, loads) = wanted_names(options)?;
-    child::touch_beforehand(common.quick_or_full(256, 1024))?;
-    let progress = Progress::new(names.len() * common.rounds() * ready.len());
+    child::touch_beforehand(common.quick_or_full((256, 1024)))?;
     let mut samples = SampleTable::new();
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
-            Some(program) => measure_program(program, &ready, common, &mut samples, &mut report, &progress)?,
-            None => measure_redis(&ready, common, &mut samples, &mut report, &progress)?,
+            Some(program) => measure_program(program, &ready, common, &mut samples, &mut report)?,
+            None => measure_redis(&ready, common, &mut samples, &mut report)?,
         }
     }
-    drop(progress);
     for &name in &names {
         add_rows(&mut report, &samples, name, &ready);
         add_verdicts(&mut report, &samples, name);
@@ -135,9 +137,7 @@ fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static st
     let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
     let loads: Vec<&'static str> = loads::names().collect();
     let known = [programs.as_slice(), &loads].concat();
-    if let Some(unknown) = given.iter().find(|name| !known.contains(&name.as_str())) {
-        return Err(Error::CannotRun(format!("no program {unknown}; there are {}", known.join(", "))));
-    }
+    check_names("program", given, &known)?;
     let wanted = |names: Vec<&'static str>, is_usual: bool| -> Vec<&'static str> {
         let is_given = |name: &str| given.iter().any(|given| given == name);
         names.into_iter().filter(|name| if given.is_empty() { is_usual } else { is_given(name) }).collect()
@@ -151,11 +151,9 @@ fn measure_program(
     common: &CommonOptions,
     samples: &mut SampleTable<&'static str>,
     report: &mut Report,
-    progress: &Progress,
 ) -> Result<()> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
-    if let Err(gap) = program.prepare(folder.path())? {
-        report.add_gap(gap);
+    if report.unless_gap(program.prepare(folder.path()))?.is_none() {
         return Ok(());
     }
     // One unmeasured run without a preload yields the expected output. It also fills the kernel's page cache.
@@ -165,18 +163,14 @@ fn measure_program(
         report.add_gap(format!("{}: fails even without a preload: {complaint}", program.name));
         return Ok(());
     }
-    for round in 0..common.rounds() {
-        for subject in rotated(ready, round) {
-            progress.step(&format!("{}, {}", program.name, subject.name()));
-            let (finished, sample) = run_once(program, Some(subject), folder.path())?;
-            check_output(program, subject, &reference, &finished)?;
-            let outcome = match (finished.status.success(), sample.peaks.has_mapped_library) {
-                (true, true) => Outcome::Measured(sample.json_line()),
-                (true, false) => Outcome::Failed("the preload was not mapped in it".to_owned()),
-                (false, _) => child::classify(subject.name(), &finished)?,
-            };
-            samples.add_outcome(&program.name, subject.name(), &METRICS, &outcome);
-        }
+    for (name, subject) in turns_by_case(&[program.name], common.rounds(), ready, |name| (*name).to_owned()) {
+        let (finished, sample) = run_once(program, Some(subject), folder.path())?;
+        check_output(program, subject, &reference, &finished)?;
+        let outcome = match finished.status.success() {
+            true => sample.outcome(),
+            false => child::classify(subject.name(), &finished)?,
+        };
+        samples.add_outcome(name, subject.name(), &METRICS, &outcome);
     }
     Ok(())
 }
@@ -220,83 +214,78 @@ fn measure_redis(
     common: &CommonOptions,
     samples: &mut SampleTable<&'static str>,
     report: &mut Report,
-    progress: &Progress,
 ) -> Result<()> {
     if let Some(gap) = redis::missing_programs() {
         report.add_gap(gap);
         return Ok(());
     }
     let folder = redis::make_folder()?;
-    for round in 0..common.rounds() {
-        for subject in rotated(ready, round) {
-            progress.step(&format!("{REDIS}, {}", subject.name()));
-            let outcome = match redis::run(subject, folder.path())? {
-                Ok(sample) if sample.peaks.has_mapped_library => Outcome::Measured(sample.json_line()),
-                Ok(_) => Outcome::Failed("the preload was not mapped in it".to_owned()),
-                Err(why) => Outcome::Failed(why),
-            };
-            samples.add_outcome(&REDIS, subject.name(), &METRICS, &outcome);
-        }
+    for (name, subject) in turns_by_case(&[REDIS], common.rounds(), ready, |name| (*name).to_owned()) {
+        let sample = redis::run(subject, folder.path())?;
+        let outcome = sample.map_or_else(Outcome::Failed, |sample| sample.outcome());
+        samples.add_outcome(name, subject.name(), &METRICS, &outcome);
     }
     Ok(())
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
-    let metrics = [
-        (PEAK_MIB, "MiB", "peak, MiB"),
-        (PEAK_ANONYMOUS_MIB, "MiB", "anonymous"),
-        (NET_PEAK_MIB, "MiB", "net of giveable"),
-        (LARGEST_PROCESS_MIB, "MiB", "largest process"),
-        (IDLE_MIB, "MiB", "after 2 s idle"),
-        (IDLE_NET_MIB, "MiB", "idle, net"),
-        (WALL_SECONDS, "s", "wall, s"),
-    ];
-    for (metric, unit, column) in metrics {
-        for subject in ready {
-            let is_missing = |series: &crate::report::Series| series.median().is_none();
-            if metric != PEAK_MIB && samples.get(&name, subject.name(), metric).is_none_or(is_missing) {
-                continue;
-            }
-            let cell = TableCell {
-                table: format!("{name}: memory of the whole tree, half the spread, times {BASELINE}"),
-                column: column.to_owned(),
-            };
-            let metric = Metric { name: metric, unit, better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
-        }
+    let table = format!("{name}: memory of the whole tree, half the spread, times {BASELINE}");
+    let requests_table = format!("{name}: requests a second");
+    for (table, metric, column) in [
+        (&table, Metric::lower(PEAK_MIB, "MiB"), "peak, MiB"),
+        (&table, Metric::lower(PEAK_ANONYMOUS_MIB, "MiB"), "anonymous"),
+        (&table, Metric::lower(NET_PEAK_MIB, "MiB"), "net of giveable"),
+        (&table, Metric::lower(LARGEST_PROCESS_MIB, "MiB"), "largest process"),
+        (&table, Metric::lower(IDLE_MIB, "MiB"), "after 2 s idle"),
+        (&table, Metric::lower(IDLE_NET_MIB, "MiB"), "idle, net"),
+        (&table, Metric::lower(WALL_SECONDS, "s"), "wall, s"),
+        (&requests_table, Metric::higher(REQUESTS_PER_SECOND, "1/s"), "GET and SET"),
+    ] {
+        report_measured(report, samples, name, ready, table, (metric.against(BASELINE), column), PEAK_MIB);
     }
-    for subject in ready {
-        let cell = TableCell { table: format!("{name}: requests a second"), column: "GET and SET".to_owned() };
-        let metric =
-            Metric { name: REQUESTS_PER_SECOND, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
-        if samples.get(&name, subject.name(), REQUESTS_PER_SECOND).is_some_and(|series| series.median().is_some()) {
-            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
-        }
-    }
+}
+
+/// Adds the rows of one metric to the report, except those of subjects without a value. Lost samples have a row only
+/// for the metric `first`.
+fn report_measured(
+    report: &mut Report,
+    samples: &SampleTable<&'static str>,
+    name: &'static str,
+    ready: &[AvailableSubject],
+    table: &str,
+    (metric, column): (Metric, &str),
+    first: &str,
+) {
+    let is_measured = |subject: &&AvailableSubject| {
+        let series = samples.get((&name, subject.name(), metric.name));
+        metric.name == first || series.is_some_and(|series| series.median().is_some())
+    };
+    let subjects: Vec<&AvailableSubject> = ready.iter().filter(is_measured).collect();
+    report_rows(report, samples, (&name, name), &subjects, table, &[(metric, column)]);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
     let requests =
-        |subject| samples.get(&name, subject, REQUESTS_PER_SECOND).filter(|series| series.median().is_some());
+        |subject| samples.get((&name, subject, REQUESTS_PER_SECOND)).filter(|series| series.median().is_some());
     if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(PAGEMILL_WITHOUT_AGING))
         && let Some(verdict) = experiment::judge_aging_cost(name, &[own.ratios(keeping, Better::Higher)])
     {
         report.add_verdict(verdict);
     }
-    let Some(glibc) = samples.get(&name, BASELINE, PEAK_MIB) else {
+    let Some(glibc) = samples.get((&name, BASELINE, PEAK_MIB)) else {
         return;
     };
     for (metric, bound, what) in [(PEAK_MIB, 1.1, "peak"), (NET_PEAK_MIB, 1.05, "peak net of what could be given")] {
         let target = format!("{name}, {what}, against {BASELINE}");
         let verdict = not_measured(target, Bound::AtMost(bound), "x", "");
-        let pagemill = samples.get(&name, PAGEMILL, metric);
+        let pagemill = samples.get((&name, PAGEMILL, metric));
         report.add_verdict(match pagemill {
             None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
             Some(series) if series.median().is_none() && series.killed + series.failures.len() == 0 => {
                 Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
             // The ratio is own memory divided by baseline memory, so a larger ratio is worse here.
-            Some(series) => verdict.compared(series, (BASELINE, glibc), Better::Higher),
+            Some(series) => verdict.compared(Some(series), (BASELINE, Some(glibc)), Better::Higher),
         });
     }
 }

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 
 use fastrand::Rng;
 
-use crate::error::{Result, doing};
+use crate::error::{Error, Result, doing};
 use crate::subject;
 
 /// A program that the experiment runs.
@@ -98,17 +98,20 @@ pragma integrity_check;
 ";
 
 impl Program {
-    /// Checks that the needed commands are installed, and creates the input of the script in the folder. The inner
-    /// error is a sentence for the report that says why the program cannot run.
-    pub fn prepare(&self, folder: &Path) -> Result<std::result::Result<(), String>> {
+    /// Checks that the needed commands are installed, and creates the input of the script in the folder.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Gap`] if the program cannot run.
+    pub fn prepare(&self, folder: &Path) -> Result<()> {
         if let Some(missing) = self.needs.iter().find(|name| !is_installed(name)) {
-            return Ok(Err(format!("{}: {missing} is not installed", self.name)));
+            return Err(Error::Gap(format!("{}: {missing} is not installed", self.name)));
         }
         (self.prepare)(folder).map_err(doing(format!("preparing {}", self.name)))?;
         if self.name == "python-tests" && !has_python_tests(folder) {
-            return Ok(Err("python-tests: Python came without its test package".to_owned()));
+            return Err(Error::Gap("python-tests: Python came without its test package".to_owned()));
         }
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// Returns the command that runs the script, without the settings of any subject.

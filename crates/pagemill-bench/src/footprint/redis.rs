@@ -10,6 +10,7 @@ use super::tree::{self, TreeSampler};
 use super::{Sample, programs};
 use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result, doing};
+use crate::experiment::Named;
 use crate::stats;
 use crate::subject::{self, AvailableSubject};
 

@@ -8,10 +8,11 @@ use pagemill_core::units::Bytes;
 use super::Options;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows,
+};
 use crate::proc;
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::Better;
+use crate::report::{Bound, Report, Verdict};
 use crate::subject::{AvailableSubject, PAGEMILL};
 
 /// MiB that each process allocates and frees (quick, full).
@@ -44,15 +45,14 @@ type Case = (u64, u64);
 /// [`Error::CannotRun`] if the machine has too little memory to run all allocators at once.
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let (mib, seconds) =
-        (common.quick_or_full(FREED_MIB.0, FREED_MIB.1), common.quick_or_full(WORK_SECONDS.0, WORK_SECONDS.1));
+    let (mib, seconds) = (common.quick_or_full(FREED_MIB), common.quick_or_full(WORK_SECONDS));
     let wanted = 2 * mib * ready.len() as u64;
     let available = proc::available_bytes().unwrap_or(u64::MAX) >> 20;
     if available < wanted {
         return Err(Error::CannotRun(format!("--return takes up to {wanted} MiB, {available} MiB are available")));
     }
     let sizes = match options.sizes.as_slice() {
-        [] => common.quick_or_full(QUICK_SIZES, SIZES),
+        [] => common.quick_or_full((QUICK_SIZES, SIZES)),
         given => given,
     };
     child::touch_beforehand(mib * ready.len() as u64)?;
@@ -97,13 +97,7 @@ fn measure_cases(
 
 fn add_sample(samples: &mut SampleTable<Case>, size: u64, seconds: u64, name: &'static str, outcome: Outcome) {
     for second in 0..=seconds {
-        let of_second = match &outcome {
-            Outcome::Measured(line) => {
-                Outcome::Measured(serde_json::json!({ GROWTH_MIB: line[GROWTH_MIB][second as usize] }))
-            }
-            Outcome::Killed => Outcome::Killed,
-            Outcome::Failed(why) => Outcome::Failed(why.clone()),
-        };
+        let of_second = outcome.part(|line| serde_json::json!({ GROWTH_MIB: line[GROWTH_MIB][second as usize] }));
         samples.add_outcome(&(size, second), name, &[GROWTH_MIB], &of_second);
     }
     samples.add_outcome(&(size, 0), name, &[FILLED_MIB, CPU_SHARE], &outcome);
@@ -120,33 +114,27 @@ fn add_rows(
         Bytes(size)
     );
     let name = format!("pieces of {}", Bytes(size));
-    let cell = |column: String| Some(TableCell { table: table.clone(), column });
     // The rows have no baseline: some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
-    let metric = |name, unit| Metric { name, unit, better: Better::Lower, baseline: None };
-    for subject in ready {
-        let whole = (&(size, 0), name.as_str());
-        report_row(report, samples, whole, subject.name(), metric(FILLED_MIB, "MiB"), cell("filled".to_owned()));
-        for second in 0..=seconds {
-            let at = format!("after {second} s");
-            // The JSON has a row for each second, and the table only for some of them.
-            let is_shown = second % 5 == 0 || second == 1 || second == seconds;
-            let shown = if is_shown { cell(at.clone()) } else { None };
-            let (case, name) = ((size, second), format!("{name}, {at}"));
-            report_row(report, samples, (&case, &name), subject.name(), metric(GROWTH_MIB, "MiB"), shown);
+    let whole = (&(size, 0), name.as_str());
+    report_rows(report, samples, whole, ready, &table, &[(Metric::lower(FILLED_MIB, "MiB"), "filled")]);
+    for second in 0..=seconds {
+        let at = format!("after {second} s");
+        let (case, name) = ((size, second), format!("{name}, {at}"));
+        let growth = Metric::lower(GROWTH_MIB, "MiB");
+        // The JSON has a row for each second, and the table only for some of them.
+        match second % 5 == 0 || second == 1 || second == seconds {
+            true => report_rows(report, samples, (&case, &name), ready, &table, &[(growth, &at)]),
+            false => report_json_rows(report, samples, (&case, &name), ready, &[growth]),
         }
-        let shown = cell("CPU used".to_owned());
-        report_row(report, samples, whole, subject.name(), metric(CPU_SHARE, "share"), shown);
     }
+    report_rows(report, samples, whole, ready, &table, &[(Metric::lower(CPU_SHARE, "share"), "CPU used")]);
 }
 
 fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
     let (size, seconds) = case;
     let target = format!("{mib} MiB in pieces of {} freed, still held {seconds} s later", Bytes(size));
     let blank = not_measured(target, Bound::AtMost(MAX_LEFT_MIB), "MiB", "pagemill was not run");
-    match samples.get(&case, PAGEMILL, GROWTH_MIB) {
-        None => blank,
-        Some(series) => blank.measured(series),
-    }
+    blank.measured(samples.get((&case, PAGEMILL, GROWTH_MIB)))
 }
 
 #[cfg(test)]

@@ -5,9 +5,9 @@ use super::storage_subjects::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row, rotated};
+use crate::experiment::{Metric, Named, SampleTable, judge_value, not_measured, report_rows, turns_by_case};
 use crate::proc;
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 
 /// Sizes of the objects in bytes.
@@ -54,7 +54,7 @@ const MAX_TIMES_COPY: f64 = 6.0;
 
 /// Returns the number of objects that are allocated before most are freed.
 pub fn objects(options: &Options) -> u64 {
-    options.objects.map_or(options.common.quick_or_full(OBJECT_COUNT.0, OBJECT_COUNT.1), u64::from)
+    options.objects.map_or(options.common.quick_or_full(OBJECT_COUNT), u64::from)
 }
 
 /// Checks that the machine has enough available memory for the objects. Touches that memory, so that the first sample
@@ -96,45 +96,34 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
-    let progress = Progress::new(SIZES.len() * options.common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
-    for size in SIZES {
-        for round in 0..options.common.rounds() {
-            for subject in rotated(subjects, round) {
-                progress.step(&format!("fragments of {size} B, {}", subject.name()));
-                let numbers = [("--size", size), ("--objects", objects(options))];
-                let outcome = subject.sample("fragments", &numbers, None)?;
-                samples.add_outcome(&size, subject.name(), &COMMON_METRICS, &outcome);
-                if subject.can_move() {
-                    samples.add_outcome(&size, subject.name(), &MOVER_METRICS, &outcome);
-                }
-            }
+    for (size, subject) in
+        turns_by_case(&SIZES, options.common.rounds(), subjects, |size| format!("fragments of {size} B"))
+    {
+        let outcome = subject.sample("fragments", &[("--size", *size), ("--objects", objects(options))], None)?;
+        samples.add_outcome(size, subject.name(), &COMMON_METRICS, &outcome);
+        if subject.can_move() {
+            samples.add_outcome(size, subject.name(), &MOVER_METRICS, &outcome);
         }
     }
     Ok(samples)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[StorageSubject], (size, objects): (u64, u64)) {
-    let metrics = [
-        (HELD_RATIO, "x", Better::Lower, "held when asked, x of live"),
-        (LEFT_MIB, "MiB", Better::Lower, "left, MiB"),
-        (LEFT_RATIO, "x", Better::Lower, "left, x of live, less handles"),
-        (HANDLES_MIB, "MiB", Better::Lower, "of it handles, MiB"),
-        (RETURN_MS, "ms", Better::Lower, "ms"),
-        (MOVED_OBJECTS, "objects", Better::Higher, "moves"),
-        (MOVE_NS, "ns", Better::Lower, "ns a move, all counted"),
-        (COPY_NS, "ns", Better::Lower, "ns a copy"),
-        (TIMES_COPY, "x", Better::Lower, "x of a copy"),
-    ];
     let name = format!("{objects} objects of {size} B");
-    for subject in subjects {
-        for (metric, unit, better, column) in metrics {
-            let cell = TableCell { table: format!("{name}, a random nine tenths freed"), column: column.to_owned() };
-            let baseline = (metric == LEFT_MIB).then_some(BASELINE);
-            let metric = Metric { name: metric, unit, better, baseline };
-            report_row(report, samples, (&size, &name), subject.name(), metric, Some(cell));
-        }
-    }
+    let table = format!("{name}, a random nine tenths freed");
+    let columns = [
+        (Metric::lower(HELD_RATIO, "x"), "held when asked, x of live"),
+        (Metric::lower(LEFT_MIB, "MiB").against(BASELINE), "left, MiB"),
+        (Metric::lower(LEFT_RATIO, "x"), "left, x of live, less handles"),
+        (Metric::lower(HANDLES_MIB, "MiB"), "of it handles, MiB"),
+        (Metric::lower(RETURN_MS, "ms"), "ms"),
+        (Metric::higher(MOVED_OBJECTS, "objects"), "moves"),
+        (Metric::lower(MOVE_NS, "ns"), "ns a move, all counted"),
+        (Metric::lower(COPY_NS, "ns"), "ns a copy"),
+        (Metric::lower(TIMES_COPY, "x"), "x of a copy"),
+    ];
+    report_rows(report, samples, (&size, &name), subjects, &table, &columns);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_small: bool) {
@@ -145,41 +134,18 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_s
     for subject in MOVERS {
         let beside = if subject == BY_HANDLE { ", beside 8 B a handle of the peak" } else { "" };
         let target = format!("fragments of {size} B, {subject}: left, of what is live{beside}");
-        add(judge_value(
-            samples,
-            target,
-            (Bound::AtMost(MAX_LEFT_RATIO), "x"),
-            SeriesKey { case: &size, subject, metric: LEFT_RATIO },
-        ));
+        add(judge_value(samples, target, (Bound::AtMost(MAX_LEFT_RATIO), "x"), (&size, subject, LEFT_RATIO)));
     }
     for (subject, least) in MIN_PEER_RATIOS {
-        for peer in storage_subjects::peers().filter(|peer| samples.get(&size, peer, LEFT_MIB).is_some()) {
+        for peer in storage_subjects::peers().filter(|peer| samples.get((&size, peer, LEFT_MIB)).is_some()) {
             let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
-            add(compare_bytes(samples, target, Bound::AtLeast(least), (size, subject, peer)));
+            let blank = not_measured(target, Bound::AtLeast(least), "x", "it was not run");
+            let of = |subject| samples.get((&size, subject, LEFT_MIB));
+            add(blank.compared(of(subject), (peer, of(peer)), Better::Lower));
         }
     }
     for subject in MOVERS {
         let target = format!("moves of {size} B, {subject}: time of a copy");
-        add(judge_value(
-            samples,
-            target,
-            (Bound::AtMost(MAX_TIMES_COPY), "x"),
-            SeriesKey { case: &size, subject, metric: TIMES_COPY },
-        ));
-    }
-}
-
-/// Compares [`LEFT_MIB`] of a peer allocator with [`LEFT_MIB`] of the cache `subject`.
-fn compare_bytes(
-    samples: &SampleTable<u64>,
-    target: String,
-    bound: Bound,
-    (size, subject, peer): (u64, &'static str, &'static str),
-) -> Verdict {
-    let blank = not_measured(target, bound, "x", "it was not run");
-    let of = |subject| samples.get(&size, subject, LEFT_MIB);
-    match (of(subject), of(peer)) {
-        (Some(own), Some(other)) => blank.compared(own, (peer, other), Better::Lower),
-        _ => blank,
+        add(judge_value(samples, target, (Bound::AtMost(MAX_TIMES_COPY), "x"), (&size, subject, TIMES_COPY)));
     }
 }

@@ -13,6 +13,7 @@ mod walks;
 
 use clap::ValueEnum;
 
+use crate::child;
 use crate::error::{Error, Result};
 use crate::experiment::CommonOptions;
 use crate::report::Report;
@@ -84,7 +85,7 @@ pub struct Options {
 impl Part {
     /// Returns the part's name as an argument of `--parts`.
     fn name(self) -> String {
-        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+        child::word(&self)
     }
 
     /// Returns the part's subjects, as arguments of `--only`.
@@ -152,23 +153,15 @@ impl Options {
 pub fn run(options: &Options) -> Result<Report> {
     options.check()?;
     let mut report = Report::new("slab", options.common.json);
-    if options.runs_part(Part::Speed) {
-        speed::run_part(options, &mut report)?;
-    }
-    if options.runs_part(Part::Reads) {
-        reads::run_part(options, &mut report)?;
-    }
-    if options.runs_part(Part::Moves) {
-        moves::run_part(options, &mut report)?;
-    }
-    if options.runs_part(Part::Fragments) {
-        fragments::run_part(options, &mut report)?;
-    }
-    if options.runs_part(Part::Stalls) {
-        stalls::run_part(options, &mut report)?;
-    }
-    if options.runs_part(Part::Walks) {
-        walks::run_part(options, &mut report)?;
+    for part in Part::value_variants().iter().filter(|part| options.runs_part(**part)) {
+        match part {
+            Part::Speed => speed::run_part(options, &mut report)?,
+            Part::Reads => reads::run_part(options, &mut report)?,
+            Part::Moves => moves::run_part(options, &mut report)?,
+            Part::Fragments => fragments::run_part(options, &mut report)?,
+            Part::Stalls => stalls::run_part(options, &mut report)?,
+            Part::Walks => walks::run_part(options, &mut report)?,
+        }
     }
     Ok(report)
 }

@@ -5,8 +5,10 @@ use std::time::Duration;
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, not_measured, report_json_rows, report_rows, rotated,
+};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 
 /// Names of the slab caches whose objects are moved, in the report and on the workload's command line.
@@ -42,19 +44,19 @@ fn case_name(case: Case) -> &'static str {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let kinds: Vec<&'static str> = MOVING_CACHES.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
     let samples = measure_cases(&options.common, &kinds)?;
+    let rates = [Metric::higher(READS, "1/s"), Metric::higher(WRITES, "1/s")];
+    let moves = [Metric::higher(MOVES, "1/s"), Metric::higher(MOVED_OBJECTS, "1")];
+    let table =
+        "a reader and a writer of 200,000 objects of 192 B, nine of ten of a group gone: a second, half the spread";
     for case in CASES {
-        for kind in &kinds {
-            for (metric, what) in
-                [(READS, "reads"), (WRITES, "writes"), (MOVES, "moves"), (MOVED_OBJECTS, "moved in all")]
-            {
-                let table = "a reader and a writer of 200,000 objects of 192 B, nine of ten of a group gone: a second, half the spread";
-                let column = format!("{what}, {}", case_name(case));
-                let cell =
-                    (case || [READS, WRITES].contains(&metric)).then(|| TableCell { table: table.to_owned(), column });
-                let unit = if metric == MOVED_OBJECTS { "1" } else { "1/s" };
-                let metric = Metric { name: metric, unit, better: Better::Higher, baseline: None };
-                report_row(report, &samples, (&case, case_name(case)), kind, metric, cell);
-            }
+        let name = case_name(case);
+        let columns = ["reads", "writes", "moves", "moved in all"].map(|what| format!("{what}, {name}"));
+        let columns: Vec<(Metric, &str)> =
+            rates.into_iter().chain(moves).zip(columns.iter().map(String::as_str)).collect();
+        let shown = if case { &columns[..] } else { &columns[..2] };
+        report_rows(report, &samples, (&case, name), &kinds, table, shown);
+        if !case {
+            report_json_rows(report, &samples, (&case, name), &kinds, &moves);
         }
     }
     for kind in kinds {
@@ -65,14 +67,14 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 fn measure_cases(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
-    let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
+    let rounds = common.rounds_or(ROUNDS);
     let progress = Progress::new(rounds * CASES.len() * kinds.len());
     let mut samples = SampleTable::new();
     for round in 0..rounds {
         for kind in kinds {
             for &case in rotated(&CASES, round) {
                 progress.step(&format!("{kind}, {}", case_name(case)));
-                let outcome = take_sample(kind, case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
+                let outcome = take_sample(kind, case, common.quick_or_full(SAMPLE_MS))?;
                 samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED_OBJECTS], &outcome);
             }
         }
@@ -93,12 +95,10 @@ fn verdict(samples: &SampleTable<Case>, kind: &'static str, metric: &'static str
     let what = if metric == READS { "reads" } else { "writes" };
     let target = format!("{what}, {kind}: while the background defragments, of what they are without");
     let blank = not_measured(target, Bound::AtLeast(0.9), "x", "it was not run");
-    let of = |case, metric| samples.get(&case, kind, metric);
-    let (Some(alone), Some(beside), Some(moves)) = (of(false, metric), of(true, metric), of(true, MOVES)) else {
-        return blank;
-    };
+    let of = |case, metric| samples.get((&case, kind, metric));
+    let Some(moves) = of(true, MOVES) else { return blank };
     let note = format!("{:.0} moves a second", moves.median().unwrap_or_default());
-    Verdict { note, ..blank.compared(beside, (kind, alone), Better::Higher) }
+    Verdict { note, ..blank.compared(of(true, metric), (kind, of(false, metric)), Better::Higher) }
 }
 
 #[cfg(test)]

@@ -5,9 +5,8 @@ use std::time::Duration;
 use super::Options;
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::experiment::{Metric, Progress, SampleTable, judge_time_ratio, report_rows};
+use crate::report::{Bound, Report};
 
 const HANDLE_READ: &str = "handle-read";
 const POINTER_READ: &str = "pointer-read";
@@ -44,22 +43,19 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     for _ in 0..common.rounds() {
         for case in CASES {
             progress.step(&format!("read, {}", case_name(case)));
-            let outcome = take_sample(case, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
+            let outcome = take_sample(case, common.quick_or_full(SAMPLE_MS))?;
             for subject in SUBJECTS {
-                samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &subject_outcome(&outcome, subject));
+                samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &outcome.part(|line| line[subject].clone()));
             }
         }
     }
     for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "each of where the one before said")] {
+        let table =
+            format!("ns to read the first word of a value at random, {how}, half the spread, times {POINTER_READ}");
+        let metric = Metric::lower(metric, "ns").against(POINTER_READ);
         for case in CASES {
-            for subject in SUBJECTS {
-                let table = format!(
-                    "ns to read the first word of a value at random, {how}, half the spread, times {POINTER_READ}"
-                );
-                let cell = Some(TableCell { table, column: case_name(case) });
-                let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: Some(POINTER_READ) };
-                report_row(report, &samples, (&case, &case_name(case)), subject, metric, cell);
-            }
+            let name = case_name(case);
+            report_rows(report, &samples, (&case, &name), &SUBJECTS, &table, &[(metric, &name)]);
         }
     }
     add_verdicts(report, &samples);
@@ -71,27 +67,12 @@ fn take_sample(objects: u64, run_ms: u64) -> Result<Outcome> {
     child::run_plain(HANDLE_READ, line, Duration::from_secs(60))
 }
 
-/// Returns the part of a workload's outcome that belongs to one of the [`SUBJECTS`].
-fn subject_outcome(outcome: &Outcome, subject: &str) -> Outcome {
-    match outcome {
-        Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
-        Outcome::Killed => Outcome::Killed,
-        Outcome::Failed(why) => Outcome::Failed(why.clone()),
-    }
-}
-
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for case in &CASES {
         for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "one after the other")] {
             let target = format!("read, {}, {how}: {HANDLE_READ}, time of {POINTER_READ}", case_name(*case));
-            let side = |subject| SeriesKey { case, subject, metric };
-            report.add_verdict(judge_time_ratio(
-                samples,
-                target,
-                Bound::AtMost(2.0),
-                side(HANDLE_READ),
-                side(POINTER_READ),
-            ));
+            let (own, base) = ((case, HANDLE_READ, metric), (case, POINTER_READ, metric));
+            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(2.0), own, base));
         }
     }
 }
@@ -108,10 +89,15 @@ mod tests {
         let mut samples = SampleTable::new();
         for outcome in [Outcome::Measured(line), Outcome::Failed("no".to_owned())] {
             for subject in SUBJECTS {
-                samples.add_outcome(&CASES[0], subject, &[READ_NS, CHAIN_NS], &subject_outcome(&outcome, subject));
+                samples.add_outcome(
+                    &CASES[0],
+                    subject,
+                    &[READ_NS, CHAIN_NS],
+                    &outcome.part(|line| line[subject].clone()),
+                );
             }
         }
-        let of = |subject, metric| samples.get(&CASES[0], subject, metric).expect("it was entered");
+        let of = |subject, metric| samples.get((&CASES[0], subject, metric)).expect("it was entered");
 
         assert_eq!(of(HANDLE_READ, READ_NS).rounds, [Some(3.0), None]);
         assert_eq!(of(POINTER_READ, CHAIN_NS).rounds, [Some(3.0), None]);

@@ -8,9 +8,9 @@ use crate::callgrind;
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated, threads_text,
+    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, threads_text, turns_by_case,
 };
-use crate::report::{Bound, Report, Series, TableCell, Verdict};
+use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::Better;
 use crate::subject::{self, AvailableSubject};
 
@@ -69,14 +69,16 @@ enum Subject {
     Cache(&'static str, &'static str),
 }
 
-impl Subject {
+impl Named for Subject {
     fn name(&self) -> &'static str {
         match self {
             Self::Allocator(ready) => ready.name(),
             Self::Cache(name, _) => name,
         }
     }
+}
 
+impl Subject {
     /// Adds the workload's arguments to a command, and the environment of the subject.
     fn add_arguments(&self, command: &mut Command, (pattern, size): PatternAndSize, numbers: &[(&str, u64)]) {
         let word = match self {
@@ -108,8 +110,7 @@ impl Subject {
 /// [`crate::error::Error::WrongAnswer`] if an object's tag changed.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let (ready, gaps) = allocators(common)?;
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(allocators(common)?);
     let caches = CACHES.into_iter().filter(|(name, _)| common.is_wanted(name));
     let subjects: Vec<Subject> = caches
         .map(|(name, word)| Subject::Cache(name, word))
@@ -134,8 +135,8 @@ pub fn parse_size(text: &str) -> std::result::Result<usize, String> {
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
 }
 
-fn patterns_and_sizes(sizes: &[usize]) -> impl Iterator<Item = PatternAndSize> {
-    PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size)))
+fn patterns_and_sizes(sizes: &[usize]) -> Vec<PatternAndSize> {
+    PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size))).collect()
 }
 
 fn case_name((pattern, size, threads): Case) -> String {
@@ -145,38 +146,32 @@ fn case_name((pattern, size, threads): Case) -> String {
 /// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
 /// the verdict on scaling compares these two.
 fn measure_cases(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let run_ms = common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1);
-    let progress =
-        Progress::new(patterns_and_sizes(sizes).count() * THREAD_COUNTS.len() * common.rounds() * subjects.len());
+    let run_ms = common.quick_or_full(SAMPLE_MS);
+    let shapes = patterns_and_sizes(sizes);
     let mut samples = SampleTable::new();
-    for (pattern, size) in patterns_and_sizes(sizes) {
-        for round in 0..common.rounds() {
-            for subject in rotated(subjects, round) {
-                for threads in THREAD_COUNTS {
-                    let case = (pattern, size, threads);
-                    progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                    let outcome = subject.sample(case, run_ms)?;
-                    samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, PAIRS_PER_SECOND], &outcome);
-                }
-            }
+    for (&(pattern, size), subject) in
+        turns_by_case(&shapes, common.rounds(), subjects, |(pattern, size)| format!("{pattern}, {size} B"))
+    {
+        for threads in THREAD_COUNTS {
+            let case = (pattern, size, threads);
+            let outcome = subject.sample(case, run_ms)?;
+            samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, PAIRS_PER_SECOND], &outcome);
         }
     }
     Ok(samples)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject], sizes: &[usize]) {
-    let cases =
-        patterns_and_sizes(sizes).flat_map(|(pattern, size)| THREAD_COUNTS.map(|threads| (pattern, size, threads)));
-    for case in cases {
-        let (pattern, size, threads) = case;
-        let what = "ns to take an object and give it back, as a thread sees it";
-        for subject in subjects {
+    let what = "ns to take an object and give it back, as a thread sees it";
+    let ns = Metric::lower(NS_PER_OBJECT, "ns").against(BASELINE);
+    let rate = Metric::higher(PAIRS_PER_SECOND, "1/s").against(BASELINE);
+    for (pattern, size) in patterns_and_sizes(sizes) {
+        for threads in THREAD_COUNTS {
+            let case = (pattern, size, threads);
+            let name = case_name(case);
             let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_text(threads));
-            let cell = Some(TableCell { table, column: format!("{size} B") });
-            let ns = Metric { name: NS_PER_OBJECT, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, samples, (&case, &case_name(case)), subject.name(), ns, cell);
-            let rate = Metric { name: PAIRS_PER_SECOND, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
-            report_row(report, samples, (&case, &case_name(case)), subject.name(), rate, None);
+            report_rows(report, samples, (&case, &name), subjects, &table, &[(ns, &format!("{size} B"))]);
+            report_json_rows(report, samples, (&case, &name), subjects, &[rate]);
         }
     }
 }
@@ -194,52 +189,49 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
 fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Case) -> Verdict {
     let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
-    let of =
-        |name: &'static str| Some((name, samples.get(&case, name, NS_PER_OBJECT).filter(|series| series.survived())?));
+    let of = |name: &'static str| {
+        Some((name, samples.get((&case, name, NS_PER_OBJECT)).filter(|series| series.survived())?))
+    };
     let peers: Vec<(&str, &Series)> = PEERS.into_iter().filter_map(of).collect();
     let best = peers
         .iter()
         .min_by(|(_, one), (_, other)| one.median().partial_cmp(&other.median()).unwrap_or(std::cmp::Ordering::Equal));
-    let (Some(own), Some((best, peer))) = (samples.get(&case, name, NS_PER_OBJECT), best) else { return blank };
+    let (Some(own), Some((best, peer))) = (samples.get((&case, name, NS_PER_OBJECT)), best) else { return blank };
     let missing = if peers.len() < PEERS.len() { ", the only one that there is" } else { "" };
     let note = format!("best: {best}{missing}");
-    Verdict { note, ..blank.compared(own, (BEST_PEER, peer), Better::Lower) }
+    Verdict { note, ..blank.compared(Some(own), (BEST_PEER, Some(peer)), Better::Lower) }
 }
 
 /// Compares the throughput of a slab cache with two threads with its throughput with one thread.
 fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): PatternAndSize) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
-    let of = |threads| samples.get(&(pattern, size, threads), name, PAIRS_PER_SECOND);
-    let (Some(one), Some(two)) = (of(1), of(2)) else { return blank };
-    blank.compared(two, (name, one), Better::Higher)
+    let of = |threads| samples.get((&(pattern, size, threads), name, PAIRS_PER_SECOND));
+    blank.compared(of(2), (name, of(1)), Better::Higher)
 }
 
 /// Number of live objects under valgrind. It is small, so that setting up takes less than a minute.
 const VALGRIND_LIVE_OBJECTS: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
-    let progress = Progress::new(patterns_and_sizes(sizes).count() * subjects.len());
+    let shapes = patterns_and_sizes(sizes);
     let mut samples = SampleTable::new();
-    for shape in patterns_and_sizes(sizes) {
-        let (pattern, size) = shape;
-        for subject in subjects {
-            progress.step(&format!("instructions, {}, {}", case_name((pattern, size, 1)), subject.name()));
-            let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
-                subject.add_arguments(command, shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
-            })?;
-            match counted {
-                Ok(count) => samples.add_value(&shape, subject.name(), INSTRUCTIONS, count),
-                Err(why) => report.add_gap(format!("instructions, {}: {why}", subject.name())),
-            }
+    for (shape, subject) in
+        turns_by_case(&shapes, 1, subjects, |(pattern, size)| format!("instructions, {pattern}, {size} B"))
+    {
+        let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
+            subject.add_arguments(command, *shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
+        });
+        if let Some(count) = report.unless_gap(counted)? {
+            samples.add_value(shape, subject.name(), INSTRUCTIONS, count);
         }
-        for subject in subjects {
-            let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");
-            let cell = Some(TableCell { table, column: format!("{size} B") });
-            let metric =
-                Metric { name: INSTRUCTIONS, unit: "instructions", better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, &samples, (&shape, &case_name((pattern, size, 1))), subject.name(), metric, cell);
-        }
+    }
+    let metric = Metric::lower(INSTRUCTIONS, "instructions").against(BASELINE);
+    for shape in &shapes {
+        let (pattern, size) = *shape;
+        let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");
+        let name = case_name((pattern, size, 1));
+        report_rows(report, &samples, (shape, &name), subjects, &table, &[(metric, &format!("{size} B"))]);
     }
     Ok(())
 }

@@ -5,9 +5,8 @@ use super::Options;
 use super::fragments::{self, SIZES};
 use super::storage_subjects::{self, MOVERS, StorageSubject};
 use crate::error::Result;
-use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::Better;
+use crate::experiment::{Metric, Named, SampleTable, judge_value, report_rows, turns_by_case};
+use crate::report::{Bound, Report, Verdict};
 
 const BASELINE: &str = "glibc";
 
@@ -58,29 +57,21 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     }
     fragments::prepare(options)?;
     let samples = measure_cases(options, &subjects)?;
+    let time = |metric| match metric {
+        P9999_US => Metric::lower(metric, "us").against(BASELINE),
+        _ => Metric::lower(metric, "us"),
+    };
+    let mut columns = TIMES.map(|(metric, column)| (time(metric), column)).to_vec();
+    columns.extend([(Metric::lower(RETURN_MS, "ms"), "ms"), (Metric::lower(CALL_COUNT, "calls"), "calls")]);
     for case in cases() {
-        for subject in &subjects {
-            let columns = TIMES.map(|(metric, column)| (metric, "us", column));
-            for (metric, unit, column) in
-                columns.into_iter().chain([(RETURN_MS, "ms", "ms"), (CALL_COUNT, "calls", "calls")])
-            {
-                let table = format!("microseconds of a call, {}", case_name(case));
-                let cell = Some(TableCell { table, column: column.to_owned() });
-                let baseline = (metric == P9999_US).then_some(BASELINE);
-                let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-                report_row(report, &samples, (&case, &case_name(case)), subject.name(), metric, cell);
-            }
-        }
+        let name = case_name(case);
+        report_rows(report, &samples, (&case, &name), &subjects, &format!("microseconds of a call, {name}"), &columns);
     }
     for (case, subject) in cases().flat_map(|case| MOVERS.map(|subject| (case, subject))) {
         let target = format!("stall, {}, {subject}: 99.99 % of the calls", case_name(case));
-        let verdict = judge_value(
-            &samples,
-            target,
-            (Bound::AtMost(MAX_P9999_US), "us"),
-            SeriesKey { case: &case, subject, metric: P9999_US },
-        );
-        let note = samples.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
+        let bound = (Bound::AtMost(MAX_P9999_US), "us");
+        let verdict = judge_value(&samples, target, bound, (&case, subject, P9999_US));
+        let note = samples.get((&case, subject, "quiet_p9999_us")).and_then(|alone| alone.median());
         let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
         report.add_verdict(Verdict { note, ..verdict });
     }
@@ -92,23 +83,16 @@ fn cases() -> impl Iterator<Item = Case> {
 }
 
 fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<Case>> {
-    let of_case = |case: Case| subjects.iter().filter(move |subject| !case.1 || subject.can_move());
-    let steps: usize = cases().map(|case| of_case(case).count()).sum();
-    let progress = Progress::new(options.common.rounds() * steps);
+    let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALL_COUNT]).collect();
+    let quiet = options.common.quick_or_full(QUIET_MS);
     let mut samples = SampleTable::new();
     for case in cases() {
-        let subjects: Vec<&StorageSubject> = of_case(case).collect();
-        for round in 0..options.common.rounds() {
-            for subject in rotated(&subjects, round) {
-                progress.step(&format!("stalls, {}, {}", case_name(case), subject.name()));
-                let objects = fragments::objects(options);
-                let quiet = options.common.quick_or_full(QUIET_MS.0, QUIET_MS.1);
-                let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
-                let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
-                let metrics: Vec<&str> =
-                    TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALL_COUNT]).collect();
-                samples.add_outcome(&case, subject.name(), &metrics, &outcome);
-            }
+        let is_needed = |subject: &&StorageSubject| !case.1 || subject.can_move();
+        let subjects: Vec<&StorageSubject> = subjects.iter().filter(is_needed).collect();
+        for (_, subject) in turns_by_case(&[case], options.common.rounds(), &subjects, |case| case_name(*case)) {
+            let numbers = [("--size", case.0), ("--objects", fragments::objects(options)), ("--quiet-ms", quiet)];
+            let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
+            samples.add_outcome(&case, subject.name(), &metrics, &outcome);
         }
     }
     Ok(samples)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{BY_HANDLE, BY_OWNER, FIXED, allocator_names, allocators};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::CommonOptions;
+use crate::experiment::{CommonOptions, Named};
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, MESH};
 
@@ -25,14 +25,16 @@ pub enum StorageSubject {
     Cache(&'static str),
 }
 
-impl StorageSubject {
-    pub fn name(&self) -> &'static str {
+impl Named for StorageSubject {
+    fn name(&self) -> &'static str {
         match self {
             Self::Allocator(ready) => ready.name(),
             Self::Cache(name) => name,
         }
     }
+}
 
+impl StorageSubject {
     pub fn can_move(&self) -> bool {
         MOVERS.contains(&self.name())
     }
@@ -43,9 +45,7 @@ impl StorageSubject {
         match self {
             Self::Cache(name) => line.push((*name).to_owned()),
             Self::Allocator(ready) => {
-                let how = clap::ValueEnum::to_possible_value(&ready.subject.give_back);
-                let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
-                line.extend(["malloc".to_owned(), "--how".to_owned(), how]);
+                line.extend(["malloc".to_owned(), "--how".to_owned(), child::word(&ready.subject.give_back)]);
             }
         }
         line.extend(child::numeric_options(numbers));
@@ -61,8 +61,7 @@ impl StorageSubject {
 /// each that is not.
 pub fn available_subjects(common: &CommonOptions, report: &mut Report) -> Result<Vec<StorageSubject>> {
     let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(StorageSubject::Cache);
-    let (mut ready, gaps) = allocators(common)?;
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let mut ready = report.with_gaps(allocators(common)?);
     if common.is_wanted(MESH.name) {
         match subject::find_available(&MESH) {
             Ok(mesh) => ready.push(mesh),

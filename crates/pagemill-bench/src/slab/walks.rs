@@ -1,15 +1,14 @@
 //! Walks of a tree of names, like those of the program `find`, and of the index of a file: while objects are moved, and
 //! afterwards.
 
+use serde_json::json;
+
 use super::Options;
 use super::storage_subjects::TIME_LIMIT;
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, not_measured, report_row,
-};
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, not_measured, report_rows};
+use crate::report::{Bound, Report};
 
 /// Subject: walks while no objects are moved.
 const STILL: &str = "still";
@@ -76,15 +75,10 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     child::touch_beforehand(1024)?;
     let samples = measure_cases(common)?;
     for case in Case::ALL {
-        for subject in case.sides() {
-            for (metric, unit, column) in [(NS_PER_ENTRY, "ns", "ns"), (MOVED_OBJECTS, "objects", "moves")] {
-                let table = format!("walks, nanoseconds an entry: {}", case.name());
-                let cell = Some(TableCell { table, column: column.to_owned() });
-                let baseline = (metric == NS_PER_ENTRY).then_some(case.sides()[1]);
-                let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-                report_row(report, &samples, (&case, case.name()), subject, metric, cell);
-            }
-        }
+        let ns = Metric::lower(NS_PER_ENTRY, "ns").against(case.sides()[1]);
+        let columns = [(ns, "ns"), (Metric::lower(MOVED_OBJECTS, "objects"), "moves")];
+        let table = format!("walks, nanoseconds an entry: {}", case.name());
+        report_rows(report, &samples, (&case, case.name()), &case.sides(), &table, &columns);
         verdict(report, &samples, case);
     }
     Ok(())
@@ -95,13 +89,10 @@ fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
     let bound = Bound::AtLeast(MIN_SPEED);
-    let moved = samples.get(&case, own, MOVED_OBJECTS).and_then(|series| series.median());
+    let moved = samples.get((&case, own, MOVED_OBJECTS)).and_then(|series| series.median());
     report.add_verdict(match moved {
         Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
-        _ => {
-            let side = |subject| SeriesKey { case: &case, subject, metric: NS_PER_ENTRY };
-            judge_time_ratio(samples, target, bound, side(own), side(base))
-        }
+        _ => judge_time_ratio(samples, target, bound, (&case, own, NS_PER_ENTRY), (&case, base, NS_PER_ENTRY)),
     });
 }
 
@@ -121,12 +112,8 @@ fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
-                    samples.add_outcome(
-                        &case,
-                        subject,
-                        &[NS_PER_ENTRY, MOVED_OBJECTS],
-                        &take_sample(common, case, subject)?,
-                    );
+                    let outcome = take_sample(common, case, subject)?;
+                    samples.add_outcome(&case, subject, &[NS_PER_ENTRY, MOVED_OBJECTS], &outcome);
                 }
             }
         }
@@ -136,13 +123,10 @@ fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
 
 fn take_sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
     let (work, size) = match case {
-        Case::Index => ("index", ("--pages", common.quick_or_full(FILE_PAGES.0, FILE_PAGES.1))),
-        _ => ("tree", ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1))),
+        Case::Index => ("index", ("--pages", common.quick_or_full(FILE_PAGES))),
+        _ => ("tree", ("--entries", common.quick_or_full(TREE_ENTRIES))),
     };
-    let turns = [
-        ("--turns", common.quick_or_full(TURN_COUNT.0, TURN_COUNT.1)),
-        ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1)),
-    ];
+    let turns = [("--turns", common.quick_or_full(TURN_COUNT)), ("--turn-ms", common.quick_or_full(TURN_MS))];
     let numbers: Vec<(&str, u64)> = [size].into_iter().chain(turns).collect();
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
@@ -150,24 +134,12 @@ fn take_sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outc
 /// Takes one sample of walks in a fragmented tree and one of walks in a compacted tree. The same process walks the tree
 /// before and after the compaction.
 fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Result<()> {
-    let entries = ("--entries", common.quick_or_full(TREE_ENTRIES.0, TREE_ENTRIES.1));
-    let turn = ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1));
+    let entries = ("--entries", common.quick_or_full(TREE_ENTRIES));
+    let turn = ("--turn-ms", common.quick_or_full(TURN_MS));
     let outcome = run("packed", PACKED, &[entries, turn], None)?;
-    let part = |metrics: &[(&str, &str)]| match &outcome {
-        Outcome::Measured(line) => {
-            let metrics = metrics.iter().map(|(name, from)| ((*name).to_owned(), line[*from].clone()));
-            Outcome::Measured(metrics.collect::<serde_json::Map<_, _>>().into())
-        }
-        Outcome::Killed => Outcome::Killed,
-        Outcome::Failed(why) => Outcome::Failed(why.clone()),
-    };
-    samples.add_outcome(&Case::Packed, FRAGMENTED, &[NS_PER_ENTRY], &part(&[(NS_PER_ENTRY, "fragmented_ns")]));
-    samples.add_outcome(
-        &Case::Packed,
-        PACKED,
-        &[NS_PER_ENTRY, MOVED_OBJECTS],
-        &part(&[(NS_PER_ENTRY, "packed_ns"), (MOVED_OBJECTS, MOVED_OBJECTS)]),
-    );
+    let part = |ns: &str| outcome.part(|line| json!({ NS_PER_ENTRY: line[ns], MOVED_OBJECTS: line[MOVED_OBJECTS] }));
+    samples.add_outcome(&Case::Packed, FRAGMENTED, &[NS_PER_ENTRY], &part("fragmented_ns"));
+    samples.add_outcome(&Case::Packed, PACKED, &[NS_PER_ENTRY, MOVED_OBJECTS], &part("packed_ns"));
     Ok(())
 }
 

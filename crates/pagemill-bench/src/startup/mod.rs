@@ -9,9 +9,9 @@ use std::time::Instant;
 
 use crate::child;
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::experiment::{CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_rows};
+use crate::report::{Bound, Report, Verdict};
+use crate::stats;
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
 /// Number of runs of the program `true` per sample (quick, full). A sample is the median of its runs, so that one
@@ -39,20 +39,16 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("startup", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     let samples = measure_cases(&ready, common)?;
-    let table = "`true`: ms from start to end, half the spread, times none".to_owned();
-    for name in subject_names(&ready) {
-        let cell = |column: &str| Some(TableCell { table: table.clone(), column: column.to_owned() });
-        let whole = Metric { name: WALL_MS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
-        report_row(&mut report, &samples, (&CASE, CASE), name, whole, cell("ms"));
-        let more = Metric { name: ADDED_MS, unit: "ms", better: Better::Lower, baseline: None };
-        report_row(&mut report, &samples, (&CASE, CASE), name, more, cell("ms more than none"));
-    }
+    let names: Vec<&str> = subject_names(&ready).collect();
+    let columns =
+        [(Metric::lower(WALL_MS, "ms").against(BASELINE), "ms"), (Metric::lower(ADDED_MS, "ms"), "ms more than none")];
+    let table = "`true`: ms from start to end, half the spread, times none";
+    report_rows(&mut report, &samples, (&CASE, CASE), &names, table, &columns);
     let verdict = not_measured("start of `true`, more than without", Bound::AtMost(1.0), "ms", "");
-    report.add_verdict(match samples.get(&CASE, PAGEMILL, ADDED_MS) {
+    report.add_verdict(match samples.get((&CASE, PAGEMILL, ADDED_MS)) {
         Some(series) => {
             Verdict { estimate: stats::estimate_median(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
         }
@@ -67,13 +63,13 @@ pub fn run(options: &Options) -> Result<Report> {
 /// Returns the names of the baseline and of all preloaded subjects.
 fn subject_names(ready: &[AvailableSubject]) -> impl Iterator<Item = &'static str> {
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
-    [BASELINE].into_iter().chain(preloaded.map(AvailableSubject::name))
+    [BASELINE].into_iter().chain(preloaded.map(Named::name))
 }
 
 fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<&'static str>> {
     let program = true_program()?;
     let preloaded: Vec<&AvailableSubject> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
-    let runs = common.quick_or_full(RUNS_PER_SAMPLE.0, RUNS_PER_SAMPLE.1);
+    let runs = common.quick_or_full(RUNS_PER_SAMPLE);
     let progress = Progress::new(common.rounds() * runs);
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
@@ -120,7 +116,7 @@ fn run_for_wall_ms(program: &str, ready: Option<&AvailableSubject>) -> Result<f6
     match status.success() {
         true => Ok(took.as_secs_f64() * 1e3),
         false => {
-            let name = ready.map_or(BASELINE, AvailableSubject::name);
+            let name = ready.map_or(BASELINE, Named::name);
             Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") })
         }
     }

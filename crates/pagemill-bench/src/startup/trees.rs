@@ -10,10 +10,10 @@ use std::time::Duration;
 use super::{Options, true_program};
 use crate::child::{self, FinishedProcess, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_json_rows, report_rows};
 use crate::footprint::is_installed;
 use crate::native;
-use crate::report::{Bound, Report, TableCell};
+use crate::report::{Bound, Report};
 use crate::stats::Better;
 use crate::subject::{self, PAGEMILL};
 
@@ -75,9 +75,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     };
     let mut samples = SampleTable::new();
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
-    match compile_spawner(folder.path())? {
-        Ok(spawner) => measure_true(options, &pagemill, &spawner, &mut samples)?,
-        Err(gap) => report.add_gap(gap),
+    if let Some(spawner) = report.unless_gap(compile_spawner(folder.path()))? {
+        measure_true(options, &pagemill, &spawner, &mut samples)?;
     }
     measure_short_programs(options, &pagemill, &mut samples)?;
     match &options.configure {
@@ -91,23 +90,25 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Compiles [`SPAWNER_SOURCE`] with `cc`, and returns the path of the program. The inner error is a sentence for the
-/// report that says why it was not compiled.
-fn compile_spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
+/// Compiles [`SPAWNER_SOURCE`] with `cc`, and returns the path of the program.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if it was not compiled.
+fn compile_spawner(folder: &Path) -> Result<PathBuf> {
     if !is_installed("cc") {
-        return Ok(Err(
-            "startup, run true: cc is not installed, which compiles the spawner that it is compared with".to_owned()
-        ));
+        let what = "startup, run true: cc is not installed, which compiles the spawner that it is compared with";
+        return Err(Error::Gap(what.to_owned()));
     }
     let (source, program) = (folder.join("spawner.c"), folder.join("spawner"));
     fs::write(&source, SPAWNER_SOURCE).map_err(doing("writing the spawner"))?;
     let mut compiler = Command::new("cc");
     compiler.arg("-O2").arg(&source).arg("-o").arg(&program);
     let finished = RunningGroup::start(&mut compiler)?.finish(Duration::from_secs(60))?;
-    Ok(match finished.status.success() {
+    match finished.status.success() {
         true => Ok(program),
-        false => Err("startup, run true: the spawner does not compile".to_owned()),
-    })
+        false => Err(Error::Gap("startup, run true: the spawner does not compile".to_owned())),
+    }
 }
 
 fn measure_true(
@@ -117,7 +118,7 @@ fn measure_true(
     samples: &mut SampleTable<&'static str>,
 ) -> Result<()> {
     let (common, program) = (&options.common, true_program()?);
-    let starts = common.quick_or_full(START_COUNT.0, START_COUNT.1);
+    let starts = common.quick_or_full(START_COUNT);
     let launchers: [(&'static str, Vec<&Path>); 3] =
         [(PLAIN, vec![]), (SPAWNER, vec![spawner]), (PAGEMILL, vec![pagemill, Path::new("run"), Path::new("--")])];
     let progress = Progress::new(common.rounds() * starts);
@@ -151,17 +152,16 @@ fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a
     command.args(rest).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     subject::clear_foreign_settings(&mut command);
     let running = command.spawn().map_err(doing(format!("starting {}", first.display())))?;
-    let (status, usage) = native::reap(running.id()).map_err(doing("waiting for a program"))?;
+    let (status, cpu) = native::reap(running.id()).map_err(doing("waiting for a program"))?;
     let status = ExitStatus::from_raw(status);
     match status.success() {
-        true => Ok(usage.cpu()),
+        true => Ok(cpu),
         false => Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") }),
     }
 }
 
 fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut SampleTable<&'static str>) -> Result<()> {
-    let (count, program) =
-        (options.common.quick_or_full(SHORT_PROGRAM_COUNT.0, SHORT_PROGRAM_COUNT.1), true_program()?);
+    let (count, program) = (options.common.quick_or_full(SHORT_PROGRAM_COUNT), true_program()?);
     let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
     measure_with_and_without(options, SHORT_PROGRAMS, pagemill, samples, || {
         let mut command = Command::new("sh");
@@ -211,7 +211,7 @@ fn measure_with_and_without(
                 let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
                 return Err(Error::WrongAnswer { subject: name.to_owned(), what });
             }
-            samples.add_value(&case, name, CPU_MS, finished.usage.cpu().as_secs_f64() * 1e3);
+            samples.add_value(&case, name, CPU_MS, finished.cpu.as_secs_f64() * 1e3);
             samples.add_value(&case, name, WALL_MS, finished.wall.as_secs_f64() * 1e3);
         }
     }
@@ -241,18 +241,19 @@ fn run_once(
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
     let table = "`pagemill run`: CPU of the whole tree, half the spread, times none";
     for case in [RUN_TRUE, SHORT_PROGRAMS, CONFIGURE] {
-        for name in [PLAIN, SPAWNER, PAGEMILL] {
-            let cell = |what: &str| Some(TableCell { table: table.to_owned(), column: format!("{case}, {what}") });
-            let metric = |name, baseline| Metric { name, unit: "ms", better: Better::Lower, baseline };
-            report_row(report, samples, (&case, case), name, metric(CPU_MS, Some(PLAIN)), cell("ms"));
-            report_row(report, samples, (&case, case), name, metric(ADDED_CPU_MS, Some(SPAWNER)), cell("ms added"));
-            report_row(report, samples, (&case, case), name, metric(WALL_MS, Some(PLAIN)), None);
-        }
+        let subjects = [PLAIN, SPAWNER, PAGEMILL];
+        let columns = [
+            (Metric::lower(CPU_MS, "ms").against(PLAIN), &*format!("{case}, ms")),
+            (Metric::lower(ADDED_CPU_MS, "ms").against(SPAWNER), &*format!("{case}, ms added")),
+        ];
+        report_rows(report, samples, (&case, case), &subjects, table, &columns);
+        let wall = Metric::lower(WALL_MS, "ms").against(PLAIN);
+        report_json_rows(report, samples, (&case, case), &subjects, &[wall]);
     }
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, options: &Options) {
-    let count = options.common.quick_or_full(SHORT_PROGRAM_COUNT.0, SHORT_PROGRAM_COUNT.1);
+    let count = options.common.quick_or_full(SHORT_PROGRAM_COUNT);
     for (case, metric, baseline, most, target) in [
         (
             RUN_TRUE,
@@ -271,10 +272,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, option
         (CONFIGURE, CPU_MS, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
-        report.add_verdict(match (samples.get(&case, PAGEMILL, metric), samples.get(&case, baseline, metric)) {
-            // The ratio is own time divided by baseline time, so a larger ratio is worse here.
-            (Some(own), Some(base)) => blank.compared(own, (baseline, base), Better::Higher),
-            _ => blank,
-        });
+        // The ratio is own time divided by baseline time, so a larger ratio is worse here.
+        let base = (baseline, samples.get((&case, baseline, metric)));
+        report.add_verdict(blank.compared(samples.get((&case, PAGEMILL, metric)), base, Better::Higher));
     }
 }

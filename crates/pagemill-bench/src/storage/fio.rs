@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::{CPU, IOS, MIB, P50, P99, P999};
 use crate::child::{Outcome, RunningGroup};
 use crate::error::{Error, Result};
+use crate::experiment::{CommonOptions, Named};
 use crate::report::Report;
 use crate::subject;
 
@@ -54,18 +55,27 @@ pub const URING_FIXED: Engine =
 /// register it.
 pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
 
-/// A fio job: transfers of one length at sequential or random offsets.
+/// A fio job: transfers of one length between memory and a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
     pub engine: Engine,
     pub path: &'a Path,
     pub len_bytes: u64,
     pub io_bytes: u64,
-    pub is_random: bool,
-    pub is_write: bool,
     pub depth: u64,
-    pub jobs: u64,
-    pub run_ms: u64,
+    pub task: Task<'a>,
+}
+
+/// What a fio job does with its file.
+#[derive(Clone, Copy, Debug)]
+pub enum Task<'a> {
+    /// Transfers at sequential or random offsets, by several threads for a fixed time.
+    Timed { is_random: bool, is_write: bool, jobs: u64, run_ms: u64 },
+    /// Reads or writes the file once, in order. After writes it syncs the file, which counts as a part of the job. If
+    /// `is_append` is true, the file is empty before the job, so that the writes extend it.
+    Pass { is_write: bool, is_append: bool },
+    /// Writes at the offsets of a list that [`write_list`] made.
+    Replay { list: &'a Path },
 }
 
 /// Returns a path as fio's arguments spell it. fio splits file names at colons, so these are escaped.
@@ -73,14 +83,30 @@ fn escaped(path: &Path) -> String {
     path.display().to_string().replace(':', "\\:")
 }
 
-/// If the program fio is missing, removes the subjects that need it from `subjects`, and adds a sentence (gap) to the
-/// report.
+/// Returns whether a subject runs fio, by its name.
+pub fn is_fio(subject: &impl Named) -> bool {
+    subject.name().starts_with("fio-")
+}
+
+/// Returns the names of the subjects that run fio.
+pub fn names(subjects: &[impl Named]) -> Vec<&'static str> {
+    subjects.iter().filter(|subject| is_fio(*subject)).map(Named::name).collect()
+}
+
+/// Returns the wanted subjects. If the program fio is missing, leaves out the subjects that need it, and adds a
+/// sentence (gap) to the report.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] if no subject is left.
-pub fn remove_fio_if_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
-    if subjects.iter().any(&is_fio)
+/// [`Error::CannotRun`] if `--only` has an unknown name, or if no subject is left.
+pub fn available_subjects<'a, Subject: Named>(
+    common: &CommonOptions,
+    known: &'a [Subject],
+    report: &mut Report,
+) -> Result<Vec<&'a Subject>> {
+    common.check_only(&known.iter().map(Named::name).collect::<Vec<_>>())?;
+    let mut subjects: Vec<&Subject> = known.iter().filter(|subject| common.is_wanted(subject.name())).collect();
+    if subjects.iter().any(is_fio)
         && let Some(gap) = missing_reason()
     {
         subjects.retain(|subject| !is_fio(subject));
@@ -89,7 +115,7 @@ pub fn remove_fio_if_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bo
         }
         report.add_gap(gap);
     }
-    Ok(())
+    Ok(subjects)
 }
 
 /// Returns the reason why fio cannot be run; none if it can.
@@ -102,29 +128,47 @@ fn missing_reason() -> Option<String> {
 }
 
 impl Job<'_> {
+    fn is_write(&self) -> bool {
+        match self.task {
+            Task::Timed { is_write, .. } | Task::Pass { is_write, .. } => is_write,
+            Task::Replay { .. } => true,
+        }
+    }
+
     fn arguments(&self) -> Vec<String> {
-        let way = match (self.is_random, self.is_write) {
-            (true, false) => "randread",
-            (true, true) => "randwrite",
-            (false, false) => "read",
-            (false, true) => "write",
-        };
-        let words = [
+        let Self { engine, io_bytes, len_bytes, depth, .. } = self;
+        let mut words = vec![
             "--name=pagemill".to_owned(),
-            format!("--filename={}", escaped(self.path)),
-            format!("--rw={way}"),
-            format!("--bs={}", self.io_bytes),
-            format!("--size={}", self.len_bytes),
-            format!("--ioengine={}", self.engine.name),
-            format!("--iodepth={}", self.depth),
-            format!("--numjobs={}", self.jobs),
-            format!("--runtime={}ms", self.run_ms),
-            format!("--ramp_time={}ms", self.run_ms / 10),
+            format!("--ioengine={}", engine.name),
+            format!("--iodepth={depth}"),
+            format!("--bs={io_bytes}"),
         ];
-        let fixed = ["--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"];
-        let guard = if self.is_write { KEEP_BYTES_ARGUMENT } else { "--readonly" };
-        let rest = fixed.iter().chain(self.engine.settings).copied().chain([guard]);
-        words.into_iter().chain(rest.map(str::to_owned)).collect()
+        let mut fixed = vec![if self.is_write() { KEEP_BYTES_ARGUMENT } else { "--readonly" }];
+        match self.task {
+            Task::Timed { is_random, is_write, jobs, run_ms } => {
+                let order = if is_random { "rand" } else { "" };
+                let way = if is_write { "write" } else { "read" };
+                words.extend([format!("--rw={order}{way}"), format!("--numjobs={jobs}")]);
+                words.extend([format!("--runtime={run_ms}ms"), format!("--ramp_time={}ms", run_ms / 10)]);
+                fixed.extend(["--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"]);
+            }
+            Task::Pass { is_write, is_append } => {
+                fixed.extend(if is_write { &["--rw=write", "--end_fsync=1"][..] } else { &["--rw=read"] });
+                // By default fio makes the file as long as the job before it starts the clock.
+                fixed.extend(if is_append { &["--fallocate=none", "--file_append=1"][..] } else { &[] });
+            }
+            Task::Replay { list } => {
+                words.push(format!("--read_iolog={}", escaped(list)));
+                // The list contains a placeholder instead of the file name, since fio allows no spaces and at most 255
+                // bytes in it.
+                words.push(format!("--replay_redirect={}", self.path.display()));
+                fixed.push("--replay_no_stall=1");
+            }
+        }
+        if !matches!(self.task, Task::Replay { .. }) {
+            words.extend([format!("--filename={}", escaped(self.path)), format!("--size={len_bytes}")]);
+        }
+        words.into_iter().chain(fixed.iter().chain(engine.settings).map(|word| (*word).to_owned())).collect()
     }
 
     /// Runs fio with this job, and returns the metrics.
@@ -133,98 +177,67 @@ impl Job<'_> {
     ///
     /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if fio does not end in time.
     pub fn run(&self) -> Result<Outcome> {
-        let limit = Duration::from_millis(self.run_ms * 2) + Duration::from_secs(60);
-        // fio's `io_bytes` has the bytes of operations that completed within the run, and `total_ios` the number of
-        // operations that were started.
-        let ios = |side: &Value| side["io_bytes"].as_f64().map(|bytes| bytes / self.io_bytes as f64);
-        run(self.engine, self.arguments(), limit, |stdout| parse_fio_output(stdout, self.is_write, self.io_bytes, ios))
-    }
-}
-
-/// A fio job that reads or writes a file once, in order. After writes it syncs the file, which counts as a part of the
-/// job.
-#[derive(Clone, Copy, Debug)]
-pub struct Pass<'a> {
-    pub engine: Engine,
-    pub path: &'a Path,
-    pub len_bytes: u64,
-    pub io_bytes: u64,
-    pub is_write: bool,
-    /// Whether the file is empty before the job, so that the writes extend it.
-    pub is_append: bool,
-    pub depth: u64,
-}
-
-impl Pass<'_> {
-    fn arguments(&self) -> Vec<String> {
-        let (way, guard) = if self.is_write { ("write", KEEP_BYTES_ARGUMENT) } else { ("read", "--readonly") };
-        let words = [
-            "--name=pagemill".to_owned(),
-            format!("--filename={}", escaped(self.path)),
-            format!("--rw={way}"),
-            format!("--bs={}", self.io_bytes),
-            format!("--size={}", self.len_bytes),
-            format!("--ioengine={}", self.engine.name),
-            format!("--iodepth={}", self.depth),
-            guard.to_owned(),
-        ];
-        let end = self.is_write.then(|| "--end_fsync=1".to_owned());
-        // By default fio makes the file as long as the job before it starts the clock.
-        let append = self.is_append.then_some(["--fallocate=none", "--file_append=1"]);
-        let end = end.into_iter().chain(append.into_iter().flatten().map(str::to_owned));
-        words.into_iter().chain(end).chain(self.engine.settings.iter().map(|&word| word.to_owned())).collect()
-    }
-
-    /// Runs the job and returns its metrics.
-    ///
-    /// # Errors
-    ///
-    /// As [`Job::run`].
-    pub fn run(&self) -> Result<Outcome> {
-        let ios = |side: &Value| side["total_ios"].as_f64();
-        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| {
-            parse_fio_output(stdout, self.is_write, self.io_bytes, ios)
+        let limit = match self.task {
+            Task::Timed { run_ms, .. } => Duration::from_millis(run_ms * 2) + Duration::from_secs(60),
+            _ => Duration::from_secs(300),
+        };
+        let mut command = Command::new("fio");
+        subject::clear_foreign_settings(&mut command);
+        command.args(self.arguments()).args(COMMON_ARGUMENTS);
+        if self.engine.is_huge {
+            command.env(GLIBC_HUGE_PAGES.0, GLIBC_HUGE_PAGES.1);
+        }
+        let finished = RunningGroup::start(&mut command)?.finish(limit)?;
+        let complaint = String::from_utf8_lossy(&finished.stderr);
+        Ok(match self.parse_output(&finished.stdout) {
+            Ok(line) if finished.status.success() => Outcome::Measured(line),
+            Ok(_) => Outcome::Failed(format!("fio: {}: {}", finished.status, complaint.trim())),
+            Err(why) => Outcome::Failed(format!("fio: {why}: {}", complaint.trim())),
         })
     }
-}
 
-/// A fio job that writes at the offsets of a list that [`write_list`] made.
-#[derive(Clone, Copy, Debug)]
-pub struct Replay<'a> {
-    pub engine: Engine,
-    pub path: &'a Path,
-    /// The file of an I/O list made by [`write_list`].
-    pub list: &'a Path,
-    pub io_bytes: u64,
-    pub depth: u64,
-}
-
-impl Replay<'_> {
-    fn arguments(&self) -> Vec<String> {
-        let words = [
-            "--name=pagemill".to_owned(),
-            format!("--read_iolog={}", escaped(self.list)),
-            // The list contains a placeholder instead of the file name, since fio allows no spaces and at most 255
-            // bytes in it.
-            format!("--replay_redirect={}", self.path.display()),
-            format!("--ioengine={}", self.engine.name),
-            format!("--iodepth={}", self.depth),
-        ];
-        let rest = ["--replay_no_stall=1", KEEP_BYTES_ARGUMENT].into_iter().chain(self.engine.settings.iter().copied());
-        words.into_iter().chain(rest.map(str::to_owned)).collect()
-    }
-
-    /// Runs fio with the list of offsets, and returns the metrics.
-    ///
-    /// # Errors
-    ///
-    /// As [`Job::run`].
-    pub fn run(&self) -> Result<Outcome> {
-        // In a replay, fio's `io_bytes` lacks the operations that completed last.
-        let ios = |side: &Value| side["total_ios"].as_f64();
-        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| {
-            parse_fio_output(stdout, true, self.io_bytes, ios)
-        })
+    /// Extracts the metrics of fio's only job group from its JSON. The CPU time is that of the job threads and excludes
+    /// fio's startup.
+    fn parse_output(&self, stdout: &[u8]) -> std::result::Result<Value, String> {
+        // fio may print other text before the JSON.
+        let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("fio printed nothing")?;
+        let output: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
+        let job = &output["jobs"][0];
+        let side = &job[if self.is_write() { "write" } else { "read" }];
+        if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
+            return Err(io::Error::from_raw_os_error(error as i32).to_string());
+        }
+        let number =
+            |value: &Value, name: &str| value[name].as_f64().ok_or_else(|| format!("fio's output lacks {name}"));
+        let io_bytes = self.io_bytes as f64;
+        let ios = match self.task {
+            // `io_bytes` has the bytes of operations that completed within the run, and `total_ios` the number of
+            // operations that were started.
+            Task::Timed { .. } => side["io_bytes"].as_f64().map(|bytes| bytes / io_bytes),
+            // In a replay, `io_bytes` lacks the operations that completed last.
+            Task::Pass { .. } | Task::Replay { .. } => side["total_ios"].as_f64(),
+        };
+        let ios = ios.ok_or("fio's output lacks the number of transfers")?;
+        if ios == 0.0 {
+            return Err("it did nothing".to_owned());
+        }
+        let job_ms = number(job, "job_runtime")?;
+        let cpu_ms = |name: &str| {
+            let told = number(job, name)? / 100.0 * job_ms;
+            Ok::<f64, String>(if told > 0.0 { told + MEAN_TRUNCATION_MS } else { 0.0 })
+        };
+        let cpu_ms = cpu_ms("usr_cpu")? + cpu_ms("sys_cpu")?;
+        let seconds = number(side, "runtime")? / 1000.0;
+        let times = &side["lat_ns"]["percentile"];
+        let percentile = |name: &str| number(times, name).map(|ns| ns / 1000.0);
+        Ok(json!({
+            IOS: ios / seconds,
+            MIB: ios * io_bytes / seconds / f64::from(1 << 20),
+            CPU: cpu_ms * 1000.0 / ios,
+            P50: percentile("50.000000")?,
+            P99: percentile("99.000000")?,
+            P999: percentile("99.900000")?,
+        }))
     }
 }
 
@@ -244,67 +257,6 @@ pub fn write_list(to: &Path, places: &[u64], io_bytes: u64) -> io::Result<()> {
     list.flush()
 }
 
-fn run(
-    engine: Engine,
-    arguments: Vec<String>,
-    limit: Duration,
-    read: impl FnOnce(&[u8]) -> std::result::Result<Value, String>,
-) -> Result<Outcome> {
-    let mut command = Command::new("fio");
-    subject::clear_foreign_settings(&mut command);
-    command.args(arguments).args(COMMON_ARGUMENTS);
-    if engine.is_huge {
-        command.env(GLIBC_HUGE_PAGES.0, GLIBC_HUGE_PAGES.1);
-    }
-    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
-    let complaint = String::from_utf8_lossy(&finished.stderr);
-    Ok(match read(&finished.stdout) {
-        Ok(line) if finished.status.success() => Outcome::Measured(line),
-        Ok(_) => Outcome::Failed(format!("fio: {}: {}", finished.status, complaint.trim())),
-        Err(why) => Outcome::Failed(format!("fio: {why}: {}", complaint.trim())),
-    })
-}
-
-/// Extracts the metrics of fio's only job group from its JSON. `ios` returns the number of operations from the JSON of
-/// the read or write side. The CPU time is that of the job threads and excludes fio's startup.
-fn parse_fio_output(
-    stdout: &[u8],
-    is_write: bool,
-    io_bytes: u64,
-    ios: impl FnOnce(&Value) -> Option<f64>,
-) -> std::result::Result<Value, String> {
-    // fio may print other text before the JSON.
-    let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("fio printed nothing")?;
-    let output: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
-    let job = &output["jobs"][0];
-    let side = &job[if is_write { "write" } else { "read" }];
-    if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
-        return Err(std::io::Error::from_raw_os_error(error as i32).to_string());
-    }
-    let number = |value: &Value, name: &str| value[name].as_f64().ok_or_else(|| format!("fio's output lacks {name}"));
-    let ios = ios(side).ok_or("fio's output lacks the number of transfers")?;
-    if ios == 0.0 {
-        return Err("it did nothing".to_owned());
-    }
-    let job_ms = number(job, "job_runtime")?;
-    let cpu_ms = |name: &str| {
-        let told = number(job, name)? / 100.0 * job_ms;
-        Ok::<f64, String>(if told > 0.0 { told + MEAN_TRUNCATION_MS } else { 0.0 })
-    };
-    let cpu_ms = cpu_ms("usr_cpu")? + cpu_ms("sys_cpu")?;
-    let seconds = number(side, "runtime")? / 1000.0;
-    let times = &side["lat_ns"]["percentile"];
-    let percentile = |name: &str| number(times, name).map(|ns| ns / 1000.0);
-    Ok(json!({
-        IOS: ios / seconds,
-        MIB: ios * io_bytes as f64 / seconds / f64::from(1 << 20),
-        CPU: cpu_ms * 1000.0 / ios,
-        P50: percentile("50.000000")?,
-        P99: percentile("99.000000")?,
-        P999: percentile("99.900000")?,
-    }))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -319,8 +271,11 @@ mod tests {
             let job = json!({"error": error, "read": read, "usr_cpu": 0.0, "sys_cpu": 40.0, "job_runtime": 1000});
             format!("note: something\n{}", json!({"jobs": [job]}))
         };
-        let read =
-            |text: &str, is_write| parse_fio_output(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
+        let read = |text: &str, is_write| {
+            let (path, task) = (Path::new("file"), Task::Pass { is_write, is_append: false });
+            let job = Job { engine: PSYNC, path, len_bytes: 1 << 20, io_bytes: 4096, depth: 1, task };
+            job.parse_output(text.as_bytes())
+        };
         let line = read(&output(0), false).expect("it can be read");
         let of = |name: &str| line[name].as_f64();
         // A CPU time of zero must get no correction for truncation.
@@ -342,7 +297,8 @@ mod tests {
         let places = [0, 8192, 12288, 1 << 19];
         write_list(&list, &places, 4096).expect("written");
 
-        let replay = Replay { engine: PSYNC, path: &path, list: &list, io_bytes: 4096, depth: 1 };
+        let (path, task) = (path.as_path(), Task::Replay { list: &list });
+        let replay = Job { engine: PSYNC, path, len_bytes: 1 << 20, io_bytes: 4096, depth: 1, task };
         match replay.run().expect("it ran") {
             Outcome::Measured(_) => {}
             Outcome::Failed(why) if why.contains("Invalid argument") => {
@@ -350,7 +306,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        let bytes = std::fs::read(&path).expect("read");
+        let bytes = std::fs::read(path).expect("read");
         let is_written = |page: &[u8]| page.iter().any(|byte| *byte != 0);
         let written = (0..).zip(bytes.chunks(4096)).filter(|(_, page)| is_written(page)).map(|(at, _)| at * 4096);
         assert!(written.eq(places) && bytes.len() == 1 << 20);

@@ -3,17 +3,16 @@
 
 use std::time::Duration;
 
-use super::fio::{self, Engine, Job};
+use super::fio::{self, Engine, Job, Task};
 use super::target::Target;
-use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_against_best, judge_ratio, sample};
+use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result};
 use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row, rotated,
+    CommonOptions, Metric, Named, SampleTable, judge_quotient, judge_value, report_rows, turns_by_round,
 };
 use crate::pattern::RECORD_BYTES;
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::report::{Bound, Report};
 
 /// Metric: number of resident pages that a thread copies per second, without concurrent reads.
 pub const COPIES_ALONE: &str = "alone_per_second";
@@ -40,17 +39,10 @@ const FIO_LIBAIO: &str = "fio-libaio-32";
 const HITS: &str = "hits";
 /// Subject: as [`HITS`], but the pages are copied from plain memory instead of the cache.
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Subjects in which threads read with blocking calls: name, name of the fio subject to compare with, and number of
-/// threads of both.
-const BLOCKING_SUBJECTS: [(&str, &str, u64); 4] = [
-    ("threads-1", "fio-psync-1", 1),
-    ("threads-2", "fio-psync-2", 2),
-    ("threads-8", "fio-psync-8", 8),
-    ("threads-32", "fio-psync-32", 32),
-];
-/// As [`BLOCKING_SUBJECTS`], for subjects that begin with an empty cache.
-const COLD_BLOCKING_SUBJECTS: [(&str, &str, u64); 2] =
-    [("threads-8-cold", "fio-psync-8", 8), ("threads-32-cold", "fio-psync-32", 32)];
+/// The fio subjects with blocking calls.
+const FIO_PSYNC_1: &str = "fio-psync-1";
+const FIO_PSYNC_8: &str = "fio-psync-8";
+const FIO_PSYNC_32: &str = "fio-psync-32";
 
 /// Number of reads in flight of [`QUEUE`] and [`RING`], and of the fio jobs with which they are compared.
 const DEPTH: u64 = 32;
@@ -82,6 +74,12 @@ struct Subject {
     work: Work,
 }
 
+impl Named for Subject {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+}
+
 impl Subject {
     fn metrics(&self) -> &'static [&'static str] {
         match self.work {
@@ -91,32 +89,33 @@ impl Subject {
             Work::Hits { is_plain: true } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES],
         }
     }
-
-    fn is_fio(&self) -> bool {
-        matches!(self.work, Work::Fio(..))
-    }
 }
 
-fn subjects() -> Vec<Subject> {
-    let subject = |name, baseline, work| Subject { name, baseline, work };
-    let mut all = Vec::new();
-    for (own, peer, count) in BLOCKING_SUBJECTS {
-        all.push(subject(own, Some(peer), Work::Threads { count, is_cold: false }));
-        all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, count)));
-    }
-    for (own, peer, count) in COLD_BLOCKING_SUBJECTS {
-        all.push(subject(own, Some(peer), Work::Threads { count, is_cold: true }));
-    }
-    all.push(subject(QUEUE, Some(FIO_URING), Work::Queue { is_cold: false }));
-    all.push(subject(QUEUE_COLD, Some(FIO_URING), Work::Queue { is_cold: true }));
-    all.push(subject(FUTURES, Some(FIO_URING), Work::Futures));
-    all.push(subject(FIO_URING, None, Work::Fio(fio::URING_FIXED, DEPTH, 1)));
-    all.push(subject(RING, Some(FIO_URING), Work::Ring));
-    all.push(subject(FIO_LIBAIO, Some(FIO_URING), Work::Fio(fio::LIBAIO, DEPTH, 1)));
-    all.push(subject(HITS, None, Work::Hits { is_plain: false }));
-    all.push(subject(HITS_PLAIN, None, Work::Hits { is_plain: true }));
-    all
+const fn subject(name: &'static str, baseline: Option<&'static str>, work: Work) -> Subject {
+    Subject { name, baseline, work }
 }
+
+/// All subjects. Threads read with blocking calls; a cold subject begins with an empty cache.
+const SUBJECTS: [Subject; 18] = [
+    subject("threads-1", Some(FIO_PSYNC_1), Work::Threads { count: 1, is_cold: false }),
+    subject(FIO_PSYNC_1, None, Work::Fio(fio::PSYNC, 1, 1)),
+    subject("threads-2", Some("fio-psync-2"), Work::Threads { count: 2, is_cold: false }),
+    subject("fio-psync-2", None, Work::Fio(fio::PSYNC, 1, 2)),
+    subject("threads-8", Some(FIO_PSYNC_8), Work::Threads { count: 8, is_cold: false }),
+    subject(FIO_PSYNC_8, None, Work::Fio(fio::PSYNC, 1, 8)),
+    subject("threads-32", Some(FIO_PSYNC_32), Work::Threads { count: 32, is_cold: false }),
+    subject(FIO_PSYNC_32, None, Work::Fio(fio::PSYNC, 1, 32)),
+    subject("threads-8-cold", Some(FIO_PSYNC_8), Work::Threads { count: 8, is_cold: true }),
+    subject("threads-32-cold", Some(FIO_PSYNC_32), Work::Threads { count: 32, is_cold: true }),
+    subject(QUEUE, Some(FIO_URING), Work::Queue { is_cold: false }),
+    subject(QUEUE_COLD, Some(FIO_URING), Work::Queue { is_cold: true }),
+    subject(FUTURES, Some(FIO_URING), Work::Futures),
+    subject(FIO_URING, None, Work::Fio(fio::URING_FIXED, DEPTH, 1)),
+    subject(RING, Some(FIO_URING), Work::Ring),
+    subject(FIO_LIBAIO, Some(FIO_URING), Work::Fio(fio::LIBAIO, DEPTH, 1)),
+    subject(HITS, None, Work::Hits { is_plain: false }),
+    subject(HITS_PLAIN, None, Work::Hits { is_plain: true }),
+];
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -141,11 +140,8 @@ type Case = ();
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);
-    let mut subjects = subjects();
-    common.check_only(&subjects.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
-    subjects.retain(|subject| common.is_wanted(subject.name));
-    fio::remove_fio_if_missing(&mut subjects, Subject::is_fio, &mut report)?;
-    let target = options.place.open_or_make(FILE_TO_CACHE_RATIO * common.quick_or_full(CACHE_MIB.0, CACHE_MIB.1))?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let target = options.place.open_or_make(FILE_TO_CACHE_RATIO * common.quick_or_full(CACHE_MIB))?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
     }
@@ -165,20 +161,16 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure_cases(
     options: &Options,
-    subjects: &[Subject],
+    subjects: &[&Subject],
     target: &Target,
     cache_mib: u64,
 ) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
-    let progress = Progress::new(common.rounds() * subjects.len());
     let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for subject in rotated(subjects, round) {
-            progress.step(subject.name);
-            let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(SAMPLE_MS.0, SAMPLE_MS.1))?;
-            samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
-        }
+    for (case, subject) in turns_by_round(&[()], common.rounds(), subjects, |()| "4 KiB random".to_owned()) {
+        let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(SAMPLE_MS))?;
+        samples.add_outcome(case, subject.name, subject.metrics(), &outcome);
     }
     Ok(samples)
 }
@@ -188,8 +180,8 @@ fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -
     let (words, numbers) = match subject.work {
         Work::Fio(engine, depth, jobs) => {
             let (path, len_bytes) = (target.path(), target.len_bytes);
-            let job = Job { engine, path, len_bytes, io_bytes, is_random: true, is_write: false, depth, jobs, run_ms };
-            return job.run();
+            let task = Task::Timed { is_random: true, is_write: false, jobs, run_ms };
+            return Job { engine, path, len_bytes, io_bytes, depth, task }.run();
         }
         Work::Threads { count, is_cold } => {
             (miss_words(is_cold), vec![("--threads", count), ("--cache-mib", cache_mib)])
@@ -212,38 +204,32 @@ fn miss_words(is_cold: bool) -> &'static [&'static str] {
     if is_cold { &["__miss", "--cold"] } else { &["__miss"] }
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     let table = "4 KiB at random, a file of six times the cache, O_DIRECT; half the spread, times the fio of that width; \
                  processor and times for each read from the device";
-    for (name, unit, better, column) in [
-        (IOS, "1/s", Better::Higher, "from the device /s"),
-        (CPU, "us", Better::Lower, "processor, us"),
-        (P50, "us", Better::Lower, "p50, us"),
-        (P99, "us", Better::Lower, "p99, us"),
-        (P999, "us", Better::Lower, "p99.9, us"),
-        (READS, "1/s", Better::Higher, "with hits /s"),
-        (HIT_RATIO, "1", Better::Higher, "hits"),
-    ] {
-        for subject in subjects {
-            let cell = Some(TableCell { table: table.to_owned(), column: column.to_owned() });
-            let metric = Metric { name, unit, better, baseline: subject.baseline };
-            report_row(report, samples, (&(), "4 KiB random"), subject.name, metric, cell);
-        }
+    let columns = [
+        (Metric::higher(IOS, "1/s"), "from the device /s"),
+        (Metric::lower(CPU, "us"), "processor, us"),
+        (Metric::lower(P50, "us"), "p50, us"),
+        (Metric::lower(P99, "us"), "p99, us"),
+        (Metric::lower(P999, "us"), "p99.9, us"),
+        (Metric::higher(READS, "1/s"), "with hits /s"),
+        (Metric::higher(HIT_RATIO, "1"), "hits"),
+    ];
+    for subject in subjects {
+        let against = |metric: Metric| subject.baseline.map_or(metric, |baseline| metric.against(baseline));
+        let columns = columns.map(|(metric, column)| (against(metric), column));
+        report_rows(report, samples, (&(), "4 KiB random"), &[*subject], table, &columns);
     }
-    for (name, unit, column) in [
-        (COPIES_ALONE, "1/s", "alone /s"),
-        (COPIES_WITH_MISSES, "1/s", "beside misses /s"),
-        (KEPT_RATIO, "1", "kept"),
-        (MISSES, "1/s", "misses /s"),
-        (COPIES_MISSED, "1", "copies that were misses"),
-    ] {
-        for subject in subjects {
-            let table = "one thread copies 4 KiB that are in memory, another misses by 32 at a time".to_owned();
-            let cell = Some(TableCell { table, column: column.to_owned() });
-            let metric = Metric { name, unit, better: Better::Higher, baseline: None };
-            report_row(report, samples, (&(), "hits beside misses"), subject.name, metric, cell);
-        }
-    }
+    let columns = [
+        (Metric::higher(COPIES_ALONE, "1/s"), "alone /s"),
+        (Metric::higher(COPIES_WITH_MISSES, "1/s"), "beside misses /s"),
+        (Metric::higher(KEPT_RATIO, "1"), "kept"),
+        (Metric::higher(MISSES, "1/s"), "misses /s"),
+        (Metric::higher(COPIES_MISSED, "1"), "copies that were misses"),
+    ];
+    let table = "one thread copies 4 KiB that are in memory, another misses by 32 at a time";
+    report_rows(report, samples, (&(), "hits beside misses"), subjects, table, &columns);
 }
 
 /// Targets: subject; fio job to compare with; minimum of the rate and maximum of the CPU time per read, both divided by
@@ -252,16 +238,15 @@ const TARGETS: [(&str, &str, f64, f64); 8] = [
     (QUEUE, FIO_URING, 0.95, 1.05),
     (FUTURES, FIO_URING, 0.95, 1.15),
     (QUEUE_COLD, FIO_URING, 0.9, 1.3),
-    ("threads-1", "fio-psync-1", 0.98, 1.1),
-    ("threads-8", "fio-psync-8", 0.98, 1.1),
-    ("threads-32", "fio-psync-32", 0.98, 1.1),
-    ("threads-8-cold", "fio-psync-8", 0.9, 1.3),
-    ("threads-32-cold", "fio-psync-32", 0.9, 1.3),
+    ("threads-1", FIO_PSYNC_1, 0.98, 1.1),
+    ("threads-8", FIO_PSYNC_8, 0.98, 1.1),
+    ("threads-32", FIO_PSYNC_32, 0.98, 1.1),
+    ("threads-8-cold", FIO_PSYNC_8, 0.9, 1.3),
+    ("threads-32-cold", FIO_PSYNC_32, 0.9, 1.3),
 ];
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let get = |subject, metric| samples.get(&(), subject, metric);
-    let peers: Vec<&'static str> = subjects().iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
+    let peers = fio::names(&SUBJECTS);
     for (own, peer, least_rate, most_cpu) in TARGETS {
         let bound = Bound::AtLeast(least_rate);
         report.add_verdict(if peer == FIO_URING {
@@ -269,16 +254,12 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
             judge_against_best(samples, (target, bound), (&(), own), (&peers, IOS))
         } else {
             let target = format!("read from the device, {own}, against {peer}");
-            judge_ratio(target, bound, get(own, IOS), (peer, get(peer, IOS)))
+            judge_quotient(samples, target, bound, (&(), own, IOS), (&(), peer, IOS))
         });
         let target = format!("processor for each, {own}, of that of {peer}");
-        report.add_verdict(judge_ratio(target, Bound::AtMost(most_cpu), get(own, CPU), (peer, get(peer, CPU))));
+        let bound = Bound::AtMost(most_cpu);
+        report.add_verdict(judge_quotient(samples, target, bound, (&(), own, CPU), (&(), peer, CPU)));
     }
     let (target, bound) = ("copies beside misses, of those alone", Bound::AtLeast(0.8));
-    report.add_verdict(match get(HITS, KEPT_RATIO) {
-        Some(_) => {
-            judge_value(samples, target, (bound, "x"), SeriesKey { case: &(), subject: HITS, metric: KEPT_RATIO })
-        }
-        None => not_measured(target, bound, "x", "it was not run"),
-    });
+    report.add_verdict(judge_value(samples, target, (bound, "x"), (&(), HITS, KEPT_RATIO)));
 }

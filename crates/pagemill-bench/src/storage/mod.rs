@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{SampleTable, not_measured};
+use crate::experiment::{Named, SampleTable, not_measured};
 use crate::report::{Bound, Series, Verdict};
 use crate::stats::Better;
 use target::Target;
@@ -36,6 +36,19 @@ pub const CPU_PER_MIB: &str = "cpu_us_per_mib";
 pub const READS: &str = "reads_per_second";
 /// Metric of a cache: the fraction of hits among all reads.
 pub const HIT_RATIO: &str = "hit_ratio";
+
+/// A subject of an experiment on files, and what it does.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<Work> {
+    pub name: &'static str,
+    pub work: Work,
+}
+
+impl<Work> Named for Subject<Work> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+}
 
 /// Command-line options that choose the file of an experiment.
 #[derive(Clone, Debug, clap::Args)]
@@ -78,7 +91,7 @@ fn best_subject<'a, Case: Ord + Clone>(
     subjects: &[&'static str],
     rate: &'static str,
 ) -> (&'static str, Option<&'a Series>) {
-    let all = subjects.iter().filter_map(|subject| Some((*subject, samples.get(case, subject, rate)?)));
+    let all = subjects.iter().filter_map(|subject| Some((*subject, samples.get((case, subject, rate))?)));
     let medians = all.filter_map(|(subject, series)| Some((series.median()?, subject, series)));
     let best = medians.max_by(|(one, ..), (other, ..)| one.total_cmp(other));
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
@@ -93,7 +106,7 @@ fn judge_against_best<Case: Ord + Clone>(
     (subjects, rate): (&[&'static str], &'static str),
 ) -> Verdict {
     let base = best_subject(samples, case, subjects, rate);
-    let verdict = judge_ratio(target, bound, samples.get(case, own, rate), base);
+    let verdict = judge_ratio(target, bound, samples.get((case, own, rate)), base);
     match verdict.estimate {
         Some(_) => Verdict { note: base.0.to_owned(), ..verdict },
         None => verdict,
@@ -107,11 +120,9 @@ fn judge_ratio(
     own: Option<&Series>,
     (name, base): (&str, Option<&Series>),
 ) -> Verdict {
-    let blank = not_measured(target, bound, "x", "one side was not run");
-    let (Some(own), Some(base)) = (own, base) else { return blank };
     // The ratio is `own` divided by `base`, for rates and for costs. The bound says whether a large or a small ratio
     // is good.
-    blank.compared(own, (name, base), Better::Higher)
+    not_measured(target, bound, "x", "one side was not run").compared(own, (name, base), Better::Higher)
 }
 
 #[cfg(test)]

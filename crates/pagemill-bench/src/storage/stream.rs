@@ -4,14 +4,15 @@
 use std::fs::OpenOptions;
 use std::time::Duration;
 
-use super::fio::{self, Engine, Pass};
+use pagemill_core::units::Bytes;
+
+use super::fio::{self, Engine, Job, Task};
 use super::target::Target;
-use super::{CPU_PER_MIB, MIB, PlaceOptions, judge_against_best, judge_ratio, sample};
+use super::{CPU_PER_MIB, MIB, PlaceOptions, Subject, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::experiment::{CommonOptions, Metric, SampleTable, judge_quotient, report_rows, turns_by_round};
+use crate::report::{Bound, Report};
 use crate::workload::storage::stream::Way;
 
 /// Subject: Pagemill's page cache with default settings.
@@ -38,25 +39,13 @@ enum Work {
     Fio(Engine),
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Subject {
-    name: &'static str,
-    work: Work,
-}
-
-const SUBJECTS: [Subject; 5] = [
+const SUBJECTS: [Subject<Work>; 5] = [
     Subject { name: CACHE, work: Work::Calls(Way::Cache) },
     Subject { name: KERNEL, work: Work::Calls(Way::Kernel) },
     Subject { name: DONTCACHE, work: Work::Calls(Way::Dontcache) },
     Subject { name: "fio-io_uring", work: Work::Fio(fio::URING_FIXED_BUFFERS) },
     Subject { name: "fio-libaio", work: Work::Fio(fio::LIBAIO) },
 ];
-
-impl Subject {
-    fn is_fio(&self) -> bool {
-        matches!(self.work, Work::Fio(_))
-    }
-}
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -95,17 +84,12 @@ struct Case {
 
 impl Case {
     fn name(self) -> String {
-        let size = if self.call_bytes < 1 << 20 {
-            format!("{} KiB", self.call_bytes >> 10)
-        } else {
-            format!("{} MiB", self.call_bytes >> 20)
-        };
         let calls = match self.direction {
             Direction::Read => "reads",
             Direction::Overwrite => "overwrites",
             Direction::Append => "appends",
         };
-        format!("{size} {calls}")
+        format!("{} {calls}", Bytes(self.call_bytes))
     }
 }
 
@@ -130,11 +114,9 @@ fn cases(options: &Options) -> Vec<Case> {
 /// file, or if the cache could hold the whole file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    common.check_only(&SUBJECTS.map(|subject| subject.name))?;
     let mut report = Report::new("stream", common.json);
-    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
-    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB))?;
     let file_mib = target.len_bytes >> 20;
     let cache_mib = options.cache_mib.unwrap_or(file_mib / FILE_TO_CACHE_RATIO).max(2);
     if cache_mib >= file_mib {
@@ -157,30 +139,24 @@ pub fn run(options: &Options) -> Result<Report> {
 fn measure_cases(
     options: &Options,
     cases: &[Case],
-    subjects: &[&Subject],
+    subjects: &[&Subject<Work>],
     target: &Target,
     cache_mib: u64,
 ) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand((target.len_bytes >> 20) + cache_mib + 256)?;
-    let progress = Progress::new(common.rounds() * cases.len() * subjects.len());
     let mut samples = SampleTable::new();
     // All reads run before all writes, because writes destroy the pattern.
-    for direction in [Direction::Read, Direction::Overwrite, Direction::Append] {
-        for round in 0..common.rounds() {
-            for case in cases.iter().filter(|case| case.direction == direction) {
-                for subject in rotated(subjects, round) {
-                    progress.step(&format!("{}, {}", case.name(), subject.name));
-                    let outcome = run_sample(subject, *case, target, cache_mib)?;
-                    samples.add_outcome(case, subject.name, &[MIB, CPU_PER_MIB], &outcome);
-                }
-            }
+    for cases in cases.chunk_by(|one, other| one.direction == other.direction) {
+        for (case, subject) in turns_by_round(cases, common.rounds(), subjects, |case| case.name()) {
+            let outcome = run_sample(subject, *case, target, cache_mib)?;
+            samples.add_outcome(case, subject.name, &[MIB, CPU_PER_MIB], &outcome);
         }
     }
     Ok(samples)
 }
 
-fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {
+fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {
     let Case { direction, call_bytes } = case;
     let is_write = direction != Direction::Read;
     if direction == Direction::Append {
@@ -191,9 +167,9 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) ->
     match subject.work {
         Work::Fio(engine) => {
             let depth = (IN_FLIGHT_BYTES / call_bytes).min(MAX_IN_FLIGHT);
-            let (path, len_bytes, is_append) = (target.path(), target.len_bytes, direction == Direction::Append);
-            let mut outcome =
-                Pass { engine, path, len_bytes, io_bytes: call_bytes, is_write, is_append, depth }.run()?;
+            let task = Task::Pass { is_write, is_append: direction == Direction::Append };
+            let (path, len_bytes) = (target.path(), target.len_bytes);
+            let mut outcome = Job { engine, path, len_bytes, io_bytes: call_bytes, depth, task }.run()?;
             if let Outcome::Measured(line) = &mut outcome {
                 let cpu_us = line[super::CPU].as_f64().unwrap_or_default();
                 line[CPU_PER_MIB] = (cpu_us * f64::from(1 << 20) / call_bytes as f64).into();
@@ -209,35 +185,31 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, cache_mib: u64) ->
     }
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
-    for (name, unit, better, what) in
-        [(MIB, "MiB/s", Better::Higher, "MiB/s"), (CPU_PER_MIB, "us", Better::Lower, "processor time of a MiB, us")]
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject<Work>]) {
+    for (metric, what) in
+        [(Metric::higher(MIB, "MiB/s"), "MiB/s"), (Metric::lower(CPU_PER_MIB, "us"), "processor time of a MiB, us")]
     {
         let table = format!("a file of four times the cache, in order: {what}, half the spread, times {KERNEL}");
         for case in cases {
-            for subject in subjects {
-                let cell = Some(TableCell { table: table.clone(), column: case.name() });
-                let metric = Metric { name, unit, better, baseline: Some(KERNEL) };
-                report_row(report, samples, (case, &case.name()), subject.name, metric, cell);
-            }
+            let name = case.name();
+            report_rows(report, samples, (case, &name), subjects, &table, &[(metric.against(KERNEL), &name)]);
         }
     }
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
-    let own = |metric| samples.get(&case, CACHE, metric);
     let name = case.name();
-    let target = format!("{name}, {CACHE}, against the faster way of the kernel's page cache");
-    let kernel = [KERNEL, DONTCACHE];
-    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(1.0)), (&case, CACHE), (&kernel, MIB)));
-    let fio: Vec<&'static str> = SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
-    let target = format!("{name}, {CACHE}, against the best of fio");
-    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.95)), (&case, CACHE), (&fio, MIB)));
+    for (peers, what, least) in [
+        (vec![KERNEL, DONTCACHE], "the faster way of the kernel's page cache", 1.0),
+        (fio::names(&SUBJECTS), "the best of fio", 0.95),
+    ] {
+        let target = format!("{name}, {CACHE}, against {what}");
+        let bound = Bound::AtLeast(least);
+        report.add_verdict(judge_against_best(samples, (target, bound), (&case, CACHE), (&peers, MIB)));
+    }
     let target = format!("{name}, processor time, {CACHE} against {KERNEL}");
-    report.add_verdict(match samples.get(&case, KERNEL, CPU_PER_MIB) {
-        Some(base) => judge_ratio(target, Bound::AtMost(1.0), own(CPU_PER_MIB), (KERNEL, Some(base))),
-        None => not_measured(target, Bound::AtMost(1.0), "x", "one side was not run"),
-    });
+    let (own, base) = ((&case, CACHE, CPU_PER_MIB), (&case, KERNEL, CPU_PER_MIB));
+    report.add_verdict(judge_quotient(samples, target, Bound::AtMost(1.0), own, base));
 }
 
 #[cfg(test)]

@@ -7,15 +7,14 @@ use std::time::Duration;
 use fastrand::Rng;
 use tempfile::TempDir;
 
-use super::fio::{self, Engine, Replay};
+use super::fio::{self, Engine, Job, Task};
 use super::target::Target;
-use super::{CPU, IOS, MIB, PlaceOptions, device, judge_against_best, sample};
+use super::{CPU, IOS, MIB, PlaceOptions, Subject, device, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row, rotated};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_rows, rotated};
 use crate::pattern::RECORD_BYTES;
-use crate::report::{Bound, Report, TableCell};
-use crate::stats::Better;
+use crate::report::{Bound, Report};
 
 /// Metric: number of write operations that the subject submits, per dirty page.
 pub const TRANSFERS: &str = "transfers_per_page";
@@ -43,29 +42,13 @@ enum Work {
     Fio(Engine, u64),
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Subject {
-    name: &'static str,
-    work: Work,
-}
-
-const SUBJECTS: [Subject; 5] = [
+const SUBJECTS: [Subject<Work>; 5] = [
     Subject { name: CACHE, work: Work::Cache },
     Subject { name: RING, work: Work::Ring },
     Subject { name: FIO_URING, work: Work::Fio(fio::URING_FIXED_BUFFERS, DEPTH) },
     Subject { name: "fio-libaio-64", work: Work::Fio(fio::LIBAIO, DEPTH) },
     Subject { name: "fio-psync", work: Work::Fio(fio::PSYNC, 1) },
 ];
-
-impl Subject {
-    fn metrics(&self) -> &'static [&'static str] {
-        &[IOS, MIB, CPU, TRANSFERS, DEVICE_WRITES]
-    }
-
-    fn is_fio(&self) -> bool {
-        matches!(self.work, Work::Fio(..))
-    }
-}
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
@@ -104,15 +87,13 @@ type Case = ();
 /// without a file, or for `--file` without `--writes`.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    common.check_only(&SUBJECTS.map(|subject| subject.name))?;
     if let Some(path) = options.place.file.as_ref().filter(|_| !options.writes) {
         let path = path.display();
         return Err(Error::CannotRun(format!("{path}: writing to it needs --writes, since its content is lost")));
     }
     let mut report = Report::new("writeback", common.json);
-    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
-    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB))?;
     let pages = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
     report
         .add_note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));
@@ -126,7 +107,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure_cases(options: &Options, subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[&Subject<Work>], target: &Target) -> Result<SampleTable<Case>> {
     let common = &options.common;
     child::touch_beforehand((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
     let folder = TempDir::with_prefix("pagemill-bench-").map_err(doing("making a folder for a list of writes"))?;
@@ -146,18 +127,18 @@ fn measure_cases(options: &Options, subjects: &[&Subject], target: &Target) -> R
             {
                 line[DEVICE_WRITES] = ((after - before) as f64 / page_offsets.len() as f64).into();
             }
-            samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
+            samples.add_outcome(&(), subject.name, &[IOS, MIB, CPU, TRANSFERS, DEVICE_WRITES], &outcome);
         }
     }
     Ok(samples)
 }
 
-fn run_sample(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
+fn run_sample(subject: &Subject<Work>, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
     let mut words = vec!["__writeback".to_owned()];
     match subject.work {
         Work::Fio(engine, depth) => {
-            let replay = Replay { engine, path: target.path(), list, io_bytes: RECORD_BYTES as u64, depth };
-            let mut outcome = replay.run()?;
+            let (path, len_bytes, io_bytes) = (target.path(), target.len_bytes, RECORD_BYTES as u64);
+            let mut outcome = Job { engine, path, len_bytes, io_bytes, depth, task: Task::Replay { list } }.run()?;
             if let Outcome::Measured(line) = &mut outcome {
                 // fio writes each page with an operation of its own.
                 line[TRANSFERS] = 1.0.into();
@@ -171,27 +152,21 @@ fn run_sample(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (
     sample(subject.name, target, words, Duration::from_secs(300))
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject<Work>]) {
     let table =
         format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
-    for (name, unit, better, column) in [
-        (MIB, "MiB/s", Better::Higher, "MiB/s"),
-        (IOS, "1/s", Better::Higher, "pages /s"),
-        (CPU, "us", Better::Lower, "processor, us"),
-        (TRANSFERS, "1", Better::Lower, "transfers a page"),
-        (DEVICE_WRITES, "1", Better::Lower, "writes of the device a page"),
-    ] {
-        let baseline = [MIB, CPU].contains(&name).then_some(FIO_URING);
-        for subject in subjects {
-            let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
-            let metric = Metric { name, unit, better, baseline };
-            report_row(report, samples, (&(), "4 KiB here and there"), subject.name, metric, cell);
-        }
-    }
+    let columns = [
+        (Metric::higher(MIB, "MiB/s").against(FIO_URING), "MiB/s"),
+        (Metric::higher(IOS, "1/s"), "pages /s"),
+        (Metric::lower(CPU, "us").against(FIO_URING), "processor, us"),
+        (Metric::lower(TRANSFERS, "1"), "transfers a page"),
+        (Metric::lower(DEVICE_WRITES, "1"), "writes of the device a page"),
+    ];
+    report_rows(report, samples, (&(), "4 KiB here and there"), subjects, &table, &columns);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let peers: Vec<&'static str> = SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
+    let peers = fio::names(&SUBJECTS);
     let target = format!("pages written back and safe, {CACHE}, against the best of fio");
     report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.95)), (&(), CACHE), (&peers, IOS)));
 }

@@ -3,15 +3,14 @@
 
 use std::time::Duration;
 
-use super::Options;
-use super::handover::start_in_group;
+use super::{Options, start_in_group};
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row, rotated};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_rows, rotated};
 use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::place_arguments;
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::report::{Bound, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::workload::file_writers::{FILL_TIME_LIMIT, KEPT_FOLDER, VOLATILE_FOLDER};
 
@@ -84,11 +83,10 @@ impl Case {
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(None)?;
-    let (ready, gaps) = mounter.select(&common.only, &[PAGEMILL_MOUNT, WITHIN_SIZE])?;
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(mounter.select(&common.only, &[PAGEMILL_MOUNT, WITHIN_SIZE])?);
     let cases = cases(options)?;
-    let seconds = options.seconds.unwrap_or(common.quick_or_full(1, 60));
-    let rounds = common.samples.map_or(common.quick_or_full(2, 3), usize::from);
+    let seconds = options.seconds.unwrap_or(common.quick_or_full((1, 60)));
+    let rounds = common.rounds_or((2, 3));
     let mut samples = SampleTable::new();
     let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
@@ -217,24 +215,22 @@ fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<R
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
     let table = format!("survive: {}, {KEPT_MIB} MiB beside them that must stay", case.name());
-    for subject in [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name] {
-        let losses = LOSS_METRICS.map(|(name, column)| (name, "count", None, column));
-        let speed = (SPEED, "GiB/s", Some(UNLIMITED), "written, GiB/s");
-        let peak = (PEAK_MIB, "MiB", None, "peak of the group, MiB");
-        for (name, unit, baseline, column) in [speed, peak].into_iter().chain(losses) {
-            let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
-            let metric = Metric { name, unit, better: Better::Higher, baseline };
-            report_row(report, samples, (case, &case.name()), subject, metric, cell);
-        }
-    }
+    let losses = LOSS_METRICS.map(|(name, column)| (Metric::higher(name, "count"), column));
+    let mut columns = vec![
+        (Metric::higher(SPEED, "GiB/s").against(UNLIMITED), "written, GiB/s"),
+        (Metric::higher(PEAK_MIB, "MiB"), "peak of the group, MiB"),
+    ];
+    columns.extend(losses);
+    let subjects = [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name];
+    report_rows(report, samples, (case, &case.name()), &subjects, &table, &columns);
 }
 
 fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
     let target = format!("survive, {}: speed, of that without a limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.8), "x", "pagemill was not run");
-    let Some(series) = samples.get(case, PAGEMILL_MOUNT.name, SPEED) else { return blank };
+    let Some(series) = samples.get((case, PAGEMILL_MOUNT.name, SPEED)) else { return blank };
     let count =
-        |metric| samples.get(case, PAGEMILL_MOUNT.name, metric).map_or(0.0, |series| series.values().iter().sum());
+        |metric| samples.get((case, PAGEMILL_MOUNT.name, metric)).map_or(0.0, |series| series.values().iter().sum());
     let mut losses: Vec<String> = LOSS_METRICS
         .into_iter()
         // If the files cannot fit, failed writes are expected. All other losses count.
@@ -257,7 +253,7 @@ fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
         (true, 0) => "nothing lost; no room for the newest files, which were not checked".to_owned(),
         (true, newest) => format!("nothing lost, the {newest} newest files were there"),
     };
-    let ratios = samples.get(case, UNLIMITED, SPEED).map(|unlimited| series.ratios(unlimited, Better::Higher));
+    let ratios = samples.get((case, UNLIMITED, SPEED)).map(|unlimited| series.ratios(unlimited, Better::Higher));
     let estimate = stats::estimate_median(&ratios.unwrap_or_default());
     Verdict { estimate, baseline: UNLIMITED.to_owned(), has_lost_round, note, ..blank }
 }

@@ -5,17 +5,18 @@
 
 use std::time::Duration;
 
-use crate::cgroup::Cgroup;
-use crate::child::{self, Outcome, RunningGroup};
+use crate::child::{self, Outcome};
 use crate::error::{Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::experiment::{
+    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, turns_by_round,
+};
+use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
-use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, PAGEMILL};
+use crate::stats;
+use crate::subject::{AvailableSubject, PAGEMILL};
 use crate::workload::handover::{freed_sign, taken_sign};
 
-use super::LIMIT_MIB;
+use super::{LIMIT_MIB, make_group, run_newcomer, start_in_group, workload_line};
 
 /// MiB that the first process (the keeper) fills and frees. The limit of the cgroup has room for this memory or for
 /// that of the second process (the newcomer), but not for both together.
@@ -41,47 +42,32 @@ const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS, USED_SHARE];
 /// Measures under every allocator whether a second process can use memory that the first freed; adds rows and a verdict
 /// to the report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
-    let turns = common.quick_or_full(2, 5);
-    let progress = Progress::new(ready.len() * common.rounds());
+    let turns = common.quick_or_full((2, 5));
     let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for subject in rotated(ready, round) {
-            progress.step(&format!("handover, {}", subject.name()));
-            match take_sample(subject, turns)? {
-                Ok(outcome) => {
-                    samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
-                    let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
-                    samples.add_value(&CASE, subject.name(), SURVIVED, survived);
-                }
-                Err(gap) => report.add_gap(gap),
-            }
+    for (case, subject) in turns_by_round(&[CASE], common.rounds(), ready, |case| (*case).to_owned()) {
+        if let Some(outcome) = report.unless_gap(take_sample(subject, turns))? {
+            samples.add_outcome(case, subject.name(), METRICS, &outcome);
+            let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
+            samples.add_value(case, subject.name(), SURVIVED, survived);
         }
     }
-    drop(progress);
     add_rows(report, &samples, ready);
     report.add_verdict(verdict(&samples, ready));
     Ok(())
 }
 
-/// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn take_sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
+/// Takes one sample in a new cgroup.
+///
+/// # Errors
+///
+/// [`Error::Gap`](crate::error::Error::Gap) if nothing could be measured.
+fn take_sample(ready: &AvailableSubject, turns: u64) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
-    let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
-        Ok(group) => group,
-        Err(why) => return Ok(Err(format!("survive: {}: {why}", ready.name()))),
-    };
-    let mut line = match ready.launcher(&[]) {
-        Ok(line) => line,
-        Err(gap) => return Ok(Err(format!("survive: {gap}"))),
-    };
-    line.extend([child::own_executable()?.display().to_string(), "__keeper".to_owned()]);
-    let options = [
-        ("--mib", KEEPER_MIB.to_string()),
-        ("--turns", turns.to_string()),
-        ("--folder", folder.path().display().to_string()),
-    ];
-    line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
+    let group = make_group(ready, LIMIT_MIB)?;
+    let mut line = workload_line(ready, &[], "__keeper")?;
+    line.extend(child::numeric_options(&[("--mib", KEEPER_MIB), ("--turns", turns)]));
+    line.extend(["--folder".to_owned(), folder.path().display().to_string()]);
     let keeper = start_in_group(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
@@ -89,36 +75,18 @@ fn take_sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Resu
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }
-        match run_newcomer(&group)? {
+        match run_newcomer(&group, NEWCOMER_MIB, NEWCOMER_THREADS)? {
             Outcome::Measured(line) => newcomers.push(line),
-            lost => return Ok(Ok(lost)),
+            lost => return Ok(lost),
         }
         signs.create(&taken_sign(turn)).map_err(doing("giving a sign"))?;
     }
     let finished = keeper.finish(Duration::from_secs(60))?;
     let used_share = group.peak_bytes().unwrap_or(0) as f64 / (LIMIT_MIB << 20) as f64;
-    Ok(Ok(match child::classify(ready.name(), &finished)? {
+    Ok(match child::classify(ready.name(), &finished)? {
         Outcome::Measured(keeper) => Outcome::Measured(sample_json(&keeper, &newcomers, used_share)),
         lost => lost,
-    }))
-}
-
-/// Runs one process that needs the freed memory (a newcomer) from start to end.
-fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
-    let (mib, threads) = (NEWCOMER_MIB.to_string(), NEWCOMER_THREADS.to_string());
-    let own = child::own_executable()?.display().to_string();
-    let line = [&own, "__newcomer", "--mib", &mib, "--threads", &threads].map(str::to_owned);
-    let finished = start_in_group(group, &line)?.finish(Duration::from_secs(60))?;
-    child::classify("the newcomer's glibc", &finished)
-}
-
-/// Starts a command in the cgroup, without any environment variable of the caller that affects allocators.
-pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
-    let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
-    command.args(line);
-    subject::clear_foreign_settings(&mut command);
-    RunningGroup::start(&mut command)
+    })
 }
 
 /// Returns the JSON line of a sample: the median speed of the processes that needed memory (newcomers), their longest
@@ -132,38 +100,31 @@ fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
-    let metrics = [
-        (SPEED, "GiB/s", Better::Higher, "newcomer, GiB/s"),
-        (SLOWEST_MS, "ms", Better::Lower, "its slowest turn, ms"),
-        (USED_SHARE, "share", Better::Higher, "of the limit used"),
-        (FAILED_ALLOCATIONS, "calls", Better::Lower, "refused"),
+    let columns = [
+        (Metric::higher(SPEED, "GiB/s"), "newcomer, GiB/s"),
+        (Metric::lower(SLOWEST_MS, "ms"), "its slowest turn, ms"),
+        (Metric::higher(USED_SHARE, "share"), "of the limit used"),
+        (Metric::lower(FAILED_ALLOCATIONS, "calls"), "refused"),
     ];
     let table = format!(
         "survive: {KEEPER_MIB} MiB filled and freed, then {NEWCOMER_MIB} MiB needed by another process, \
          in {LIMIT_MIB} MiB"
     );
-    for subject in ready {
-        for (name, unit, better, column) in metrics {
-            let cell = TableCell { table: table.clone(), column: column.to_owned() };
-            let metric = Metric { name, unit, better, baseline: None };
-            report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
-        }
-        let survived = Metric { name: SURVIVED, unit: "share", better: Better::Higher, baseline: None };
-        report_row(report, samples, (&CASE, CASE), subject.name(), survived, None);
-    }
+    report_rows(report, samples, (&CASE, CASE), ready, &table, &columns);
+    report_json_rows(report, samples, (&CASE, CASE), ready, &[Metric::higher(SURVIVED, "share")]);
 }
 
 fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {
     let target = "survive, handover: samples in which no process was killed";
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
-    let Some(survived) = samples.get(&CASE, PAGEMILL, SURVIVED) else { return blank };
-    let sum = |name, metric| samples.get(&CASE, name, metric).map_or(0.0, |series| series.values().iter().sum());
+    let Some(survived) = samples.get((&CASE, PAGEMILL, SURVIVED)) else { return blank };
+    let sum = |name, metric| samples.get((&CASE, name, metric)).map_or(0.0, |series| series.values().iter().sum());
     let survived = survived.values();
     let share = survived.iter().sum::<f64>() / survived.len() as f64;
     let peers = ready.iter().filter(|ready| ready.name() != PAGEMILL);
     let killed: Vec<_> = peers
-        .filter(|peer| samples.get(&CASE, peer.name(), SPEED).is_some_and(|series| series.killed > 0))
-        .map(AvailableSubject::name)
+        .filter(|peer| samples.get((&CASE, peer.name(), SPEED)).is_some_and(|series| series.killed > 0))
+        .map(Named::name)
         .collect();
     let mut note = match killed.is_empty() {
         true => "no peer was killed".to_owned(),
@@ -181,6 +142,7 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::subject;
 
     /// In three turns of a sample, a process (keeper) frees memory and another (newcomer) fills it. The JSON line of
     /// the sample must have the median speed of the newcomers, their longest time, and the failed allocations of all

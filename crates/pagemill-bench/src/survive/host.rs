@@ -12,11 +12,13 @@ use pagemill_core::reclaim::limits::{Bound as NearestLimit, Limits};
 
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows,
+};
 use crate::proc;
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
-use crate::stats::{self, Better};
+use crate::stats;
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 use crate::workload::host::{FILLED_SIGN, NEARLY_FULL_SIGN, READY_SIGN, STOP_SIGN};
 
@@ -148,7 +150,7 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     // Touches all available memory once, except twice the margin, which the system itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::touch_beforehand(warm >> 20)?;
-    let rounds = common.samples.map_or(common.quick_or_full(1, 3), usize::from);
+    let rounds = common.rounds_or((1, 3));
     let is_wanted = |ready: &&AvailableSubject| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
     let progress = Progress::new(ready.len() - 1 + rounds);
     let mut samples = SampleTable::new();
@@ -280,32 +282,24 @@ fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &MemoryPlan) {
-    let metrics = [
-        (MIN_AVAILABLE_PERCENT, "%", Better::Higher, "least available, %"),
-        (RETURN_RATE, "GiB/s", Better::Higher, "gave, GiB/s"),
-        (FILL_RATE, "GiB/s", Better::Higher, "taken, GiB/s"),
-        ("given_gib", "GiB", Better::Higher, "given, GiB"),
-        (STOPPED_AT_FLOOR, "samples", Better::Lower, "stopped at the floor"),
-        (P999_MS, "ms", Better::Lower, "malloc 99.9th, ms"),
-        ("longest_ms", "ms", Better::Lower, "longest, ms"),
-        ("quiet_p999_ms", "ms", Better::Lower, "99.9th before, ms"),
-        ("quiet_longest_ms", "ms", Better::Lower, "longest before, ms"),
+    let columns = [
+        (Metric::higher(MIN_AVAILABLE_PERCENT, "%"), "least available, %"),
+        (Metric::higher(RETURN_RATE, "GiB/s"), "gave, GiB/s"),
+        (Metric::higher(FILL_RATE, "GiB/s"), "taken, GiB/s"),
+        (Metric::higher("given_gib", "GiB"), "given, GiB"),
+        (Metric::lower(STOPPED_AT_FLOOR, "samples"), "stopped at the floor"),
+        (Metric::lower(P999_MS, "ms"), "malloc 99.9th, ms"),
+        (Metric::lower("longest_ms", "ms"), "longest, ms"),
+        (Metric::lower("quiet_p999_ms", "ms"), "99.9th before, ms"),
+        (Metric::lower("quiet_longest_ms", "ms"), "longest before, ms"),
     ];
     let free = plan.free as f64 / f64::from(1 << 30);
     let table = format!(
         "survive: {free:.1} GiB held free, while another process fills the machine at {FILL_MIB_PER_SECOND} MiB/s"
     );
-    for subject in ready {
-        for (name, unit, better, column) in metrics {
-            let cell = TableCell { table: table.clone(), column: column.to_owned() };
-            let metric = Metric { name, unit, better, baseline: None };
-            report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
-        }
-        for name in ["p50_ms", "p99_ms", RETURNED_PER_FILLED, "refused"] {
-            let metric = Metric { name, unit: "", better: Better::Lower, baseline: None };
-            report_row(report, samples, (&CASE, CASE), subject.name(), metric, None);
-        }
-    }
+    report_rows(report, samples, (&CASE, CASE), ready, &table, &columns);
+    let others = ["p50_ms", "p99_ms", RETURNED_PER_FILLED, "refused"].map(|name| Metric::lower(name, ""));
+    report_json_rows(report, samples, (&CASE, CASE), ready, &others);
 }
 
 fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
@@ -316,12 +310,12 @@ fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
     ];
     targets.map(|(what, metric, bound, unit)| {
         let target = format!("survive, a machine that is filled: {what}");
-        let Some(series) = samples.get(&CASE, PAGEMILL, metric) else {
+        let Some(series) = samples.get((&CASE, PAGEMILL, metric)) else {
             return not_measured(target, bound, unit, "pagemill was not run");
         };
         let is_stopped =
-            samples.get(&CASE, PAGEMILL, STOPPED_AT_FLOOR).is_some_and(|stopped| stopped.values().contains(&1.0));
-        let took = samples.get(&CASE, PAGEMILL, FILL_RATE).and_then(|series| series.median()).unwrap_or(0.0);
+            samples.get((&CASE, PAGEMILL, STOPPED_AT_FLOOR)).is_some_and(|stopped| stopped.values().contains(&1.0));
+        let took = samples.get((&CASE, PAGEMILL, FILL_RATE)).and_then(|series| series.median()).unwrap_or(0.0);
         let note = match is_stopped {
             true => "the filler was stopped at the floor".to_owned(),
             false => format!("filled at {took:.2} GiB/s"),

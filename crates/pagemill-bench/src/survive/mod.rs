@@ -11,12 +11,14 @@ mod pieces;
 mod reaction;
 mod writers;
 
+use std::time::Duration;
+
 use crate::cgroup::Cgroup;
-use crate::child;
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::CommonOptions;
+use crate::experiment::{CommonOptions, Named};
 use crate::report::Report;
-use crate::subject;
+use crate::subject::{self, AvailableSubject};
 
 /// The memory limit, in MiB, of the cgroup that contains all processes of a sample.
 const LIMIT_MIB: u64 = 256;
@@ -93,8 +95,7 @@ pub fn run(options: &Options) -> Result<Report> {
     if !options.wants_allocators() {
         return Ok(report);
     }
-    let (ready, gaps) = subject::select_available(&common.only, |_| true)?;
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(subject::select_available(&common.only, |_| true)?);
     if options.host {
         host::check_machine()?;
     }
@@ -115,6 +116,43 @@ pub fn run(options: &Options) -> Result<Report> {
         host::run(common, &ready, &mut report)?;
     }
     Ok(report)
+}
+
+/// Makes the cgroup of a sample.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if it could not be made.
+fn make_group(subject: &AvailableSubject, limit_mib: u64) -> Result<Cgroup> {
+    Cgroup::with_limit(limit_mib << 20).map_err(|why| Error::Gap(format!("survive: {}: {why}", subject.name())))
+}
+
+/// Returns the words of a command line that runs a hidden subcommand of the bench under the subject.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if the subject cannot run.
+fn workload_line(subject: &AvailableSubject, run_options: &[&str], workload: &str) -> Result<Vec<String>> {
+    let mut line = subject.launcher("survive", run_options)?;
+    line.extend([child::own_executable()?.display().to_string(), workload.to_owned()]);
+    Ok(line)
+}
+
+/// Starts a command in the cgroup, without any environment variable of the caller that affects allocators.
+fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
+    let entrance = group.join_file().display().to_string();
+    let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
+    command.args(line);
+    subject::clear_foreign_settings(&mut command);
+    RunningGroup::start(&mut command)
+}
+
+/// Runs a process that needs freed memory (a newcomer) from start to end.
+fn run_newcomer(group: &Cgroup, mib: u64, threads: u64) -> Result<Outcome> {
+    let own = child::own_executable()?.display().to_string();
+    let line = child::command_words(&[&own, "__newcomer"], &[("--mib", mib), ("--threads", threads)]);
+    let finished = start_in_group(group, &line)?.finish(Duration::from_secs(60))?;
+    child::classify("the newcomer's glibc", &finished)
 }
 
 #[cfg(test)]

@@ -11,16 +11,14 @@ use std::time::Duration;
 use clap::ValueEnum;
 use pagemill_core::units::Bytes;
 
-use super::Options;
-use super::handover::start_in_group;
-use crate::cgroup::Cgroup;
+use super::{Options, make_group, run_newcomer, start_in_group, workload_line};
 use crate::chain::MIN_BYTES;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row, rotated};
-use crate::report::{Bound, Report, TableCell, Verdict};
+use crate::experiment::{Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows, rotated};
+use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
-use crate::stats::{self, Better};
+use crate::stats;
 use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use crate::workload::handover::taken_sign;
 use crate::workload::pieces::{Freed, Load, keeper_sign};
@@ -121,7 +119,7 @@ type Case = (Variant, u64);
 pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let (common, cases) = (&options.common, cases(options)?);
     // A quick run only checks that the cases work. Only a full run has enough samples for survival rates.
-    let trials = options.trials.map_or(common.quick_or_full(1, common.rounds()), usize::from);
+    let trials = options.trials.map_or(common.quick_or_full((1, common.rounds())), usize::from);
     let progress = Progress::new(cases.len() * trials * ready.len());
     let mut samples = SampleTable::new();
     for &case in &cases {
@@ -130,9 +128,9 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         for trial in 0..trials {
             for subject in rotated(&fitting, trial) {
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                match take_sample(subject, case, PAUSES[trial % PAUSES.len()])? {
-                    Ok(outcome) => add_sample(&mut samples, case, subject.name(), &outcome),
-                    Err(gap) => report.add_gap(gap),
+                let sample = take_sample(subject, case, PAUSES[trial % PAUSES.len()]);
+                if let Some(outcome) = report.unless_gap(sample)? {
+                    add_sample(&mut samples, case, subject.name(), &outcome);
                 }
             }
         }
@@ -155,11 +153,11 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
         return Err(Error::CannotRun(format!("pieces of {size} bytes: they have {MIN_BYTES} B to {most}")));
     }
     let sizes = match options.sizes.as_slice() {
-        [] => options.common.quick_or_full(QUICK_SIZES, SIZES),
+        [] => options.common.quick_or_full((QUICK_SIZES, SIZES)),
         given => given,
     };
     let variants = match options.variants.as_slice() {
-        [] => options.common.quick_or_full(&[Variant::All][..], Variant::value_variants()),
+        [] => options.common.quick_or_full((&[Variant::All][..], Variant::value_variants())),
         given => given,
     };
     let of_all = variants.iter().flat_map(|&variant| sizes.iter().map(move |&size| (variant, size)));
@@ -177,32 +175,29 @@ fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, o
     samples.add_value(&case, name, SURVIVED, f64::from(u8::from(has_survived)));
 }
 
-/// Takes one sample in a new cgroup. The inner error is a sentence for the report that says why nothing was measured.
-fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
+/// Takes one sample in a new cgroup.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if nothing could be measured.
+fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
-    let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
-        Ok(group) => group,
-        Err(why) => return Ok(Err(format!("survive: {}: {why}", ready.name()))),
-    };
-    let mut keepers = Vec::new();
-    for index in 0..case.0.keepers() {
-        match keeper_line(ready, case, index, folder.path()) {
-            Ok(line) => keepers.push(start_in_group(&group, &line?)?),
-            Err(gap) => return Ok(Err(format!("survive: {gap}"))),
-        }
-    }
+    let group = make_group(ready, LIMIT_MIB)?;
+    let keepers =
+        (0..case.0.keepers()).map(|index| start_in_group(&group, &keeper_line(ready, case, index, folder.path())?));
+    let keepers = keepers.collect::<Result<Vec<_>>>()?;
     for (index, keeper) in (0..).zip(&keepers) {
         if !signs.wait_for(&keeper_sign(index), keeper, Duration::from_secs(60))? {
             // The keepers' memory fits under every allocator. So a keeper that ends here did not lack memory, and the
             // sample has failed instead of being killed.
-            return Ok(Ok(Outcome::Failed("a keeper ended before it had freed its pieces".to_owned())));
+            return Ok(Outcome::Failed("a keeper ended before it had freed its pieces".to_owned()));
         }
     }
     child::sleep(pause)?;
     let newcomer = match keepers.iter().any(RunningGroup::has_ended) {
         true => None,
-        false => Some(run_newcomer(&group)?),
+        false => Some(run_newcomer(&group, NEWCOMER_MIB, NEWCOMER_THREADS)?),
     };
     signs.create(&taken_sign(0)).map_err(doing("giving a sign"))?;
     let mut refused = 0.0;
@@ -210,10 +205,10 @@ fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<
         let finished = keeper.finish(Duration::from_secs(60))?;
         match child::classify(ready.name(), &finished)? {
             Outcome::Measured(line) => refused += line[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0),
-            lost => return Ok(Ok(lost)),
+            lost => return Ok(lost),
         }
     }
-    Ok(Ok(match newcomer {
+    Ok(match newcomer {
         Some(Outcome::Measured(line)) => {
             refused += line[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
             Outcome::Measured(
@@ -222,43 +217,23 @@ fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<
         }
         Some(lost) => lost,
         None => Outcome::Failed("a keeper ended before the newcomer came".to_owned()),
-    }))
+    })
 }
 
-/// Returns the command line of a keeper, a process that fills and frees memory. The outer error is a sentence for the
-/// report that says why nothing was measured.
-fn keeper_line(
-    ready: &AvailableSubject,
-    (variant, size): Case,
-    index: u64,
-    folder: &Path,
-) -> std::result::Result<Result<Vec<String>>, String> {
+/// Returns the command line of a keeper, a process that fills and frees memory.
+fn keeper_line(ready: &AvailableSubject, (variant, size): Case, index: u64, folder: &Path) -> Result<Vec<String>> {
     let run_options: &[&str] = if variant == Variant::Limit { &["--limit", TREE_LIMIT] } else { &[] };
-    let mut line = ready.launcher(run_options)?;
-    let own = match child::own_executable() {
-        Ok(own) => own,
-        Err(error) => return Ok(Err(error)),
-    };
-    line.extend([own.display().to_string(), "__piece-keeper".to_owned()]);
-    let word = |value: Option<clap::builder::PossibleValue>| value.map(|value| value.get_name().to_owned());
+    let mut line = workload_line(ready, run_options, "__piece-keeper")?;
     let options = [
-        ("--mib", Some((KEEPERS_MIB / variant.keepers()).to_string())),
-        ("--size", Some(size.to_string())),
-        ("--index", Some(index.to_string())),
-        ("--folder", Some(folder.display().to_string())),
-        ("--freed", word(variant.freed().to_possible_value())),
-        ("--load", word(variant.load().to_possible_value())),
+        ("--mib", (KEEPERS_MIB / variant.keepers()).to_string()),
+        ("--size", size.to_string()),
+        ("--index", index.to_string()),
+        ("--folder", folder.display().to_string()),
+        ("--freed", child::word(&variant.freed())),
+        ("--load", child::word(&variant.load())),
     ];
-    line.extend(options.into_iter().filter_map(|(name, value)| Some([name.to_owned(), value?])).flatten());
-    Ok(Ok(line))
-}
-
-fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
-    let own = child::own_executable()?.display().to_string();
-    let mut line = vec![own, "__newcomer".to_owned()];
-    line.extend(child::numeric_options(&[("--mib", NEWCOMER_MIB), ("--threads", NEWCOMER_THREADS)]));
-    let finished = start_in_group(group, &line)?.finish(Duration::from_secs(60))?;
-    child::classify("the newcomer's glibc", &finished)
+    line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
+    Ok(line)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[AvailableSubject]) {
@@ -268,15 +243,15 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready:
         "survive, {words}: newcomer's GiB/s after {KEEPERS_MIB} MiB in pieces of one size, \
          {NEWCOMER_MIB} MiB needed, in {LIMIT_MIB} MiB"
     );
-    for subject in ready {
-        let metric = |name, unit, better| Metric { name, unit, better, baseline: None };
-        let cell = TableCell { table: table.clone(), column: Bytes(size).to_string() };
-        let of = (&case, name.as_str());
-        report_row(report, samples, of, subject.name(), metric(SPEED, "GiB/s", Better::Higher), Some(cell));
-        report_row(report, samples, of, subject.name(), metric(SLOWEST_MS, "ms", Better::Lower), None);
-        report_row(report, samples, of, subject.name(), metric(FAILED_ALLOCATIONS, "calls", Better::Lower), None);
-        report_row(report, samples, of, subject.name(), metric(SURVIVED, "share", Better::Higher), None);
-    }
+    let of = (&case, name.as_str());
+    let column = Bytes(size).to_string();
+    report_rows(report, samples, of, ready, &table, &[(Metric::higher(SPEED, "GiB/s"), &column)]);
+    let others = [
+        Metric::lower(SLOWEST_MS, "ms"),
+        Metric::lower(FAILED_ALLOCATIONS, "calls"),
+        Metric::higher(SURVIVED, "share"),
+    ];
+    report_json_rows(report, samples, of, ready, &others);
 }
 
 /// Judges all allocation sizes of a variant together. The target is missed if a process was killed or a malloc failed
@@ -286,7 +261,7 @@ fn verdict(samples: &SampleTable<Case>, variant: Variant, cases: &[Case]) -> Ver
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
     let own = cases.iter().filter(|case| case.0 == variant);
     let survived: Vec<(u64, Vec<f64>)> =
-        own.filter_map(|case| Some((case.1, samples.get(case, PAGEMILL, SURVIVED)?.values()))).collect();
+        own.filter_map(|case| Some((case.1, samples.get((case, PAGEMILL, SURVIVED))?.values()))).collect();
     let all: Vec<f64> = survived.iter().flat_map(|(_, values)| values).copied().collect();
     if all.is_empty() {
         return blank;

@@ -3,16 +3,14 @@
 
 use std::time::Duration;
 
-use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::experiment::{Metric, Named, Progress, SampleTable, not_measured, report_rows};
+use crate::report::{Bound, Report, Verdict};
+use crate::stats;
 use crate::subject::{AvailableSubject, PAGEMILL, Role};
 
-use super::handover::start_in_group;
-use super::{LIMIT_MIB, Options};
+use super::{LIMIT_MIB, Options, make_group, start_in_group, workload_line};
 
 /// MiB of live memory of all writing threads together. Live memory and the memory that these threads free in one phase
 /// together exceed the limit of the cgroup.
@@ -56,24 +54,22 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     let common = &options.common;
     let ready: Vec<&AvailableSubject> =
         ready.iter().filter(|ready| ready.subject.role != Role::ReturningAtOnce).collect();
-    let seconds = options.seconds.unwrap_or(common.quick_or_full(1, 60));
-    let rounds = common.samples.map_or(common.quick_or_full(2, 3), usize::from);
+    let seconds = options.seconds.unwrap_or(common.quick_or_full((1, 60)));
+    let rounds = common.rounds_or((2, 3));
     let progress = Progress::new(CASES.len() * rounds * ready.len());
     let mut samples = SampleTable::new();
     for case in CASES {
         for _ in 0..rounds {
             for subject in &ready {
                 progress.step(&format!("{}, {}", case.name(), subject.name()));
-                match take_sample(subject, case, seconds)? {
-                    Ok((outcome, used_share)) => {
-                        samples.add_outcome(&case, subject.name(), METRICS, &outcome);
-                        if let Outcome::Measured(line) = &outcome {
-                            samples.add_value(&case, subject.name(), USED_SHARE, used_share);
-                            let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
-                            add_gap_if_too_little_freed(report, case, subject, written_gib);
-                        }
-                    }
-                    Err(gap) => report.add_gap(gap),
+                let Some((outcome, used_share)) = report.unless_gap(take_sample(subject, case, seconds))? else {
+                    continue;
+                };
+                samples.add_outcome(&case, subject.name(), METRICS, &outcome);
+                if let Outcome::Measured(line) = &outcome {
+                    samples.add_value(&case, subject.name(), USED_SHARE, used_share);
+                    let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
+                    add_gap_if_too_little_freed(report, case, subject, written_gib);
                 }
             }
         }
@@ -99,20 +95,13 @@ fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &Availabl
 }
 
 /// Takes one sample in a new cgroup. Returns its outcome, and the cgroup's peak as a fraction of its limit.
-fn take_sample(
-    ready: &AvailableSubject,
-    case: Case,
-    seconds: u64,
-) -> Result<std::result::Result<(Outcome, f64), String>> {
-    let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
-        Ok(group) => group,
-        Err(why) => return Ok(Err(format!("survive: {}: {why}", ready.name()))),
-    };
-    let mut line = match ready.launcher(&[]) {
-        Ok(line) => line,
-        Err(gap) => return Ok(Err(format!("survive: {gap}"))),
-    };
-    line.extend([child::own_executable()?.display().to_string(), "__writers".to_owned()]);
+///
+/// # Errors
+///
+/// [`Error::Gap`](crate::error::Error::Gap) if nothing could be measured.
+fn take_sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<(Outcome, f64)> {
+    let group = make_group(ready, LIMIT_MIB)?;
+    let mut line = workload_line(ready, &[], "__writers")?;
     let options = [
         ("--processes", case.processes),
         ("--threads", case.writers),
@@ -122,38 +111,30 @@ fn take_sample(
     line.extend(child::numeric_options(&options));
     let finished = start_in_group(&group, &line)?.finish(Duration::from_secs(seconds + 60))?;
     let used_share = group.peak_bytes().unwrap_or(0) as f64 / (LIMIT_MIB << 20) as f64;
-    child::classify(ready.name(), &finished).map(|outcome| Ok((outcome, used_share)))
+    child::classify(ready.name(), &finished).map(|outcome| (outcome, used_share))
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[&AvailableSubject]) {
-    let metrics = [
-        (SPEED, "GiB/s", "written, GiB/s"),
-        (USED_SHARE, "share", "of the limit used"),
-        (FAILED_ALLOCATIONS, "calls", "refused"),
+    let columns = [
+        (Metric::higher(SPEED, "GiB/s"), "written, GiB/s"),
+        (Metric::higher(USED_SHARE, "share"), "of the limit used"),
+        (Metric::higher(FAILED_ALLOCATIONS, "calls"), "refused"),
     ];
-    for subject in ready {
-        for (name, unit, column) in metrics {
-            let cell = TableCell {
-                table: format!("survive: {} in {LIMIT_MIB} MiB, {LIVE_MIB} MiB held at a time", case.name()),
-                column: column.to_owned(),
-            };
-            let metric = Metric { name, unit, better: Better::Higher, baseline: None };
-            report_row(report, samples, (&case, &case.name()), subject.name(), metric, Some(cell));
-        }
-    }
+    let table = format!("survive: {} in {LIMIT_MIB} MiB, {LIVE_MIB} MiB held at a time", case.name());
+    report_rows(report, samples, (&case, &case.name()), ready, &table, &columns);
 }
 
 fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {
     let target = format!("survive, {}: used of the limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.9), "x", "pagemill was not run");
-    let Some(series) = samples.get(&case, PAGEMILL, SPEED) else { return blank };
+    let Some(series) = samples.get((&case, PAGEMILL, SPEED)) else { return blank };
     let refused: f64 =
-        samples.get(&case, PAGEMILL, FAILED_ALLOCATIONS).map_or(0.0, |series| series.values().iter().sum());
+        samples.get((&case, PAGEMILL, FAILED_ALLOCATIONS)).map_or(0.0, |series| series.values().iter().sum());
     let has_lost_round = !series.survived() || refused > 0.0;
-    let used = samples.get(&case, PAGEMILL, USED_SHARE).map(|series| series.values()).unwrap_or_default();
+    let used = samples.get((&case, PAGEMILL, USED_SHARE)).map(|series| series.values()).unwrap_or_default();
     let killed: Vec<_> = ["glibc", "jemalloc", "mimalloc", "tcmalloc"]
         .into_iter()
-        .filter(|name| samples.get(&case, name, SPEED).is_some_and(|series| series.killed > 0))
+        .filter(|name| samples.get((&case, name, SPEED)).is_some_and(|series| series.killed > 0))
         .collect();
     let others =
         if killed.is_empty() { "no peer was killed".to_owned() } else { format!("killed: {}", killed.join(", ")) };

@@ -8,9 +8,9 @@ mod own;
 mod peers;
 
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
-use crate::report::{Bound, Report, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, check_names, not_measured, report_rows};
+use crate::report::{Bound, Report, Verdict};
+use crate::stats;
 use crate::subject::PAGEMILL;
 use generate::{KINDS, TraceKind};
 use peers::{Clock, Lru, Policy, S3Fifo, Sieve};
@@ -53,29 +53,18 @@ type Case = (usize, usize);
 /// [`Error::CannotRun`] for an unknown subject or trace.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    let unknown = |what: &str, name: &str, known: &[&str]| {
-        Err(Error::CannotRun(format!("no {what} {name}; there are {}", known.join(", "))))
-    };
     let subjects: Vec<&str> = [PAGEMILL].into_iter().chain(PEERS).collect();
-    if let Some(name) = common.only.iter().find(|name| !subjects.contains(&name.as_str())) {
-        return unknown("subject", name, &subjects);
-    }
-    let traces = KINDS.map(|(name, _)| name);
-    if let Some(name) = options.traces.iter().find(|name| !traces.contains(&name.as_str())) {
-        return unknown("trace", name, &traces);
-    }
+    common.check_only(&subjects)?;
+    check_names("trace", &options.traces, &KINDS.map(|(name, _)| name))?;
     let samples = measure_cases(options, &subjects)?;
     let mut report = Report::new("traces", common.json);
     for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
         report.transpose_table(table.clone());
         for (trace, (name, _)) in KINDS.iter().enumerate() {
-            for subject in &subjects {
-                let cell = Some(TableCell { table: table.clone(), column: (*name).to_owned() });
-                let metric = Metric { name: HIT_PERCENT, unit: "%", better: Better::Higher, baseline: None };
-                let case = (&(trace, percent), &*format!("{name}, {percent} %"));
-                report_row(&mut report, &samples, case, subject, metric, cell);
-            }
+            let case = (&(trace, percent), &*format!("{name}, {percent} %"));
+            let columns = [(Metric::higher(HIT_PERCENT, "%"), *name)];
+            report_rows(&mut report, &samples, case, &subjects, &table, &columns);
         }
     }
     add_verdicts(&mut report, &samples);
@@ -84,10 +73,10 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn measure_cases(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES.0, DISTINCT_PAGES.1), |pages| pages as usize);
-    let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);
-    let subjects: Vec<_> = subjects.iter().filter(|subject| is_wanted(&common.only, subject)).collect();
-    let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(&options.traces, name)).collect();
+    let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES), |pages| pages as usize);
+    let subjects: Vec<_> = subjects.iter().filter(|subject| common.is_wanted(subject)).collect();
+    let is_wanted = |name: &str| options.traces.is_empty() || options.traces.iter().any(|wanted| wanted == name);
+    let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * kinds.len() * CACHE_PERCENTS.len());
     let mut samples = SampleTable::new();
     for round in 0..common.rounds() as u64 {
@@ -127,7 +116,7 @@ fn hit_percent(policy: &mut dyn Policy, requests: &[u32]) -> f64 {
 
 /// For each round, returns the hit ratio of one policy in one case, in percent.
 fn hit_percents(samples: &SampleTable<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
-    samples.get(case, subject, HIT_PERCENT).map(|series| series.values())
+    samples.get((case, subject, HIT_PERCENT)).map(|series| series.values())
 }
 
 /// For each round, returns by how many percentage points the hit ratio of Pagemill's policy exceeds that of the best

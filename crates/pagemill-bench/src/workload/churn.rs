@@ -27,19 +27,15 @@ const PASSING_SLOTS: usize = 64;
 /// Interval at which the process samples its own memory usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct ChurnArguments {
-    #[arg(long)]
-    pub threads: usize,
+crate::workload::arguments! {
+    ChurnArguments:
+    threads: usize,
     /// Total size of the live allocations of all threads together, in MiB.
-    #[arg(long)]
-    pub mib: usize,
+    mib: usize,
     /// Time in ms for which the threads replace allocations.
-    #[arg(long)]
-    pub run_ms: u64,
+    run_ms: u64,
     /// Time in ms for which the process is almost idle after all allocations are freed.
-    #[arg(long)]
-    pub rest_ms: u64,
+    rest_ms: u64,
 }
 
 /// An allocation with its size and its tag, by which it is counted and checked when it is freed.

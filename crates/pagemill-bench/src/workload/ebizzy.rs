@@ -10,7 +10,6 @@
 //! process is out of memory nevertheless, the cause is free memory that an allocator retained.
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,10 +17,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use rustix::fs::{FlockOperation, flock};
 
 use super::copies::{self, Copies, Copy, CopyMemory};
 use super::{Failure, WorkloadResult};
-use crate::native::{self, WordAllocation};
+use crate::native::WordAllocation;
 use crate::proc;
 
 /// Number of words of a chunk, and of each copy, with [`CopySizes::Fixed`]: 256 KiB, as in ebizzy.
@@ -46,34 +46,30 @@ pub enum CopySizes {
     Mixed,
 }
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct EbizzyArguments {
-    #[arg(long)]
-    pub threads: usize,
-    #[arg(long)]
-    pub warm_ms: u64,
-    #[arg(long)]
-    pub measure_ms: u64,
-    #[arg(long, default_value = "fixed")]
-    pub sizes: CopySizes,
+crate::workload::arguments! {
+    EbizzyArguments:
+    threads: usize,
+    warm_ms: u64,
+    measure_ms: u64,
+    #[arg(default_value = "fixed")]
+    sizes: CopySizes,
     /// The kind of memory in which the copies are stored.
-    #[arg(long, default_value = "malloc")]
-    pub memory: CopyMemory,
+    #[arg(default_value = "malloc")]
+    memory: CopyMemory,
     /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
-    #[arg(long, default_value_t = 0)]
-    pub sum_every: u64,
+    #[arg(default_value_t = 0)]
+    sum_every: u64,
     /// Number of chunks of keys from which copies are made.
-    #[arg(long, default_value_t = 10)]
-    pub chunks: usize,
+    #[arg(default_value_t = 10)]
+    chunks: usize,
     /// Size in MiB of the copies that are live at the end of a burst; 0 for no bursts.
-    #[arg(long, default_value_t = 0)]
-    pub burst_mib: usize,
+    #[arg(default_value_t = 0)]
+    burst_mib: usize,
     /// Milliseconds from the end of a burst to the start of the next.
-    #[arg(long, default_value_t = 500)]
-    pub burst_every_ms: u64,
+    #[arg(default_value_t = 500)]
+    burst_every_ms: u64,
     /// Lock file that prevents a burst from running at the same time as a round of the memory hog.
-    #[arg(long)]
-    pub lock: Option<PathBuf>,
+    lock: Option<PathBuf>,
 }
 
 struct SharedState {
@@ -248,7 +244,7 @@ fn make_burst(shared: &SharedState, bursts: &mut Bursts, counters: &Counters, co
     for query in held {
         counters.release(query, copies);
     }
-    native::unlock(bursts.lock.as_fd());
+    let _ = flock(&bursts.lock, FlockOperation::Unlock);
     bursts.next = Instant::now() + bursts.every;
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
@@ -314,7 +310,7 @@ impl Counters {
 
 impl Bursts {
     fn lock_if_due(&self) -> bool {
-        Instant::now() >= self.next && native::try_lock(self.lock.as_fd())
+        Instant::now() >= self.next && flock(&self.lock, FlockOperation::NonBlockingLockExclusive).is_ok()
     }
 }
 

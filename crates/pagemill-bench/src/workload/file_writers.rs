@@ -23,26 +23,19 @@ pub const VOLATILE_FOLDER: &str = "volatile";
 /// Name of the folder of files that must be kept.
 pub const KEPT_FOLDER: &str = "kept";
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct FileWritersArguments {
-    #[command(flatten)]
-    pub place: FilePlace,
-    #[arg(long)]
-    pub writers: u64,
+crate::workload::arguments! {
+    FileWritersArguments:
+    writers: u64,
     /// Length of each volatile file in MiB
-    #[arg(long)]
-    pub file_mib: u64,
+    file_mib: u64,
     /// Total length in MiB of the files that must be kept
-    #[arg(long)]
-    pub kept_mib: u64,
+    kept_mib: u64,
     /// Number of volatile files that must still exist at the end: those that were closed last
-    #[arg(long)]
-    pub newest: usize,
+    newest: usize,
     /// MiB to write before the measurement starts
-    #[arg(long)]
-    pub fill_mib: u64,
-    #[arg(long)]
-    pub run_ms: u64,
+    fill_mib: u64,
+    run_ms: u64,
+    ..place: FilePlace,
 }
 
 /// Counters of the files that were started, closed, and not written due to an error. All writer threads share them.

@@ -16,14 +16,11 @@ const SECOND_THREAD_SIZES: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 /// shows the delays that the machine itself causes.
 const QUIET_TIME: Duration = Duration::from_millis(100);
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct GivebackArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub piece: usize,
-    #[arg(long)]
-    pub how: GiveBack,
+crate::workload::arguments! {
+    GivebackArguments:
+    mib: usize,
+    piece: usize,
+    how: GiveBack,
 }
 
 /// Allocates and touches memory, frees it, and requests that the allocator return it to the system. The resulting JSON

@@ -24,26 +24,21 @@ const NEWCOMER_ALLOCATION_BYTES: usize = 1 << 20;
 /// Bytes that the keeper process allocates and frees each millisecond while it is almost idle.
 const IDLE_ALLOCATION_BYTES: usize = 512;
 
-/// Arguments of the keeper, the process that frees its memory and keeps running.
-#[derive(Clone, Debug, clap::Args)]
-pub struct KeeperArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub turns: u64,
+crate::workload::arguments! {
+    /// Arguments of the keeper, the process that frees its memory and keeps running.
+    KeeperArguments:
+    mib: usize,
+    turns: u64,
     /// The folder of sign files, empty files by which the processes signal their progress.
-    #[arg(long)]
-    pub folder: PathBuf,
+    folder: PathBuf,
 }
 
-/// Arguments of the newcomer, the process that needs the memory that the keeper process has freed. All its allocations
-/// are live at the same time.
-#[derive(Clone, Debug, clap::Args)]
-pub struct NewcomerArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub threads: usize,
+crate::workload::arguments! {
+    /// Arguments of the newcomer, the process that needs the memory that the keeper process has freed. All its
+    /// allocations are live at the same time.
+    NewcomerArguments:
+    mib: usize,
+    threads: usize,
 }
 
 /// Returns the name of the empty file that the keeper process creates to signal that it has freed its memory in round

@@ -2,26 +2,24 @@
 //! round.
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
+use rustix::fs::{FlockOperation, flock};
+
 use super::{Failure, WorkloadResult};
-use crate::native::{self, TaggedAllocation};
+use crate::native::TaggedAllocation;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct HogArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub pause_ms: u64,
+crate::workload::arguments! {
+    HogArguments:
+    mib: usize,
+    pause_ms: u64,
     /// The folder of the stop file and of the lock file. The lock prevents the hog and the workload from using memory
     /// at the same time.
-    #[arg(long)]
-    pub folder: PathBuf,
+    folder: PathBuf,
 }
 
 /// Name of the lock file that the hog holds during each round.
@@ -37,7 +35,7 @@ pub fn run(arguments: &HogArguments) -> WorkloadResult {
     let stop = arguments.folder.join(STOP_FILE);
     let (mut rounds, mut refused) = (0_u64, 0_u64);
     while !stop.exists() {
-        native::lock(lock.as_fd()).map_err(|cause| cause.to_string())?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|cause| cause.to_string())?;
         let mut held = Vec::with_capacity(arguments.mib);
         for tag in 0..arguments.mib as u64 {
             match TaggedAllocation::touched(ALLOCATION_BYTES, tag) {
@@ -50,7 +48,7 @@ pub fn run(arguments: &HogArguments) -> WorkloadResult {
         }
         let is_right = (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag);
         drop(held);
-        native::unlock(lock.as_fd());
+        let _ = flock(&lock, FlockOperation::Unlock);
         if !is_right {
             return Err(Failure::WrongAnswer("the hog's memory lost a tag".to_owned()));
         }

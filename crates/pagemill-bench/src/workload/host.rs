@@ -34,31 +34,24 @@ const ALLOCATION_SIZES: (usize, u32) = (1 << 10, 10);
 /// Number of allocations that the server replaces before it sleeps for a millisecond.
 const BATCH_ALLOCATIONS: usize = 64;
 
-/// Arguments of the server, a process that holds much free memory and continues to allocate.
-#[derive(Clone, Debug, clap::Args)]
-pub struct ServerArguments {
-    #[arg(long)]
-    pub free_mib: usize,
-    #[arg(long)]
-    pub live_mib: usize,
+crate::workload::arguments! {
+    /// Arguments of the server, a process that holds much free memory and continues to allocate.
+    ServerArguments:
+    free_mib: usize,
+    live_mib: usize,
     /// The folder of sign files, empty files by which the processes signal their progress.
-    #[arg(long)]
-    pub folder: PathBuf,
+    folder: PathBuf,
 }
 
-/// Arguments of the filler, a process that allocates memory at a steady rate.
-#[derive(Clone, Debug, clap::Args)]
-pub struct FillerArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub mib_per_second: u64,
+crate::workload::arguments! {
+    /// Arguments of the filler, a process that allocates memory at a steady rate.
+    FillerArguments:
+    mib: usize,
+    mib_per_second: u64,
     /// The filler stops before less than this many MiB are available on the machine.
-    #[arg(long)]
-    pub floor_mib: u64,
+    floor_mib: u64,
     /// The folder of sign files, empty files by which the processes signal their progress.
-    #[arg(long)]
-    pub folder: PathBuf,
+    folder: PathBuf,
 }
 
 /// Replaces allocations until the file [`STOP_SIGN`] exists. The resulting JSON has the latency of malloc before the

@@ -8,13 +8,11 @@ use crate::native::TaggedAllocation;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct IdleArguments {
-    #[arg(long)]
-    pub mib: usize,
+crate::workload::arguments! {
+    IdleArguments:
+    mib: usize,
     /// Seconds for which the process sleeps after it has freed its memory; the bench may end it earlier.
-    #[arg(long)]
-    pub seconds: u64,
+    seconds: u64,
 }
 
 pub fn run(arguments: &IdleArguments) -> WorkloadResult {

@@ -18,18 +18,14 @@ const READ_REPEATS: usize = 2;
 /// Number of times that the whole directory tree is searched.
 const FIND_REPEATS: usize = 4;
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct MetadataArguments {
-    #[command(flatten)]
-    pub place: FilePlace,
-    #[arg(long)]
-    pub files: usize,
+crate::workload::arguments! {
+    MetadataArguments:
+    files: usize,
     /// Number of files in each directory
-    #[arg(long)]
-    pub per_directory: usize,
+    per_directory: usize,
     /// Mark the directory so that its files never get huge pages
-    #[arg(long)]
-    pub huge_never: bool,
+    huge_never: bool,
+    ..place: FilePlace,
 }
 
 /// Runs all operations. The JSON line has the operations per second of each kind, and the time of a close in

@@ -30,13 +30,39 @@ pub mod work_after_free;
 pub mod writers;
 
 use std::env;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, ExitStatus};
 
-use crate::child::WRONG_ANSWER;
+use crate::child::{self, WRONG_ANSWER};
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
+
+/// Declares the arguments of a workload. Each field is an option: `run_ms` is `--run-ms`. A last field that begins with
+/// `..` is a group of options, which has its own declaration.
+macro_rules! arguments {
+    (
+        $(#[$meta:meta])*
+        $name:ident:
+        $($(#[$field_meta:meta])* $field:ident: $type:ty,)*
+        $(..$group:ident: $group_type:ty,)*
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, clap::Args)]
+        pub struct $name {
+            $(
+                $(#[$field_meta])*
+                #[arg(long)]
+                pub $field: $type,
+            )*
+            $(
+                #[command(flatten)]
+                pub $group: $group_type,
+            )*
+        }
+    };
+}
+pub(crate) use arguments;
 
 /// The result of a workload: its JSON line, or the reason why it has no result.
 pub type WorkloadResult = Result<serde_json::Value, Failure>;
@@ -58,11 +84,10 @@ impl From<String> for Failure {
     }
 }
 
-/// Arguments of a process that touches and frees memory, so that the host of a virtual machine has backed this memory
-/// before other workloads run.
-#[derive(Debug, clap::Args)]
-pub struct TouchArguments {
-    #[arg(long)]
+crate::workload::arguments! {
+    /// Arguments of a process that touches and frees memory, so that the host of a virtual machine has backed this
+    /// memory before other workloads run.
+    TouchArguments:
     mib: usize,
 }
 
@@ -105,6 +130,23 @@ pub fn touch(arguments: &TouchArguments) -> WorkloadResult {
         held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory".to_owned())?);
     }
     Ok(serde_json::json!({ "pieces": held.len() }))
+}
+
+/// Returns a command that runs another workload as a child of this one.
+fn child_command(workload: &str, options: &[(&str, String)]) -> Result<Command, Failure> {
+    let mut command = Command::new(child::own_executable().map_err(|error| error.to_string())?);
+    command.arg(workload).args(options.iter().flat_map(|(name, value)| [*name, value.as_str()]));
+    Ok(command)
+}
+
+/// Returns an error if a child of this workload was killed, failed, or found wrong bytes.
+fn check_status(child: &str, status: ExitStatus) -> Result<(), Failure> {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => Ok(()),
+        (Some(WRONG_ANSWER), _) => Err(Failure::WrongAnswer(format!("{child} found wrong bytes"))),
+        (None, Some(libc::SIGKILL)) => Err(Failure::Killed),
+        _ => Err(Failure::Other(format!("{child} ended with {status}"))),
+    }
 }
 
 /// Joins the cgroup, if one is given, and replaces this process by the command. Returns only on failure.

@@ -3,39 +3,31 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult, hog};
-use crate::child::WRONG_ANSWER;
+use super::{Failure, WorkloadResult, check_status, child_command, hog};
 
 /// Time limit for the memory hog to end after the stop file was created. The hog first completes its round.
 const HOG_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Arguments of the ebizzy workload and of the memory hog, which run as a pair of processes. Both use the lock file in
-/// the hog's folder.
-#[derive(Clone, Debug, clap::Args)]
-pub struct PairArguments {
-    #[arg(long)]
-    pub threads: usize,
-    #[arg(long)]
-    pub warm_ms: u64,
-    #[arg(long)]
-    pub measure_ms: u64,
-    #[arg(long)]
-    pub burst_mib: usize,
-    #[arg(long)]
-    pub burst_every_ms: u64,
+crate::workload::arguments! {
+    /// Arguments of the ebizzy workload and of the memory hog, which run as a pair of processes. Both use the lock file
+    /// in the hog's folder.
+    PairArguments:
+    threads: usize,
+    warm_ms: u64,
+    measure_ms: u64,
+    burst_mib: usize,
+    burst_every_ms: u64,
     /// The kind of memory in which the ebizzy workload stores its copies.
-    #[arg(long, default_value = "malloc")]
-    pub memory: String,
+    #[arg(default_value = "malloc")]
+    memory: String,
     /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
-    #[arg(long, default_value_t = 0)]
-    pub sum_every: u64,
-    #[command(flatten)]
-    pub hog: hog::HogArguments,
+    #[arg(default_value_t = 0)]
+    sum_every: u64,
+    ..hog: hog::HogArguments,
 }
 
 /// A child process that is killed when this value is dropped.
@@ -76,12 +68,12 @@ pub fn run(arguments: &PairArguments) -> WorkloadResult {
             break status;
         }
         if let Some(status) = exit_status(&mut hog)? {
-            check_status(status)?;
+            check_status("the hog", status)?;
             return Err(Failure::Other("the hog ended too early".to_owned()));
         }
         thread::sleep(Duration::from_millis(5));
     };
-    check_status(work_status)?;
+    check_status("ebizzy", work_status)?;
     fs::write(folder.join(hog::STOP_FILE), "").map_err(|cause| cause.to_string())?;
     let stop_time = Instant::now();
     let hog_status = loop {
@@ -93,7 +85,7 @@ pub fn run(arguments: &PairArguments) -> WorkloadResult {
             None => thread::sleep(Duration::from_millis(5)),
         }
     };
-    check_status(hog_status)?;
+    check_status("the hog", hog_status)?;
     let (mut line, neighbour) = (read_json_line(&mut work)?, read_json_line(&mut hog)?);
     line["hog_rounds"] = neighbour["rounds"].clone();
     line["hog_refused"] = neighbour["refused"].clone();
@@ -101,27 +93,14 @@ pub fn run(arguments: &PairArguments) -> WorkloadResult {
 }
 
 fn start(name: &str, arguments: &[(&str, String)]) -> Result<ChildProcess, Failure> {
-    let executable = std::env::current_exe().map_err(|cause| cause.to_string())?;
-    let mut command = Command::new(executable);
-    command.arg(name).stdout(Stdio::piped());
-    for (option, value) in arguments {
-        command.args([option, value.as_str()]);
-    }
+    let mut command = child_command(name, arguments)?;
+    command.stdout(Stdio::piped());
     let child = command.spawn().map_err(|cause| format!("starting {name}: {cause}"))?;
     Ok(ChildProcess(child))
 }
 
 fn exit_status(process: &mut ChildProcess) -> Result<Option<ExitStatus>, Failure> {
     process.0.try_wait().map_err(|cause| Failure::Other(cause.to_string()))
-}
-
-fn check_status(status: ExitStatus) -> Result<(), Failure> {
-    match (status.code(), status.signal()) {
-        (Some(0), _) => Ok(()),
-        (Some(WRONG_ANSWER), _) => Err(Failure::WrongAnswer("told above".to_owned())),
-        (None, Some(libc::SIGKILL)) => Err(Failure::Killed),
-        _ => Err(Failure::Other(format!("a member of the pair ended with {status}"))),
-    }
 }
 
 /// Reads the JSON that a process has printed before it ended. The pipe buffers the whole text.

@@ -44,24 +44,18 @@ pub enum Load {
     Busy,
 }
 
-/// Arguments of a keeper, a process that fills memory, frees it, and works until the process that then needs the memory
-/// has ended.
-#[derive(Clone, Debug, clap::Args)]
-pub struct PieceKeeperArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub size: usize,
-    #[arg(long)]
-    pub freed: Freed,
-    #[arg(long)]
-    pub load: Load,
+crate::workload::arguments! {
+    /// Arguments of a keeper, a process that fills memory, frees it, and works until the process that then needs the
+    /// memory has ended.
+    PieceKeeperArguments:
+    mib: usize,
+    size: usize,
+    freed: Freed,
+    load: Load,
     /// Index, from 0, of this process among the processes that free memory at the same time.
-    #[arg(long)]
-    pub index: u64,
+    index: u64,
     /// The folder of sign files, empty files by which the processes signal their progress.
-    #[arg(long)]
-    pub folder: PathBuf,
+    folder: PathBuf,
 }
 
 /// Returns the name of the empty file that the process with this index creates to signal that it has freed its

@@ -3,15 +3,14 @@
 
 use std::ffi::CString;
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagemill_core::published::{TREE_FILE, TREE_VARIABLE};
 use pagemill_core::reclaim::tree::TreePage;
 
-use super::{Failure, WorkloadResult};
-use crate::child;
+use super::{Failure, WorkloadResult, child_command};
 use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
 
@@ -24,23 +23,20 @@ const PAUSE_AFTER_REFILL: Duration = Duration::from_millis(100);
 /// Time limit of a request. A request that takes longer counts as late, and this time is recorded as its latency.
 const REQUEST_TIME_LIMIT: Duration = Duration::from_secs(1);
 
-/// Arguments of the asker, the process that requests memory. It starts the hoarder, the process that holds free memory.
-#[derive(Clone, Debug, clap::Args)]
-pub struct AskerArguments {
+crate::workload::arguments! {
+    /// Arguments of the asker, the process that requests memory. It starts the hoarder, the process that holds free
+    /// memory.
+    AskerArguments:
     /// MiB of free memory that the hoarder holds before the first request and after each refill.
-    #[arg(long)]
-    pub hoard_mib: usize,
-    #[arg(long)]
-    pub ask_mib: usize,
-    #[arg(long)]
-    pub asks: u64,
+    hoard_mib: usize,
+    ask_mib: usize,
+    asks: u64,
 }
 
-/// Arguments of the hoarder, the process that holds much free memory.
-#[derive(Clone, Debug, clap::Args)]
-pub struct HoarderArguments {
-    #[arg(long)]
-    pub mib: usize,
+crate::workload::arguments! {
+    /// Arguments of the hoarder, the process that holds much free memory.
+    HoarderArguments:
+    mib: usize,
 }
 
 /// The hoarder process and the pipes to it. The process ends when its standard input is closed.
@@ -52,9 +48,8 @@ struct HoarderProcess {
 
 impl HoarderProcess {
     fn start(mib: usize) -> Result<Self, Failure> {
-        let executable = child::own_executable().map_err(|cause| cause.to_string())?;
-        let mut command = Command::new(executable);
-        command.args(["__hoarder", "--mib", &mib.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut command = child_command("__hoarder", &[("--mib", mib.to_string())])?;
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(|cause| cause.to_string())?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(requests), Some(answers)) => Ok(Self { child, requests, answers: BufReader::new(answers) }),

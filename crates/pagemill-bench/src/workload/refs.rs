@@ -26,20 +26,15 @@ pub enum PinMethod {
     PerPage,
 }
 
-/// Arguments of a run that pins and unpins ranges of huge folios.
-#[derive(Clone, Debug, clap::Args)]
-pub struct RefsArguments {
-    #[arg(long)]
-    pub way: PinMethod,
-    #[arg(long)]
-    pub threads: usize,
-    #[arg(long)]
-    pub range_kib: usize,
+crate::workload::arguments! {
+    /// Arguments of a run that pins and unpins ranges of huge folios.
+    RefsArguments:
+    way: PinMethod,
+    threads: usize,
+    range_kib: usize,
     /// Each thread pins ranges of a folio of its own; otherwise all threads use one folio.
-    #[arg(long)]
-    pub own: bool,
-    #[arg(long)]
-    pub run_ms: u64,
+    own: bool,
+    run_ms: u64,
 }
 
 const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
@@ -144,17 +139,14 @@ fn mean_ns_in_threads(
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Arguments of a run that splits and collapses huge folios, or copies as much memory.
-#[derive(Clone, Debug, clap::Args)]
-pub struct SplitCollapseArguments {
+crate::workload::arguments! {
+    /// Arguments of a run that splits and collapses huge folios, or copies as much memory.
+    SplitCollapseArguments:
     /// Copy huge pages, instead of splitting and collapsing folios. Each copy overwrites the source of the previous
     /// copy.
-    #[arg(long)]
-    pub copy: bool,
-    #[arg(long)]
-    pub folios: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+    copy: bool,
+    folios: usize,
+    run_ms: u64,
 }
 
 /// Measures the median time of each operation, in nanoseconds: split and collapse, or copy.

@@ -28,20 +28,17 @@ const WARM_PAIRS: u64 = 150_000;
 /// Maximum time for which each thread makes pairs to warm up.
 const WARM_TIME_LIMIT: Duration = Duration::from_millis(500);
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct SmallArguments {
-    #[arg(long)]
-    pub size: usize,
-    #[arg(long)]
-    pub pattern: Pattern,
-    #[arg(long, default_value_t = 1)]
-    pub threads: usize,
+crate::workload::arguments! {
+    SmallArguments:
+    size: usize,
+    pattern: Pattern,
+    #[arg(default_value_t = 1)]
+    threads: usize,
     /// Duration of the measurement in ms; without it, `--pairs` applies.
-    #[arg(long)]
-    pub measure_ms: Option<u64>,
+    measure_ms: Option<u64>,
     /// Number of malloc and free pairs to run on one thread, if no duration is given.
-    #[arg(long, default_value_t = 100_000)]
-    pub pairs: u64,
+    #[arg(default_value_t = 100_000)]
+    pairs: u64,
 }
 
 /// The allocations of one thread, and the number of allocations whose tag was wrong.

@@ -40,26 +40,21 @@ pub enum Method {
     Dontneed,
 }
 
-/// Arguments of a run that repeatedly marks and unmarks ranges, or applies the system calls that replace marks.
-#[derive(Clone, Debug, clap::Args)]
-pub struct ToggleArguments {
-    #[arg(long)]
-    pub way: Method,
-    #[arg(long)]
-    pub threads: usize,
-    #[arg(long)]
-    pub range_kib: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+crate::workload::arguments! {
+    /// Arguments of a run that repeatedly marks and unmarks ranges, or applies the system calls that replace marks.
+    ToggleArguments:
+    way: Method,
+    threads: usize,
+    range_kib: usize,
+    run_ms: u64,
 }
 
-/// Arguments of a run that measures two things: the rate of purges, and the time to unmark a range during its purge.
-#[derive(Clone, Debug, clap::Args)]
-pub struct PurgingArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+crate::workload::arguments! {
+    /// Arguments of a run that measures two things: the rate of purges, and the time to unmark a range during its
+    /// purge.
+    PurgingArguments:
+    mib: usize,
+    run_ms: u64,
 }
 
 /// Measures the time that a thread needs to mark and unmark a range, or to make the system calls that replace marks.

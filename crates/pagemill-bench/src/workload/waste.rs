@@ -18,19 +18,15 @@ use crate::proc;
 /// Time between the last close of a file and the second measurement of memory.
 const SECOND_MEASUREMENT_DELAY: Duration = Duration::from_secs(1);
 
-/// Arguments of a run that writes files: their number, their length, and how they are written.
-#[derive(Clone, Debug, clap::Args)]
-pub struct WasteArguments {
-    #[command(flatten)]
-    pub place: FilePlace,
-    #[arg(long)]
-    pub files: usize,
+crate::workload::arguments! {
+    /// Arguments of a run that writes files: their number, their length, and how they are written.
+    WasteArguments:
+    files: usize,
     /// Length of each file in bytes
-    #[arg(long)]
-    pub bytes: usize,
+    bytes: usize,
     /// Bytes that each write appends to the file; with 0, only one byte in the middle of the file is written
-    #[arg(long)]
-    pub step: usize,
+    step: usize,
+    ..place: FilePlace,
 }
 
 /// Writes the files. The resulting JSON has the MiB that they use on the file system, at once and a second later. For

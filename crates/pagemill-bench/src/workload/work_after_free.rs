@@ -8,15 +8,12 @@ use super::pieces::{Freed, Load, fill, free};
 use crate::chain::Chain;
 use crate::{native, proc};
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct ReturningArguments {
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub size: usize,
+crate::workload::arguments! {
+    ReturningArguments:
+    mib: usize,
+    size: usize,
     /// Seconds for which the process continues to work after it has freed all memory.
-    #[arg(long)]
-    pub seconds: u64,
+    seconds: u64,
 }
 
 /// Size in bytes of the allocations that the process makes after it has freed its memory.

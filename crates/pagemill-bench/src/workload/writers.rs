@@ -1,32 +1,27 @@
 //! Writers at full speed with constant live memory. The size of their allocations changes with each phase. A phase
 //! cannot reuse the memory that the previous phase freed, so that memory must be returned first.
 
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult};
-use crate::child::{self, WRONG_ANSWER};
+use super::{Failure, WorkloadResult, check_status, child_command};
 use crate::native::TaggedAllocation;
 
 /// Size of the allocations in each phase of a writer, in KiB.
 const PHASE_SIZES_KIB: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct WritersArguments {
+crate::workload::arguments! {
+    WritersArguments:
     /// Number of processes that write; the first process starts the others.
-    #[arg(long, default_value_t = 1)]
-    pub processes: usize,
+    #[arg(default_value_t = 1)]
+    processes: usize,
     /// Number of writer threads in each process.
-    #[arg(long)]
-    pub threads: usize,
+    threads: usize,
     /// Size of the live allocations of each process in MiB.
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+    mib: usize,
+    run_ms: u64,
 }
 
 /// Counters of written bytes, failed allocations and wrong tags, shared by all writer threads of a process.
@@ -52,12 +47,7 @@ pub fn run(arguments: &WritersArguments) -> WorkloadResult {
     let seconds = start.elapsed().as_secs_f64();
     for mut sibling in siblings {
         let status = sibling.wait().map_err(|cause| cause.to_string())?;
-        match (status.code(), status.signal()) {
-            (Some(0), _) => {}
-            (_, Some(libc::SIGKILL)) => return Err(Failure::Killed),
-            (Some(WRONG_ANSWER), _) => return Err(Failure::WrongAnswer("a sibling's memory lost a tag".to_owned())),
-            _ => return Err(Failure::Other(format!("a sibling ended with {status}"))),
-        }
+        check_status("a sibling", status)?;
     }
     if counters.wrong.into_inner() > 0 {
         return Err(Failure::WrongAnswer("memory lost a tag".to_owned()));
@@ -67,14 +57,13 @@ pub fn run(arguments: &WritersArguments) -> WorkloadResult {
 }
 
 fn start_sibling(arguments: &WritersArguments) -> Result<Child, Failure> {
-    let executable = child::own_executable().map_err(|cause| cause.to_string())?;
-    let mut command = Command::new(executable);
-    command.arg("__writers").stdout(Stdio::null());
-    for (name, value) in
-        [("--threads", arguments.threads as u64), ("--mib", arguments.mib as u64), ("--run-ms", arguments.run_ms)]
-    {
-        command.arg(name).arg(value.to_string());
-    }
+    let options = [
+        ("--threads", arguments.threads.to_string()),
+        ("--mib", arguments.mib.to_string()),
+        ("--run-ms", arguments.run_ms.to_string()),
+    ];
+    let mut command = child_command("__writers", &options)?;
+    command.stdout(Stdio::null());
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 

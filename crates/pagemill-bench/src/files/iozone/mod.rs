@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, SampleTable, report_row};
+use crate::experiment::{Metric, SampleTable, report_rows, threads_text};
 use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::{self, FileExperiment};
 use crate::report::{Report, Row, TableCell};
-use crate::stats::Better;
 use crate::workload::iozone::Operation;
 use original::PublishedResults;
 
@@ -90,8 +89,7 @@ impl Case {
     }
 
     fn column(&self) -> String {
-        let plural = if self.threads == 1 { "" } else { "s" };
-        format!("{} thread{plural}", self.threads)
+        threads_text(self.threads.into())
     }
 }
 
@@ -105,11 +103,10 @@ pub fn run(options: &Options) -> Result<Report> {
     let mounter = Mounter::new(options.files.dir.as_deref())?;
     let known: &[FileSystem] =
         if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT] };
-    let (ready, gaps) = mounter.select(&common.only, known)?;
     let mut report = Report::new("iozone", common.json);
-    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let ready = report.with_gaps(mounter.select(&common.only, known)?);
     let cases = cases(options);
-    let total = options.total.unwrap_or(common.quick_or_full(TOTAL_BYTES.0, TOTAL_BYTES.1));
+    let total = options.total.unwrap_or(common.quick_or_full(TOTAL_BYTES));
     child::touch_beforehand((total >> 20) * 5 / 4 + 64)?;
     let plan = FileExperiment {
         cases: &cases,
@@ -136,7 +133,7 @@ pub fn run(options: &Options) -> Result<Report> {
 }
 
 fn cases(options: &Options) -> Vec<Case> {
-    let usual = options.files.common.quick_or_full(QUICK_THREADS, THREADS);
+    let usual = options.files.common.quick_or_full((QUICK_THREADS, THREADS));
     let threads = if options.threads.is_empty() { usual } else { &options.threads };
     let only = if options.cache { Some(Mode::ReadWrite) } else { options.mode };
     let modes = [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| only.is_none_or(|only| only == *mode));
@@ -145,12 +142,12 @@ fn cases(options: &Options) -> Vec<Case> {
 
 fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     let common = &options.files.common;
-    let seconds = options.cell_seconds.unwrap_or(common.quick_or_full(CELL_SECONDS.0, CELL_SECONDS.1));
+    let seconds = options.cell_seconds.unwrap_or(common.quick_or_full(CELL_SECONDS));
     let numbers = [
         ("--workers", u64::from(case.threads)),
         ("--total-bytes", total),
         ("--cell-ms", (seconds * 1e3) as u64),
-        ("--pause-ms", common.quick_or_full(PAUSE_MS.0, PAUSE_MS.1)),
+        ("--pause-ms", common.quick_or_full(PAUSE_MS)),
     ];
     let flags = [("--mapped", case.mode == Mode::Mapped), ("--processes", options.processes)];
     let flags = flags.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag.to_owned());
@@ -175,25 +172,16 @@ fn add_rows(
             NEVER.name,
         );
         report.transpose_table(table.clone());
-        let cell = Some(TableCell { table, column: case.column() });
-        for subject in ready {
-            let name = operation.metric();
-            let metric = Metric { name, unit: UNIT, better: Better::Higher, baseline: Some(NEVER.name) };
-            report_row(report, samples, (case, &case.name()), subject.name, metric, cell.clone());
-        }
+        let metric = Metric::higher(operation.metric(), UNIT).against(NEVER.name);
+        report_rows(report, samples, (case, &case.name()), ready, &table, &[(metric, &case.column())]);
         if let Some((value, speedup)) = original.find(case.mode.name(), operation, case.threads) {
             report.add_row(Row {
-                experiment: "iozone",
                 case: case.name(),
                 subject: "original-2013".to_owned(),
-                metric: operation.metric(),
-                value,
-                unit: UNIT,
                 baseline: Some("original-2013-before".to_owned()),
                 ratio: Some(speedup),
-                spread: 0.0,
-                samples: 1,
-                cell,
+                cell: Some(TableCell { table, column: case.column() }),
+                ..report.single_value(operation.metric(), value, UNIT)
             });
         }
     }

@@ -85,7 +85,7 @@ fn collect_cells(
     let mut cells = Vec::new();
     for case in cases.iter().filter(|case| case.mode == mode) {
         for operation in Operation::ALL {
-            let get = |name| samples.get(case, name, operation.metric());
+            let get = |name| samples.get((case, name, operation.metric()));
             if let (Some(series), Some(baseline)) = (get(subject.name), get(against.name)) {
                 cells.push(Cell {
                     name: format!("{}, {}", case.name(), operation.metric()),

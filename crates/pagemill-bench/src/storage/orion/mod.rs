@@ -7,15 +7,16 @@ mod verdicts;
 
 use std::time::Duration;
 
-use super::fio::{self, Job};
+use pagemill_core::units::Bytes;
+
+use super::fio::{self, Job, Task};
 use super::target::Target;
-use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, sample};
+use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, Subject, sample};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row, rotated};
-use crate::report::{Report, TableCell};
-use crate::stats::Better;
-use subjects::{SUBJECTS, Subject, Work};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_json_rows, report_rows, rotated};
+use crate::report::Report;
+use subjects::{SUBJECTS, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
@@ -74,13 +75,8 @@ struct Case {
 
 impl Case {
     fn kind(self) -> String {
-        let size = if self.io_bytes < MIB_1 {
-            format!("{} KiB", self.io_bytes >> 10)
-        } else {
-            format!("{} MiB", self.io_bytes >> 20)
-        };
         let order = if self.is_random { "random" } else { "sequential" };
-        format!("{size} {order} {}", if self.is_write { "writes" } else { "reads" })
+        format!("{} {order} {}", Bytes(self.io_bytes), if self.is_write { "writes" } else { "reads" })
     }
 
     fn name(self) -> String {
@@ -96,20 +92,20 @@ impl Options {
     fn depths(&self) -> &[u64] {
         match &self.depths[..] {
             [] if self.targets => &[TARGET_DEPTH],
-            [] => self.common.quick_or_full(DEPTHS.0, DEPTHS.1),
+            [] => self.common.quick_or_full(DEPTHS),
             depths => depths,
         }
     }
 
     fn run_ms(&self) -> u64 {
         let usual = if self.targets { TARGET_SAMPLE_MS } else { SAMPLE_MS.1 };
-        self.common.quick_or_full(SAMPLE_MS.0, usual)
+        self.common.quick_or_full((SAMPLE_MS.0, usual))
     }
 
     /// Returns the size of the file in MiB: the minimum size, or four times the bytes in flight if that is larger.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO_BYTES);
-        self.common.quick_or_full(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
+        self.common.quick_or_full(FILE_MIB).max((4 * on_its_way) >> 20)
     }
 }
 
@@ -144,10 +140,8 @@ fn largest_depth(cases: &[Case]) -> u64 {
 /// subject, or without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     let mut report = Report::new("orion", common.json);
-    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    fio::remove_fio_if_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
     let target = options.place.open_or_make(options.file_mib())?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
@@ -170,13 +164,13 @@ pub fn run(options: &Options) -> Result<Report> {
 fn measure_cases(
     options: &Options,
     cases: &[Case],
-    subjects: &[&Subject],
+    subjects: &[&Subject<Work>],
     target: &Target,
 ) -> Result<SampleTable<Case>> {
     let (common, largest_depth) = (&options.common, largest_depth(cases));
     child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_RATIO + 512)?;
     let subjects_of = |case: &Case| {
-        let is_needed = |subject: &&Subject| {
+        let is_needed = |subject: &&Subject<Work>| {
             subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
         };
         subjects.iter().copied().filter(is_needed).collect::<Vec<_>>()
@@ -199,12 +193,13 @@ fn measure_cases(
     Ok(samples)
 }
 
-fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
+fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
     let Case { is_write, io_bytes, is_random, depth } = case;
     let (words, more) = match subject.work {
         Work::Fio(engine) => {
             let (path, len_bytes) = (target.path(), target.len_bytes);
-            return Job { engine, path, len_bytes, io_bytes, is_random, is_write, depth, jobs: 1, run_ms }.run();
+            let task = Task::Timed { is_random, is_write, jobs: 1, run_ms };
+            return Job { engine, path, len_bytes, io_bytes, depth, task }.run();
         }
         Work::Ring(words) => {
             let flags = [("--random", is_random), ("--write", is_write)].into_iter().filter(|(_, is_set)| *is_set);
@@ -227,26 +222,21 @@ fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Re
     sample(subject.name, target, child::command_words(&words, &numbers), Duration::from_secs(120))
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
-    for (name, unit, better, what) in
-        [(MIB, "MiB/s", Better::Higher, "MiB/s"), (CPU, "us", Better::Lower, "processor time a transfer, us")]
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject<Work>]) {
+    let baseline = subjects::FIO_HUGE_FIXED;
+    for (metric, what) in
+        [(Metric::higher(MIB, "MiB/s"), "MiB/s"), (Metric::lower(CPU, "us"), "processor time a transfer, us")]
     {
         for case in cases {
-            for subject in subjects {
-                let table = format!("{}: {what}, half the spread, times {}", case.kind(), subjects::FIO_HUGE_FIXED);
-                let cell = Some(TableCell { table, column: format!("depth {}", case.depth) });
-                let metric = Metric { name, unit, better, baseline: Some(subjects::FIO_HUGE_FIXED) };
-                report_row(report, samples, (case, &case.name()), subject.name, metric, cell);
-            }
+            let table = format!("{}: {what}, half the spread, times {baseline}", case.kind());
+            let columns = [(metric.against(baseline), &*format!("depth {}", case.depth))];
+            report_rows(report, samples, (case, &case.name()), subjects, &table, &columns);
         }
     }
-    for (name, unit) in [(IOS, "1/s"), (P50, "us"), (P99, "us"), (P999, "us")] {
-        let better = if name == IOS { Better::Higher } else { Better::Lower };
-        let metric = Metric { name, unit, better, baseline: Some(subjects::FIO_HUGE_FIXED) };
-        for case in cases {
-            subjects
-                .iter()
-                .for_each(|subject| report_row(report, samples, (case, &case.name()), subject.name, metric, None));
-        }
+    let others =
+        [Metric::higher(IOS, "1/s"), Metric::lower(P50, "us"), Metric::lower(P99, "us"), Metric::lower(P999, "us")];
+    let others = others.map(|metric| metric.against(baseline));
+    for case in cases {
+        report_json_rows(report, samples, (case, &case.name()), subjects, &others);
     }
 }

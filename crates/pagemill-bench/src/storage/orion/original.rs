@@ -17,17 +17,12 @@ pub fn add_rows(report: &mut Report) {
         for (kernel, speed) in kernels.iter().zip(&speeds) {
             let table = "the original, 2013: MB/s into hugetlbfs pages from flash, times v3.11-rc5".to_owned();
             report.add_row(Row {
-                experiment: "orion",
                 case: format!("original: {case}"),
                 subject: format!("original-2013: {kernel}"),
-                metric: "mb_per_second",
-                value: *speed,
-                unit: "MB/s",
                 baseline: Some("original-2013: v3.11-rc5".to_owned()),
                 ratio: Some(speed / before),
-                spread: 0.0,
-                samples: 1,
                 cell: Some(TableCell { table, column: case.to_owned() }),
+                ..report.single_value("mb_per_second", *speed, "MB/s")
             });
         }
     }

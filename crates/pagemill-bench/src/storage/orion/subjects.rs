@@ -1,6 +1,7 @@
 //! Subjects of the experiment: the programs or queues that do the transfers, and the memory that each uses.
 
 use super::{Case, MIB_1};
+use crate::storage::Subject;
 use crate::storage::fio::{self, Engine};
 
 pub const CACHE: &str = "cache";
@@ -17,26 +18,16 @@ pub enum Work {
     Fio(Engine),
 }
 
-#[derive(Clone, Copy, Debug)]
-pub struct Subject {
-    pub name: &'static str,
-    pub work: Work,
-}
-
-impl Subject {
-    pub fn is_fio(&self) -> bool {
-        matches!(self.work, Work::Fio(_))
-    }
-
+impl Subject<Work> {
     /// Returns whether the subject runs this case. The cache chooses the queue depth of its writeback itself, so it
     /// runs writes only in the case with the largest depth.
-    pub fn runs_case(&self, case: Case, largest_depth: u64) -> bool {
+    pub(super) fn runs_case(&self, case: Case, largest_depth: u64) -> bool {
         !matches!(self.work, Work::Cache) || !case.is_write || case.depth == largest_depth
     }
 
     /// Returns whether the target of a case compares this subject: the cache, a variant of fio, or a ring that is a
     /// baseline.
-    pub fn has_target(&self, case: Case) -> bool {
+    pub(super) fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,
             Work::Ring(_) => {
@@ -46,15 +37,15 @@ impl Subject {
     }
 }
 
-const fn ring_subject(name: &'static str, words: &'static [&'static str]) -> Subject {
+const fn ring_subject(name: &'static str, words: &'static [&'static str]) -> Subject<Work> {
     Subject { name, work: Work::Ring(words) }
 }
 
-const fn fio_subject(name: &'static str, engine: Engine, is_huge: bool) -> Subject {
+const fn fio_subject(name: &'static str, engine: Engine, is_huge: bool) -> Subject<Work> {
     Subject { name, work: Work::Fio(Engine { is_huge, ..engine }) }
 }
 
-pub const SUBJECTS: [Subject; 11] = [
+pub const SUBJECTS: [Subject<Work>; 11] = [
     Subject { name: CACHE, work: Work::Cache },
     ring_subject(RING_HUGE_FIXED, &["--memory", "huge", "--registered"]),
     ring_subject("ring-huge", &["--memory", "huge"]),

@@ -2,9 +2,9 @@
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
 use super::{Case, MIB_1, largest_depth};
-use crate::experiment::SampleTable;
+use crate::experiment::{SampleTable, judge_quotient};
 use crate::report::{Bound, Report, Series};
-use crate::storage::{CPU, MIB, best_subject, judge_against_best, judge_ratio};
+use crate::storage::{CPU, MIB, best_subject, fio, judge_against_best, judge_ratio};
 
 /// Adds a verdict for each kind of transfer at its largest queue depth to the report.
 pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
@@ -22,35 +22,28 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
 fn judge_against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
-    report.add_verdict(judge_against_best(
-        samples,
-        (target, Bound::AtLeast(0.99)),
-        (&case, CACHE),
-        (&fio_names(), MIB),
-    ));
+    let peers = fio::names(&SUBJECTS);
+    let best = judge_against_best(samples, (target, Bound::AtLeast(0.99)), (&case, CACHE), (&peers, MIB));
+    report.add_verdict(best);
     let target = format!("{name}: processor for each, {CACHE}, of that of {FIO_HUGE_FIXED}");
-    let base = (FIO_HUGE_FIXED, samples.get(&case, FIO_HUGE_FIXED, CPU));
-    report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), samples.get(&case, CACHE, CPU), base));
+    let (own, base) = ((&case, CACHE, CPU), (&case, FIO_HUGE_FIXED, CPU));
+    report.add_verdict(judge_quotient(samples, target, Bound::AtMost(1.0), own, base));
 }
 
 /// Compares rate and CPU time of the cache with those of a ring whose buffers are in small pages. In 2013, a transfer
 /// of 1 MiB into small pages needed 256 pages, and one into huge pages a single page.
 fn judge_against_small_pages(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
-    let get = |subject, metric| samples.get(&case, subject, metric);
+    let get = |subject, metric| samples.get((&case, subject, metric));
     // Twice the rate of small pages may be more than the device can do. Then the bound is fio's best rate.
-    let (_, limit) = best_subject(samples, &case, &fio_names(), MIB);
+    let (_, limit) = best_subject(samples, &case, &fio::names(&SUBJECTS), MIB);
     let wanted = get(RING_SMALL, MIB).map(|small| double_rates_up_to_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
     let base = (RING_SMALL, wanted.as_ref());
     report.add_verdict(judge_ratio(target, Bound::AtLeast(0.99), get(CACHE, MIB), base));
     let target = format!("{name}: processor for each, {CACHE}, of that of {RING_SMALL}");
-    let base = (RING_SMALL, get(RING_SMALL, CPU));
-    report.add_verdict(judge_ratio(target, Bound::AtMost(0.2), get(CACHE, CPU), base));
-}
-
-fn fio_names() -> Vec<&'static str> {
-    SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|subject| subject.name).collect()
+    let (own, base) = ((&case, CACHE, CPU), (&case, RING_SMALL, CPU));
+    report.add_verdict(judge_quotient(samples, target, Bound::AtMost(0.2), own, base));
 }
 
 /// Returns twice the rates of `small`, but in each round at most the rate of `limit`.

@@ -42,20 +42,15 @@ pub enum Subject {
     QuickCache,
 }
 
-/// Arguments of one measurement of one subject: a cache, or a building block of a cache.
-#[derive(Clone, Debug, clap::Args)]
-pub struct HitArguments {
-    #[arg(long)]
-    pub subject: Subject,
-    #[arg(long)]
-    pub threads: usize,
-    #[arg(long)]
-    pub mib: usize,
-    #[arg(long)]
-    pub run_ms: u64,
-    /// The folder of the file, for subjects that use a file.
-    #[command(flatten)]
-    pub place: Option<FilePlace>,
+crate::workload::arguments! {
+    /// Arguments of one measurement of one subject: a cache, or a building block of a cache.
+    HitArguments:
+    subject: Subject,
+    threads: usize,
+    mib: usize,
+    run_ms: u64,
+    // The folder of the file, for subjects that use a file.
+    ..place: Option<FilePlace>,
 }
 
 type Record = [u8; RECORD_BYTES];
@@ -67,6 +62,12 @@ trait PageStore: Sync {
 
     /// Pins the page with index `page`, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
+
+    /// As [`PageStore::pin`], but with what an earlier access remembered of the page. `None` for stores that remember
+    /// nothing.
+    fn pin_hinted(&self, _page: usize) -> Option<u64> {
+        None
+    }
 
     /// Whether pages can be pinned by [`PageStore::pin`].
     const CAN_PIN: bool;
@@ -116,6 +117,10 @@ fn measure_store<D: PageStore>(
     if D::CAN_PIN {
         line.insert("pin_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, pin_random_pages)?.into());
     }
+    if store.pin_hinted(0).is_some() {
+        let hinted_ns = mean_ns_in_threads(arguments, pages, &store, pin_random_pages_hinted)?;
+        line.insert("hinted_ns".to_owned(), hinted_ns.into());
+    }
     Ok(line.into())
 }
 
@@ -153,7 +158,8 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
         if !store.copy(page, &mut record) || !pattern::is_intact(&record, 0, offset) {
             return Err(Failure::WrongAnswer(format!("page {page} is not what was put there")));
         }
-        if D::CAN_PIN && store.pin(page) != stamp_of_page(page) {
+        let words = [D::CAN_PIN.then(|| store.pin(page)), store.pin_hinted(page)];
+        if words.into_iter().flatten().any(|word| word != stamp_of_page(page)) {
             return Err(Failure::WrongAnswer(format!("the word of page {page} is another one")));
         }
     }
@@ -196,6 +202,22 @@ fn pin_random_pages<D: PageStore>(
     for _ in 0..operations {
         let page = random.usize(..pages);
         wrong += u64::from(black_box(store.pin(page)) != stamp_of_page(page));
+    }
+    wrong
+}
+
+#[inline]
+fn pin_random_pages_hinted<D: PageStore>(
+    store: &D,
+    pages: usize,
+    random: &mut Rng,
+    _to: &mut Record,
+    operations: usize,
+) -> u64 {
+    let mut wrong = 0;
+    for _ in 0..operations {
+        let page = random.usize(..pages);
+        wrong += u64::from(black_box(store.pin_hinted(page)) != Some(stamp_of_page(page)));
     }
     wrong
 }

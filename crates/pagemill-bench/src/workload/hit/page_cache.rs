@@ -1,7 +1,7 @@
 //! The page cache as a subject, with one large file and with many small files.
 
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Mapping, PageCache, Policy, Writeback};
+use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy, Writeback};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
 
@@ -24,6 +24,8 @@ pub struct CachedFile {
     cache: PageCache,
     file: Mapping,
     pages: usize,
+    /// The hint of each page.
+    hints: Vec<FolioHint>,
 }
 
 pub fn failed(error: impl Into<pagemill_core::Error>) -> Failure {
@@ -66,7 +68,11 @@ impl CachedFile {
         if (usage.huge, usage.small) != expected {
             return Err(Failure::Other(format!("{folios:?}: the file lies elsewhere: {usage:?}")));
         }
-        Ok(Self { cache, file, pages })
+        let mut hints = vec![FolioHint::default(); pages];
+        for (page, hint) in hints.iter_mut().enumerate() {
+            drop(file.pin_hinted(hint, (page * RECORD_BYTES) as u64).map_err(failed)?);
+        }
+        Ok(Self { cache, file, pages, hints })
     }
 }
 
@@ -90,6 +96,13 @@ impl PageStore for CachedFile {
         self.file.pin((page * RECORD_BYTES) as u64).map_or(0, |pin| pin.read_u64(0))
     }
 
+    #[inline]
+    fn pin_hinted(&self, page: usize) -> Option<u64> {
+        let mut hint = self.hints[page];
+        let pin = self.file.pin_hinted(&mut hint, (page * RECORD_BYTES) as u64);
+        Some(pin.map_or(0, |pin| pin.read_u64(0)))
+    }
+
     fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;
@@ -103,13 +116,11 @@ impl PageStore for CachedFile {
     }
 }
 
-/// Arguments of a run with many small files in one cache.
-#[derive(Clone, Debug, clap::Args)]
-pub struct SmallFilesArguments {
-    #[arg(long)]
-    pub files: usize,
-    #[arg(long)]
-    pub bytes: usize,
+crate::workload::arguments! {
+    /// Arguments of a run with many small files in one cache.
+    SmallFilesArguments:
+    files: usize,
+    bytes: usize,
 }
 
 /// Measures the memory that the files use, divided by their bytes rounded up to pages. The resulting JSON has this

@@ -65,34 +65,26 @@ impl Operation {
     }
 }
 
-/// Arguments of a run in which a number of workers make all operations.
-#[derive(Clone, Debug, clap::Args)]
-pub struct IozoneArguments {
-    /// The folder of the files on a file system; none for files in a page cache.
-    #[command(flatten)]
-    pub place: Option<FilePlace>,
+crate::workload::arguments! {
+    /// Arguments of a run in which a number of workers make all operations.
+    IozoneArguments:
     /// Use files in a page cache of this process
-    #[arg(long, conflicts_with_all = ["folder", "device", "mapped", "processes"])]
-    pub cached: bool,
-    #[arg(long)]
-    pub mapped: bool,
-    #[arg(long)]
-    pub processes: bool,
-    #[arg(long)]
-    pub workers: usize,
-    #[arg(long)]
-    pub total_bytes: u64,
-    #[arg(long)]
-    pub cell_ms: u64,
+    #[arg(conflicts_with_all = ["folder", "device", "mapped", "processes"])]
+    cached: bool,
+    mapped: bool,
+    processes: bool,
+    workers: usize,
+    total_bytes: u64,
+    cell_ms: u64,
     /// Milliseconds between the last write of mapped files and their first read.
-    #[arg(long)]
-    pub pause_ms: u64,
+    pause_ms: u64,
+    // The folder of the files on a file system; none for files in a page cache.
+    ..place: Option<FilePlace>,
 }
 
-/// Arguments of a worker that runs in a process of its own.
-#[derive(Clone, Debug, clap::Args)]
-pub struct WorkerArguments {
-    #[arg(long)]
+crate::workload::arguments! {
+    /// Arguments of a worker that runs in a process of its own.
+    WorkerArguments:
     job: String,
 }
 

@@ -38,25 +38,21 @@ pub enum Subject {
     Malloc,
 }
 
-/// Arguments that choose an allocator or a cache, and the number and size of its objects.
-#[derive(Clone, Debug, clap::Args)]
-pub struct SubjectOptions {
-    #[arg(long)]
-    pub subject: Subject,
+crate::workload::arguments! {
+    /// Arguments that choose an allocator or a cache, and the number and size of its objects.
+    SubjectOptions:
+    subject: Subject,
     /// Bytes of an object: 192 or 576.
-    #[arg(long)]
-    pub size: usize,
-    #[arg(long)]
-    pub objects: usize,
+    size: usize,
+    objects: usize,
     /// The call that makes the allocator return free memory to the system.
-    #[arg(long, default_value = "malloc-trim")]
-    pub how: GiveBack,
+    #[arg(default_value = "malloc-trim")]
+    how: GiveBack,
 }
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct FragmentsArguments {
-    #[command(flatten)]
-    pub subject_options: SubjectOptions,
+crate::workload::arguments! {
+    FragmentsArguments:
+    ..subject_options: SubjectOptions,
 }
 
 /// A measurement that can run with any allocator or cache. Its function `run_with` calls `open` to make the allocator

@@ -20,14 +20,12 @@ const PAGES_PER_NODE: u64 = 64;
 /// For each node of the file's index, this many index nodes of another file are made and later freed.
 const OTHER_NODES_PER_NODE: u64 = 9;
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct IndexArguments {
+crate::workload::arguments! {
+    IndexArguments:
     /// Number of resident pages of the file.
-    #[arg(long)]
-    pub pages: u64,
-    /// In each turn, a new file replaces the previous one.
-    #[command(flatten)]
-    pub turns: TurnsArguments,
+    pages: u64,
+    // In each turn, a new file replaces the previous one.
+    ..turns: TurnsArguments,
 }
 
 /// Walks the resident pages of a file through its index. The resulting JSON has the median time of a walk divided by

@@ -24,17 +24,13 @@ pub enum CacheKind {
     HandleMap,
 }
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct MovesArguments {
-    #[arg(long)]
-    pub kind: CacheKind,
+crate::workload::arguments! {
+    MovesArguments:
+    kind: CacheKind,
     /// Defragment the slabs in a third thread, concurrently with the reader and the writer.
-    #[arg(long)]
-    pub defrag: bool,
-    #[arg(long)]
-    pub objects: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+    defrag: bool,
+    objects: usize,
+    run_ms: u64,
 }
 
 const GROUP_COUNT: usize = 16;

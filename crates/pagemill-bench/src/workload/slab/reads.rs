@@ -12,12 +12,10 @@ use super::speed::Words;
 use crate::workload::hit::failed;
 use crate::workload::{Failure, WorkloadResult};
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct ReadsArguments {
-    #[arg(long)]
-    pub objects: usize,
-    #[arg(long)]
-    pub run_ms: u64,
+crate::workload::arguments! {
+    ReadsArguments:
+    objects: usize,
+    run_ms: u64,
 }
 
 /// A value of 192 bytes. Its first word is the index of another value, so that all values form one cycle.

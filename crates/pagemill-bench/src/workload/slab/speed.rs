@@ -33,26 +33,22 @@ pub enum Subject {
     ShardedSlab,
 }
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct SpeedArguments {
-    #[arg(long)]
-    pub subject: Subject,
-    #[arg(long)]
-    pub pattern: Pattern,
+crate::workload::arguments! {
+    SpeedArguments:
+    subject: Subject,
+    pattern: Pattern,
     /// Bytes of an object.
-    #[arg(long)]
-    pub size: usize,
-    #[arg(long, default_value_t = 1)]
-    pub threads: usize,
+    size: usize,
+    #[arg(default_value_t = 1)]
+    threads: usize,
     /// Number of live objects of all threads together in the pattern `churn`, which replaces random objects.
-    #[arg(long, default_value_t = 100_000)]
-    pub live: usize,
+    #[arg(default_value_t = 100_000)]
+    live: usize,
     /// Duration of the measurement in ms; without it, `--pairs` applies.
-    #[arg(long)]
-    pub measure_ms: Option<u64>,
+    measure_ms: Option<u64>,
     /// Number of pairs of allocation and free to run on one thread, if no duration is given.
-    #[arg(long, default_value_t = 100_000)]
-    pub pairs: u64,
+    #[arg(default_value_t = 100_000)]
+    pairs: u64,
 }
 
 /// Number of pairs of allocation and free in a step of every pattern, and number of objects in a batch.

@@ -23,16 +23,13 @@ const PHASE_MOVING: u8 = 1;
 /// Phase of a run in which the measured thread must end.
 const PHASE_OVER: u8 = 2;
 
-#[derive(Clone, Debug, clap::Args)]
-pub struct StallsArguments {
-    #[command(flatten)]
-    pub subject_options: SubjectOptions,
+crate::workload::arguments! {
+    StallsArguments:
     /// Compact the cache in small steps with pauses, instead of all at once.
-    #[arg(long)]
-    pub steps: bool,
+    steps: bool,
     /// Milliseconds for which the measured thread first runs alone.
-    #[arg(long)]
-    pub quiet_ms: u64,
+    quiet_ms: u64,
+    ..subject_options: SubjectOptions,
 }
 
 /// Measures the latencies of allocations and frees. The resulting JSON has their percentiles in the phases

@@ -5,18 +5,17 @@ use crate::workload::{Failure, WorkloadResult};
 use serde_json::json;
 use std::time::Instant;
 
-/// Make random operations on slab caches of all kinds and several object sizes, while their objects are moved.
-#[derive(Clone, Debug, clap::Args)]
-pub struct TortureArguments {
+crate::workload::arguments! {
+    /// Make random operations on slab caches of all kinds and several object sizes, while their objects are moved.
+    TortureArguments:
     /// Number of operations for each kind of cache.
-    #[arg(long, default_value_t = 100_000_000)]
-    pub operations: u64,
+    #[arg(default_value_t = 100_000_000)]
+    operations: u64,
     /// Number of threads that operate on the cache of each of the five object sizes.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
-    pub threads: u64,
+    #[arg(default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
+    threads: u64,
     /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: the current time.
-    #[arg(long)]
-    pub seed: Option<u64>,
+    seed: Option<u64>,
 }
 
 /// Runs the random operations on each kind of slab cache. Returns [`Failure::WrongAnswer`] if a check failed.

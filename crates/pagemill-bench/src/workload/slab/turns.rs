@@ -15,19 +15,16 @@ pub const DEFRAG_STEP_BUDGET: Duration = Duration::from_millis(1);
 /// Pause between two steps of background defragmentation.
 pub const DEFRAG_PAUSE: Duration = Duration::from_millis(10);
 
-/// Arguments of a run in turns. In each turn, objects are replaced and then walked, with or without a concurrent thread
-/// that moves them.
-#[derive(Clone, Debug, clap::Args)]
-pub struct TurnsArguments {
+crate::workload::arguments! {
+    /// Arguments of a run in turns. In each turn, objects are replaced and then walked, with or without a concurrent
+    /// thread that moves them.
+    TurnsArguments:
     /// Number of turns. In each turn, as many objects are replaced as exist.
-    #[arg(long)]
-    pub turns: usize,
+    turns: usize,
     /// Milliseconds for which the objects are walked in each turn.
-    #[arg(long)]
-    pub turn_ms: u64,
+    turn_ms: u64,
     /// Let a concurrent thread compact partial slabs.
-    #[arg(long)]
-    pub moving: bool,
+    moving: bool,
 }
 
 impl TurnsArguments {

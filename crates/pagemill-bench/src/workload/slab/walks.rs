@@ -21,23 +21,19 @@ const MAX_SUBDIRECTORIES: usize = 10;
 /// Number of entries in the tree before nine tenths are removed, divided by the number of entries afterwards.
 const SHRINK_FACTOR: usize = 10;
 
-/// Arguments of a run in which a tree of directories and files is changed between walks.
-#[derive(Clone, Debug, clap::Args)]
-pub struct TreeArguments {
-    #[arg(long)]
-    pub entries: usize,
-    #[command(flatten)]
-    pub turns: TurnsArguments,
+crate::workload::arguments! {
+    /// Arguments of a run in which a tree of directories and files is changed between walks.
+    TreeArguments:
+    entries: usize,
+    ..turns: TurnsArguments,
 }
 
-/// Arguments of a run in which nine tenths of a tree of directories and files are removed. The rest is walked before
-/// and after compaction.
-#[derive(Clone, Debug, clap::Args)]
-pub struct PackedArguments {
-    #[arg(long)]
-    pub entries: usize,
-    #[arg(long)]
-    pub turn_ms: u64,
+crate::workload::arguments! {
+    /// Arguments of a run in which nine tenths of a tree of directories and files are removed. The rest is walked
+    /// before and after compaction.
+    PackedArguments:
+    entries: usize,
+    turn_ms: u64,
 }
 
 /// A tree of directories and files, and a model of its contents with which walks are compared.

@@ -31,20 +31,16 @@ const TURN_COUNT: u32 = 4;
 /// Number of page copies between two reads of the clock.
 const BATCH_COPIES: usize = 64;
 
-/// Arguments of a run in which one thread copies pages while another thread reads from a device. The copies are hits of
-/// a page cache, and the reads are misses of the same cache. With `--plain`, plain memory is copied, and a bare
-/// io_uring makes the reads. That shows how much the machine itself slows copies down.
-#[derive(Clone, Debug, clap::Args)]
-pub struct HitsArguments {
-    #[command(flatten)]
-    pub source: Source,
-    #[arg(long)]
-    pub cache_mib: u64,
+crate::workload::arguments! {
+    /// Arguments of a run in which one thread copies pages while another thread reads from a device. The copies are
+    /// hits of a page cache, and the reads are misses of the same cache. With `--plain`, plain memory is copied, and a
+    /// bare io_uring makes the reads. That shows how much the machine itself slows copies down.
+    HitsArguments:
+    cache_mib: u64,
     /// Use plain memory and a bare io_uring instead of the cache
-    #[arg(long)]
-    pub plain: bool,
-    #[arg(long)]
-    pub run_ms: u64,
+    plain: bool,
+    run_ms: u64,
+    ..source: Source,
 }
 
 type Record = [u8; RECORD_BYTES];

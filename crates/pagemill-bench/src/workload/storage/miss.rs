@@ -31,33 +31,27 @@ const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 /// Number of reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
-/// Arguments of a run that reads pages of a file through a page cache that is smaller than the file.
-#[derive(Clone, Debug, clap::Args)]
-pub struct MissArguments {
-    #[command(flatten)]
-    pub source: Source,
-    #[arg(long)]
-    pub cache_mib: u64,
+crate::workload::arguments! {
+    /// Arguments of a run that reads pages of a file through a page cache that is smaller than the file.
+    MissArguments:
+    cache_mib: u64,
     /// Number of threads that read one page at a time and block meanwhile
-    #[arg(long, conflicts_with = "depth")]
-    pub threads: Option<usize>,
+    #[arg(conflicts_with = "depth")]
+    threads: Option<usize>,
     /// Number of reads that one thread keeps in flight
-    #[arg(long)]
-    pub depth: Option<u32>,
+    depth: Option<u32>,
     /// Number of futures that one thread polls
-    #[arg(long, conflicts_with_all = ["threads", "depth"])]
-    pub futures: Option<usize>,
+    #[arg(conflicts_with_all = ["threads", "depth"])]
+    futures: Option<usize>,
     /// Begin with an empty cache
-    #[arg(long)]
-    pub cold: bool,
+    cold: bool,
     /// Bytes of a page, which one transfer reads
-    #[arg(long, default_value_t = RECORD_BYTES)]
-    pub io_bytes: usize,
+    #[arg(default_value_t = RECORD_BYTES)]
+    io_bytes: usize,
     /// Read sequentially instead of randomly
-    #[arg(long)]
-    pub sequential: bool,
-    #[arg(long)]
-    pub run_ms: u64,
+    sequential: bool,
+    run_ms: u64,
+    ..source: Source,
 }
 
 /// Makes a page cache whose folios have `folio_bytes` bytes: huge folios of small pages if that is 2 MiB, otherwise

@@ -12,25 +12,22 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use pagemill_store::FileStore;
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Map, Value};
 
 use super::Failure;
 use crate::histogram::Histogram;
+use crate::native;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
 
-/// Arguments that describe the file to read or write, as [`crate::storage::target::Target`] passes them.
-#[derive(Clone, Debug, clap::Args)]
-pub struct Source {
-    #[arg(long)]
-    pub file: PathBuf,
+crate::workload::arguments! {
+    /// Arguments that describe the file to read or write, as [`crate::storage::target::Target`] passes them.
+    Source:
+    file: PathBuf,
     /// Number of bytes at the start of the file that are used
-    #[arg(long)]
-    pub len_bytes: u64,
+    len_bytes: u64,
     /// Each record of the file has a stamp of its offset, which reads check
-    #[arg(long)]
-    pub pattern: bool,
+    pattern: bool,
 }
 
 impl Source {
@@ -64,12 +61,6 @@ fn check_direct(store: &FileStore) -> Result<(), Failure> {
     if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
 }
 
-/// Returns the user and system CPU time that this process has used so far.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
 /// The start of an interval whose duration and CPU time are measured.
 struct IntervalStart {
     begun: Instant,
@@ -84,11 +75,11 @@ struct Elapsed {
 
 impl IntervalStart {
     fn begin() -> Self {
-        Self { begun: Instant::now(), cpu: cpu_time() }
+        Self { begun: Instant::now(), cpu: native::own_cpu_time() }
     }
 
     fn end(&self) -> Elapsed {
-        let cpu = cpu_time().saturating_sub(self.cpu);
+        let cpu = native::own_cpu_time().saturating_sub(self.cpu);
         Elapsed { seconds: self.begun.elapsed().as_secs_f64(), cpu_seconds: cpu.as_secs_f64() }
     }
 }

@@ -20,20 +20,16 @@ const PAGES_PER_CHANGED_ONE: u64 = 8;
 /// Number of pages that are read back from the file and checked after the last round.
 const READ_BACK_COUNT: usize = 32;
 
-/// Arguments of a run that changes resident pages of a file and writes them back. The file's previous content is lost.
-#[derive(Clone, Debug, clap::Args)]
-pub struct OverwriteArguments {
-    #[command(flatten)]
-    pub source: Source,
-    #[arg(long)]
-    pub cache_mib: u64,
-    #[arg(long)]
-    pub io_bytes: usize,
+crate::workload::arguments! {
+    /// Arguments of a run that changes resident pages of a file and writes them back. The file's previous content is
+    /// lost.
+    OverwriteArguments:
+    cache_mib: u64,
+    io_bytes: usize,
     /// Change scattered pages instead of sequential ones
-    #[arg(long)]
-    pub random: bool,
-    #[arg(long)]
-    pub run_ms: u64,
+    random: bool,
+    run_ms: u64,
+    ..source: Source,
 }
 
 /// Changes pages and writes them back until the time is over, then checks the file.

@@ -21,31 +21,23 @@ const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum number of written offsets whose data is read back and checked.
 const READ_BACK_COUNT: usize = 32;
 
-/// Arguments of a run that keeps `depth` transfers of one length in flight in an io_uring.
-#[derive(Clone, Debug, clap::Args)]
-pub struct RingArguments {
-    #[command(flatten)]
-    pub source: Source,
-    #[arg(long)]
-    pub io_bytes: usize,
-    #[arg(long)]
-    pub depth: usize,
+crate::workload::arguments! {
+    /// Arguments of a run that keeps `depth` transfers of one length in flight in an io_uring.
+    RingArguments:
+    io_bytes: usize,
+    depth: usize,
     /// Number of transfers that are submitted together; with a smaller number the device starts earlier
-    #[arg(long, default_value_t = 1)]
-    pub batch: usize,
-    #[arg(long)]
-    pub memory: PageKind,
+    #[arg(default_value_t = 1)]
+    batch: usize,
+    memory: PageKind,
     /// Register the buffers with the kernel beforehand
-    #[arg(long)]
-    pub registered: bool,
+    registered: bool,
     /// Use random offsets instead of sequential ones
-    #[arg(long)]
-    pub random: bool,
+    random: bool,
     /// Write instead of read; the file's content is lost
-    #[arg(long)]
-    pub write: bool,
-    #[arg(long)]
-    pub run_ms: u64,
+    write: bool,
+    run_ms: u64,
+    ..source: Source,
 }
 
 /// An endless sequence of offsets in a file, sequential or random.

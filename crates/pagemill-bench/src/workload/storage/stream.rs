@@ -45,20 +45,15 @@ impl Way {
     }
 }
 
-/// Arguments of a pass over a file. With `--write` the file's previous content is lost.
-#[derive(Clone, Debug, clap::Args)]
-pub struct StreamArguments {
-    #[command(flatten)]
-    pub source: Source,
-    #[arg(long)]
-    pub way: Way,
-    #[arg(long)]
-    pub cache_mib: u64,
-    #[arg(long)]
-    pub call_bytes: usize,
+crate::workload::arguments! {
+    /// Arguments of a pass over a file. With `--write` the file's previous content is lost.
+    StreamArguments:
+    way: Way,
+    cache_mib: u64,
+    call_bytes: usize,
     /// Write the file instead of reading it
-    #[arg(long)]
-    pub write: bool,
+    write: bool,
+    ..source: Source,
 }
 
 /// Reads or writes the whole file once, and checks the bytes.

@@ -19,20 +19,16 @@ use crate::workload::{Failure, WorkloadResult};
 /// Maximum number of pages directly after written pages that are checked to be unchanged.
 const MAX_NEIGHBOURS: usize = 256;
 
-/// Arguments of a run that writes scattered pages of a file. The file's previous content is lost.
-#[derive(Clone, Debug, clap::Args)]
-pub struct WritebackArguments {
-    #[command(flatten)]
-    pub source: Source,
+crate::workload::arguments! {
+    /// Arguments of a run that writes scattered pages of a file. The file's previous content is lost.
+    WritebackArguments:
     /// Write one page of the file in this many
-    #[arg(long)]
-    pub one_of: u64,
+    one_of: u64,
     /// Seed for the choice of the pages
-    #[arg(long)]
-    pub seed: u64,
+    seed: u64,
     /// Use a bare io_uring of this depth instead of the cache
-    #[arg(long)]
-    pub ring: Option<usize>,
+    ring: Option<usize>,
+    ..source: Source,
 }
 
 /// The start of an interval, and the values of the counters of written bytes and of writes at that time.
