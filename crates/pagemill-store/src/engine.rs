@@ -185,8 +185,8 @@ impl TransferEngine {
         }
     }
 
-    /// Returns whether the engine's thread may wait for its ring: the queue is empty, or the ring is full. With an empty
-    /// queue, the next job wakes the thread.
+    /// Returns whether the engine's thread may wait for its ring: the queue is empty, or the ring is full. With an
+    /// empty queue, the next job wakes the thread.
     fn may_wait(&self, is_ring_full: bool) -> bool {
         let mut submissions = self.submissions();
         submissions.is_awake = !submissions.jobs.is_empty();

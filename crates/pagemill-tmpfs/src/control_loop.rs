@@ -262,8 +262,8 @@ impl ControlLoop {
             self.scanning.hurry(is_asked || !self.blocked.is_empty());
             let is_urgent = !self.blocked_bounds(false).is_empty();
             self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_urgent, is_asked);
-            // The worker closes a file before it answers. Without process ids, its close is recognized only if the event is
-            // read before the answer.
+            // The worker closes a file before it answers. Without process ids, its close is recognized only if the
+            // event is read before the answer.
             if std::mem::take(&mut self.has_replies) && !self.table.may_ask_for_group() {
                 self.read_events_now();
             }

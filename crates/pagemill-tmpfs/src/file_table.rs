@@ -223,8 +223,8 @@ impl FileTable {
         // The group is recorded also if the file has another name by now.
         let writer = self.group_of_writer(pid);
         let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
-        // Without a process id, the worker's own close is known by the file. If a user writes to the file meanwhile, the
-        // worker reports that the file is in use, or the next scan finds the change.
+        // Without a process id, the worker's own close is known by the file. If a user writes to the file meanwhile,
+        // the worker reports that the file is in use, or the next scan finds the change.
         let is_of_worker = !self.may_ask_for_group && pid == 0 && self.pages.is_sent(seen.inode);
         if !seen.is_file() || is_of_worker {
             return;
@@ -638,9 +638,9 @@ mod tests {
         assert!(!table.recheck_volatile_files() && table.wants_scan);
     }
 
-    /// A folder is moved during a scan, which does not find the files below the folder. They must stay in the index, other
-    /// files that the scan did not find must not, and another scan must be requested. A move before the scan must have no
-    /// effect.
+    /// A folder is moved during a scan, which does not find the files below the folder. They must stay in the index,
+    /// other files that the scan did not find must not, and another scan must be requested. A move before the scan must
+    /// have no effect.
     #[test]
     fn a_folder_that_is_moved_during_a_scan_is_scanned_again() {
         let Some(place) = Place::new() else { return };

@@ -2,13 +2,13 @@
 //!
 //! The kernel executes all file operations. A close after writing and a rename also queue an event for the controller.
 //! An open can wait while the file is purged, while the worker has a lease on it, or while writers are faster than
-//! purges ([`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets
-//! the file system's size according to the limits, and creates huge pages for dense files.
+//! purges ([`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached,
+//! sets the file system's size according to the limits, and creates huge pages for dense files.
 //!
 //! Modules, from bottom to top:
 //!
-//! - [`messages`]: messages to the user. [`policy`]: the marks that users set on files. [`file_access`]: file operations
-//!   that follow no links.
+//! - [`messages`]: messages to the user. [`policy`]: the marks that users set on files. [`file_access`]: file
+//!   operations that follow no links.
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.

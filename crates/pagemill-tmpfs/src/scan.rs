@@ -110,10 +110,16 @@ pub enum Which {
     Relevant,
 }
 
-/// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips entries
-/// that are removed during the walk, the rest of a folder that is moved meanwhile, and the contents of folders deeper
-/// than `MAX_FOLDER_DEPTH`. The event of the move requests another scan ([`crate::file_table`]); without events, the
-/// next periodic scan finds the files. The walk itself cannot distinguish a moved folder from a removed one. Does not sleep while `is_hurried` is set.
+/// Walks the file system and passes its folders and files to `tell`, each folder before its contents. Skips:
+///
+/// - entries that are removed during the walk,
+/// - the rest of a folder that is moved meanwhile,
+/// - the contents of folders deeper than `MAX_FOLDER_DEPTH`.
+///
+/// Does not sleep while `is_hurried` is set.
+///
+/// The walk itself cannot distinguish a moved folder from a removed one. The event of the move requests another scan
+/// ([`crate::file_table`]); without events, the next periodic scan finds the files.
 ///
 /// No folder is open while the scan sleeps, or during a call of `tell`, which can wait. The handle of a deleted folder
 /// can be opened, as if the folder existed, until the last descriptor is closed.
@@ -334,8 +340,8 @@ mod tests {
         links.into_iter().any(|target| target.starts_with(folder))
     }
 
-    /// A folder has more entries than are examined at a time. All must be reported once. While an entry is reported, the
-    /// folder must not be open.
+    /// A folder has more entries than are examined at a time. All must be reported once. While an entry is reported,
+    /// the folder must not be open.
     #[test]
     fn no_folder_is_open_while_entries_are_reported() {
         let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -360,8 +366,8 @@ mod tests {
     }
 
     /// A folder has more names than are read at a time. While its files are reported, the reported ones are deleted and
-    /// as many others are created. Each of the first files must be reported once, the scan must end, and the folder must
-    /// not be open in between.
+    /// as many others are created. Each of the first files must be reported once, the scan must end, and the folder
+    /// must not be open in between.
     #[test]
     fn a_large_folder_is_scanned_while_it_changes() {
         const FILES: usize = 2 * NAMES_AT_A_TIME + 1;

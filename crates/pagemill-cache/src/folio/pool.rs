@@ -313,13 +313,13 @@ impl Pool {
             .then(|| unsafe { self.frames.get_unchecked(number as usize) })
     }
 
-    /// Prefetches the cache line at offset `at` of a folio that is about to be read.
+    /// Prefetches into the CPU cache the line at offset `at` of a folio that is about to be read.
     #[inline]
-    pub fn prefetch(&self, number: u32, at: usize) {
+    pub fn prefetch_bytes(&self, number: u32, at: usize) {
         mem::prefetch(self.addr(number) + at);
     }
 
-    /// Prefetches the frame of page `number`.
+    /// Prefetches into the CPU cache the frame of page `number`.
     #[inline]
     pub fn prefetch_frame(&self, number: u32) {
         mem::prefetch(std::ptr::from_ref(self.frame(number)) as usize);
@@ -391,17 +391,17 @@ impl Pool {
         })
     }
 
-    /// Allocates `most` consecutive free pages that have memory. If no run is that long, allocates a part of a shorter
-    /// run: a power of two of pages, at least `least`. Returns the numbers of the pages. Each page is *Busy*, and is
-    /// freed separately.
-    pub fn allocate_free_contiguous(&self, most: u32, least: u32) -> Option<Range<u32>> {
-        debug_assert!(least > 0 && least <= most);
+    /// Allocates `max_pages` contiguous free pages that have memory, from one free run of the buddy allocator. If no
+    /// run is that long, allocates a whole shorter run of at least `min_pages` pages. Returns the page numbers, or
+    /// `None` if there is no such run. Each page is *Busy*, and is freed separately.
+    pub fn allocate_free_contiguous(&self, max_pages: u32, min_pages: u32) -> Option<Range<u32>> {
+        debug_assert!(min_pages > 0 && min_pages <= max_pages);
         let order_for = |pages: u32| pages.next_power_of_two().trailing_zeros() as u8;
-        let orders = order_for(least)..=order_for(most).min(self.chunk_order);
+        let orders = order_for(min_pages)..=order_for(max_pages).min(self.chunk_order);
         self.state.with(|state| {
             let taken = |order| Some((order, state.buddies.allocate(&self.frames, order)?));
             let (order, (number, is_zero)) = orders.rev().find_map(taken)?;
-            let (end, run_end) = (number + most.min(1 << order), number + (1 << order));
+            let (end, run_end) = (number + max_pages.min(1 << order), number + (1 << order));
             (number..run_end).for_each(|page| self.word(page).assign(Kind::Busy, 0));
             (end..run_end).for_each(|page| state.buddies.free(&self.frames, page, 0, is_zero));
             self.publish_free_chunks(state);

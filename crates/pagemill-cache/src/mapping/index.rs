@@ -6,7 +6,7 @@ use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_xarray::Found;
 
-/// A pinned folio of a file.
+/// Location of a folio that the caller has pinned, and must unpin (`Inner::unpin`).
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub number: u32,
@@ -107,10 +107,10 @@ impl File {
         }
     }
 
-    /// Removes the folios that lie completely between the pages `first` and `last`. Returns the bytes freed. Pinned and
-    /// held folios are freed later.
+    /// Removes from the index the folios that lie completely in pages `first..=last`. Returns the bytes freed. A pinned
+    /// folio is freed by its last unpin, a held or frozen one by the thread that ends this state.
     pub(crate) fn remove_pages(&self, first: u64, last: u64) -> u64 {
-        /// Maximum number of folios that are removed under one lock of the index.
+        /// Maximum number of folios that are removed in one acquisition of the index's lock.
         const BATCH: usize = 256;
         let mut removed = 0;
         let mut from = first;

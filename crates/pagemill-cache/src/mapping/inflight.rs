@@ -4,11 +4,11 @@
 //! the request before it checks the index, and before it reads the store. So concurrent reads of a page are merged into
 //! one, and no page is loaded, changed, written back and evicted while another thread holds older bytes of the store.
 //!
-//! | [`Kind`] | completed by | a request for the same pages |
+//! | [`Kind`] | completed by | a later request for the same pages |
 //! |---|---|---|
 //! | `Uncancellable` | the registering thread, or the store's thread | waits |
-//! | `Cancellable` | a later call of a queue's owner, perhaps never | cancels it, unless it is `Cancellable`, too |
-//! | `CancellableTimedOut` | as `Cancellable` | cancels it, unless it is `Cancellable` |
+//! | `Cancellable` | a later call of a queue's owner, perhaps never | cancels this one; but a `Cancellable` request waits |
+//! | `CancellableTimedOut` | as `Cancellable` | cancels this one; but a `Cancellable` request waits |
 //!
 //! A cancelled request is not in the table any more ([`InflightTable::contains`]), and must not publish its pages.
 //! Threads wait in [`InflightTable::wait`]. Tasks register a waker ([`Completion`]).
@@ -72,7 +72,8 @@ pub(crate) struct RequestId {
 /// Whether a request can be cancelled, and whether it cancels others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Completes without further calls of the program. Cancels cancellable requests for its pages.
+    /// Completes even if the program makes no further call: in the registering call, or on a thread of the store.
+    /// Cancels cancellable requests for its pages.
     Uncancellable,
     /// Completes in a later call of its owner. Waits for all other requests.
     Cancellable,
@@ -84,7 +85,7 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conflict {
     pub id: RequestId,
-    /// The first and last page of that read.
+    /// The pages of that read: `first..=last`.
     pub pages: (u64, u64),
 }
 
@@ -116,8 +117,8 @@ impl Drop for InflightGuard<'_> {
 }
 
 impl InflightTable {
-    /// Registers a request for pages of a file. All pages lie in the range of one huge folio, which begins at `range`.
-    /// Removes the requests that the new one cancels.
+    /// Registers a request for pages `first..=last` of a file, given as `pages`. All lie in the range of one huge
+    /// folio, which begins at `range`. Removes the requests that the new one cancels.
     ///
     /// # Errors
     ///
@@ -172,7 +173,7 @@ impl InflightTable {
         self.shards[id.shard].reads.with(find)
     }
 
-    /// Sets a lower last page of a request. Other requests may then read the pages behind `last`.
+    /// Sets a lower last page of a request. Other requests may then read the pages after `last`.
     pub fn shorten(&self, id: RequestId, last: u64) {
         self.with_read(id, |read| read.last = last);
     }
@@ -246,7 +247,7 @@ impl Drop for Completion<'_> {
 }
 
 impl File {
-    /// Registers a request for pages in the range of one huge folio.
+    /// Registers a request for pages `first..=last`, which must lie in the range of one huge folio.
     ///
     /// # Errors
     ///
@@ -255,15 +256,16 @@ impl File {
         self.cache.inflight.register(self.serial, self.span_of(first).start, (first, last), kind)
     }
 
-    /// Registers a request for pages in the range of one huge folio, unless another request for some of them is in
-    /// flight.
+    /// Registers an `Uncancellable` request for pages `first..=last`, which must lie in the range of one huge folio.
+    /// Returns `None` if a conflicting request is in flight.
     pub(crate) fn try_register(&self, first: u64, last: u64) -> Option<InflightGuard<'_>> {
         let id = self.register(first, last, Kind::Uncancellable).ok()?;
         Some(InflightGuard::new(&self.cache, id))
     }
 
-    /// Registers a request for pages in the range of one huge folio. Waits while other requests for some of them are in
-    /// flight. The pages may be in memory afterwards.
+    /// Registers an `Uncancellable` request for pages `first..=last`, which must lie in the range of one huge folio.
+    /// Blocks while a conflicting request is in flight. Another thread may have read the pages meanwhile, so the caller
+    /// must check the index.
     ///
     /// # Errors
     ///
@@ -324,7 +326,8 @@ mod tests {
         }
     }
 
-    /// Requests for the same pages of one file exclude each other. A cancellable request is removed by another one.
+    /// At most one request is registered for a page of a file. A cancellable request is cancelled by an `Uncancellable`
+    /// or `CancellableTimedOut` one, not by a `Cancellable` one.
     #[test]
     fn one_request_reads_a_page() {
         let table = InflightTable::default();
@@ -336,21 +339,21 @@ mod tests {
                 assert_eq!((other.id, other.pages), (firm, (4, 7)));
             }
         }
-        let (before, behind, other) = (
+        let (before, after, other) = (
             register(1, 3, 3, Kind::Uncancellable),
             register(1, 8, 8, Kind::Cancellable),
             register(2, 4, 7, Kind::Uncancellable),
         );
-        let (before, behind, other) = (before.unwrap(), behind.unwrap(), other.unwrap());
+        let (before, after, other) = (before.unwrap(), after.unwrap(), other.unwrap());
         assert!(register(1, 8, 8, Kind::Cancellable).is_err(), "cancellable requests wait for each other");
         let timed_out = register(1, 8, 8, Kind::CancellableTimedOut).expect("the wait has an end");
         let last = register(1, 8, 8, Kind::Uncancellable).unwrap();
-        assert!(!table.contains(behind) && !table.contains(timed_out) && table.contains(last) && table.contains(firm));
+        assert!(!table.contains(after) && !table.contains(timed_out) && table.contains(last) && table.contains(firm));
         assert!(register(1, 8, 8, Kind::Uncancellable).is_err(), "the request completes without further calls");
         table.shorten(firm, 5);
         let rest = register(1, 6, 7, Kind::Uncancellable).expect("no request reads these pages any more");
         assert!(register(1, 5, 5, Kind::Uncancellable).is_err());
-        [firm, rest, before, behind, other, last].into_iter().for_each(|id| table.complete(id));
+        [firm, rest, before, after, other, last].into_iter().for_each(|id| table.complete(id));
         assert!(table.shards.iter().all(|shard| shard.reads.with(|reads| reads.is_empty())));
     }
 

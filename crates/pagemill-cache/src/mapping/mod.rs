@@ -3,12 +3,12 @@
 //! ```text
 //!   cache/      files that share a page size, a limit and a policy; their settings and figures
 //!     file/       one file: a handle's operations, one file per verb
-//!       index       page index -> folio
-//!       inflight    the reads in flight; one request reads a page at a time
-//!       request     an unpublished folio: reserve, fill, publish
-//!       submit      asynchronous reads of a store
-//!       drivers/    what runs requests: futures, queues, readahead
-//!       writeback/  dirty folios, and writing them to the store
+//!     index       page index -> folio
+//!     inflight    the reads in flight; at most one request is registered for a page
+//!     request     an unpublished folio: reserve, fill, publish
+//!     submit      asynchronous reads of a store
+//!     drivers/    what runs requests: blocking calls, queues, futures, readahead
+//!     writeback/  dirty folios, and writing them to the store
 //!     evict/      the eviction order
 //!     huge/       collapse into huge folios, and splits
 //! ```
@@ -30,8 +30,8 @@
 //! called with the gate held, so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
-//! `pagemill_xarray::Forests`. Lock order: gate, table of in-flight reads (files with a store), index, the pool's state.
-//! Diagram and table: docs/states-and-locks.md.
+//! `pagemill_xarray::Forests`. Lock order: gate, table of in-flight reads (files with a store), index, the pool's
+//! state. Diagram and table: docs/states-and-locks.md.
 
 mod cache;
 mod drivers;
@@ -88,7 +88,7 @@ const SLOW_DROP_US: u64 = 1000;
 /// Serial number of the next file that is created in this process.
 static NEXT_SERIAL: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// A file of a cache. It is created in an [`Arc`] (`file.rs`) and never moves out of it.
+/// A file of a cache. It is created in an [`Arc`] (`file/mod.rs`) and never moves out of it.
 pub(crate) struct File {
     /// The cache's pool. A copy of `cache.pool`, which saves a load.
     pool: &'static Pool,
@@ -255,7 +255,7 @@ impl File {
 
     /// Returns the largest possible length of a file.
     fn max_bytes(&self) -> u64 {
-        // The last index is unused, so that the index behind the last page is valid, too.
+        // The last index is unused, so that the index after the last page is valid, too.
         (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
     }
 

@@ -1,8 +1,10 @@
 //! Unpublished folios: allocated and filled by one request, in no index yet.
 //!
-//! A request has four steps. *Reserve* registers it in the table of in-flight reads and allocates memory. *Submit*
-//! gives the read to the store. *Complete* follows the read. *Publish* enters the folio into the index. A write
-//! reserves memory, fills it, and registers its request just before it publishes the folio.
+//! A read has three steps. *Reserve* registers a request in the table of in-flight reads and allocates memory. *Submit*
+//! gives the read to the store. *Publish*, after the store has completed the read, enters the folio into the index.
+//! Dropping the value ends the request (`InflightTable::complete`).
+//!
+//! A write reserves memory, fills it, and registers its request just before it publishes the folio.
 #![allow(unsafe_code)] // the memory of unpublished folios as slices and buffers
 
 use super::File;
@@ -28,13 +30,13 @@ use std::sync::Arc;
 /// Name of the operation in errors of the store.
 pub(crate) const READING: &str = "reading a file into memory";
 
-/// Maximum number of bytes of one read into pages that are not adjacent. Such a read needs a buffer.
+/// Maximum number of bytes of one read into pages that are not contiguous in memory. Such a read needs a buffer.
 const MAX_SCATTERED_BYTES: usize = BLOCK_BYTES / 8;
 
-/// Minimum length of adjacent pages for a request that wants more. Shorter runs would make many short transfers.
-const MIN_ADJACENT_BYTES: usize = BLOCK_BYTES / 32;
+/// Minimum length of contiguous pages for a request that wants more. Shorter runs would make many short transfers.
+const MIN_CONTIGUOUS_BYTES: usize = BLOCK_BYTES / 32;
 
-/// Maximum number of pages that are published, or created by a write, under one lock of the index.
+/// Maximum number of pages that are published, or created by a write, in one acquisition of the index's lock.
 pub(crate) const MAX_BATCH_PAGES: usize = 64;
 
 /// Why pages are read into memory.
@@ -49,7 +51,7 @@ pub(crate) enum Purpose {
 }
 
 impl Purpose {
-    fn cause(self) -> Cause {
+    fn policy_cause(self) -> Cause {
         if self == Self::Write { Cause::Write } else { Cause::Read }
     }
 
@@ -78,11 +80,12 @@ pub(crate) enum Reserved<F: Deref<Target = File> = Arc<File>> {
 ///
 /// Only the owner of this value accesses the pages that are not published.
 enum Memory {
-    /// One folio. Reads access it directly.
+    /// One folio. The store's read fills it without a bounce buffer.
     Folio(NewFolio),
-    /// Adjacent pages. Reads access them directly.
-    Adjacent { number: u32, count: u32 },
-    /// Pages that are not adjacent. Reads use the buffer; a write needs none.
+    /// `count` pages that are contiguous in memory, from page `number` on. The store's read fills them without a bounce
+    /// buffer.
+    Contiguous { number: u32, count: u32 },
+    /// Pages that are not contiguous in memory. The store's read fills the buffer; a write needs none.
     Scattered { numbers: Vec<u32>, buffer: Option<Aligned> },
 }
 
@@ -93,7 +96,7 @@ impl Memory {
     fn count(&self) -> usize {
         match self {
             Self::Folio(_) => 1,
-            Self::Adjacent { count, .. } => *count as usize,
+            Self::Contiguous { count, .. } => *count as usize,
             Self::Scattered { numbers, .. } => numbers.len(),
         }
     }
@@ -101,7 +104,7 @@ impl Memory {
     fn number(&self, at: usize) -> u32 {
         match self {
             Self::Folio(folio) => folio.number,
-            Self::Adjacent { number, .. } => number + at as u32,
+            Self::Contiguous { number, .. } => number + at as u32,
             Self::Scattered { numbers, .. } => numbers[at],
         }
     }
@@ -111,7 +114,8 @@ impl Memory {
         matches!(self, Self::Folio(NewFolio { is_zero: true, .. }))
     }
 
-    /// Returns the address of the memory that reads access.
+    /// Returns the address that a read of the store fills: that of the buffer for scattered pages, otherwise that of
+    /// the first page.
     fn addr(&self, pool: &Pool) -> NonNull<u8> {
         match self {
             Self::Scattered { buffer, .. } => buffer.as_ref().expect(NO_BUFFER).addr(),
@@ -120,11 +124,11 @@ impl Memory {
         }
     }
 
-    /// Calls `act` with the first bytes of the memory that reads access.
+    /// Calls `act` with the first `len_bytes` bytes of the memory that a read of the store fills.
     fn with_bytes<R>(&mut self, pool: &Pool, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         match self {
             Self::Folio(folio) => pool.with_bytes(folio, len_bytes, act),
-            Self::Adjacent { number, count } => {
+            Self::Contiguous { number, count } => {
                 assert!(len_bytes <= *count as usize * pool.page().bytes(), "the bytes lie in the pages");
                 // SAFETY: the pages are mapped while they are allocated, and this value has exclusive access (type
                 // invariant).
@@ -135,7 +139,7 @@ impl Memory {
     }
 }
 
-/// An unpublished folio, or unpublished pages that follow each other in the file. Dropping it frees the pages that were
+/// An unpublished folio, or unpublished pages that are contiguous in the file. Dropping it frees the pages that were
 /// not published, and completes the request.
 ///
 /// The file is an `Arc`, or a reference if the thread that reserves the folio also publishes it.
@@ -157,7 +161,8 @@ pub(crate) struct Unpublished<F: Deref<Target = File> = Arc<File>> {
     first: u64,
     /// Number of bytes that are read from the store. The others are zero.
     stored_bytes: usize,
-    /// Whether the read did not access the bytes behind `stored_bytes`.
+    /// Whether the store's read did not write to the bytes after the first `stored_bytes`, because its buffer ended
+    /// there.
     is_rest_unread: bool,
     /// [`File::revoked`] at the reservation.
     revoked: u32,
@@ -182,7 +187,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     pub fn reserve(file: F, pages: Range<u64>, kind: Kind, purpose: Purpose) -> Result<Reserved<F>> {
         let index = pages.start;
         let revoked = file.revoked.load(Acquire);
-        let is_huge = file.wants_huge(index, purpose.cause(), file.offset_of(index)..file.offset_of(index + 1));
+        let is_huge = file.wants_huge(index, purpose.policy_cause(), file.offset_of(index)..file.offset_of(index + 1));
         let mut span = file.span_of(index);
         if !is_huge {
             let max_bytes = file.cache.limit_bytes / SHARE_DIVISOR;
@@ -237,9 +242,9 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         let revoked = file.revoked.load(Acquire);
         if pages > 1 && file.store.is_some() {
             let wanted_bytes = (file.page_bytes() * pages) as u64;
-            // Adjacent pages are written back without a copy.
+            // Contiguous pages are written back without a copy.
             let has_room = file.cache.fits_limit(wanted_bytes) || file.cache.evict_in_background(wanted_bytes);
-            if let Some(memory) = has_room.then(|| file.allocate_adjacent(pages)).flatten() {
+            if let Some(memory) = has_room.then(|| file.allocate_contiguous_pages(pages)).flatten() {
                 return Ok(Self::new(file, memory, 0, index, revoked, Purpose::Write));
             }
         }
@@ -307,7 +312,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         self.file.offset_of(self.first)
     }
 
-    /// Returns the index of the page behind the last one.
+    /// Returns the index of the page after the last one.
     pub fn end(&self) -> u64 {
         self.index_at(self.memory.count())
     }
@@ -428,19 +433,19 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         Ok(true)
     }
 
-    /// Prefetches what the publication of a batch of the folios changes.
-    fn prefetch(&self, batch: Range<usize>) {
+    /// Prefetches into the CPU cache what the publication of a batch of the folios changes: index nodes and ghosts.
+    fn prefetch_metadata(&self, batch: Range<usize>) {
         let file = &*self.file;
-        file.tree.prefetch(self.index_at(batch.start));
+        file.tree.prefetch_entry(self.index_at(batch.start));
         for at in batch {
-            file.cache.order.prefetch(GhostKey::of(file.id, self.index_at(at), self.order));
+            file.cache.order.prefetch_ghosts(GhostKey::of(file.id, self.index_at(at), self.order));
         }
     }
 
     fn publish_batch(&mut self, batch: Range<usize>) -> Result<bool> {
         let (file, order) = (&*self.file, self.order);
         let (first, last) = (self.index_at(batch.start), self.index_at(batch.end) - 1);
-        self.prefetch(batch.clone());
+        self.prefetch_metadata(batch.clone());
         for at in batch.clone() {
             let number = self.memory.number(at);
             file.pool.set_owner(number, Owner { id: file.id, index: self.index_at(at) });
@@ -501,9 +506,9 @@ impl<F: Deref<Target = File>> Unpublished<F> {
 }
 
 impl Unpublished {
-    /// Prefetches what [`Unpublished::publish`] changes first.
+    /// Prefetches into the CPU cache what [`Unpublished::publish`] changes first.
     pub fn prefetch_publication(&self) {
-        self.prefetch(self.published..self.memory.count().min(MAX_BATCH_PAGES));
+        self.prefetch_metadata(self.published..self.memory.count().min(MAX_BATCH_PAGES));
     }
 
     /// Reserves a folio for a page that a queue requests. After a long wait (`is_timed_out`), the request cancels the
@@ -619,21 +624,21 @@ impl File {
         allocate(0).map(|folio| (folio, index))
     }
 
-    /// Allocates adjacent pages: `wanted`, or fewer if no run of free pages is that long, but at least
-    /// [`MIN_ADJACENT_BYTES`].
-    fn allocate_adjacent(&self, wanted: usize) -> Option<Memory> {
-        let min_pages = (MIN_ADJACENT_BYTES / self.page_bytes()).clamp(1, wanted);
+    /// Allocates pages that are contiguous in memory: `wanted`, or fewer if no run of free pages is that long, but at
+    /// least [`MIN_CONTIGUOUS_BYTES`].
+    fn allocate_contiguous_pages(&self, wanted: usize) -> Option<Memory> {
+        let min_pages = (MIN_CONTIGUOUS_BYTES / self.page_bytes()).clamp(1, wanted);
         let pages = self.cache.allocate_contiguous(wanted as u32, min_pages as u32)?;
-        Some(Memory::Adjacent { number: pages.start, count: pages.len() as u32 })
+        Some(Memory::Contiguous { number: pages.start, count: pages.len() as u32 })
     }
 
-    /// Allocates up to `wanted` pages: adjacent ones if possible.
+    /// Allocates up to `wanted` pages: contiguous ones if possible.
     fn allocate_pages(&self, wanted: usize) -> Option<Memory> {
         let wanted_bytes = (self.page_bytes() * wanted) as u64;
         if !self.cache.fits_limit(wanted_bytes) {
             self.cache.evict_in_background(wanted_bytes);
         }
-        if let Some(memory) = self.allocate_adjacent(wanted) {
+        if let Some(memory) = self.allocate_contiguous_pages(wanted) {
             return Some(memory);
         }
         let max_pages = wanted.min(MAX_SCATTERED_BYTES / self.page_bytes());
@@ -641,7 +646,7 @@ impl File {
         self.cache.allocate_more(max_pages, |page| numbers.push(page.number));
         match numbers.len() {
             0 => None,
-            1 => Some(Memory::Adjacent { number: numbers[0], count: 1 }),
+            1 => Some(Memory::Contiguous { number: numbers[0], count: 1 }),
             count => {
                 let buffer = Some(Aligned::new(count * self.page_bytes(), self.page_bytes()));
                 Some(Memory::Scattered { numbers, buffer })

@@ -484,7 +484,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Returns the buffers of the transfers whose [`Event::Done`] was not taken yet.
-    pub fn completed(&self) -> impl Iterator<Item = &B> {
+    pub fn completed_buffers(&self) -> impl Iterator<Item = &B> {
         self.events.iter().filter_map(|event| match event {
             Event::Done { buffer, .. } => Some(buffer),
             Event::Late { .. } => None,

@@ -29,9 +29,13 @@ impl Groups {
         self.groups.values_mut().for_each(|group| group.credit.record_name(file));
     }
 
-    /// Returns groups whose claims must be examined: with the claims, the limit of the group or of a group above it
-    /// could bound the size. Where the limit bounds the size already, the groups below it are examined again after a
-    /// second, since they may have deleted files. Returns at most `MAX_EXAMINED_GROUPS`, those with the largest claims.
+    /// Returns the groups whose claims must be examined: at most `MAX_EXAMINED_GROUPS`, largest claims first. These are
+    /// groups where counted and claimed bytes together reach the threshold ([`guard_bytes`]) at which their own limit,
+    /// or an ancestor's, bounds the size of the tmpfs. The claimed bytes must be at least the threshold divided by
+    /// `CLAIMS_DIVISOR`.
+    ///
+    /// If the counted bytes alone reach the threshold, a group is examined at most once a second, because its files may
+    /// have been deleted meanwhile.
     pub fn groups_to_examine(&mut self, now: Instant) -> Vec<GroupId> {
         let has_claims = |group: &Group| group.credit.claimed().sum() > 0 && !group.credit.samples().is_empty();
         if !self.groups.values().any(has_claims) {
@@ -68,8 +72,8 @@ impl Groups {
         self.groups.get(&group).map_or_else(Vec::new, |group| group.credit.samples().to_vec())
     }
 
-    /// Counts the claims of a group after its samples were examined at `now`. Of the `examined` samples, those in `charged`
-    /// exist and are charged to the group.
+    /// Counts the claims of a group after its samples were examined at `now`. Of the `examined` samples, those in
+    /// `charged` exist and are charged to the group.
     pub fn count_claims(&mut self, group: GroupId, charged: Vec<RecordedFile>, examined: usize, now: Instant) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.credit.count(charged, examined);

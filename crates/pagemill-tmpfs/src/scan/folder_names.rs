@@ -1,7 +1,7 @@
 //! The names in a folder, read in batches of bounded memory. The folder is not open between two batches.
 //!
 //! Since Linux 6.6 every entry of a tmpfs folder has an offset of its own, and a new entry has a higher offset than all
-//! others. So a batch continues behind the last one, whatever was created or deleted in between. On older kernels an
+//! others. So a batch continues after the last one, whatever was created or deleted in between. On older kernels an
 //! offset is a count of entries: if files that were read already are deleted between two batches, as many others are
 //! skipped until the next scan.
 
@@ -12,22 +12,23 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 
-/// Size of the buffer for one `getdents64` call: more than any single entry takes, and some 1,000 usual entries.
+/// Size of the buffer for one `getdents64` call. It holds any single entry, and some 1,000 entries with names of usual
+/// length.
 const BUFFER_BYTES: usize = 32 << 10;
 
 /// Names that are still to be read from a folder.
 pub(super) struct UnreadNames {
     /// Offset of the next entry.
     offset: u64,
-    /// Maximum number of names that are still returned. Without a maximum, a process that creates files faster than
-    /// they are read would keep the scan in one folder.
-    max_names: u64,
+    /// Number of names that may still be returned; 0 at the end. Without this bound, a process that creates files
+    /// faster than they are read would keep the scan in one folder.
+    names_left: u64,
 }
 
 impl UnreadNames {
     /// Starts at the folder's first name. `max_names` must be at least the number of entries that the folder has now.
     pub(super) fn new(max_names: u64) -> Self {
-        Self { offset: 0, max_names }
+        Self { offset: 0, names_left: max_names }
     }
 
     /// Returns the next names: at least `min_names` and some 1,000 more, or fewer at the end of the folder. Returns
@@ -39,16 +40,16 @@ impl UnreadNames {
     pub(super) fn read_batch(&mut self, folder: &OwnedFd, min_names: usize) -> io::Result<Vec<OsString>> {
         debug_assert!(min_names > 0, "no name means that all were returned");
         let mut names = Vec::new();
-        if self.max_names == 0 {
+        if self.names_left == 0 {
             return Ok(names);
         }
         fs::seek(folder, SeekFrom::Start(self.offset))?;
         let mut buffer = vec![MaybeUninit::uninit(); BUFFER_BYTES];
         let mut entries = RawDir::new(folder, &mut buffer);
-        // The kernel's offset is behind the last entry in the buffer, so a batch ends with a whole buffer.
+        // The kernel's offset is after the last entry in the buffer, so a batch ends with a whole buffer.
         while names.len() < min_names || !entries.is_buffer_empty() {
             let Some(entry) = entries.next().transpose()? else {
-                self.max_names = 0;
+                self.names_left = 0;
                 return Ok(names);
             };
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
@@ -57,7 +58,7 @@ impl UnreadNames {
             }
         }
         self.offset = fs::seek(folder, SeekFrom::Current(0))?;
-        self.max_names = self.max_names.saturating_sub(names.len() as u64);
+        self.names_left = self.names_left.saturating_sub(names.len() as u64);
         Ok(names)
     }
 }

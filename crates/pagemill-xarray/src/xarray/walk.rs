@@ -113,12 +113,12 @@ impl<N: Nodes> XArray<N> {
         })
     }
 
-    /// Prefetches the memory that a store or an erasure of an entry of order 0 at `index` needs. Needs no guard: if a
-    /// node on the path belongs to another array by now, the prefetch is only useless.
+    /// Prefetches into the CPU cache the memory that a store or an erasure of an entry of order 0 at `index` accesses.
+    /// Needs no guard: if a node on the path belongs to another array by now, the prefetch is only useless.
     ///
     /// Cost: a load for each level of the tree, except the lowest.
     #[inline]
-    pub fn prefetch(&self, index: u64) {
+    pub fn prefetch_entry(&self, index: u64) {
         let mut word = self.root.load_acquire();
         for _ in 0..MAX_LEVELS {
             if !word.is_node() || !word.reaches(index) {

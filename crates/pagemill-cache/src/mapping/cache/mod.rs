@@ -349,23 +349,23 @@ impl Inner {
         }
     }
 
-    /// Allocates `most` consecutive pages, within the limit. If no run of free pages is that long and the pool has less
-    /// memory than the limit, makes a new chunk resident for them. If the pool cannot grow, allocates fewer consecutive
-    /// pages, but at least `least`. Returns the numbers of the pages.
-    pub fn allocate_contiguous(&self, most: u32, least: u32) -> Option<Range<u32>> {
-        debug_assert!(least > 0 && least <= most);
+    /// Allocates `max_pages` contiguous pages, within the limit. If no run of free pages is that long and the pool has
+    /// less memory than the limit, makes a new chunk resident for them. If the pool cannot grow, allocates fewer
+    /// contiguous pages, but at least `min_pages`. Returns the page numbers.
+    pub fn allocate_contiguous(&self, max_pages: u32, min_pages: u32) -> Option<Range<u32>> {
+        debug_assert!(min_pages > 0 && min_pages <= max_pages);
         let page_bytes = self.folio_bytes(0);
-        self.charge(page_bytes * u64::from(most)).ok()?;
-        let take = |least| self.pool.allocate_free_contiguous(most, least);
+        self.charge(page_bytes * u64::from(max_pages)).ok()?;
+        let take = |min_pages| self.pool.allocate_free_contiguous(max_pages, min_pages);
         let grow_and_take = || {
             let may_grow = self.pool.filled_bytes() < self.limit_bytes;
             let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order()).ok()).flatten()?;
             self.pool.free(taken.number, taken.order);
-            take(most)
+            take(max_pages)
         };
-        let pages = take(most).or_else(grow_and_take).or_else(|| take(least));
+        let pages = take(max_pages).or_else(grow_and_take).or_else(|| take(min_pages));
         let taken_bytes = page_bytes * pages.as_ref().map_or(0, ExactSizeIterator::len) as u64;
-        self.charged_bytes.fetch_sub(page_bytes * u64::from(most) - taken_bytes, Relaxed);
+        self.charged_bytes.fetch_sub(page_bytes * u64::from(max_pages) - taken_bytes, Relaxed);
         if taken_bytes > 0 {
             self.update_counters(0, taken_bytes, stats::add);
         }

@@ -43,7 +43,7 @@ impl Completions {
     }
 
     /// Returns the number of reads that were submitted and not taken.
-    pub fn len(&self) -> usize {
+    pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 

@@ -186,7 +186,7 @@ impl File {
                 return self.read_piece(to, offset);
             }
             if offset >= self.size_bytes() {
-                // The file was truncated meanwhile. No page behind its end may be read into memory.
+                // The file was truncated meanwhile. No page after its end may be read into memory.
                 return Ok(0);
             }
             let (index, last) = (self.index_of(offset), self.index_of(offset + to.len() as u64 - 1));

@@ -82,7 +82,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// let file = cache.open(Arc::new(FileStore::open_read_only(&path)?))?;
 /// let mut queue = cache.queue(32)?;
 /// for page in 0..4 {
-///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // request id: the page
+///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // token: the page
 /// }
 /// while !queue.is_empty() {
 ///     queue.wait(1, Duration::from_secs(60))?;
@@ -165,7 +165,7 @@ impl Queue {
 
     /// Returns the number of the queue's own reads that have not been taken from the ring or the stores.
     fn in_flight(&self) -> usize {
-        self.ring.in_flight() + self.completions.as_ref().map_or(0, Completions::len)
+        self.ring.in_flight() + self.completions.as_ref().map_or(0, Completions::in_flight)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -330,7 +330,7 @@ impl Queue {
             // A truncated or closed file has no such page.
             let is_past = page.file.offset_of(page.index) >= page.file.size_bytes();
             let result = if is_past || page.file.is_closed.load(Relaxed) { Ok(true) } else { self.request(page) };
-            self.note_result(token, result);
+            self.push_completion(token, result);
         }
         self.ring.submit().map_err(Error::system(READING))
     }
@@ -339,7 +339,7 @@ impl Queue {
     fn take_completions(&mut self, least: usize, timeout: Duration) -> Result<()> {
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
         self.registration.unregister_if_requested(&mut self.ring);
-        self.ring.completed().for_each(Unpublished::prefetch_publication);
+        self.ring.completed_buffers().for_each(Unpublished::prefetch_publication);
         while let Some(event) = self.ring.next() {
             let Event::Done { buffer: folio, result, .. } = event else { continue };
             self.complete(folio, result);
@@ -359,11 +359,11 @@ impl Queue {
             Ok(()) => self.publish(folio),
             Err(cause) => Err(Error::Store { doing: READING, cause }),
         };
-        self.note_result(token, result);
+        self.push_completion(token, result);
     }
 
     /// Adds the completion of a page, unless the result is that the page is still missing.
-    fn note_result(&mut self, token: u64, result: Result<bool>) {
+    fn push_completion(&mut self, token: u64, result: Result<bool>) {
         if !matches!(result, Ok(false)) {
             self.completed.push_back(Fetched { token, result: result.map(drop) });
         }

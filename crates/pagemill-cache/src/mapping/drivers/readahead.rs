@@ -229,7 +229,7 @@ impl File {
         let most_bytes = self.cache.limit_bytes / SHARE_DIVISOR;
         let mut at = pages.start;
         while at < pages.end {
-            if let Some(next) = self.page_behind_folio(at) {
+            if let Some(next) = self.page_after_folio(at) {
                 at = next;
                 continue;
             }
@@ -252,8 +252,9 @@ impl File {
         true
     }
 
-    /// Returns the index of the page behind the folio with page `index`, or `None` if the page has no folio.
-    fn page_behind_folio(&self, index: u64) -> Option<u64> {
+    /// Returns the index of the first page after the folio that contains page `index`. Returns `None` if the page has
+    /// no folio.
+    fn page_after_folio(&self, index: u64) -> Option<u64> {
         let guard = epoch::pin();
         self.tree.find(index, &guard).map(|hit| hit.found().last() + 1)
     }

@@ -81,7 +81,7 @@ impl Registration {
         Self { pool, windows: Vec::new(), window_bytes, threshold_bytes, registered: 0, is_refused: !is_kernel }
     }
 
-    /// Returns the registered bytes.
+    /// Returns the number of registered bytes.
     pub fn bytes(&self) -> usize {
         self.windows.iter().filter_map(|window| window.region.as_ref()).map(|(_, bytes)| bytes).sum()
     }

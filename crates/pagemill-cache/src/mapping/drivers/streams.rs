@@ -77,7 +77,7 @@ impl Rules {
         at - at % self.page_bytes
     }
 
-    /// Returns the first page boundary at or behind byte `at`.
+    /// Returns the first page boundary at or after byte `at`.
     fn page_end(&self, at: u64) -> u64 {
         at.next_multiple_of(self.page_bytes)
     }

@@ -33,7 +33,7 @@ impl Folios for Pool {
         }
     }
 
-    fn prefetch(&self, number: u32) {
+    fn prefetch_state(&self, number: u32) {
         self.prefetch_frame(number);
     }
 
@@ -129,12 +129,12 @@ impl Inner {
         while let Some(first) = rest.first() {
             let id = owner_id(first);
             let count = 1 + rest[1..].iter().take_while(|candidate| owner_id(candidate) == id).count();
-            let (of_file, behind) = rest.split_at(count);
+            let (of_file, others) = rest.split_at(count);
             // A page may belong to a file without a store by now, whose folios are not in the order.
             if let Some(file) = self.file(id).filter(|file| file.store.is_some()) {
                 freed += file.evict_candidates(of_file);
             }
-            rest = behind;
+            rest = others;
         }
         freed
     }
@@ -173,15 +173,15 @@ impl File {
     /// Evicts those folios of candidates that belong to this file, are clean and not in use. Defers the others. Returns
     /// the bytes freed.
     ///
-    /// Cost: acquires the lock of the index once, and that of the pool once. What the removals change is prefetched for
-    /// all candidates first.
+    /// Cost: acquires the lock of the index once, and that of the pool once. First prefetches into the CPU cache what
+    /// the removals of all candidates change.
     fn evict_candidates(&self, candidates: &[Candidate]) -> u64 {
         debug_assert!(candidates.len() <= MAX_BATCH);
         let mut folios = [None; MAX_BATCH];
         for (folio, candidate) in folios.iter_mut().zip(candidates) {
             let index = self.pool().owner(candidate.number).index;
-            self.tree.prefetch(index);
-            self.cache.order.prefetch(GhostKey::of(self.id, index, candidate.order));
+            self.tree.prefetch_entry(index);
+            self.cache.order.prefetch_ghosts(GhostKey::of(self.id, index, candidate.order));
             let frozen = self.pool().word(candidate.number).freeze().ok();
             *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
         }
@@ -197,7 +197,7 @@ impl File {
         let mut part_bytes = [0; 2];
         for (folio, candidate) in folios.iter_mut().zip(candidates) {
             if let Some(FrozenFolio { index, state, is_removed: true }) = *folio {
-                self.note_evicted(state);
+                self.note_unused_readahead(state);
                 if !self.is_once() {
                     self.cache.order.dropped(candidate, GhostKey::of(self.id, index, state.order()));
                 }
@@ -226,8 +226,8 @@ impl File {
         bytes
     }
 
-    /// Adds an evicted folio to the statistics of readahead.
-    fn note_evicted(&self, state: State) {
+    /// Counts an evicted folio in `ReadAheadUnused` if readahead fetched it and it was not used.
+    fn note_unused_readahead(&self, state: State) {
         if state.is_readahead() {
             stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
         }
@@ -245,15 +245,15 @@ impl File {
             self.thaw(number);
             return None;
         }
-        self.note_evicted(state);
+        self.note_unused_readahead(state);
         debug_assert!(self.pool().word(number).load().kind() == Kind::Frozen, "this thread owns the folio");
         self.cache.free(number, state.order());
         Some(state.order())
     }
 }
 
-/// Removes a folio that the caller has frozen from the index, if the folio is clean. Does nothing if page `index` of the
-/// file has another folio, because the frozen one belongs to another file by now.
+/// Removes a folio that the caller has frozen from the index, if the folio is clean. Does nothing if page `index` of
+/// the file has another folio, because the frozen one belongs to another file by now.
 fn remove_frozen(writer: &mut Writer<'_, Forest>, index: u64, number: u32, state: State) -> bool {
     // While frozen, the folio cannot become dirty or be freed.
     !state.is_dirty() && writer.erase_value(index, u64::from(number)).is_some()

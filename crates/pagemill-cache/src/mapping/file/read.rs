@@ -56,8 +56,8 @@ impl File {
         let index = self.index_of(offset);
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
-            // Prefetches the bytes, so that their cache miss overlaps with that of the word.
-            self.pool.prefetch(number, at);
+            // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
+            self.pool.prefetch_bytes(number, at);
             let seen = frame.word.load();
             if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);

@@ -120,7 +120,8 @@ impl File {
         }
     }
 
-    /// Writes into new folios. Returns the number of bytes, or `None` if the page has a folio by now.
+    /// Writes into new folios. Returns the number of bytes written. Returns `None` if the caller must retry: the page
+    /// has a folio now (perhaps read by this call, for a partial write), or the folios could not be published.
     #[cold]
     fn write_new(&self, from: &[u8], offset: u64) -> Result<Option<usize>> {
         let (index, written) = (self.index_of(offset), offset..offset + from.len() as u64);

@@ -23,8 +23,8 @@ use std::sync::atomic::Ordering::SeqCst;
 /// Maximum number of attempts of a sync. The sync is attempted again if the file was truncated meanwhile.
 const MAX_SYNC_ATTEMPTS: usize = 16;
 
-/// A file that is longer than its store by at least this many bytes is being extended by large writes. The store is then
-/// extended before they are written back.
+/// A file that is longer than its store by at least this many bytes is being extended by large writes. The store is
+/// then extended before they are written back.
 const GROWN_BYTES: u64 = BLOCK_BYTES as u64;
 
 impl Mapping {
@@ -260,8 +260,8 @@ impl File {
         Ok(())
     }
 
-    /// Sets the store's length before large writes behind its end, because a file system does one write at a time there.
-    /// `stored_bytes` stays: the store has no bytes of the file behind it yet. If a truncation runs at the same time, it
+    /// Sets the store's length before large writes after its end, because a file system does one write at a time there.
+    /// `stored_bytes` stays: the store has no bytes of the file after it yet. If a truncation runs at the same time, it
     /// has noted that the store may be too long. A failure is reported by the writes.
     fn lengthen_store(&self, store: &dyn Store) {
         let size_bytes = self.size_bytes();

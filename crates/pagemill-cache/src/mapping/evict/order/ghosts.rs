@@ -95,8 +95,8 @@ impl Ghosts {
         self.ghosts.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
     }
 
-    /// Prefetches the set of a key's ghost.
-    pub fn prefetch(&self, key: GhostKey) {
+    /// Prefetches into the CPU cache the set of a key's ghost.
+    pub fn prefetch_set(&self, key: GhostKey) {
         if let Some(set) = self.set(key) {
             mem::prefetch(set.as_ptr() as usize);
         }

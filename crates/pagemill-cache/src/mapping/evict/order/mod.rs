@@ -142,11 +142,11 @@ pub trait Folios {
     /// Returns whether the folio that begins at page `number` can be evicted.
     fn look(&self, number: u32) -> FolioState;
 
-    /// Prefetches the state of the folio that begins at page `number`. The default does nothing.
-    fn prefetch(&self, _number: u32) {}
+    /// Prefetches into the CPU cache the state of the folio that begins at page `number`. The default does nothing.
+    fn prefetch_state(&self, _number: u32) {}
 
-    /// Returns whether the folio that begins at page `number` was prefetched and not used yet. The default is false,
-    /// for caches without readahead.
+    /// Returns whether the folio that begins at page `number` was read early (*prefetched*) and not used yet. The
+    /// default is false, for caches without readahead.
     fn is_awaited(&self, _number: u32) -> bool {
         false
     }
@@ -385,9 +385,9 @@ impl Order {
         EvictScan { order: self, steps_left: None, is_last_round: false }
     }
 
-    /// Prefetches the memory that [`Order::dropped`] and [`Order::recall`] need for a key.
-    pub fn prefetch(&self, key: GhostKey) {
-        self.ghosts.prefetch(key);
+    /// Prefetches into the CPU cache the ghost entries that [`Order::dropped`] and [`Order::recall`] access for a key.
+    pub fn prefetch_ghosts(&self, key: GhostKey) {
+        self.ghosts.prefetch_set(key);
     }
 
     /// Records that the candidate was evicted, and stores its ghost.
@@ -553,8 +553,8 @@ impl QueueState {
         let Some(popped) = self.queues.pop(links, queue) else { return ScanStep::Nothing };
         let number = popped.number;
         if let Some(next) = self.queues.oldest(queue) {
-            links.prefetch(next);
-            folios.prefetch(next);
+            links.prefetch_link(next);
+            folios.prefetch_state(next);
         }
         let deferred = [Queue::DeferredNew, Queue::DeferredMain][part as usize];
         if queue == deferred {

@@ -130,8 +130,8 @@ impl Links {
         self.0.resident_bytes(0, pages)
     }
 
-    /// Prefetches the link of page `number`.
-    pub fn prefetch(&self, number: u32) {
+    /// Prefetches into the CPU cache the link of page `number`.
+    pub fn prefetch_link(&self, number: u32) {
         mem::prefetch(std::ptr::from_ref(self.0.get(number as usize)) as usize);
     }
 
