@@ -5,8 +5,8 @@
 //! other frames of the run are *Tail*. Free chunks that are leased to rings ([`super::leases`]) have a list of their
 //! own. The pool's `state` lock protects the lists and the words of free runs.
 
+use super::frame::Frame;
 use super::leases::Leases;
-use super::pool::Frame;
 use super::word::Kind;
 use pagemill_core::arena::Table;
 use pagemill_core::sync::Relaxed;

@@ -18,8 +18,10 @@
 
 mod buddy;
 pub(crate) mod bytes;
+mod frame;
 mod leases;
 mod pool;
 pub(crate) mod word;
 
-pub(crate) use pool::{Frame, NewFolio, Owner, Pool};
+pub(crate) use frame::{Frame, Owner};
+pub(crate) use pool::{NewFolio, Pool};

@@ -3,9 +3,10 @@
 
 use super::buddy::Buddies;
 use super::bytes;
+use super::frame::{Frame, Owner};
 use super::leases::Leases;
 use super::word::{Kind, State, Word};
-use pagemill_core::arena::{Arena, Reserve, Table, Zeroed, place};
+use pagemill_core::arena::{Arena, Reserve, Table, place};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, Guarded, Relaxed};
@@ -14,63 +15,11 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
-/// Metadata of one page. In the first page of a folio: the folio's state word, and its owner.
-#[repr(C)]
-pub(crate) struct Frame {
-    pub word: Word,
-    pub(super) owner: AtomicU64,
-}
-
-// SAFETY: atomics only, for which zero bits are valid.
-unsafe impl Zeroed for Frame {}
-
-const _: () = assert!(size_of::<Frame>() == 16);
-
 /// The table of frames is allowed to use huge pages once this many bytes of it are in use.
 const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
 
 /// Bytes of the pool's address range that are opened (counted as committed by the system) in one step.
 const OPEN_STEP_BYTES: usize = 32 * BLOCK_BYTES;
-
-/// Number of bits of the owner word that hold a page's index in its file. The other bits hold the file's id.
-const INDEX_BITS: u32 = 40;
-
-/// The owner of a folio: the id of a file, and the index of the folio's first page in that file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Owner {
-    /// Id of the file, at most [`Owner::MAX_ID`].
-    pub id: u32,
-    /// Index of the folio's first page.
-    pub index: u64,
-}
-
-impl Owner {
-    /// The largest file id.
-    pub const MAX_ID: u32 = (1 << (u64::BITS - INDEX_BITS)) - 1;
-    /// The largest page index.
-    pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
-
-    #[inline]
-    fn pack(self) -> u64 {
-        debug_assert!(self.id <= Self::MAX_ID && self.index <= Self::MAX_INDEX);
-        u64::from(self.id) << INDEX_BITS | self.index
-    }
-}
-
-impl Frame {
-    /// Returns the owner of the folio that begins at this frame. Valid only if that folio is live.
-    #[inline]
-    pub fn owner(&self) -> Owner {
-        let word = self.owner.load(Relaxed);
-        Owner { id: (word >> INDEX_BITS) as u32, index: word & Owner::MAX_INDEX }
-    }
-
-    /// Returns whether the folio that begins at this frame belongs to `owner`.
-    #[inline]
-    pub fn is_of(&self, owner: Owner) -> bool {
-        self.owner.load(Relaxed) == owner.pack()
-    }
-}
 
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
