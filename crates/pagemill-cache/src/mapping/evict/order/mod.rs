@@ -431,7 +431,7 @@ impl EvictScan<'_> {
     }
 
     /// Returns the next candidates for eviction: as many as have `want_pages` pages in total, at most [`MAX_BATCH`].
-    /// Returns fewer only if the scan finds no more. Takes the order's lock once for every [`STEPS_PER_LOCK`] steps.
+    /// Returns fewer only if the scan finds no more. Takes the order's lock once for every 64 steps.
     pub fn next_batch(&mut self, folios: &impl Folios, want_pages: u64) -> Batch {
         let (mut batch, mut pages, mut is_complete) = (Batch::new(), 0, false);
         while !is_complete {
