@@ -252,7 +252,7 @@ fn report_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
     let running = governor_rows.iter().map(|row| JsonGovernorRow {
         key: row.key,
         name: row.name,
-        state: row.state.word(),
+        state: row.state.keyword(),
         found: &row.found,
         lost: row.lost,
     });
@@ -260,9 +260,9 @@ fn report_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
         let feature = row.feature;
         JsonFeature {
             key: feature.key,
-            group: feature.group.word(),
+            group: feature.group.keyword(),
             name: feature.name,
-            state: row.state.word(),
+            state: row.state.keyword(),
             found: &row.found,
             since: (!feature.since.is_empty()).then_some(feature.since),
             needed_for: feature.needed_for,

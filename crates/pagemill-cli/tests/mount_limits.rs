@@ -90,7 +90,7 @@ impl PlainTmpfs {
     }
 
     /// Returns a script that fills the file system.
-    fn fill(&self) -> String {
+    fn fill_script(&self) -> String {
         format!("head -c 420M /dev/zero > {}/file", self.0.display())
     }
 }
@@ -126,7 +126,7 @@ fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     {
         let Some(group) = group("tmpfs") else { return };
         let plain = PlainTmpfs::new(&ram.place);
-        check(&group, "a plain tmpfs", &format!("{}; exec sleep 100000", plain.fill()));
+        check(&group, "a plain tmpfs", &format!("{}; exec sleep 100000", plain.fill_script()));
     }
     {
         let Some(group) = group("mount") else { return };
@@ -159,7 +159,7 @@ open(sys.argv[2], 'w').close()";
     let done = ram.place.path("done");
     let script = format!(
         "{}; python3 -c \"{churn}\" {} {}; exec sleep 100000",
-        plain.fill(),
+        plain.fill_script(),
         ram.at("light").display(),
         done.display()
     );
@@ -205,7 +205,7 @@ fn a_tmpfs_of_the_own_group_does_not_reduce_an_empty_private_mount() {
     }
     let plain = PlainTmpfs::new(&place);
     let mut fill = place.command("sh");
-    fill.args(["-c", &format!("{}; exec sleep 100000", plain.fill())]);
+    fill.args(["-c", &format!("{}; exec sleep 100000", plain.fill_script())]);
     let _neighbour = Guard::new(group.enter(&fill));
     wait_until("the neighbour has filled its memory", || bytes_used_by(&group) >= 400 * MIB as u64);
     let before = statuses().len();

@@ -350,7 +350,8 @@ mod tests {
         }
     }
 
-    /// Bytes must be written and read back: by descriptor and by registered file, in ordinary and in registered memory.
+    /// Writes by descriptor from ordinary memory, and reads the bytes back by registered file into registered memory. They
+    /// must be equal. After the file and the memory are unregistered, the same read must fail.
     #[test]
     fn transfers_move_the_bytes() {
         let Some(mut ring) = ring() else { return };

@@ -37,7 +37,7 @@ pub enum Availability {
 
 impl Availability {
     /// Returns the keyword of the state in JSON output. Keywords stay the same in all versions.
-    pub fn word(self) -> &'static str {
+    pub fn keyword(self) -> &'static str {
         match self {
             Self::Available => "available",
             Self::Limited => "limited",
@@ -60,7 +60,7 @@ pub enum Group {
 
 impl Group {
     /// Returns the keyword of the group in JSON output. Keywords stay the same in all versions.
-    pub fn word(self) -> &'static str {
+    pub fn keyword(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
             Self::HugePages => "huge_pages",

@@ -23,7 +23,8 @@ use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
 pub use page_cache::{SmallFilesArguments, cache, cache_of, failed, measure_files, write_all};
 
-/// The caches and building blocks that are measured, named after the place where the pages are stored.
+/// What is measured: the page cache, its building blocks (plain memory, with and without state words), files that are
+/// mapped or read by system calls, and other caches (foyer, quick_cache).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.

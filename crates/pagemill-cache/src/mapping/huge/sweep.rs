@@ -230,7 +230,8 @@ impl Inner {
         if order > 0 && self.may_split { self.pool.pages() >> order } else { 0 }
     }
 
-    /// Visits a chunk: checks whether its huge folio is sparse, if the folio was not written since the previous round.
+    /// Visits a chunk. If its huge folio was not written since the previous round, checks the folio, and splits it if it
+    /// is sparse. Notes a folio that is new or was written for the next round.
     fn visit_chunk(&self, chunk: u32) -> ChunkVisit {
         let (pool, order) = (self.pool, self.pool.chunk_order());
         let number = chunk << order;

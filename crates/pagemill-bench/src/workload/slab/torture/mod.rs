@@ -30,7 +30,7 @@ use stamped::{Counters, Stamp};
 const NUMA_NODE_COUNT: usize = 3;
 
 /// Upper bound of the number of objects that a thread aims to have in its cache.
-const MAX_TARGET_COUNT: u64 = 1_500;
+const MAX_TARGET_OBJECTS: u64 = 1_500;
 
 /// Number of operations after which a thread chooses a new target at random for the number of its objects.
 const OPERATIONS_PER_TARGET: u64 = 10_000;
@@ -143,7 +143,7 @@ struct CacheUser<'a, S: Subject> {
     /// Number of objects that the thread has inserted. It is also the serial number of the next object.
     inserted: u64,
     /// Number of objects that the thread should have. Random insertions and removals approach this number.
-    target_count: u64,
+    target_objects: u64,
     own: Vec<(S::Key, Stamp)>,
     held: Vec<(S::Pin<'a>, Stamp)>,
 }
@@ -167,10 +167,10 @@ impl<S: Subject> TestedCache<S> {
     fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64) {
         let random = Rng::with_seed(plan.seed ^ number << 48);
         let (own, held) = (Vec::new(), Vec::new());
-        let mut user = CacheUser { cache: self, random, number, inserted: 0, target_count: 0, own, held };
+        let mut user = CacheUser { cache: self, random, number, inserted: 0, target_objects: 0, own, held };
         for operation in 0..operations {
             if operation % OPERATIONS_PER_TARGET == 0 {
-                user.target_count = user.random.u64(..MAX_TARGET_COUNT);
+                user.target_objects = user.random.u64(..MAX_TARGET_OBJECTS);
             }
             user.do_random_operation();
         }
@@ -203,7 +203,7 @@ impl<S: Subject> TestedCache<S> {
 
 impl<S: Subject> CacheUser<'_, S> {
     fn do_random_operation(&mut self) {
-        let is_low = (self.own.len() as u64) < self.target_count;
+        let is_low = (self.own.len() as u64) < self.target_objects;
         match self.random.u64(..16) {
             0..4 if is_low => self.insert(),
             0..4 => self.remove(),
