@@ -259,9 +259,11 @@ pub fn judge_time_ratio<Case: Ord + Clone>(
     own: SeriesKey<'_, Case>,
     base: SeriesKey<'_, Case>,
 ) -> Verdict {
+    if matches!(bound, Bound::AtMost(_)) {
+        return judge_quotient(samples, target, bound, own, base);
+    }
     let blank = not_measured(target, bound, "x", "one side was not run");
-    let better = if matches!(bound, Bound::AtLeast(_)) { Better::Lower } else { Better::Higher };
-    blank.compared(samples.get(own), (base.1, samples.get(base)), better)
+    blank.compared(samples.get(own), (base.1, samples.get(base)), Better::Lower)
 }
 
 /// Judges the quotient of two series, `own` divided by `base`, for rates and for costs. The bound says whether a large

@@ -433,11 +433,12 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         Ok(true)
     }
 
-    /// Prefetches into the CPU cache what the publication of a batch of the folios changes: index nodes and ghosts.
+    /// Prefetches into the CPU cache what the publication of a batch of the folios changes: the first index node, and
+    /// the ghosts of a file with a store.
     fn prefetch_metadata(&self, batch: Range<usize>) {
         let file = &*self.file;
         file.tree.prefetch_entry(self.index_at(batch.start));
-        for at in batch {
+        for at in batch.take_while(|_| file.store.is_some()) {
             file.cache.order.prefetch_ghosts(GhostKey::of(file.id, self.index_at(at), self.order));
         }
     }
@@ -445,7 +446,10 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     fn publish_batch(&mut self, batch: Range<usize>) -> Result<bool> {
         let (file, order) = (&*self.file, self.order);
         let (first, last) = (self.index_at(batch.start), self.index_at(batch.end) - 1);
-        self.prefetch_metadata(batch.clone());
+        if batch.len() > 1 {
+            // A single folio is changed at once, so a prefetch would save nothing.
+            self.prefetch_metadata(batch.clone());
+        }
         for at in batch.clone() {
             let number = self.memory.number(at);
             file.pool.set_owner(number, Owner { id: file.id, index: self.index_at(at) });
@@ -506,7 +510,8 @@ impl<F: Deref<Target = File>> Unpublished<F> {
 }
 
 impl Unpublished {
-    /// Prefetches into the CPU cache what [`Unpublished::publish`] changes first.
+    /// Prefetches into the CPU cache what [`Unpublished::publish`] changes first, for a caller that publishes other folios
+    /// before this one.
     pub fn prefetch_publication(&self) {
         self.prefetch_metadata(self.published..self.memory.count().min(MAX_BATCH_PAGES));
     }

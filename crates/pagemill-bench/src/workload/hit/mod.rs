@@ -116,10 +116,13 @@ fn measure_store<D: PageStore>(
     line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
     line.insert("copy_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, copy_random_pages)?.into());
     if D::CAN_PIN {
-        line.insert("pin_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, pin_random_pages)?.into());
+        line.insert(
+            "pin_ns".to_owned(),
+            mean_ns_in_threads(arguments, pages, &store, pin_random_pages::<D, false>)?.into(),
+        );
     }
     if store.pin_hinted(0).is_some() {
-        let hinted_ns = mean_ns_in_threads(arguments, pages, &store, pin_random_pages_hinted)?;
+        let hinted_ns = mean_ns_in_threads(arguments, pages, &store, pin_random_pages::<D, true>)?;
         line.insert("hinted_ns".to_owned(), hinted_ns.into());
     }
     Ok(line.into())
@@ -191,8 +194,9 @@ fn copy_random_pages<D: PageStore>(
     wrong
 }
 
+/// Pins random pages, by [`PageStore::pin_hinted`] if `HINTED` is set.
 #[inline]
-fn pin_random_pages<D: PageStore>(
+fn pin_random_pages<D: PageStore, const HINTED: bool>(
     store: &D,
     pages: usize,
     random: &mut Rng,
@@ -202,23 +206,8 @@ fn pin_random_pages<D: PageStore>(
     let mut wrong = 0;
     for _ in 0..operations {
         let page = random.usize(..pages);
-        wrong += u64::from(black_box(store.pin(page)) != stamp_of_page(page));
-    }
-    wrong
-}
-
-#[inline]
-fn pin_random_pages_hinted<D: PageStore>(
-    store: &D,
-    pages: usize,
-    random: &mut Rng,
-    _to: &mut Record,
-    operations: usize,
-) -> u64 {
-    let mut wrong = 0;
-    for _ in 0..operations {
-        let page = random.usize(..pages);
-        wrong += u64::from(black_box(store.pin_hinted(page)) != Some(stamp_of_page(page)));
+        let word = if HINTED { store.pin_hinted(page) } else { Some(store.pin(page)) };
+        wrong += u64::from(black_box(word) != Some(stamp_of_page(page)));
     }
     wrong
 }

@@ -16,8 +16,8 @@ use std::sync::atomic::Ordering::SeqCst;
 /// Delay before the next eviction scan after a scan that found nothing to evict. A writeback ends the delay.
 const EVICT_RETRY_NS: u64 = 100_000_000;
 
-/// An eviction that frees more than the caller needs frees at most one part of the cache in this many.
-const MIN_BATCHES: u64 = 256;
+/// A batch of an eviction has at most `1 / BATCH_DIVISOR` of the cache, unless the caller needs more.
+const BATCH_DIVISOR: u64 = 256;
 
 /// Maximum number of scans in one call of [`Inner::evict_some`]. A scan that found nothing is repeated while other
 /// threads evict or readahead is in flight.
@@ -102,7 +102,7 @@ impl Inner {
 
     /// Returns the bytes that an eviction frees at least: a batch of pages, or a small part of a small cache.
     fn batch_bytes(&self) -> u64 {
-        (self.folio_bytes(0) * MAX_BATCH as u64).min(self.limit_bytes / MIN_BATCHES)
+        (self.folio_bytes(0) * MAX_BATCH as u64).min(self.limit_bytes / BATCH_DIVISOR)
     }
 
     /// Evicts the candidates of one eviction scan until `want_bytes` are freed. Returns the bytes freed.
