@@ -121,7 +121,7 @@ fn count_rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
         ("no huge page", counts.collapse_no_memory, Times, "none was available"),
         ("size changed", counts.size_changes, Times, "to keep writers below a limit"),
         ("written", counts.events, Files, "closed or renamed, as the kernel reported"),
-        ("events off", counts.quiet_times, Times, "many small files were closed, or nothing changed"),
+        ("events off", counts.quiet_times, Times, "during many closes of small files; a scan finds them later"),
         ("events lost", counts.events_lost, Times, "a full scan replaced them"),
         ("bad marks", counts.bad_marks, Times, "a mark with an unknown value was ignored"),
         ("not indexed", counts.not_indexed, Files, "volatile, but the index was full"),

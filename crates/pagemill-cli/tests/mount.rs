@@ -484,12 +484,6 @@ fn lost_events_are_replaced_by_a_scan() {
     let files = kept + 4_000;
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
-    // Events are off while nothing changes, so the controller is stopped right after an event.
-    let events = ram.count("events");
-    wait_until("events are on", || {
-        fs::write(ram.at("single"), b"x").unwrap();
-        ram.count("events") > events
-    });
     common::stop(ram.controller.id());
     for index in 0..files {
         fs::write(cache.join(index.to_string()), b"x").unwrap();
@@ -528,36 +522,6 @@ fn many_small_files_are_indexed_in_the_end() {
     };
     wait_until("no folder is open", || !open());
     assert!(ram.purge(4096) >= BLOCK as u64);
-    assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
-}
-
-/// Nothing changes for a while, so the controller turns all events off. Files that are written and renamed then must be
-/// found, and events must be on again.
-#[test]
-fn files_of_a_quiet_time_are_found() {
-    let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
-    let cache = ram.folder("cache", &["--volatile", "full"]);
-    fs::write(cache.join("old"), pattern(1, BLOCK)).unwrap();
-    ram.wait_for_volatile(1);
-    let wait_for_quiet = || {
-        let quiet_times = ram.count("quiet_times");
-        fs::write(ram.at(&format!("after {quiet_times}")), b"x").unwrap();
-        wait_until("events are off", || ram.count("quiet_times") > quiet_times);
-    };
-    wait_for_quiet();
-    fs::rename(cache.join("old"), cache.join("renamed")).unwrap();
-    fs::write(cache.join("new"), pattern(2, BLOCK)).unwrap();
-    ram.wait_for_volatile(2);
-    wait_for_quiet();
-    let events = ram.count("events");
-    let mut attempts = 0..;
-    wait_until("a single file is told of", || {
-        fs::write(ram.at(&format!("single {:?}", attempts.next())), b"x").unwrap();
-        ram.count("events") > events
-    });
-    wait_for_quiet();
-    fs::rename(cache.join("renamed"), cache.join("again")).unwrap();
-    assert!(ram.purge(2 * BLOCK) >= 2 * BLOCK as u64);
     assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
 }
 

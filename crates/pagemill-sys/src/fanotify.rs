@@ -65,18 +65,6 @@ pub enum Event<'event> {
     Lost,
 }
 
-/// The events that the kernel reports to a listener.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reported {
-    All,
-    /// Renames of files and folders, but no closes.
-    Renames,
-    /// No events. Only then do reads and writes of files cost no more than without a listener.
-    Nothing,
-}
-
-const ALL_EVENTS: u64 = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
-
 /// A listener for the events of one file system.
 pub struct Listener(OwnedFd);
 
@@ -96,24 +84,19 @@ impl Listener {
         }
         // SAFETY: no other value owns the new descriptor.
         let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-        listener.report(root, Reported::All)?;
+        let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
+        listener.change_mark(root, libc::FAN_MARK_ADD, events)?;
         Ok(listener)
     }
 
-    /// Sets the events that the kernel reports.
+    /// Turns the events of closed files on or off; rename events stay on.
     ///
     /// # Errors
     ///
-    /// Errors of `fanotify_mark`. The previous events or some of the new events are then reported.
-    pub fn report(&self, root: BorrowedFd<'_>, reported: Reported) -> io::Result<()> {
-        match reported {
-            Reported::All => self.change_mark(root, libc::FAN_MARK_ADD, ALL_EVENTS),
-            Reported::Renames => {
-                self.change_mark(root, libc::FAN_MARK_ADD, ALL_EVENTS & !libc::FAN_CLOSE_WRITE)?;
-                self.change_mark(root, libc::FAN_MARK_REMOVE, libc::FAN_CLOSE_WRITE)
-            }
-            Reported::Nothing => self.change_mark(root, libc::FAN_MARK_REMOVE, ALL_EVENTS),
-        }
+    /// Errors of `fanotify_mark`.
+    pub fn listen_to_closes(&self, root: BorrowedFd<'_>, is_wanted: bool) -> io::Result<()> {
+        let how = if is_wanted { libc::FAN_MARK_ADD } else { libc::FAN_MARK_REMOVE };
+        self.change_mark(root, how, libc::FAN_CLOSE_WRITE)
     }
 
     /// Adds or removes events of the file system that contains `root`. `how` is `FAN_MARK_ADD` or `FAN_MARK_REMOVE`.
@@ -250,8 +233,8 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// Closing a file after a write, and renaming it, must be reported once each, with folder and name. After a change
-    /// of the reported events, only those must be reported.
+    /// Closing a file after a write, and renaming it, must be reported once each, with folder and name. While close
+    /// events are off, only the rename must be reported.
     #[test]
     fn closes_and_renames_are_reported() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -277,8 +260,9 @@ mod tests {
             assert_eq!(reported.len(), 1, "{found:?}");
             assert_eq!(reported[0].2, std::process::id());
         }
-        let names_of = |reported: Reported| {
-            listener.report(root.as_fd(), reported).unwrap();
+        // With close events off, only the rename is reported.
+        let names_of = |is_wanted: bool| {
+            listener.listen_to_closes(root.as_fd(), is_wanted).unwrap();
             std::fs::write(folder.path().join("c file"), b"x").unwrap();
             std::fs::rename(folder.path().join("c file"), folder.path().join("d file")).unwrap();
             let mut names = Vec::new();
@@ -294,9 +278,7 @@ mod tests {
             {}
             names
         };
-        assert_eq!(names_of(Reported::Renames), ["d file"]);
-        assert_eq!(names_of(Reported::All), ["c file", "d file"]);
-        assert!(names_of(Reported::Nothing).is_empty());
-        assert_eq!(names_of(Reported::All), ["c file", "d file"]);
+        assert_eq!(names_of(false), ["d file"]);
+        assert_eq!(names_of(true), ["c file", "d file"]);
     }
 }

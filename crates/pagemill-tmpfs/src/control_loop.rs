@@ -9,8 +9,8 @@ mod requests;
 mod writer_search;
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, LimitUsage, Margins, occupied_bytes};
+use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
-use crate::event_switch::{Conditions, EventSwitch};
 use crate::file_access::{FileAccess, FileSystemUsage, now_ns};
 use crate::file_table::FileTable;
 use crate::groups::Groups;
@@ -23,7 +23,7 @@ use crate::scan::{self, Scanning, Which};
 use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
-use pagemill_sys::fanotify::{Event, Listener, Reported};
+use pagemill_sys::fanotify::{Event, Listener};
 use pagemill_sys::open_permission::OpenPermissions;
 use pagemill_sys::thread;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -66,10 +66,10 @@ const STABLE_PAUSE: Duration = Duration::from_millis(4);
 /// Pause between checks while usage is stable, if it is above a purge threshold and no file can be purged.
 const BLOCKED_PAUSE: Duration = Duration::from_millis(16);
 
-/// Events may be off only while the room below every purge threshold is at least this many times the predicted
+/// Close events may be off only while the room below every purge threshold is at least this many times the predicted
 /// growth: as much as usage grows in some two seconds.
 const QUIET_GROWTH_FACTOR: u64 = 50;
-/// Events may be off only while at least this many bytes of room are below every purge threshold.
+/// Close events may be off only while at least this many bytes of room are below every purge threshold.
 const MIN_QUIET_ROOM_BYTES: u64 = 128 * BLOCK_BYTES as u64;
 
 /// Interval at which the control loop reads the limits while usage is stable.
@@ -142,7 +142,7 @@ pub struct ControlLoop {
     purges: Vec<requests::PendingPurge>,
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
-    event_switch: EventSwitch,
+    closes: Closes,
     /// The limits that the last check found blocked.
     blocked: Vec<BlockedLimit>,
     /// When the event queue was last read.
@@ -200,7 +200,7 @@ impl ControlLoop {
             purges: Vec::new(),
             backlog: VecDeque::new(),
             scanning: Scanning::new(usage),
-            event_switch: EventSwitch::new(now),
+            closes: Closes::new(now),
             blocked: Vec::new(),
             drained: now,
             has_events: false,
@@ -248,7 +248,7 @@ impl ControlLoop {
         self.is_preferred = thread::prefer_by_deadline();
         loop {
             self.read_due_events();
-            self.switch_events();
+            self.switch_close_events();
             self.take_scan_messages();
             if self.handle_requests() {
                 return;
@@ -374,7 +374,7 @@ impl ControlLoop {
             }
         }
         self.table.end_batch();
-        self.event_switch.count(self.table.counts.events - before.0, self.table.closed_bytes - before.1, self.drained);
+        self.closes.count(self.table.counts.events - before.0, self.table.closed_bytes - before.1);
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
         // Usage changes again, or the limit of a new group must be read: check at once.
@@ -384,26 +384,25 @@ impl ControlLoop {
         }
     }
 
-    /// Turns events on or off, and requests a scan for files that were closed while the events were off.
-    fn switch_events(&mut self) {
+    /// Turns close events on or off, and requests a scan for files that were closed while the events were off.
+    fn switch_close_events(&mut self) {
         let now = Instant::now();
         let room = self.budget.room_bytes();
         let has_room = room
             >= MIN_QUIET_ROOM_BYTES
                 .max(self.growth_predictor.recently_predicted_bytes().saturating_mul(QUIET_GROWTH_FACTOR))
             && !self.writer_search.has_suspects();
-        let conditions = Conditions { now, has_room, scan_duration: self.scanning.scan_duration() };
-        if let Some(listener) = &self.listener
-            && let Some(reported) = self.event_switch.next_change(conditions)
-        {
+        if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
             // files.
-            if listener.report(self.access.root(), reported).is_err() && reported == Reported::All {
+            if listener.listen_to_closes(self.access.root(), change == CloseEventsChange::Enable).is_err()
+                && change == CloseEventsChange::Enable
+            {
                 print_message("the kernel no longer reports closes: only periodic scans find new files");
             }
-            self.table.counts.quiet_times += u64::from(reported != Reported::All);
+            self.table.counts.quiet_times += u64::from(change == CloseEventsChange::Disable);
         }
-        self.table.wants_scan |= self.event_switch.is_scan_due(now, has_room);
+        self.table.wants_scan |= self.closes.is_scan_due(now, has_room);
     }
 
     /// Checks every limit, sets the size, purges while usage is above a purge threshold, and sets the time of the next
@@ -545,7 +544,6 @@ impl ControlLoop {
     fn sample(&mut self) {
         self.sampled = Instant::now();
         self.usage = self.access.usage().unwrap_or(self.usage);
-        self.event_switch.record_usage(self.usage.used_bytes, self.usage.inodes, self.sampled);
         if self.table.groups.list_suspects_if_due() {
             self.table.renew_writers();
         }

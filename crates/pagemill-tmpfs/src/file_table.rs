@@ -596,7 +596,7 @@ mod tests {
     /// A worker that answers each job at once, and says that it freed memory.
     const FREEING_WORKER: &str = r#"while read -r line; do
         inode=${line#*:}; inode=${inode%%,*}
-        echo "{\"inode\":$inode,\"huge_blocks\":0,\"split_blocks\":0,\"freed_bytes\":4096,\"is_busy\":false,\"next\":null,\"has_no_memory\":false}" >&0
+        echo "{\"inode\":$inode,\"huge_blocks\":0,\"split_blocks\":0,\"freed_bytes\":4096,\"is_busy\":false,\"is_missing\":false,\"next\":null,\"has_no_memory\":false}" >&0
     done"#;
 
     /// The worker frees memory of a volatile file. The index must have the new size, although no event reports that.

@@ -13,7 +13,7 @@
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.
 //! - [`budget`]: how much to purge, and the size. [`growth_predictor`]: predicted growth. [`recent_peak`]: the largest
-//!   recent value. [`duty`]: pauses of the control loop. [`event_switch`]: when events are off. None of these makes
+//!   recent value. [`duty`]: pauses of the control loop. [`closes`]: when close events are off. None of these makes
 //!   system calls.
 //! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
 //! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
@@ -23,10 +23,10 @@
 //! - [`control`]: the socket for commands. [`mounting`]: mounts and unmounts.
 
 pub mod budget;
+pub mod closes;
 pub mod control;
 pub mod control_loop;
 pub mod duty;
-pub mod event_switch;
 pub mod file_access;
 pub mod file_table;
 pub mod folders;

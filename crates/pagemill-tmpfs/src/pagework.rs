@@ -370,8 +370,8 @@ impl PageWork {
             self.insert_waiting(done.inode, waiting);
             return;
         }
-        // The next scan queues the file again.
-        if is_unfinished || done.next.is_some() {
+        // The next scan queues the file again, with its new path if it was renamed.
+        if is_unfinished || done.is_missing || done.next.is_some() {
             return;
         }
         if self.known.len() >= MAX_KNOWN_FILES {
@@ -438,7 +438,7 @@ mod tests {
     const DYING_WORKER: &str = r#"while read -r line; do
         inode=${line#*:}; inode=${inode%%,*}
         [ "$inode" = 7 ] && kill -s KILL $$
-        echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"next\":null,\"has_no_memory\":false}" >&0
+        echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"is_missing\":false,\"next\":null,\"has_no_memory\":false}" >&0
     done"#;
 
     fn seen(inode: u64) -> FileAttributes {
@@ -489,6 +489,28 @@ mod tests {
         assert!(work.avoided_until(&domain, begun).is_some());
         let file = work.waiting.get(&7).or_else(|| work.sent.get(&7)).unwrap();
         assert!(file.due >= begun + RETRY_DELAY);
+    }
+
+    /// A file is renamed before the worker opens it, so the worker does not find it. The next scan must be able to queue
+    /// the file again, although the file itself has not changed.
+    #[test]
+    fn a_file_that_was_not_found_is_queued_again() {
+        let worker = DYING_WORKER.replace(r#"is_missing\":false"#, r#"is_missing\":true"#);
+        let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let access = Arc::new(FileAccess::of_root(File::open(folder.path()).unwrap().into()).unwrap());
+        let folders = Folders::new(access.root_inode());
+        let (mut groups, mut counts) = (Groups::new(""), Counts::default());
+        let mut work = PageWork::new(["sh", "-c", &worker].map(OsString::from).to_vec());
+        let name = OsStr::new("file");
+        work.queue_file(access.root_inode(), name, &seen(8), Huge::Auto, Duration::ZERO);
+        let begun = Instant::now();
+        while work.count() > 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            work.work(&access, &folders, &mut groups, &mut counts, |_: &mut Groups, _: &Path, _: &OsStr, _| UNKNOWN);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        work.queue_file(access.root_inode(), name, &seen(8), Huge::Auto, Duration::ZERO);
+        assert_eq!(work.count(), 1);
     }
 
     /// Pauses before the start of another worker, and times for which a group is avoided, must double up to their

@@ -260,11 +260,6 @@ impl Scanning {
         self.results_began.elapsed()
     }
 
-    /// Returns how long the last completed scan took.
-    pub fn scan_duration(&self) -> Duration {
-        self.scan_duration
-    }
-
     /// Returns when the current or last scan began.
     pub fn began(&self) -> Instant {
         self.began

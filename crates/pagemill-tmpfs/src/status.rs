@@ -41,7 +41,7 @@ pub struct Counts {
     pub scans: u64,
     /// Number of opens that were delayed because files were written faster than purges freed memory.
     pub delayed_opens: u64,
-    /// Number of times that events were turned off, because many small files were closed or nothing changed.
+    /// Number of times that close events were turned off while many small files were closed.
     pub quiet_times: u64,
     /// Number of marks with invalid values, which were ignored.
     pub bad_marks: u64,

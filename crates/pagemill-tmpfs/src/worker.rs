@@ -83,6 +83,8 @@ pub struct WorkerReply {
     pub freed_bytes: u64,
     /// Another process has the file open; a retry may succeed.
     pub is_busy: bool,
+    /// No such file is at the path of the job: the file or a folder above it was renamed or deleted.
+    pub is_missing: bool,
     /// Offset of the first block that is left to examine, if the time for one job was over.
     pub next: Option<u64>,
     /// A block could not become huge because the kernel had no memory for a huge page.
@@ -239,7 +241,9 @@ pub fn serve() -> io::Result<()> {
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         // Waits before the file is opened.
         share.wait(has_idle_processor);
-        let mut reply = examine_file(&access, &job, JOB_LIMITS, &mut worker_group, &mut share).unwrap_or_default();
+        let reply = examine_file(&access, &job, JOB_LIMITS, &mut worker_group, &mut share);
+        let is_missing = reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let mut reply = reply.unwrap_or(WorkerReply { is_missing, ..WorkerReply::default() });
         worker_group.return_home();
         reply.inode = job.inode;
         let mut answer = serde_json::to_string(&reply).map_err(io::Error::other)?;
@@ -253,6 +257,10 @@ pub fn serve() -> io::Result<()> {
 }
 
 /// Examines the blocks of a file and applies its huge page policy, until the time for one job is over.
+///
+/// # Errors
+///
+/// `NotFound` if no such file is at the path of the job.
 fn examine_file(
     access: &FileAccess,
     job: &WorkerJob,
@@ -266,7 +274,7 @@ fn examine_file(
     let seen = file_access::attributes(&fd)?;
     let mut reply = WorkerReply::default();
     if seen.inode != job.inode || !seen.is_file() {
-        return Ok(reply);
+        return Err(io::ErrorKind::NotFound.into());
     }
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
