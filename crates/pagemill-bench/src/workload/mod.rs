@@ -17,6 +17,7 @@ pub mod idle;
 pub mod iozone;
 pub mod metadata;
 pub mod pair;
+pub mod pairs;
 pub mod pieces;
 pub mod reaction;
 pub mod refs;

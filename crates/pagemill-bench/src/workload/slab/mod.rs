@@ -77,14 +77,3 @@ fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
-
-/// Allocation and free by one thread, for objects of one size.
-pub trait ObjectAllocator {
-    type Object;
-
-    /// Allocates an object with `tag` as its first word; returns none if out of memory.
-    fn make_object(&mut self, tag: u64) -> Option<Self::Object>;
-
-    /// Frees an object and returns its tag.
-    fn free_object(&mut self, object: Self::Object) -> u64;
-}

@@ -9,9 +9,9 @@ use pagemill_slab::{Candidates, Done, FixedSlab, Handle, HandleMap, Migrate, Mov
 use pagemill_slab::{Slot, Target};
 use pagemill_testbed::Testbed;
 
-use super::ObjectAllocator;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
+use crate::workload::pairs::ObjectAllocator;
 
 /// An object whose first word is a tag. The rest of the object is uninitialized.
 pub struct Object<Rest> {

@@ -1,32 +1,12 @@
-//! Peers of the slab caches: the preloaded malloc, and maps that choose the keys of their values.
+//! Peers of the slab caches: maps that choose the keys of their values.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sharded_slab::Slab;
 use slotmap::{DefaultKey, SlotMap};
 
-use super::ObjectAllocator;
 use super::pagemill_caches::Object;
-use crate::native::TaggedAllocation;
-
-/// The preloaded malloc, for objects of `size` bytes.
-pub struct Malloc {
-    pub size: usize,
-}
-
-impl ObjectAllocator for Malloc {
-    type Object = TaggedAllocation;
-
-    #[inline]
-    fn make_object(&mut self, tag: u64) -> Option<TaggedAllocation> {
-        TaggedAllocation::new(self.size, tag)
-    }
-
-    #[inline]
-    fn free_object(&mut self, object: TaggedAllocation) -> u64 {
-        object.tag()
-    }
-}
+use crate::workload::pairs::ObjectAllocator;
 
 /// A map of the crate slotmap. Each thread has its own.
 pub type ThreadSlotMap<Rest> = SlotMap<DefaultKey, Object<Rest>>;
