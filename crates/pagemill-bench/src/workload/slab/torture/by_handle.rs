@@ -84,12 +84,8 @@ impl<const WORDS: usize> Subject for HandleCache<WORDS> {
         self.cache.pin(*handle).ok().flatten()
     }
 
-    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
+    fn unpin(&self, held: Self::Pin<'_>, stamp: Stamp) -> bool {
         held.is_intact_with(stamp)
-    }
-
-    fn unpin(&self, held: Self::Pin<'_>) {
-        drop(held);
     }
 
     fn address(&self, handle: &Self::Key) -> usize {

@@ -210,12 +210,10 @@ impl<const WORDS: usize> Subject for OwnerCache<WORDS> {
         self.hold(*cell).map(HeldItem)
     }
 
-    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
-        held.0.is_intact_with(stamp)
-    }
-
-    fn unpin(&self, held: Self::Pin<'_>) {
+    fn unpin(&self, held: Self::Pin<'_>, stamp: Stamp) -> bool {
+        let was_whole = held.0.is_intact_with(stamp);
         held.0.state.store(STATE_LIVE, Release);
+        was_whole
     }
 
     fn address(&self, cell: &u32) -> usize {

@@ -49,11 +49,9 @@ impl<const WORDS: usize> Subject for FixedCache<WORDS> {
         None
     }
 
-    fn is_pinned_intact(_held: &(), _stamp: Stamp) -> bool {
+    fn unpin(&self, _held: (), _stamp: Stamp) -> bool {
         true
     }
-
-    fn unpin(&self, _held: ()) {}
 
     fn address(&self, slot: &Self::Key) -> usize {
         std::ptr::from_ref(&**slot) as usize

@@ -111,8 +111,8 @@ trait Subject: Sync + Sized + 'static {
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> RemoveOutcome<Self::Key>;
     fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
-    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool;
-    fn unpin(&self, held: Self::Pin<'_>);
+    /// Ends a pin. Returns whether the pinned object has the contents of its stamp.
+    fn unpin(&self, held: Self::Pin<'_>, stamp: Stamp) -> bool;
     /// Returns the address of an object; 0 if the object does not exist.
     fn address(&self, key: &Self::Key) -> usize;
     /// Uses object `at` of the board, the objects that all threads use. Returns whether the object was intact.
@@ -162,42 +162,6 @@ impl<S: Subject> TestedCache<S> {
     /// Counts a corrupted object if `is_right` is false.
     fn count_unless_right(&self, is_right: bool) {
         self.counters.corrupted.fetch_add(u64::from(!is_right), Relaxed);
-    }
-
-    fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64) {
-        let random = Rng::with_seed(plan.seed ^ number << 48);
-        let (own, held) = (Vec::new(), Vec::new());
-        let mut user = CacheUser { cache: self, random, number, inserted: 0, target_objects: 0, own, held };
-        for operation in 0..operations {
-            if operation % OPERATIONS_PER_TARGET == 0 {
-                user.target_objects = user.random.u64(..MAX_TARGET_OBJECTS);
-            }
-            user.do_random_operation();
-        }
-        user.finish();
-    }
-
-    /// Checks that each object exists exactly once, and drops the cache. Called after all threads have ended.
-    fn check_and_drop(self, operations: u64) -> TortureResult {
-        let left = self.pool.into_inner().unwrap_or_default();
-        let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
-        let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
-        places.sort_unstable();
-        let doubled = places.windows(2).filter(|pair| pair[0] == pair[1]).count() as u64;
-        let info = self.subject.info();
-        let torn = left.iter().filter(|(key, stamp)| !self.subject.is_intact(key, *stamp)).count() as u64;
-        let there = left.len() as u64;
-        let wrong = self.subject.check_and_drop(left);
-        let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
-        TortureResult {
-            operations,
-            inserted: self.inserted.load(Relaxed),
-            moved: info.moved,
-            emptied: info.emptied,
-            corrupted: self.counters.corrupted.load(Relaxed) + doubled + torn + wrong,
-            lost: present.abs_diff(there) + created.saturating_sub(dropped),
-            dropped_twice: self.counters.dropped_twice.load(Relaxed) + dropped.saturating_sub(created),
-        }
     }
 }
 
@@ -266,8 +230,7 @@ impl<S: Subject> CacheUser<'_, S> {
         if self.held.len() == MAX_PINNED_PER_THREAD {
             let at = self.random.usize(..MAX_PINNED_PER_THREAD);
             let (held, stamp) = self.held.swap_remove(at);
-            self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
-            self.cache.subject.unpin(held);
+            self.cache.count_unless_right(self.cache.subject.unpin(held, stamp));
         }
         let Some(at) = self.random_index() else { return };
         let (key, stamp) = &self.own[at];
@@ -287,8 +250,7 @@ impl<S: Subject> CacheUser<'_, S> {
 
     fn finish(mut self) {
         for (held, stamp) in std::mem::take(&mut self.held) {
-            self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
-            self.cache.subject.unpin(held);
+            self.cache.count_unless_right(self.cache.subject.unpin(held, stamp));
         }
         self.cache.inserted.fetch_add(self.inserted, Relaxed);
         self.cache.pool.lock().expect("the lock is not poisoned").append(&mut self.own);
@@ -299,12 +261,22 @@ impl<S: Subject> CacheUser<'_, S> {
 trait AnyTestedCache: Sync {
     fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64);
     fn move_some_objects(&self, random: &mut Rng);
+    /// Checks that each object exists exactly once, and drops the cache. Called after all threads have ended.
     fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult;
 }
 
 impl<S: Subject> AnyTestedCache for TestedCache<S> {
     fn run_operations(&self, plan: TorturePlan, number: u64, operations: u64) {
-        TestedCache::run_operations(self, plan, number, operations);
+        let random = Rng::with_seed(plan.seed ^ number << 48);
+        let (own, held) = (Vec::new(), Vec::new());
+        let mut user = CacheUser { cache: self, random, number, inserted: 0, target_objects: 0, own, held };
+        for operation in 0..operations {
+            if operation % OPERATIONS_PER_TARGET == 0 {
+                user.target_objects = user.random.u64(..MAX_TARGET_OBJECTS);
+            }
+            user.do_random_operation();
+        }
+        user.finish();
     }
 
     fn move_some_objects(&self, random: &mut Rng) {
@@ -312,7 +284,26 @@ impl<S: Subject> AnyTestedCache for TestedCache<S> {
     }
 
     fn check_and_drop(self: Box<Self>, operations: u64) -> TortureResult {
-        TestedCache::check_and_drop(*self, operations)
+        let cache = *self;
+        let left = cache.pool.into_inner().unwrap_or_default();
+        let present = cache.inserted.load(Relaxed) - cache.removed.load(Relaxed);
+        let mut places: Vec<usize> = left.iter().map(|(key, _)| cache.subject.address(key)).collect();
+        places.sort_unstable();
+        let doubled = places.windows(2).filter(|pair| pair[0] == pair[1]).count() as u64;
+        let info = cache.subject.info();
+        let torn = left.iter().filter(|(key, stamp)| !cache.subject.is_intact(key, *stamp)).count() as u64;
+        let there = left.len() as u64;
+        let wrong = cache.subject.check_and_drop(left);
+        let (created, dropped) = (cache.counters.created.load(Relaxed), cache.counters.dropped.load(Relaxed));
+        TortureResult {
+            operations,
+            inserted: cache.inserted.load(Relaxed),
+            moved: info.moved,
+            emptied: info.emptied,
+            corrupted: cache.counters.corrupted.load(Relaxed) + doubled + torn + wrong,
+            lost: present.abs_diff(there) + created.saturating_sub(dropped),
+            dropped_twice: cache.counters.dropped_twice.load(Relaxed) + dropped.saturating_sub(created),
+        }
     }
 }
 
