@@ -1,5 +1,5 @@
-//! Tests of pins with a hint: a hint may be right, outdated, of another page, or of another file. The pinned bytes must
-//! be those of the requested page in every case.
+//! Tests of pins and reads with a hint: a hint may be right, outdated, of another page, or of another file. The bytes
+//! must be those of the requested page in every case.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy};
@@ -29,7 +29,13 @@ fn fill(file: &Mapping, id: u64, pages: u64) {
     }
 }
 
-/// Pins each page with each of some hints, and checks its number. Returns the hints as they were corrected.
+fn read_number(file: &Mapping, hint: &mut FolioHint, page: u64) -> u64 {
+    let mut bytes = [0; 8];
+    assert_eq!(file.read_at_hinted(hint, &mut bytes, page * PAGE).unwrap(), 8);
+    u64::from_le_bytes(bytes)
+}
+
+/// Pins and reads each page with each of some hints, and checks its number. Returns the hints as they were corrected.
 fn check_all(file: &Mapping, id: u64, pages: u64, hints: &[FolioHint]) -> Vec<FolioHint> {
     let mut corrected = Vec::new();
     for page in 0..pages {
@@ -43,6 +49,11 @@ fn check_all(file: &Mapping, id: u64, pages: u64, hints: &[FolioHint]) -> Vec<Fo
                 assert_eq!(pin.read_u64(0), number_of(id, page), "page {page}, {hint:?}");
             }
             corrected.push(hint);
+            let mut hint_of_reads = hints[corrected.len() % hints.len()];
+            for _ in 0..2 {
+                assert_eq!(read_number(file, &mut hint_of_reads, page), number_of(id, page), "page {page}");
+            }
+            assert_eq!(hint_of_reads, hint, "reads and pins find the same folio");
         }
     }
     corrected.dedup();
@@ -77,6 +88,31 @@ fn any_hint_pins_the_right_page() {
         fill(&one, 3, 30);
         check_all(&one, 3, 30, &hints);
     }
+}
+
+/// A read with a right hint crosses the end of its folio, or of its file. It must return the bytes of both folios, and
+/// stop at the end.
+#[test]
+fn a_hinted_read_crosses_folios_and_stops_at_the_end() {
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let file = cache.create().unwrap();
+    let bytes: Vec<u8> = (0..2 * PAGE + 100).map(|at| (at / 7) as u8).collect();
+    file.write_at(&bytes, 0).unwrap();
+    let mut hint = FolioHint::default();
+    for (offset, len) in [(0, 1), (PAGE - 4, 8), (1, 2 * PAGE as usize), (2 * PAGE, 100), (2 * PAGE + 50, 99)] {
+        let mut to = vec![0xee; len];
+        for _ in 0..2 {
+            let read = file.read_at_hinted(&mut hint, &mut to, offset).unwrap();
+            let expected = &bytes[offset as usize..(offset as usize + len).min(bytes.len())];
+            assert_eq!((read, &to[..read]), (expected.len(), expected));
+            assert!(to[read..].iter().all(|byte| *byte == 0xee), "bytes past the end");
+        }
+    }
+    for (offset, expected) in [(2 * PAGE + 100, 0), (u64::MAX / 2, 0)] {
+        assert_eq!(file.read_at_hinted(&mut hint, &mut [0; 8], offset).unwrap_or(0), expected);
+    }
+    assert!(matches!(file.read_at_hinted(&mut hint, &mut [0; 8], u64::MAX), Err(Error::BadOffset { .. })));
+    assert_eq!(file.read_at_hinted(&mut hint, &mut [], 0).unwrap(), 0);
 }
 
 /// A file is closed, and the next one gets its id and its pages. Hints of the closed file must not find old bytes.
@@ -115,6 +151,8 @@ fn hints_are_checked_while_pages_are_evicted() {
                     assert_eq!(pin.read_u64(0), number_of(9, page));
                     drop(pin);
                     hits += u64::from(before == hints[page as usize]);
+                    let page = random.u64(..range);
+                    assert_eq!(read_number(file, &mut hints[page as usize], page), number_of(9, page));
                 }
                 assert!(hits > 0, "no hint was right");
             });

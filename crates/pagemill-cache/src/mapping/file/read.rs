@@ -74,10 +74,10 @@ impl File {
         self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
     }
 
-    /// Zeroes a buffer after a failed read. A discarded copy may have left another file's bytes there, which the caller
+    /// Zeroes a buffer after a read that failed or was discarded. A discarded copy may have left another file's bytes there, which the caller
     /// must not see.
     #[cold]
-    fn wipe(&self, to: &mut [u8]) {
+    pub(super) fn wipe(&self, to: &mut [u8]) {
         // The read copied at most one folio, which is at most a chunk.
         let most = to.len().min(self.pool.chunk_bytes());
         to[..most].fill(0);
