@@ -37,6 +37,8 @@ const COPY_NS: &str = "copy_ns";
 const PIN_NS: &str = "pin_ns";
 /// Metric: time to pin a resident page with a hint of its folio, and read 8 bytes of it.
 const HINTED_NS: &str = "hinted_ns";
+/// Metric: time to read 8 bytes of a resident page with a hint of its folio, without a pin.
+const HINTED_READ_NS: &str = "hinted_read_ns";
 /// Metric: bytes of page metadata (frames) per cached page.
 const FRAME_BYTES: &str = "frames_bytes";
 /// Metric: bytes of the index of the file per cached page.
@@ -50,7 +52,8 @@ const RESIDENT_RATIO: &str = "resident_ratio";
 /// Metric of small files: bytes that the cache counts as used, relative to the files' sizes rounded up to pages.
 const COUNTED_RATIO: &str = "counted_ratio";
 
-const PAGE_CACHE_METRICS: &[&str] = &[COPY_NS, PIN_NS, HINTED_NS, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
+const PAGE_CACHE_METRICS: &[&str] =
+    &[COPY_NS, PIN_NS, HINTED_NS, HINTED_READ_NS, FRAME_BYTES, INDEX_BYTES, ADDED_BYTES, HUGE_SHARE];
 const PEER_METRICS: &[&str] = &[COPY_NS, PIN_NS, ADDED_BYTES, HUGE_SHARE];
 const UNPINNED_METRICS: &[&str] = &[COPY_NS, HUGE_SHARE];
 
@@ -85,7 +88,7 @@ const SUBJECTS: [Subject; 10] = [
     Subject::new(HUGE_FOLIOS, "huge", PAGE_CACHE_METRICS),
     Subject::new(SMALL_FOLIOS, "dense", PAGE_CACHE_METRICS),
     Subject::new(MEMCPY, "memcpy", UNPINNED_METRICS),
-    Subject::new(FRAMES, "frames", &[COPY_NS, PIN_NS, HINTED_NS, HUGE_SHARE]),
+    Subject::new(FRAMES, "frames", &[COPY_NS, PIN_NS, HINTED_NS, HINTED_READ_NS, HUGE_SHARE]),
     Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", UNPINNED_METRICS) },
     Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY_NS]) },
@@ -208,6 +211,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
         (COPY_NS, "copied out", MEMCPY),
         (PIN_NS, "pinned, 8 bytes read", FRAMES),
         (HINTED_NS, "pinned with a hint, 8 bytes read", FRAMES),
+        (HINTED_READ_NS, "not pinned, 8 bytes read with a hint", FRAMES),
     ] {
         let table = format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
         for case in THREAD_COUNTS {
@@ -264,7 +268,9 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
             report.add_verdict(judge_time_ratio(samples, target, bound, own, base));
         }
         for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
-            for (what, metric, bound) in [("pin", PIN_NS, 2.5), ("pin with a hint", HINTED_NS, 1.3)] {
+            let bounds =
+                [("pin", PIN_NS, 2.5), ("pin with a hint", HINTED_NS, 1.3), ("read with a hint", HINTED_READ_NS, 1.3)];
+            for (what, metric, bound) in bounds {
                 let target = format!("{what}, {}: {subject}, time of {FRAMES}", threads_text(*case));
                 let (own, base) = ((case, subject, metric), (case, FRAMES, metric));
                 report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(bound), own, base));

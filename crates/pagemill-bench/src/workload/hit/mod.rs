@@ -70,6 +70,12 @@ trait PageStore: Sync {
         None
     }
 
+    /// Reads the first word of the page with index `page` without a pin, with what an earlier access remembered of the
+    /// page. `None` for stores that cannot.
+    fn read_hinted(&self, _page: usize) -> Option<u64> {
+        None
+    }
+
     /// Whether pages can be pinned by [`PageStore::pin`].
     const CAN_PIN: bool;
 
@@ -115,15 +121,19 @@ fn measure_store<D: PageStore>(
     line.insert("huge_share".to_owned(), share.min(1.0).into());
     line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
     line.insert("copy_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, copy_random_pages)?.into());
-    if D::CAN_PIN {
-        line.insert(
-            "pin_ns".to_owned(),
-            mean_ns_in_threads(arguments, pages, &store, pin_random_pages::<D, false>)?.into(),
-        );
-    }
-    if store.pin_hinted(0).is_some() {
-        let hinted_ns = mean_ns_in_threads(arguments, pages, &store, pin_random_pages::<D, true>)?;
-        line.insert("hinted_ns".to_owned(), hinted_ns.into());
+    let words: [(&str, bool, BatchOperation<D>); 3] = [
+        ("pin_ns", D::CAN_PIN, |store, pages, random, _, count| {
+            read_random_words(pages, random, count, |page| Some(store.pin(page)))
+        }),
+        ("hinted_ns", store.pin_hinted(0).is_some(), |store, pages, random, _, count| {
+            read_random_words(pages, random, count, |page| store.pin_hinted(page))
+        }),
+        ("hinted_read_ns", store.read_hinted(0).is_some(), |store, pages, random, _, count| {
+            read_random_words(pages, random, count, |page| store.read_hinted(page))
+        }),
+    ];
+    for (metric, _, operation) in words.into_iter().filter(|(_, is_possible, _)| *is_possible) {
+        line.insert(metric.to_owned(), mean_ns_in_threads(arguments, pages, &store, operation)?.into());
     }
     Ok(line.into())
 }
@@ -162,7 +172,7 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
         if !store.copy(page, &mut record) || !pattern::is_intact(&record, 0, offset) {
             return Err(Failure::WrongAnswer(format!("page {page} is not what was put there")));
         }
-        let words = [D::CAN_PIN.then(|| store.pin(page)), store.pin_hinted(page)];
+        let words = [D::CAN_PIN.then(|| store.pin(page)), store.pin_hinted(page), store.read_hinted(page)];
         if words.into_iter().flatten().any(|word| word != stamp_of_page(page)) {
             return Err(Failure::WrongAnswer(format!("the word of page {page} is another one")));
         }
@@ -194,20 +204,13 @@ fn copy_random_pages<D: PageStore>(
     wrong
 }
 
-/// Pins random pages, by [`PageStore::pin_hinted`] if `HINTED` is set.
+/// Calls `read` with random pages. Returns how many calls did not return the first word of their page.
 #[inline]
-fn pin_random_pages<D: PageStore, const HINTED: bool>(
-    store: &D,
-    pages: usize,
-    random: &mut Rng,
-    _to: &mut Record,
-    operations: usize,
-) -> u64 {
+fn read_random_words(pages: usize, random: &mut Rng, count: usize, read: impl Fn(usize) -> Option<u64>) -> u64 {
     let mut wrong = 0;
-    for _ in 0..operations {
+    for _ in 0..count {
         let page = random.usize(..pages);
-        let word = if HINTED { store.pin_hinted(page) } else { Some(store.pin(page)) };
-        wrong += u64::from(black_box(word) != Some(stamp_of_page(page)));
+        wrong += u64::from(black_box(read(page)) != Some(stamp_of_page(page)));
     }
     wrong
 }

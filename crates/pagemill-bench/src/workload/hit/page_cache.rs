@@ -103,6 +103,13 @@ impl PageStore for CachedFile {
         Some(pin.map_or(0, |pin| pin.read_u64(0)))
     }
 
+    #[inline]
+    fn read_hinted(&self, page: usize) -> Option<u64> {
+        let (mut hint, mut word) = (self.hints[page], [0; 8]);
+        let read = self.file.read_at_hinted(&mut hint, &mut word, (page * RECORD_BYTES) as u64);
+        Some(read.map_or(0, |_| u64::from_le_bytes(word)))
+    }
+
     fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;

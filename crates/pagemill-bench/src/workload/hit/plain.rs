@@ -88,6 +88,15 @@ impl PageStore for Frames {
     fn pin_hinted(&self, page: usize) -> Option<u64> {
         Some(self.pin(page))
     }
+
+    #[inline]
+    fn read_hinted(&self, page: usize) -> Option<u64> {
+        let word = self.words.counter(page);
+        let seen = word.load(Acquire);
+        let found = first_word(self.memory.page(page));
+        fence(Acquire);
+        (word.load(Relaxed) == seen).then_some(found)
+    }
 }
 
 fn make_file(pages: usize, place: &FilePlace) -> Result<File, Failure> {
