@@ -318,6 +318,18 @@ pub fn touch_beforehand(mib: u64) -> Result<()> {
     }
 }
 
+/// Turns a gap into a failed sample, so that the other samples are still taken.
+///
+/// # Errors
+///
+/// Every other error.
+pub fn failed_if_gap(sample: Result<Outcome>) -> Result<Outcome> {
+    match sample {
+        Err(Error::Gap(why)) => Ok(Outcome::Failed(why)),
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

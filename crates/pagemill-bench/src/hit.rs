@@ -178,7 +178,7 @@ fn measure_cases(
                 progress.step(subject.name);
                 let numbers = [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(MEASUREMENT_MS))];
                 let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
-                let outcome = take_sample(subject, line, mounter, mib)?;
+                let outcome = child::failed_if_gap(take_sample(subject, line, mounter, mib))?;
                 samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
         }
@@ -196,10 +196,7 @@ fn measure_cases(
 /// Takes one sample of a subject in a new workload process. If the subject uses files, mounts a file system for it.
 fn take_sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
-        (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
-            Ok(mounted) => Some(mounted),
-            Err(gap) => return Ok(Outcome::Failed(gap)),
-        },
+        (Some(system), Some(mounter)) => Some(mounter.mount(system, (mib + mib / 4 + 16) << 20)?),
         _ => None,
     };
     line.extend(mounted.iter().flat_map(files::place_arguments));

@@ -52,26 +52,19 @@ impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
         let mut samples = SampleTable::new();
         for (case, &subject) in turns_by_case(self.cases, self.rounds, ready, self.name) {
-            if !subject.is_mounted() {
-                let outcome = self.sample(case, subject, &[CACHED.to_owned()])?;
-                samples.add_outcome(case, subject.name, self.metrics, &outcome);
-                continue;
-            }
-            match mounter.mount(subject, self.size_bytes)? {
-                Ok(mounted) => {
-                    let outcome = self.sample(case, subject, &place_arguments(&mounted))?;
-                    samples.add_outcome(case, subject.name, self.metrics, &outcome);
-                    mounted.unmount().complaint.into_iter().for_each(|gap| report.add_gap(gap));
-                }
-                Err(gap) => samples.add_outcome(case, subject.name, self.metrics, &Outcome::Failed(gap)),
-            }
+            let outcome = child::failed_if_gap(self.sample(case, subject, mounter, report))?;
+            samples.add_outcome(case, subject.name, self.metrics, &outcome);
         }
         Ok(samples)
     }
 
-    fn sample(&self, case: &Case, subject: FileSystem, place: &[String]) -> Result<Outcome> {
-        let line = (self.arguments)(case).into_iter().chain(place.iter().map(|word| (*word).to_owned()));
-        child::run_plain(subject.name, line, self.limit)
+    fn sample(&self, case: &Case, subject: FileSystem, mounter: &Mounter, report: &mut Report) -> Result<Outcome> {
+        let mounted = subject.is_mounted().then(|| mounter.mount(subject, self.size_bytes)).transpose()?;
+        let place = mounted.as_ref().map_or(vec![CACHED.to_owned()], |mounted| place_arguments(mounted).to_vec());
+        let line = (self.arguments)(case).into_iter().chain(place);
+        let outcome = child::run_plain(subject.name, line, self.limit)?;
+        mounted.and_then(|mounted| mounted.unmount().complaint).into_iter().for_each(|gap| report.add_gap(gap));
+        Ok(outcome)
     }
 }
 

@@ -134,12 +134,13 @@ impl Mounter {
                 ready.push(subject);
                 continue;
             }
-            match self.mount(subject, 64 << 20)? {
+            match self.mount(subject, 64 << 20) {
                 Ok(mounted) => {
                     ready.push(subject);
                     gaps.extend(mounted.unmount().complaint);
                 }
-                Err(gap) => gaps.push(gap),
+                Err(Error::Gap(gap)) => gaps.push(gap),
+                Err(error) => return Err(error),
             }
         }
         match ready.is_empty() {
@@ -148,39 +149,36 @@ impl Mounter {
         }
     }
 
-    /// Mounts a file system with room for `size_bytes`. The inner error is a sentence for the report that says why it
-    /// could not be mounted.
+    /// Mounts a file system with room for `size_bytes`.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
-    pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
+    /// [`Error::Gap`] if Pagemill's controller cannot mount it. [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
+    pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<Mounted> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
         let FileSystemKind::Tmpfs(huge) = subject.kind else {
             if let Some(given_folder) = &self.given_folder {
                 let folder = builder().tempdir_in(given_folder).map_err(doing(given_folder.display().to_string()))?;
-                return Mounted::new(folder, Origin::Given).map(Ok);
+                return Mounted::new(folder, Origin::Given);
             }
             let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
-            return match start_controller(folder.path(), size_bytes)? {
-                Ok(running) => Mounted::new(folder, Origin::PagemillMount(running)).map(Ok),
-                Err(gap) => Ok(Err(gap)),
-            };
+            let running = start_controller(folder.path(), size_bytes)?;
+            return Mounted::new(folder, Origin::PagemillMount(running));
         };
         let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
         let options = CString::new(format!("huge={huge},size={size_bytes},mode=700")).unwrap_or_default();
         let flags = MountFlags::NODEV | MountFlags::NOSUID;
         rustix::mount::mount(PAGEMILL, folder.path(), "tmpfs", flags, options.as_c_str())
             .map_err(|errno| Error::CannotRun(format!("a tmpfs with huge={huge} cannot be mounted here: {errno}")))?;
-        Mounted::new(folder, Origin::Mounted).map(Ok)
+        Mounted::new(folder, Origin::Mounted)
     }
 }
 
-/// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the report
-/// that says why nothing was mounted.
-fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<RunningGroup, String>> {
+/// Starts `pagemill mount` and waits until the folder is a mount point.
+fn start_controller(folder: &Path, size_bytes: u64) -> Result<RunningGroup> {
+    let gap = |what: String| Err(Error::Gap(format!("pagemill: {what}")));
     let Some(program) = subject::built_file("pagemill") else {
-        return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
+        return gap("the command is not built: cargo build --release -p pagemill-cli".to_owned());
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
     let mut command = child::workload_command(["__enter", "--"])?;
@@ -194,14 +192,14 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
             let finished = running.finish(Duration::ZERO)?;
             let complaint = String::from_utf8_lossy(&finished.stderr);
             let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it printed nothing");
-            return Ok(Err(format!("pagemill: `pagemill mount` ended with {}: {complaint}", finished.status)));
+            return gap(format!("`pagemill mount` ended with {}: {complaint}", finished.status));
         }
         if begun.elapsed() > MOUNT_TIMEOUT {
-            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", MOUNT_TIMEOUT.as_secs())));
+            return gap(format!("`pagemill mount` did not mount within {} s", MOUNT_TIMEOUT.as_secs()));
         }
         thread::sleep(Duration::from_millis(2));
     }
-    Ok(Ok(running))
+    Ok(running)
 }
 
 impl Mounted {
@@ -310,7 +308,7 @@ mod tests {
         // The test runs in a thread of its own, so that the other tests keep their mount namespace.
         let test = thread::spawn(|| {
             let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
-            let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())??;
+            let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())?;
             let folder = mounted.folder().to_owned();
             fs::write(folder.join("a"), [1; 5000]).expect("it is written");
             assert_eq!(used_bytes(&folder), Ok(8192));

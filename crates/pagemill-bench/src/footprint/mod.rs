@@ -221,8 +221,8 @@ fn measure_redis(
     }
     let folder = redis::make_folder()?;
     for (name, subject) in turns_by_case(&[REDIS], common.rounds(), ready, |name| (*name).to_owned()) {
-        let sample = redis::run(subject, folder.path())?;
-        let outcome = sample.map_or_else(Outcome::Failed, |sample| sample.outcome());
+        let sample = redis::run(subject, folder.path());
+        let outcome = child::failed_if_gap(sample.map(|sample| sample.outcome()))?;
         samples.add_outcome(name, subject.name(), &METRICS, &outcome);
     }
     Ok(())

@@ -34,9 +34,12 @@ pub fn missing_programs() -> Option<String> {
     })
 }
 
-/// Runs a Redis server under an allocator, sends it the commands of the experiment, and returns the measurements. The
-/// inner error is a message for the report.
-pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Result<Sample, String>> {
+/// Runs a Redis server under an allocator, sends it the commands of the experiment, and returns the measurements.
+///
+/// # Errors
+///
+/// [`Error::Gap`] if the server failed; [`Error::WrongAnswer`] if it answered wrongly.
+pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<Sample> {
     let socket = folder.join("socket");
     // Removes the socket file of an earlier server. It is no error if there is none.
     let _ = std::fs::remove_file(&socket);
@@ -74,14 +77,14 @@ pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Resul
         Ok(requests) => {
             let finished = server.finish(Duration::from_secs(30))?;
             if !finished.status.success() {
-                return Ok(Err(format!("{NAME}: the server ended with {}", finished.status)));
+                return Err(Error::Gap(format!("{NAME}: the server ended with {}", finished.status)));
             }
-            Ok(Ok(Sample { peaks, idle, wall, requests_per_second: Some(requests) }))
+            Ok(Sample { peaks, idle, wall, requests_per_second: Some(requests) })
         }
         Err(ServerFailure::Wrong(what)) => Err(Error::WrongAnswer { subject: ready.name().to_owned(), what }),
         Err(ServerFailure::Lost(why)) => {
             child::check_interrupt()?;
-            Ok(Err(format!("{NAME}: {why}")))
+            Err(Error::Gap(format!("{NAME}: {why}")))
         }
     }
 }

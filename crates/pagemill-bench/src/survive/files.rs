@@ -90,6 +90,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let mut samples = SampleTable::new();
     let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
+    let sample = |subject, setup, seconds, report: &mut Report| {
+        child::failed_if_gap(take_sample(&mounter, subject, setup, seconds, report))
+    };
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
         // The last run has no limit. It is the baseline of the runs with a limit.
@@ -99,7 +102,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
             for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
-                    let outcome = take_sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
+                    let outcome = sample(PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
                     match limit_mib {
                         Some(_) => samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &outcome),
                         None => cases.iter().for_each(|case| samples.add_outcome(case, UNLIMITED, METRICS, &outcome)),
@@ -107,7 +110,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
                 }
                 if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
                     let plain = seconds.min(PLAIN_SECONDS);
-                    let outcome = take_sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
+                    let outcome = sample(WITHIN_SIZE, (case, limit_mib), plain, report)?;
                     samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
                 }
             }
@@ -152,13 +155,8 @@ fn take_sample(
     };
     let group = group.map_err(Error::CannotRun)?;
     let size_bytes = if limit_mib.is_some() { LIMITED_MOUNT_BYTES } else { UNLIMITED_MOUNT_BYTES };
-    let mounted = match mounter.mount(subject, size_bytes)? {
-        Ok(mounted) => mounted,
-        Err(gap) => return Ok(Outcome::Failed(gap)),
-    };
-    if let Err(why) = make_folders(&mounted, subject) {
-        return Ok(Outcome::Failed(why));
-    }
+    let mounted = mounter.mount(subject, size_bytes)?;
+    make_folders(&mounted, subject).map_err(Error::Gap)?;
     // The speed is measured only after as many bytes were written as fit. Before that, files may get memory that the
     // host of a virtual machine has taken back, and its first touch is many times slower. Touching other memory
     // beforehand does not help.
