@@ -15,21 +15,26 @@ use super::object_stores::{ObjectStore, progress_of_step};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Bit of an object's first word that is set while the object is being moved.
-const MOVING_BIT: u64 = 1 << 63;
+/// Bit of an object's state that is set while a thread *holds* the object. While it is set, only that thread may change,
+/// move or free the object.
+pub const HELD_BIT: u64 = 1 << 63;
 
 /// An object of the slab cache. Its first word is its state: 0 while the object is free, otherwise its number plus one,
-/// with the bit `MOVING_BIT` set during a move. Its other words contain its number.
+/// with the bit [`HELD_BIT`] set during a move. The other words are its contents.
 pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 impl<const WORDS: usize> Object<WORDS> {
-    fn state(&self) -> &AtomicU64 {
+    pub fn state(&self) -> &AtomicU64 {
         &self.0[0]
+    }
+
+    pub fn contents(&self) -> &[AtomicU64] {
+        &self.0[1..]
     }
 
     /// Changes the object's state from `from` to `to`. Returns `false` if the state is not `from`, for example during a
     /// move.
-    fn change_state(&self, from: u64, to: u64) -> bool {
+    pub fn change_state(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
 }
@@ -46,15 +51,15 @@ impl<const WORDS: usize> AddressTable<WORDS> {
         table
     }
 
-    fn table_entry(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
+    pub fn table_entry(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
         &self.0[number as usize]
     }
 }
 
 // SAFETY:
 // 1. A free object has state 0, which `isolate` skips; it needs no destructor.
-// 2. `isolate` sets the bit `MOVING_BIT` of the objects that it keeps, and a thread frees only an object whose bit is
-// not set (`OwnerStore::free_object`).
+// 2. `isolate` keeps only objects that it could hold, and a thread frees only an object that it holds or that no thread
+// holds (`OwnerStore::free_object`, `OwnerObjects::remove`).
 // 3. The table has the new address before the old object is free. Users read addresses from the table, under a guard.
 unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     type Object = Object<WORDS>;
@@ -69,7 +74,8 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
             // SAFETY: objects of the cache are always constructed.
             let object = unsafe { object.as_ref() };
             let state = object.state().load(Relaxed);
-            state != 0 && object.change_state(state, state | MOVING_BIT)
+            let is_live = state != 0 && state & HELD_BIT == 0;
+            is_live && object.change_state(state, state | HELD_BIT)
         });
     }
 
@@ -81,16 +87,18 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     ) -> Done<'object> {
         // SAFETY: this is an object of the cache, which is always constructed.
         let from = unsafe { object.object().as_ref() };
-        let state = from.state().load(Relaxed) & !MOVING_BIT;
+        let state = from.state().load(Relaxed) & !HELD_BIT;
         let Some(new) = to.take() else {
             from.state().store(state, Release);
             return object.failed();
         };
         // SAFETY: this is an object of the cache, which is always constructed.
         let to = unsafe { new.object().as_ref() };
-        from.0[1..].iter().zip(&to.0[1..]).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
-        to.state().store(state, Release);
+        from.contents().iter().zip(to.contents()).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+        // The new object is held until the table has its address.
+        to.state().store(state | HELD_BIT, Release);
         self.table_entry(state - 1).store(new.object().as_ptr(), Release);
+        to.state().store(state, Release);
         from.state().store(0, Release);
         object.moved(new)
     }
@@ -113,10 +121,10 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
     fn make_object(&self, number: u64) -> Result<u64, Failure> {
         let object = self.0.allocate().map_err(failed)?;
         // SAFETY: this is a free object of the cache, which is constructed.
-        let words = unsafe { &object.as_ref().0 };
-        words[1..].iter().for_each(|word| word.store(number, Relaxed));
+        let new = unsafe { object.as_ref() };
+        new.contents().iter().for_each(|word| word.store(number, Relaxed));
         self.0.owner().table_entry(number).store(object.as_ptr(), Release);
-        words[0].store(number + 1, Release);
+        new.state().store(number + 1, Release);
         Ok(number)
     }
 
@@ -145,11 +153,11 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
             let at = place.load(Acquire);
             // SAFETY: this is an object of the cache. Under the guard its memory is not reused, even if it is moved.
             let Some(object) = NonNull::new(at).map(|object| unsafe { object.as_ref() }) else { return false };
-            let state = object.state().load(Acquire) & !MOVING_BIT;
+            let state = object.state().load(Acquire) & !HELD_BIT;
             if state == 0 && place.load(Acquire) != at {
                 continue;
             }
-            return state == expected + 1 && object.0[1..].iter().all(|word| word.load(Relaxed) == expected);
+            return state == expected + 1 && object.contents().iter().all(|word| word.load(Relaxed) == expected);
         }
     }
 

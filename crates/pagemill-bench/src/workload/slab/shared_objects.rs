@@ -2,17 +2,15 @@
 //! thread moves them.
 #![allow(unsafe_code)] // an owner of objects
 
-use pagemill_slab::SlabCache;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::{hint, thread};
 
 use pagemill_slab as slab;
-use pagemill_slab::{
-    Candidates, Done, Guard, Handle, HandleMap, Migrate, Moving, OwnerSlab, Settings, SlabInfo, Slabs, Target,
-};
+use pagemill_slab::{Guard, Handle, HandleMap, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs};
 
+use super::owner_store::{AddressTable, HELD_BIT};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
@@ -72,6 +70,11 @@ impl HandleObjects {
     }
 }
 
+/// Returns the state of the object with this number while no thread holds the object.
+fn state_of(number: usize) -> u64 {
+    number as u64 + 1
+}
+
 fn check_existed(was_there: bool) -> Result<(), Failure> {
     if was_there { Ok(()) } else { Err(Failure::WrongAnswer("an object is not there".to_owned())) }
 }
@@ -126,82 +129,13 @@ impl SharedObjects for HandleObjects {
     }
 }
 
-/// An object in a slab cache whose objects are moved by their owner.
-///
-/// The state of a free object is 0. The state of any other object is twice its number plus 2, and one more while a
-/// thread *holds* the object. Only the thread that holds an object may change, move or free it.
-pub struct Object {
-    state: AtomicU64,
-    words: [AtomicU64; WORDS - 1],
-}
-
-/// Index of the last word in the field `words` of an object.
+/// Index of the last word in the contents of an object.
 const LAST_WORD: usize = WORDS - 2;
 
-/// Returns the state of the object with this number while no thread holds the object.
-fn state_of(number: usize) -> u64 {
-    (number as u64 + 1) << 1
-}
+type Object = super::owner_store::Object<WORDS>;
 
-/// Bit of an object's state that is set while a thread holds the object.
-const HELD_BIT: u64 = 1;
-
-/// The owner of the objects: the table of their addresses, by number. No other references to the objects exist.
-///
-/// # Invariants
-///
-/// The address in an entry is that of an object whose state is, or is about to become, that of the entry's number. An
-/// entry is changed only by the thread that holds the object, or by the one thread that fills empty entries.
-pub struct ObjectOwner {
-    table: Vec<AtomicPtr<Object>>,
-}
-
-// SAFETY: `isolate` keeps only live objects that it could hold, so no other thread frees or moves them. Before a move
-// is reported as done, the table refers to the new object, and the old one is free. A reader with the old address reads
-// words that do not change until all current guards are dropped.
-unsafe impl Migrate for ObjectOwner {
-    type Object = Object;
-    type Isolated = ();
-
-    fn construct(&self) -> Object {
-        Object { state: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; WORDS - 1] }
-    }
-
-    fn isolate(&self, objects: &mut Candidates<'_, Object>) {
-        objects.retain(|object| {
-            // SAFETY: objects of the cache are always constructed.
-            let state = unsafe { &object.as_ref().state };
-            let seen = state.load(Relaxed);
-            let is_live = seen != 0 && seen & HELD_BIT == 0;
-            is_live && state.compare_exchange(seen, seen | HELD_BIT, Acquire, Relaxed).is_ok()
-        });
-    }
-
-    fn migrate<'object>(
-        &self,
-        object: Moving<'object, Object>,
-        to: &mut Target<'_, Object>,
-        (): &mut (),
-    ) -> Done<'object> {
-        // SAFETY: this is an object of the cache, which this thread holds.
-        let old = unsafe { object.object().as_ref() };
-        let live = old.state.load(Relaxed) & !HELD_BIT;
-        let Some(new) = to.take() else {
-            old.state.store(live, Release);
-            return object.failed();
-        };
-        let at = new.object();
-        // SAFETY: this is a free object of the cache, which is constructed.
-        let fresh = unsafe { at.as_ref() };
-        fresh.words.iter().zip(&old.words).for_each(|(to, from)| to.store(from.load(Relaxed), Relaxed));
-        self.table[(live >> 1) as usize - 1].store(at.as_ptr(), Release);
-        fresh.state.store(live, Release);
-        old.state.store(0, Release);
-        object.moved(new)
-    }
-}
-
-pub struct OwnerObjects(OwnerSlab<ObjectOwner>);
+/// Objects in a slab cache whose objects are moved by their owner.
+pub struct OwnerObjects(OwnerSlab<AddressTable<WORDS>>);
 
 /// Number of attempts to read an object after the words of another object were found at its address.
 const READ_ATTEMPTS: usize = 100;
@@ -210,12 +144,11 @@ const SPINS_BEFORE_YIELD: usize = 1000;
 
 impl OwnerObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
-        let owner = ObjectOwner { table: (0..count).map(|_| AtomicPtr::default()).collect() };
-        Ok(Self(slabs.by_owner(Settings::new("by owner"), owner).map_err(failed)?))
+        slabs.by_owner(Settings::new("by owner"), AddressTable::new(count)).map(Self).map_err(failed)
     }
 
     fn entry(&self, number: usize) -> &AtomicPtr<Object> {
-        &self.0.owner().table[number]
+        self.0.owner().table_entry(number as u64)
     }
 
     /// Holds an object at its current address, so that no other thread moves or frees the object. The guard prevents
@@ -224,10 +157,10 @@ impl OwnerObjects {
         for spin in 1.. {
             let Some(at) = NonNull::new(self.entry(number).load(Acquire)) else { break };
             // SAFETY: this is an object of the cache, whose memory is not reused while current guards live.
-            let state = unsafe { &at.as_ref().state };
+            let object = unsafe { at.as_ref() };
             let live = state_of(number);
             // If the exchange succeeds, the address is current: a moved object stays held until it is free.
-            if state.compare_exchange_weak(live, live | HELD_BIT, Acquire, Relaxed).is_ok() {
+            if object.change_state(live, live | HELD_BIT) {
                 return Ok(at);
             }
             if spin % SPINS_BEFORE_YIELD == 0 { thread::yield_now() } else { hint::spin_loop() }
@@ -241,11 +174,11 @@ impl SharedObjects for OwnerObjects {
         let at = self.0.allocate().map_err(failed)?;
         // SAFETY: the object was just allocated, and `construct` has initialized it.
         let object = unsafe { at.as_ref() };
-        object.words.iter().for_each(|word| word.store(word_of(number), Relaxed));
-        object.words[CHANGES_WORD].store(0, Relaxed);
+        object.contents().iter().for_each(|word| word.store(word_of(number), Relaxed));
+        object.contents()[CHANGES_WORD].store(0, Relaxed);
         self.entry(number).store(at.as_ptr(), Release);
         // After this store, the object can be moved.
-        object.state.store(state_of(number), Release);
+        object.state().store(state_of(number), Release);
         Ok(())
     }
 
@@ -255,7 +188,7 @@ impl SharedObjects for OwnerObjects {
         // SAFETY: the object is held, nothing in the table refers to it, and it is freed once. A reader with its
         // address detects by the words that it belongs to another number.
         unsafe {
-            at.as_ref().state.store(0, Release);
+            at.as_ref().state().store(0, Release);
             self.0.free(at);
         }
         Ok(())
@@ -265,9 +198,9 @@ impl SharedObjects for OwnerObjects {
         let at = self.hold(number, &slab::enter())?;
         // SAFETY: this thread holds the object.
         let object = unsafe { at.as_ref() };
-        let changes = &object.words[CHANGES_WORD];
+        let changes = &object.contents()[CHANGES_WORD];
         changes.store(changes.load(Relaxed) + 1, Relaxed);
-        object.state.store(state_of(number), Release);
+        object.state().store(state_of(number), Release);
         Ok(())
     }
 
@@ -276,7 +209,7 @@ impl SharedObjects for OwnerObjects {
             let seen = self.entry(number).load(Acquire);
             let Some(at) = NonNull::new(seen) else { return Ok(None) };
             // SAFETY: this is an object of the cache, whose memory is not reused while the guard lives.
-            let words = unsafe { &at.as_ref().words };
+            let words = unsafe { at.as_ref() }.contents();
             let (first, changes, last) =
                 (words[0].load(Relaxed), words[CHANGES_WORD].load(Relaxed), words[LAST_WORD].load(Relaxed));
             // If the words differ, the object was moved, or was freed and reused, after its address was read.
