@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
+use super::storage_subjects::StorageSubject;
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
 use crate::callgrind;
 use crate::child::{self, Outcome};
@@ -12,20 +13,12 @@ use crate::experiment::{
 };
 use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::Better;
-use crate::subject::{self, AvailableSubject};
 
-/// The slab caches and keyed maps that are measured: the name in the report, and the name on the workload's command
-/// line.
-pub const CACHES: [(&str, &str); 5] = [
-    (FIXED, "fixed"),
-    (BY_OWNER, "by-owner"),
-    (BY_HANDLE, "by-handle"),
-    ("slotmap", "slotmap"),
-    ("sharded-slab", "sharded-slab"),
-];
+/// The slab caches and keyed maps that are measured, as the report and the workload's command line name them.
+pub const CACHES: [&str; 5] = [FIXED, BY_OWNER, BY_HANDLE, "slotmap", "sharded-slab"];
 
 pub fn names() -> impl Iterator<Item = &'static str> {
-    CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
+    CACHES.into_iter().chain(super::allocator_names())
 }
 
 /// Names of the slab caches that have a verdict. Each is compared with the faster of the two [`PEERS`].
@@ -63,43 +56,24 @@ type PatternAndSize = (&'static str, usize);
 /// Order of allocating and freeing (pattern), object size, and number of threads.
 type Case = (&'static str, usize, u64);
 
-/// A subject: either an allocator under which the workload process runs, or a cache inside that process.
-enum Subject {
-    Allocator(AvailableSubject),
-    Cache(&'static str, &'static str),
+/// Adds the workload's arguments to a command, and the environment of the subject.
+fn add_arguments(
+    subject: &StorageSubject,
+    command: &mut Command,
+    (pattern, size): PatternAndSize,
+    numbers: &[(&str, u64)],
+) {
+    command.args(["__slab", "speed", "--subject", subject.word(), "--pattern", pattern, "--size", &size.to_string()]);
+    command.args(child::numeric_options(numbers));
+    subject.apply(command);
 }
 
-impl Named for Subject {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Allocator(ready) => ready.name(),
-            Self::Cache(name, _) => name,
-        }
-    }
-}
-
-impl Subject {
-    /// Adds the workload's arguments to a command, and the environment of the subject.
-    fn add_arguments(&self, command: &mut Command, (pattern, size): PatternAndSize, numbers: &[(&str, u64)]) {
-        let word = match self {
-            Self::Allocator(_) => "malloc",
-            Self::Cache(_, word) => word,
-        };
-        command.args(["__slab", "speed", "--subject", word, "--pattern", pattern, "--size", &size.to_string()]);
-        command.args(child::numeric_options(numbers));
-        match self {
-            Self::Allocator(ready) => ready.apply(command),
-            Self::Cache(..) => subject::clear_foreign_settings(command),
-        }
-    }
-
-    fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
-        let live = LIVE_OBJECTS.min(MAX_LIVE_BYTES / size);
-        let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
-        let mut command = child::workload_command([""; 0])?;
-        self.add_arguments(&mut command, (pattern, size), &numbers);
-        child::run_to_end(self.name(), &mut command, Duration::from_secs(60))
-    }
+fn take_sample(subject: &StorageSubject, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
+    let live = LIVE_OBJECTS.min(MAX_LIVE_BYTES / size);
+    let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
+    let mut command = child::workload_command([""; 0])?;
+    add_arguments(subject, &mut command, (pattern, size), &numbers);
+    child::run_to_end(subject.name(), &mut command, Duration::from_secs(60))
 }
 
 /// Measures how fast the wanted caches, maps and allocators allocate and free objects; adds rows and verdicts to the
@@ -111,11 +85,8 @@ impl Subject {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let ready = report.with_gaps(allocators(common)?);
-    let caches = CACHES.into_iter().filter(|(name, _)| common.is_wanted(name));
-    let subjects: Vec<Subject> = caches
-        .map(|(name, word)| Subject::Cache(name, word))
-        .chain(ready.into_iter().map(Subject::Allocator))
-        .collect();
+    let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(StorageSubject::Cache);
+    let subjects: Vec<StorageSubject> = caches.chain(ready.into_iter().map(StorageSubject::Allocator)).collect();
     if subjects.is_empty() {
         return Ok(());
     }
@@ -145,7 +116,7 @@ fn case_name((pattern, size, threads): Case) -> String {
 
 /// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
 /// the verdict on scaling compares these two.
-fn measure_cases(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
+fn measure_cases(subjects: &[StorageSubject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let run_ms = common.quick_or_full(SAMPLE_MS);
     let shapes = patterns_and_sizes(sizes);
     let mut samples = SampleTable::new();
@@ -154,14 +125,14 @@ fn measure_cases(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) 
     {
         for threads in THREAD_COUNTS {
             let case = (pattern, size, threads);
-            let outcome = subject.sample(case, run_ms)?;
+            let outcome = take_sample(subject, case, run_ms)?;
             samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, PAIRS_PER_SECOND], &outcome);
         }
     }
     Ok(samples)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject], sizes: &[usize]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[StorageSubject], sizes: &[usize]) {
     let what = "ns to take an object and give it back, as a thread sees it";
     let ns = Metric::lower(NS_PER_OBJECT, "ns").against(BASELINE);
     let rate = Metric::higher(PAIRS_PER_SECOND, "1/s").against(BASELINE);
@@ -213,14 +184,14 @@ fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size
 /// Number of live objects under valgrind. It is small, so that setting up takes less than a minute.
 const VALGRIND_LIVE_OBJECTS: u64 = 20_000;
 
-fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
+fn count_instructions(report: &mut Report, subjects: &[StorageSubject], sizes: &[usize]) -> Result<()> {
     let shapes = patterns_and_sizes(sizes);
     let mut samples = SampleTable::new();
     for (shape, subject) in
         turns_by_case(&shapes, 1, subjects, |(pattern, size)| format!("instructions, {pattern}, {size} B"))
     {
         let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
-            subject.add_arguments(command, *shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
+            add_arguments(subject, command, *shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
         });
         if let Some(count) = report.unless_gap(counted)? {
             samples.add_value(shape, subject.name(), INSTRUCTIONS, count);

@@ -1,6 +1,7 @@
-//! Subjects of the parts `fragments` and `stalls`: allocators that are preloaded into the workload, and Pagemill's
+//! Subjects of the parts `speed`, `fragments` and `stalls`: allocators that are preloaded into the workload, and Pagemill's
 //! caches inside of the workload.
 
+use std::process::Command;
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, allocator_names, allocators};
@@ -41,18 +42,28 @@ impl StorageSubject {
 
     /// Runs the workload `work` of the hidden subcommand `__slab`. It stores its objects in this allocator or cache.
     pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
-        let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
-        match self {
-            Self::Cache(name) => line.push((*name).to_owned()),
-            Self::Allocator(ready) => {
-                line.extend(["malloc".to_owned(), "--how".to_owned(), child::word(&ready.subject.give_back)]);
-            }
+        let mut command = child::workload_command(["__slab", work, "--subject", self.word()])?;
+        if let Self::Allocator(ready) = self {
+            command.args(["--how", &child::word(&ready.subject.give_back)]);
         }
-        line.extend(child::numeric_options(numbers));
-        line.extend(flag.map(str::to_owned));
+        command.args(child::numeric_options(numbers)).args(flag);
+        self.apply(&mut command);
+        child::run_to_end(self.name(), &mut command, TIME_LIMIT)
+    }
+
+    /// Returns the name of the subject on the workload's command line.
+    pub fn word(&self) -> &'static str {
         match self {
-            Self::Allocator(ready) => child::run_under(ready, line, TIME_LIMIT),
-            Self::Cache(name) => child::run_plain(name, line, TIME_LIMIT),
+            Self::Allocator(_) => "malloc",
+            Self::Cache(name) => name,
+        }
+    }
+
+    /// Sets the command's environment so that the workload runs under this allocator; for a cache, under the system's.
+    pub fn apply(&self, command: &mut Command) {
+        match self {
+            Self::Allocator(ready) => ready.apply(command),
+            Self::Cache(_) => subject::clear_foreign_settings(command),
         }
     }
 }
