@@ -184,11 +184,7 @@ fn judge_against_best(
     let Some(own) = samples.get((case, HANDLES, RECORDS)) else {
         return blank("handles were not run");
     };
-    let survivors = peers.iter().filter_map(|name| Some((*name, samples.get((case, name, RECORDS))?)));
-    let survivors = survivors.filter(|(_, series)| series.survived());
-    let median = |series: &crate::report::Series| series.median().unwrap_or_default();
-    let best = survivors.max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)));
-    let Some((name, best)) = best else {
+    let Some((name, best)) = samples.best_survivor(case, peers.iter().copied(), RECORDS) else {
         return Verdict { has_lost_round: !own.survived(), ..blank("no peer of this kind survived") };
     };
     blank("").compared(Some(own), (name, Some(best)), Better::Higher)

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_round};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_UNWATCHED};
 
 /// MiB of memory that are touched before the first sample: more than either variant of Pagemill uses.
@@ -82,13 +82,8 @@ fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {
     let ratios: Option<Vec<Vec<f64>>> =
         pairs.map(|(watching, not)| Some(watching?.ratios(not?, Better::Higher))).collect();
     let Some(ratios) = ratios else { return blank };
-    Verdict {
-        estimate: stats::estimate_median(&stats::geometric_means(&ratios)),
-        baseline: PAGEMILL_UNWATCHED.to_owned(),
-        has_lost_round: series(PAGEMILL).flatten().any(|series| !series.survived()),
-        note: String::new(),
-        ..blank
-    }
+    let has_lost_round = series(PAGEMILL).flatten().any(|series| !series.survived());
+    Verdict { has_lost_round, note: String::new(), ..blank.with_mean(&ratios, PAGEMILL_UNWATCHED) }
 }
 
 fn idle_target() -> String {

@@ -12,7 +12,7 @@ use crate::experiment::{
     self, CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, turns_by_case,
 };
 use crate::report::{Bound, Report, RowLabels, Series, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 
 /// MiB of memory that are touched before the first sample (quick, full): more than any allocator needs at 24 threads.
@@ -236,13 +236,11 @@ fn best_peer<'a>(
             && best_default_peer
                 .is_none_or(|best_default_peer| case.sizes != FIXED_SIZES || ready.name() == best_default_peer)
     });
-    let candidates = of_role.filter_map(|ready| {
-        let faults = samples.get((case, ready.name(), FAULTS))?.median()?;
-        let does_return = role != Role::ReturningAtOnce || faults >= MIN_FAULTS_IF_RETURNING;
-        let series = samples.get((case, ready.name(), RECORDS))?;
-        (does_return && series.survived()).then_some((ready.name(), series))
+    let candidates = of_role.filter(|ready| {
+        let faults = samples.get((case, ready.name(), FAULTS)).and_then(Series::median);
+        faults.is_some_and(|faults| role != Role::ReturningAtOnce || faults >= MIN_FAULTS_IF_RETURNING)
     });
-    candidates.max_by(|(_, a), (_, b)| a.median().partial_cmp(&b.median()).unwrap_or(std::cmp::Ordering::Equal))
+    samples.best_survivor(case, candidates.map(Named::name), RECORDS)
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
@@ -264,17 +262,10 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
         }
     }
     let is_whole = !fixed.is_empty() && ratios.len() == fixed.len();
-    let means = if is_whole { stats::geometric_means(&ratios) } else { Vec::new() };
-    report.add_verdict(Verdict {
-        estimate: stats::estimate_median(&means),
-        baseline: baseline_name(Role::Default).to_owned(),
-        ..not_measured(
-            "ebizzy against the best default, geometric mean over threads",
-            Bound::AtLeast(1.0),
-            "x",
-            if is_whole { "" } else { "a side is missing" },
-        )
-    });
+    let (ratios, note) = if is_whole { (&ratios[..], "") } else { (&[][..], "a side is missing") };
+    let target = "ebizzy against the best default, geometric mean over threads";
+    let blank = not_measured(target, Bound::AtLeast(1.0), "x", note);
+    report.add_verdict(blank.with_mean(ratios, baseline_name(Role::Default)));
     judge_aging_cost(report, samples, &fixed);
 }
 

@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::child::Outcome;
 use crate::error::Result;
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
-use crate::stats::{self, Better};
+use crate::stats::Better;
 use crate::subject::PAGEMILL_WITHOUT_AGING;
 pub use crate::subject::{Named, check_names};
 
@@ -109,6 +109,23 @@ impl<Case: Ord + Clone> SampleTable<Case> {
     /// Returns the series of one case, subject and metric; none if that series was not measured.
     pub fn get(&self, (case, subject, metric): SeriesKey<'_, Case>) -> Option<&Series> {
         self.series.get(&(case.clone(), subject, metric))
+    }
+
+    /// Returns the sum of the values of a series; 0 if that series was not measured.
+    pub fn sum(&self, key: SeriesKey<'_, Case>) -> f64 {
+        self.get(key).map_or(0.0, |series| series.values().iter().sum())
+    }
+
+    /// Returns the series with the largest median of those of the subjects that have no lost round, and its subject.
+    pub fn best_survivor(
+        &self,
+        case: &Case,
+        subjects: impl Iterator<Item = &'static str>,
+        metric: &'static str,
+    ) -> Option<(&'static str, &Series)> {
+        let all = subjects.filter_map(|subject| Some((subject, self.get((case, subject, metric))?)));
+        let median = |series: &Series| series.median().unwrap_or_default();
+        all.filter(|(_, series)| series.survived()).max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)))
     }
 }
 
@@ -298,11 +315,8 @@ const MIN_SPEED_WITH_AGING: f64 = 0.98;
 /// memory by age. Returns none if `ratios` is empty.
 pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
-    (!ratios.is_empty()).then(|| Verdict {
-        estimate: stats::estimate_median(&stats::geometric_means(ratios)),
-        baseline: PAGEMILL_WITHOUT_AGING.to_owned(),
-        ..not_measured(target, Bound::AtLeast(MIN_SPEED_WITH_AGING), "x", "")
-    })
+    let blank = not_measured(target, Bound::AtLeast(MIN_SPEED_WITH_AGING), "x", "");
+    (!ratios.is_empty()).then(|| blank.with_mean(ratios, PAGEMILL_WITHOUT_AGING))
 }
 
 /// A progress bar on stderr. It stays hidden if stderr is not a terminal, and during the first two seconds.

@@ -157,17 +157,13 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
     let Some(series) = samples.get((&CASE, PAGEMILL, RECORDS)) else {
         return not_measured(target, bound, "x", "pagemill was not run");
     };
-    let refusals: f64 = ["refused", "hog_refused"]
-        .iter()
-        .filter_map(|metric| samples.get((&CASE, PAGEMILL, metric)))
-        .flat_map(|series| series.values())
-        .sum();
+    let refusals = samples.sum((&CASE, PAGEMILL, "refused")) + samples.sum((&CASE, PAGEMILL, "hog_refused"));
     let eager = ready.iter().filter(|ready| ready.subject.role == Role::ReturningAtOnce);
     let eager = eager.filter(|ready| {
         let faults = samples.get((&CASE, ready.name(), FAULTS)).and_then(Series::median);
         faults.is_some_and(|faults| faults >= MIN_FAULTS_IF_RETURNING)
     });
-    let best = best_survivor(samples, eager);
+    let best = samples.best_survivor(&CASE, eager.map(Named::name), RECORDS);
     let has_lost_round = !series.survived() || refusals > 0.0;
     let Some((name, best)) = best else {
         let why = "no subject that returns at once survived";
@@ -178,7 +174,7 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
         false => format!("best: {name}"),
     };
     let peers = ready.iter().filter(|ready| ready.name() != PAGEMILL);
-    let note = match best_survivor(samples, peers) {
+    let note = match samples.best_survivor(&CASE, peers.map(Named::name), RECORDS) {
         Some((name, peer)) if !has_lost_round => {
             let ratio = stats::median(&series.ratios(peer, Better::Higher)).unwrap_or_default();
             format!("{note}; {ratio:.2} x the best of all survivors, {name}")
@@ -188,18 +184,4 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
     let blank = not_measured(target, bound, "x", "");
     let compared = blank.compared(Some(series), ("best-eager", Some(best)), Better::Higher);
     Verdict { has_lost_round, note, ..compared }
-}
-
-fn best_survivor<'a>(
-    samples: &'a SampleTable<&'static str>,
-    ready: impl Iterator<Item = &'a AvailableSubject>,
-) -> Option<(&'static str, &'a Series)> {
-    let survivors = ready.filter_map(|ready| {
-        let series = samples.get((&CASE, ready.name(), RECORDS))?;
-        series.survived().then_some((ready.name(), series))
-    });
-    survivors.max_by(|(_, a), (_, b)| {
-        let (a, b) = (a.median().unwrap_or_default(), b.median().unwrap_or_default());
-        a.total_cmp(&b)
-    })
 }

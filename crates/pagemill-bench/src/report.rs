@@ -147,6 +147,13 @@ impl Verdict {
         Self { estimate, baseline, has_lost_round, note: String::new(), ..self }
     }
 
+    /// Fills in the estimate of the geometric mean over all cases. `ratios` has one list per case: for each round, the
+    /// ratio to the named baseline. Returns the verdict.
+    pub fn with_mean(self, ratios: &[Vec<f64>], baseline: &str) -> Self {
+        let estimate = stats::estimate_median(&stats::geometric_means(ratios));
+        Self { estimate, baseline: baseline.to_owned(), ..self }
+    }
+
     fn format_line(&self) -> String {
         let state = match self.state() {
             VerdictState::Reached => "reached      ",

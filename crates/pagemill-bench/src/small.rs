@@ -15,7 +15,7 @@ use crate::experiment::{
     self, CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_rows, turns_by_case,
 };
 use crate::report::{Bound, Report, Row, TableCell, Verdict};
-use crate::stats::{self, Better, Estimate};
+use crate::stats::{Better, Estimate};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING};
 
 /// Sizes of the allocations in bytes.
@@ -111,13 +111,9 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         }
     }
     let is_whole = all.len() == cases().len();
-    let means = if is_whole { stats::geometric_means(&all) } else { Vec::new() };
-    let note = if is_whole { "" } else { "a side is missing" };
-    report.add_verdict(Verdict {
-        estimate: stats::estimate_median(&means),
-        baseline: BASELINE.to_owned(),
-        ..not_measured("small, geometric mean of all cases", Bound::AtLeast(0.95), "x", note)
-    });
+    let (ratios, note) = if is_whole { (&all[..], "") } else { (&[][..], "a side is missing") };
+    let blank = not_measured("small, geometric mean of all cases", Bound::AtLeast(0.95), "x", note);
+    report.add_verdict(blank.with_mean(ratios, BASELINE));
     if let Some(verdict) = experiment::judge_aging_cost("small", &aging_ratios) {
         report.add_verdict(verdict);
     }
@@ -162,7 +158,7 @@ fn add_instruction_rows(report: &mut Report, pattern: &str, size: usize, counts:
         let target = format!("small, {pattern}, {}: instructions more", Bytes(size as u64));
         report.add_verdict(Verdict {
             // The count is exact, so the interval has zero width.
-            estimate: Some(Estimate { value: more, low: more, high: more, samples: usize::MAX }),
+            estimate: Some(Estimate::exact(more, usize::MAX)),
             baseline: BASELINE.to_owned(),
             ..not_measured(target, Bound::AtMost(MAX_ADDED_INSTRUCTIONS), "instructions", "")
         });

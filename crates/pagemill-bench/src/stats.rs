@@ -26,6 +26,13 @@ pub struct Estimate {
     pub samples: usize,
 }
 
+impl Estimate {
+    /// An estimate of a value that is exact, so that its interval has zero width.
+    pub fn exact(value: f64, samples: usize) -> Self {
+        Self { value, low: value, high: value, samples }
+    }
+}
+
 /// Returns the median of the values; none if there are no values. For an even number of values, the median is the mean
 /// of the two middle ones.
 pub fn median(values: &[f64]) -> Option<f64> {

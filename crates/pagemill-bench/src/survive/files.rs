@@ -227,8 +227,7 @@ fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
     let target = format!("survive, {}: speed, of that without a limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.8), "x", "pagemill was not run");
     let Some(series) = samples.get((case, PAGEMILL_MOUNT.name, SPEED)) else { return blank };
-    let count =
-        |metric| samples.get((case, PAGEMILL_MOUNT.name, metric)).map_or(0.0, |series| series.values().iter().sum());
+    let count = |metric| samples.sum((case, PAGEMILL_MOUNT.name, metric));
     let mut losses: Vec<String> = LOSS_METRICS
         .into_iter()
         // If the files cannot fit, failed writes are expected. All other losses count.

@@ -118,7 +118,6 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
     let target = "survive, handover: samples in which no process was killed";
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
     let Some(survived) = samples.get((&CASE, PAGEMILL, SURVIVED)) else { return blank };
-    let sum = |name, metric| samples.get((&CASE, name, metric)).map_or(0.0, |series| series.values().iter().sum());
     let survived = survived.values();
     let share = survived.iter().sum::<f64>() / survived.len() as f64;
     let peers = ready.iter().filter(|ready| ready.name() != PAGEMILL);
@@ -130,13 +129,12 @@ fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> V
         true => "no peer was killed".to_owned(),
         false => format!("killed: {}", killed.join(", ")),
     };
-    let refused: f64 = sum(PAGEMILL, FAILED_ALLOCATIONS);
+    let refused = samples.sum((&CASE, PAGEMILL, FAILED_ALLOCATIONS));
     if refused > 0.0 {
         note = format!("{refused} calls were refused; {note}");
     }
-    // The samples are counted exactly, so the interval has zero width.
-    let estimate = stats::Estimate { value: share, low: share, high: share, samples: survived.len() };
-    Verdict { estimate: Some(estimate), has_lost_round: share < 1.0 || refused > 0.0, note, ..blank }
+    let estimate = Some(stats::Estimate::exact(share, survived.len()));
+    Verdict { estimate, has_lost_round: share < 1.0 || refused > 0.0, note, ..blank }
 }
 
 #[cfg(test)]

@@ -276,9 +276,8 @@ fn verdict(samples: &SampleTable<Case>, variant: Variant, cases: &[Case]) -> Ver
         false => format!("lost: {}", lost.join(", ")),
     };
     let share = all.iter().sum::<f64>() / all.len() as f64;
-    // The samples are counted exactly, so the interval has zero width.
-    let estimate = stats::Estimate { value: share, low: share, high: share, samples: all.len() };
-    Verdict { estimate: Some(estimate), has_lost_round: share < 1.0, note, ..blank }
+    let estimate = Some(stats::Estimate::exact(share, all.len()));
+    Verdict { estimate, has_lost_round: share < 1.0, note, ..blank }
 }
 
 #[cfg(test)]

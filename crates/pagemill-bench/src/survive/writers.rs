@@ -128,8 +128,7 @@ fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {
     let target = format!("survive, {}: used of the limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.9), "x", "pagemill was not run");
     let Some(series) = samples.get((&case, PAGEMILL, SPEED)) else { return blank };
-    let refused: f64 =
-        samples.get((&case, PAGEMILL, FAILED_ALLOCATIONS)).map_or(0.0, |series| series.values().iter().sum());
+    let refused = samples.sum((&case, PAGEMILL, FAILED_ALLOCATIONS));
     let has_lost_round = !series.survived() || refused > 0.0;
     let used = samples.get((&case, PAGEMILL, USED_SHARE)).map(|series| series.values()).unwrap_or_default();
     let killed: Vec<_> = ["glibc", "jemalloc", "mimalloc", "tcmalloc"]

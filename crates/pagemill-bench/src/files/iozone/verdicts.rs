@@ -126,17 +126,12 @@ fn judge_all_cells(cells: &[Cell], target: String, bound: Bound, baseline: &'sta
 
 fn judge_mean(cells: &[Cell], target: String, bound: Bound) -> Verdict {
     let ratios: Vec<Vec<f64>> = cells.iter().map(|cell| cell.ratios.clone()).collect();
-    let blank = not_measured(target, bound, "x", "");
-    match stats::estimate_median(&stats::geometric_means(&ratios)) {
-        Some(estimate) => Verdict {
-            estimate: Some(estimate),
-            baseline: NEVER.name.to_owned(),
-            has_lost_round: cells.iter().any(|cell| cell.has_lost_round),
-            note: format!("{} cells", cells.len()),
-            ..blank
-        },
-        None => Verdict { note: "one side was not run".to_owned(), ..blank },
+    let verdict = not_measured(target, bound, "x", "one side was not run").with_mean(&ratios, NEVER.name);
+    if verdict.estimate.is_none() {
+        return verdict;
     }
+    let has_lost_round = cells.iter().any(|cell| cell.has_lost_round);
+    Verdict { has_lost_round, note: format!("{} cells", cells.len()), ..verdict }
 }
 
 #[cfg(test)]
