@@ -156,6 +156,11 @@ impl Metric {
     }
 }
 
+/// Returns the names of the metrics that have a column.
+pub fn metric_names(columns: &[(Metric, &str)]) -> Vec<&'static str> {
+    columns.iter().map(|(metric, _)| metric.name).collect()
+}
+
 /// Adds the rows of one case to the report: for each metric, the rows of all subjects. Each metric has a column of the
 /// table with this title.
 pub fn report_rows<Case: Ord + Clone>(

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_case};
+use crate::experiment::{
+    CommonOptions, Metric, Named, SampleTable, metric_names, not_measured, report_rows, turns_by_case,
+};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats;
@@ -29,6 +31,17 @@ const LONGEST_MALLOC_MS: &str = "longest_malloc_ms";
 /// Metric: longest duration of a malloc in the other thread in the 100 ms before the request to return free memory.
 const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
+/// The metrics, and their columns of the table.
+const COLUMNS: [(Metric, &str); 5] = [
+    (Metric::lower(HELD_MIB, "MiB"), "MiB held when asked"),
+    (Metric::higher(RETURNED_MIB, "MiB"), "MiB returned"),
+    (Metric::lower(WALL_MS, "ms"), "ms"),
+    // A subject that has little to return needs little time, so its time is no baseline. Only the delay of other
+    // threads can be compared.
+    (Metric::lower(LONGEST_MALLOC_MS, "ms").against(BASELINE), "longest malloc, ms"),
+    (Metric::lower(LONGEST_MALLOC_BEFORE_MS, "ms"), "longest in 100 ms before"),
+];
+
 pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
     let mut report = Report::new("giveback", common.json);
@@ -48,7 +61,6 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
 }
 
 fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
-    let metrics = [WALL_MS, RETURNED_MIB, HELD_MIB, LONGEST_MALLOC_MS, LONGEST_MALLOC_BEFORE_MS];
     let mut samples = SampleTable::new();
     for (piece, subject) in
         turns_by_case(&ALLOCATION_SIZES, common.rounds(), ready, |piece| format!("pieces of {} KiB", piece >> 10))
@@ -56,23 +68,14 @@ fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -
         let how = child::word(&subject.subject.give_back);
         let arguments = ["__giveback", "--mib", &mib.to_string(), "--piece", &piece.to_string(), "--how", &how];
         let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
-        samples.add_outcome(piece, subject.name(), &metrics, &outcome);
+        samples.add_outcome(piece, subject.name(), &metric_names(&COLUMNS), &outcome);
     }
     Ok(samples)
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[AvailableSubject], piece: usize, mib: u64) {
     let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
-    let columns = [
-        (Metric::lower(HELD_MIB, "MiB"), "MiB held when asked"),
-        (Metric::higher(RETURNED_MIB, "MiB"), "MiB returned"),
-        (Metric::lower(WALL_MS, "ms"), "ms"),
-        // A subject that has little to return needs little time, so its time is no baseline. Only the delay of other
-        // threads can be compared.
-        (Metric::lower(LONGEST_MALLOC_MS, "ms").against(BASELINE), "longest malloc, ms"),
-        (Metric::lower(LONGEST_MALLOC_BEFORE_MS, "ms"), "longest in 100 ms before"),
-    ];
-    report_rows(report, samples, (&piece, &name), ready, &format!("{name}, freed, then asked for"), &columns);
+    report_rows(report, samples, (&piece, &name), ready, &format!("{name}, freed, then asked for"), &COLUMNS);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {

@@ -11,7 +11,7 @@ use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL_SECONDS};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, turns_by_case};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, metric_names, not_measured, turns_by_case};
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
@@ -30,16 +30,6 @@ const AFTER_FREEING_MIB: &str = "after_mib";
 const CPU: &str = "cpu_s";
 /// Metric: CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_OPERATION: &str = "cpu_us_per_act";
-const METRICS: &[&str] = &[
-    PROCESS_PEAK_MIB,
-    STEADY_MIB,
-    LAST_QUARTER_MIB,
-    LIVE_MIB,
-    AFTER_FREEING_MIB,
-    CPU,
-    CPU_PER_OPERATION,
-    WALL_SECONDS,
-];
 
 /// Maximum of Pagemill's memory in each phase, relative to glibc's.
 const MAX_MEMORY_RATIO: f64 = 1.10;
@@ -47,6 +37,19 @@ const MAX_MEMORY_RATIO: f64 = 1.10;
 const MAX_CPU_RATIO: f64 = 1.10;
 /// The subject with which CPU times are compared.
 const CPU_BASELINE: &str = "jemalloc";
+
+/// The metrics, and their columns of the table.
+const COLUMNS: [(Metric, &str); 8] = [
+    (Metric::lower(PROCESS_PEAK_MIB, "MiB").against(BASELINE), "peak, MiB"),
+    (Metric::lower(STEADY_MIB, "MiB").against(BASELINE), "steady"),
+    (Metric::lower(LAST_QUARTER_MIB, "MiB").against(BASELINE), "last quarter"),
+    (Metric::lower(AFTER_FREEING_MIB, "MiB").against(BASELINE), "after freeing, at rest"),
+    // The live bytes depend on the load and not on the allocator, so they have no baseline.
+    (Metric::lower(LIVE_MIB, "MiB"), "live"),
+    (Metric::lower(CPU, "s").against(CPU_BASELINE), "CPU, s"),
+    (Metric::lower(CPU_PER_OPERATION, "us").against(CPU_BASELINE), "CPU, us an act"),
+    (Metric::lower(WALL_SECONDS, "s").against(BASELINE), "wall, s"),
+];
 
 /// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and its arguments in
 /// bench.sh. The argument `N` means the number of CPUs.
@@ -278,7 +281,7 @@ fn measure_load(
                 return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
             }
         }
-        samples.add_outcome(name, subject.name(), METRICS, &outcome);
+        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
     }
     Ok(())
 }
@@ -317,18 +320,8 @@ fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let table = format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}");
-    for (metric, column) in [
-        (Metric::lower(PROCESS_PEAK_MIB, "MiB").against(BASELINE), "peak, MiB"),
-        (Metric::lower(STEADY_MIB, "MiB").against(BASELINE), "steady"),
-        (Metric::lower(LAST_QUARTER_MIB, "MiB").against(BASELINE), "last quarter"),
-        (Metric::lower(AFTER_FREEING_MIB, "MiB").against(BASELINE), "after freeing, at rest"),
-        // The live bytes depend on the load and not on the allocator, so they have no baseline.
-        (Metric::lower(LIVE_MIB, "MiB"), "live"),
-        (Metric::lower(CPU, "s").against(CPU_BASELINE), "CPU, s"),
-        (Metric::lower(CPU_PER_OPERATION, "us").against(CPU_BASELINE), "CPU, us an act"),
-        (Metric::lower(WALL_SECONDS, "s").against(BASELINE), "wall, s"),
-    ] {
-        super::report_measured(report, samples, name, ready, &table, (metric, column), PROCESS_PEAK_MIB);
+    for column in COLUMNS {
+        super::report_measured(report, samples, name, ready, &table, column, PROCESS_PEAK_MIB);
     }
 }
 
@@ -374,7 +367,9 @@ mod tests {
         let mut samples = SampleTable::new();
         for (name, mib, cpu) in [(BASELINE, 100.0, 1.0), (CPU_BASELINE, 300.0, 2.0), (PAGEMILL, 120.0, 2.1)] {
             let line = serde_json::json!({ PROCESS_PEAK_MIB: mib, AFTER_FREEING_MIB: mib, CPU: cpu });
-            (0..3).for_each(|_| samples.add_outcome(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
+            (0..3).for_each(|_| {
+                samples.add_outcome(&CHURN, name, &metric_names(&COLUMNS), &Outcome::Measured(line.clone()))
+            });
         }
         let mut report = Report::new("footprint", false);
 

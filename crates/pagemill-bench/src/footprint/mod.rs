@@ -13,7 +13,8 @@ use std::time::Duration;
 use crate::child::{self, FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::experiment::{
-    self, CommonOptions, Metric, Named, SampleTable, check_names, not_measured, report_rows, turns_by_case,
+    self, CommonOptions, Metric, Named, SampleTable, check_names, metric_names, not_measured, report_rows,
+    turns_by_case,
 };
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
@@ -41,15 +42,16 @@ const IDLE_NET_MIB: &str = "idle_net_mib";
 const WALL_SECONDS: &str = "wall_s";
 /// Metric: throughput of a server.
 const REQUESTS_PER_SECOND: &str = "requests_per_second";
-const METRICS: [&str; 8] = [
-    PEAK_MIB,
-    PEAK_ANONYMOUS_MIB,
-    NET_PEAK_MIB,
-    LARGEST_PROCESS_MIB,
-    IDLE_MIB,
-    IDLE_NET_MIB,
-    WALL_SECONDS,
-    REQUESTS_PER_SECOND,
+/// The metrics, and their columns of the tables.
+const COLUMNS: [(Metric, &str); 8] = [
+    (Metric::lower(PEAK_MIB, "MiB"), "peak, MiB"),
+    (Metric::lower(PEAK_ANONYMOUS_MIB, "MiB"), "anonymous"),
+    (Metric::lower(NET_PEAK_MIB, "MiB"), "net of giveable"),
+    (Metric::lower(LARGEST_PROCESS_MIB, "MiB"), "largest process"),
+    (Metric::lower(IDLE_MIB, "MiB"), "after 2 s idle"),
+    (Metric::lower(IDLE_NET_MIB, "MiB"), "idle, net"),
+    (Metric::lower(WALL_SECONDS, "s"), "wall, s"),
+    (Metric::higher(REQUESTS_PER_SECOND, "1/s"), "GET and SET"),
 ];
 
 #[derive(Clone, Debug, clap::Args)]
@@ -170,7 +172,7 @@ fn measure_program(
             true => sample.outcome(),
             false => child::classify(subject.name(), &finished)?,
         };
-        samples.add_outcome(name, subject.name(), &METRICS, &outcome);
+        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
     }
     Ok(())
 }
@@ -223,7 +225,7 @@ fn measure_redis(
     for (name, subject) in turns_by_case(&[REDIS], common.rounds(), ready, |name| (*name).to_owned()) {
         let sample = redis::run(subject, folder.path());
         let outcome = child::failed_if_gap(sample.map(|sample| sample.outcome()))?;
-        samples.add_outcome(name, subject.name(), &METRICS, &outcome);
+        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
     }
     Ok(())
 }
@@ -231,16 +233,8 @@ fn measure_redis(
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let table = format!("{name}: memory of the whole tree, half the spread, times {BASELINE}");
     let requests_table = format!("{name}: requests a second");
-    for (table, metric, column) in [
-        (&table, Metric::lower(PEAK_MIB, "MiB"), "peak, MiB"),
-        (&table, Metric::lower(PEAK_ANONYMOUS_MIB, "MiB"), "anonymous"),
-        (&table, Metric::lower(NET_PEAK_MIB, "MiB"), "net of giveable"),
-        (&table, Metric::lower(LARGEST_PROCESS_MIB, "MiB"), "largest process"),
-        (&table, Metric::lower(IDLE_MIB, "MiB"), "after 2 s idle"),
-        (&table, Metric::lower(IDLE_NET_MIB, "MiB"), "idle, net"),
-        (&table, Metric::lower(WALL_SECONDS, "s"), "wall, s"),
-        (&requests_table, Metric::higher(REQUESTS_PER_SECOND, "1/s"), "GET and SET"),
-    ] {
+    for (metric, column) in COLUMNS {
+        let table = if metric.name == REQUESTS_PER_SECOND { &requests_table } else { &table };
         report_measured(report, samples, name, ready, table, (metric.against(BASELINE), column), PEAK_MIB);
     }
 }

@@ -13,7 +13,7 @@ use pagemill_core::reclaim::limits::{Bound as NearestLimit, Limits};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::experiment::{
-    CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows,
+    CommonOptions, Metric, Named, Progress, SampleTable, metric_names, not_measured, report_json_rows, report_rows,
 };
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
@@ -57,20 +57,24 @@ const RETURNED_PER_FILLED: &str = "gave_per_taken";
 const P999_MS: &str = "p999_ms";
 /// Metric: 1 if the filler stopped because available memory fell to its minimum (the floor), else 0.
 const STOPPED_AT_FLOOR: &str = "stopped";
-const METRICS: &[&str] = &[
-    MIN_AVAILABLE_PERCENT,
-    RETURN_RATE,
-    FILL_RATE,
-    RETURNED_PER_FILLED,
-    "given_gib",
-    STOPPED_AT_FLOOR,
-    "p50_ms",
-    "p99_ms",
-    P999_MS,
-    "longest_ms",
-    "quiet_p999_ms",
-    "quiet_longest_ms",
-    "refused",
+/// Metrics that have a column of the table.
+const COLUMNS: [(Metric, &str); 9] = [
+    (Metric::higher(MIN_AVAILABLE_PERCENT, "%"), "least available, %"),
+    (Metric::higher(RETURN_RATE, "GiB/s"), "gave, GiB/s"),
+    (Metric::higher(FILL_RATE, "GiB/s"), "taken, GiB/s"),
+    (Metric::higher("given_gib", "GiB"), "given, GiB"),
+    (Metric::lower(STOPPED_AT_FLOOR, "samples"), "stopped at the floor"),
+    (Metric::lower(P999_MS, "ms"), "malloc 99.9th, ms"),
+    (Metric::lower("longest_ms", "ms"), "longest, ms"),
+    (Metric::lower("quiet_p999_ms", "ms"), "99.9th before, ms"),
+    (Metric::lower("quiet_longest_ms", "ms"), "longest before, ms"),
+];
+/// Metrics that appear in the JSON output only.
+const OTHERS: [Metric; 4] = [
+    Metric::lower("p50_ms", ""),
+    Metric::lower("p99_ms", ""),
+    Metric::lower(RETURNED_PER_FILLED, ""),
+    Metric::lower("refused", ""),
 ];
 
 /// The amounts of memory, in bytes, that a run uses on this machine.
@@ -152,13 +156,14 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     child::touch_beforehand(warm >> 20)?;
     let rounds = common.rounds_or((1, 3));
     let is_wanted = |ready: &&AvailableSubject| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
+    let metrics = [metric_names(&COLUMNS), OTHERS.map(|metric| metric.name).to_vec()].concat();
     let progress = Progress::new(ready.len() - 1 + rounds);
     let mut samples = SampleTable::new();
     for round in 0..rounds {
         for subject in ready.iter().filter(is_wanted).filter(|ready| round == 0 || ready.name() == PAGEMILL) {
             progress.step(&format!("host, {}", subject.name()));
             let outcome = run_sample(subject, &plan)?;
-            samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
+            samples.add_outcome(&CASE, subject.name(), &metrics, &outcome);
         }
     }
     drop(progress);
@@ -282,24 +287,12 @@ fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
 }
 
 fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &MemoryPlan) {
-    let columns = [
-        (Metric::higher(MIN_AVAILABLE_PERCENT, "%"), "least available, %"),
-        (Metric::higher(RETURN_RATE, "GiB/s"), "gave, GiB/s"),
-        (Metric::higher(FILL_RATE, "GiB/s"), "taken, GiB/s"),
-        (Metric::higher("given_gib", "GiB"), "given, GiB"),
-        (Metric::lower(STOPPED_AT_FLOOR, "samples"), "stopped at the floor"),
-        (Metric::lower(P999_MS, "ms"), "malloc 99.9th, ms"),
-        (Metric::lower("longest_ms", "ms"), "longest, ms"),
-        (Metric::lower("quiet_p999_ms", "ms"), "99.9th before, ms"),
-        (Metric::lower("quiet_longest_ms", "ms"), "longest before, ms"),
-    ];
     let free = plan.free as f64 / f64::from(1 << 30);
     let table = format!(
         "survive: {free:.1} GiB held free, while another process fills the machine at {FILL_MIB_PER_SECOND} MiB/s"
     );
-    report_rows(report, samples, (&CASE, CASE), ready, &table, &columns);
-    let others = ["p50_ms", "p99_ms", RETURNED_PER_FILLED, "refused"].map(|name| Metric::lower(name, ""));
-    report_json_rows(report, samples, (&CASE, CASE), ready, &others);
+    report_rows(report, samples, (&CASE, CASE), ready, &table, &COLUMNS);
+    report_json_rows(report, samples, (&CASE, CASE), ready, &OTHERS);
 }
 
 fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
