@@ -22,31 +22,33 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
 
     fn has_number(&self, reference: &Self::Reference, number: u64) -> bool;
 
-    /// Returns all free memory to the system, by the call that this allocator or cache has for it.
-    fn give_back(&self) -> Result<(), Failure>;
+    /// Returns the slab cache that stores the objects, if it can move them.
+    fn movable_cache(&self) -> Option<&dyn SlabCache> {
+        None
+    }
 
-    /// Makes one step of defragmentation. Returns none if this allocator or cache cannot move objects.
-    fn defrag_step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
-        Ok(None)
+    /// Returns all free memory to the system, by the call that this allocator or cache has for it.
+    fn give_back(&self) -> Result<(), Failure> {
+        self.movable_cache().map_or(Ok(()), |cache| cache.shrink().map(drop).map_err(failed))
+    }
+
+    /// Makes one step of defragmentation. If another thread was making a step, the result is a step without progress.
+    /// Returns none if this allocator or cache cannot move objects.
+    fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
+        match self.movable_cache().map(|cache| cache.defrag_step(budget)) {
+            Some(Err(pagemill_core::Error::Busy { .. })) => Ok(Some(Progress::default())),
+            other => other.transpose().map_err(failed),
+        }
     }
 
     /// Returns the number of objects that defragmentation has moved so far.
     fn moved_count(&self) -> Result<u64, Failure> {
-        Ok(0)
+        self.movable_cache().map_or(Ok(0), |cache| cache.info().map(|info| info.moved).map_err(failed))
     }
 
     /// Returns the size of the table of handles in bytes; 0 if there is no such table.
     fn handle_bytes(&self) -> u64 {
         0
-    }
-}
-
-/// Converts the result of a defragmentation step. If another thread was making a step, the result is a step without
-/// progress.
-pub fn progress_of_step(step: pagemill_core::Result<Progress>) -> Result<Option<Progress>, Failure> {
-    match step {
-        Err(pagemill_core::Error::Busy { .. }) => Ok(Some(Progress::default())),
-        other => other.map(Some).map_err(failed),
     }
 }
 
@@ -141,16 +143,8 @@ impl<const WORDS: usize> ObjectStore<WORDS> for HandleStore<WORDS> {
         self.0.get(*reference, &slab::enter()).is_some_and(|value| value.iter().all(|word| *word == number))
     }
 
-    fn give_back(&self) -> Result<(), Failure> {
-        self.0.shrink().map(|_| ()).map_err(failed)
-    }
-
-    fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
-        progress_of_step(self.0.defrag_step(budget))
-    }
-
-    fn moved_count(&self) -> Result<u64, Failure> {
-        self.0.info().map(|info| info.moved).map_err(failed)
+    fn movable_cache(&self) -> Option<&dyn SlabCache> {
+        Some(&self.0)
     }
 
     fn handle_bytes(&self) -> u64 {

@@ -6,12 +6,11 @@ use std::hint;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
-use std::time::Duration;
 
-use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Progress, Settings, SlabCache, Slabs, Target};
+use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, Slabs, Target};
 use pagemill_xarray as xarray;
 
-use super::object_stores::{ObjectStore, progress_of_step};
+use super::object_stores::ObjectStore;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
@@ -161,15 +160,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
         }
     }
 
-    fn give_back(&self) -> Result<(), Failure> {
-        self.0.shrink().map(|_| ()).map_err(failed)
-    }
-
-    fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
-        progress_of_step(self.0.defrag_step(budget))
-    }
-
-    fn moved_count(&self) -> Result<u64, Failure> {
-        self.0.info().map(|info| info.moved).map_err(failed)
+    fn movable_cache(&self) -> Option<&dyn SlabCache> {
+        Some(&self.0)
     }
 }
