@@ -46,6 +46,11 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
+/// Converts bytes to MiB.
+pub fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
 /// Returns (max - min) / median; zero for fewer than two values or a median of zero.
 pub fn spread(values: &[f64]) -> f64 {
     let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -303,7 +303,7 @@ fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
         Ok(line) => line,
         Err(why) => return Ok(Outcome::Failed(why)),
     };
-    line[PROCESS_PEAK_MIB] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
+    line[PROCESS_PEAK_MIB] = stats::mib(peaks.largest_process).into();
     line[WALL_SECONDS] = finished.wall.as_secs_f64().into();
     let cpu = finished.cpu.as_secs_f64();
     match load.seconds {

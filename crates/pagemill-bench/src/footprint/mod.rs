@@ -17,7 +17,7 @@ use crate::experiment::{
     turns_by_case,
 };
 use crate::report::{Bound, Report, Verdict};
-use crate::stats::Better;
+use crate::stats::{Better, mib};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
 pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
@@ -91,7 +91,6 @@ impl Sample {
         if !self.peaks.has_mapped_library {
             return Outcome::Failed("the preload was not mapped in it".to_owned());
         }
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let idle_net = self.idle.and_then(|idle| Some(idle.resident.saturating_sub(idle.giveable?)));
         Outcome::Measured(serde_json::json!({
             PEAK_MIB: mib(self.peaks.resident),

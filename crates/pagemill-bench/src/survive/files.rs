@@ -173,7 +173,7 @@ fn take_sample(
     let mut outcome = child::classify(subject.name, &finished)?;
     if let Outcome::Measured(line) = &mut outcome {
         line["kills"] = group.oom_kills().into();
-        line[PEAK_MIB] = group.peak_bytes().map(|bytes| bytes as f64 / f64::from(1 << 20)).into();
+        line[PEAK_MIB] = group.peak_bytes().map(stats::mib).into();
         if let Some(complaint) = line["complaint"].as_str() {
             let limit = if limit_mib.is_some() { "" } else { " (without a limit)" };
             report.add_gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));

@@ -11,7 +11,7 @@ use fastrand::Rng;
 use super::pieces::Load;
 use super::{Failure, WorkloadResult};
 use crate::native::TaggedAllocation;
-use crate::stats;
+use crate::stats::{self, mib};
 use crate::{native, proc};
 
 /// Smallest size of an allocation, in bytes. The logarithms of the sizes are uniformly distributed.
@@ -98,10 +98,6 @@ pub fn run(arguments: &ChurnArguments) -> WorkloadResult {
         "after_mib": after_mib,
         "cpu_us_per_act": cpu.as_secs_f64() * 1e6 / replaced.max(1) as f64,
     }))
-}
-
-fn mib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 20)
 }
 
 /// Samples two values for the given duration: the resident memory of the process, and the sum of the sizes of its live

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::{Failure, WorkloadResult};
 use crate::native::{self, GiveBack, TaggedAllocation};
 use crate::proc;
+use crate::stats::mib;
 
 /// Sizes in bytes that the second thread allocates one after the other. For the largest, an allocator may make a
 /// separate mapping.
@@ -48,7 +49,6 @@ pub fn run(arguments: &GivebackArguments) -> WorkloadResult {
         if !is_right {
             return Err(Failure::WrongAnswer("an unrelated block lost its tag".to_owned()));
         }
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         Ok(serde_json::json!({
             "ms": took.as_secs_f64() * 1e3,
             "held_mib": mib(held),

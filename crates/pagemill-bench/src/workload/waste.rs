@@ -14,6 +14,7 @@ use crate::files::mapping::{Access, Mapping};
 use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
+use crate::stats::mib;
 
 /// Time between the last close of a file and the second measurement of memory.
 const SECOND_MEASUREMENT_DELAY: Duration = Duration::from_secs(1);
@@ -49,7 +50,6 @@ pub fn run(arguments: &WasteArguments) -> WorkloadResult {
         _ => huge_fraction(&folder.join("file-0"), arguments.bytes).map_err(|cause| cause.to_string())?,
     };
     arguments.place.check()?;
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     Ok(serde_json::json!({ "used_at_once": mib(at_once), "used_after_second": mib(later), "huge_share": share }))
 }
 

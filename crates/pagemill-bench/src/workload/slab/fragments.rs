@@ -12,6 +12,7 @@ use super::object_stores::{FixedStore, HandleStore, Malloc, ObjectStore};
 use super::owner_store::{AddressTable, OwnerStore};
 use crate::native::{GiveBack, Pages};
 use crate::proc;
+use crate::stats::mib;
 use crate::workload::{Failure, WorkloadResult};
 
 /// The seed of the random order of the objects. All subjects use the same seed, so that they free the same objects in
@@ -182,7 +183,6 @@ impl SubjectWork for FragmentsArguments {
         // For a cache by handle, 8 bytes for each object of the peak are subtracted from the memory left.
         let subtracted_bytes = handles.min(HANDLE_BYTES * self.subject_options.objects as u64);
         let live = (plan.kept_numbers().len() * self.subject_options.size) as f64;
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let mut line = serde_json::json!({
             "live_mib": live / f64::from(1 << 20),
             "held_ratio": held as f64 / live,

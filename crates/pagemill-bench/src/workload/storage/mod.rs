@@ -32,15 +32,11 @@ crate::workload::arguments! {
 
 impl Source {
     fn open_read_only(&self) -> Result<FileStore, Failure> {
-        let store = FileStore::open_read_only(&self.file).map_err(super::hit::failed)?;
-        check_direct(&store)?;
-        Ok(store)
+        FileStore::open_read_only(&self.file).map_err(super::hit::failed).and_then(check_direct)
     }
 
     fn open_writable(&self) -> Result<FileStore, Failure> {
-        let store = FileStore::open(&self.file).map_err(super::hit::failed)?;
-        check_direct(&store)?;
-        Ok(store)
+        FileStore::open(&self.file).map_err(super::hit::failed).and_then(check_direct)
     }
 
     /// Returns whether a record has the stamp of this offset. Always true if the file has no stamps (`pattern`).
@@ -57,8 +53,8 @@ impl Source {
     }
 }
 
-fn check_direct(store: &FileStore) -> Result<(), Failure> {
-    if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
+fn check_direct(store: FileStore) -> Result<FileStore, Failure> {
+    if store.is_direct() { Ok(store) } else { Err("O_DIRECT is refused".to_owned().into()) }
 }
 
 /// The start of an interval whose duration and CPU time are measured.
