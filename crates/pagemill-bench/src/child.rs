@@ -17,6 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
+use crate::cgroup::Cgroup;
 use crate::error::{Error, Result, doing};
 use crate::native;
 use crate::subject::{AvailableSubject, Named};
@@ -316,6 +317,21 @@ pub fn touch_beforehand(mib: u64) -> Result<()> {
         true => Ok(()),
         false => Err(Error::CannotRun(format!("{mib} MiB could not be touched beforehand ({})", finished.status))),
     }
+}
+
+/// Returns a command that runs a command line in a cgroup, if one is given, without any allocator setting of the caller.
+///
+/// # Errors
+///
+/// [`Error::System`] if the bench cannot find its own executable.
+pub fn command_in_group(group: Option<&Cgroup>, line: &[String]) -> Result<Command> {
+    let mut command = workload_command(["__enter"])?;
+    if let Some(group) = group {
+        command.arg("--entrance").arg(group.join_file());
+    }
+    command.arg("--").args(line);
+    crate::subject::clear_foreign_settings(&mut command);
+    Ok(command)
 }
 
 /// Turns a gap into a failed sample, so that the other samples are still taken.

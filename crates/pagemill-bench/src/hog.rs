@@ -7,7 +7,6 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use crate::cgroup::Cgroup;
@@ -17,7 +16,7 @@ use crate::error::{Error, Result, doing};
 use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_case};
 use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
+use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use crate::workload::hog::LOCK_FILE;
 
 /// The memory limit of the cgroup that contains both the workload and the hog.
@@ -100,20 +99,7 @@ pub fn sample_pair(
     File::create(folder.join(LOCK_FILE)).map_err(doing("making the lock"))?;
     let gap = |why| Error::Gap(format!("hog: {subject}: {why}"));
     let group = is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)).transpose().map_err(gap)?;
-    let mut command = match &group {
-        Some(group) => {
-            let entrance = group.join_file().display().to_string();
-            let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
-            command.args(launcher);
-            command
-        }
-        None => {
-            let mut command = Command::new(&launcher[0]);
-            command.args(&launcher[1..]);
-            command
-        }
-    };
-    subject::clear_foreign_settings(&mut command);
+    let mut command = child::command_in_group(group.as_ref(), launcher)?;
     command.envs(settings.iter().copied());
     let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(90))?;
     // The cgroup must be removed only after its processes have ended. An early return also drops `group`.

@@ -140,11 +140,7 @@ fn workload_line(subject: &AvailableSubject, run_options: &[&str], workload: &st
 
 /// Starts a command in the cgroup, without any environment variable of the caller that affects allocators.
 fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
-    let entrance = group.join_file().display().to_string();
-    let mut command = child::workload_command(["__enter", "--entrance", &entrance, "--"])?;
-    command.args(line);
-    subject::clear_foreign_settings(&mut command);
-    RunningGroup::start(&mut command)
+    RunningGroup::start(&mut child::command_in_group(Some(group), line)?)
 }
 
 /// Runs a process that needs freed memory (a newcomer) from start to end.
