@@ -208,6 +208,11 @@ fn call_mallctl(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mu
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
+/// Writes a value of jemalloc, which must have the type `T`. Returns whether the call succeeded.
+fn write_mallctl<T>(name: &CStr, mut value: T) -> bool {
+    call_mallctl(name, ptr::null_mut(), ptr::null_mut(), (&raw mut value).cast(), size_of::<T>())
+}
+
 /// Calls `mallctl` for a command without arguments; returns whether the call succeeded.
 fn call_mallctl_command(name: &CStr) -> bool {
     call_mallctl(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
@@ -253,26 +258,16 @@ pub fn start_jemalloc(pagemill: &'static Base) -> bool {
     ARENA_COUNT.store(arenas, Relaxed);
     BOOTSTRAP_PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
-        let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
-        let hooks_ptr = (&raw mut hooks).cast();
-        let is_set = call_mallctl(
-            name.as_c_str(),
-            ptr::null_mut(),
-            ptr::null_mut(),
-            hooks_ptr,
-            size_of::<*mut je::extent_hooks_t>(),
-        );
+        let is_set = write_mallctl(name.as_c_str(), (&raw const HOOKS.0).cast_mut());
         // The first call has started jemalloc and set the hooks of arena 0. Each further call creates an arena with the
         // hooks.
         BOOTSTRAP_PAGEMILL.store(ptr::null_mut(), Relaxed);
         if !is_set {
             return false;
         }
-        let mut limit = BLOCK_BYTES;
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.retain_grow_limit")) {
-            let limit_ptr = (&raw mut limit).cast();
-            call_mallctl(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
+            write_mallctl(name.as_c_str(), BLOCK_BYTES);
         }
     }
     true
@@ -472,8 +467,7 @@ pub fn after_fork() {
 
 /// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
 fn update_statistics() {
-    let mut epoch = 1u64;
-    call_mallctl(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
+    write_mallctl(c"epoch", 1u64);
 }
 
 /// Returns the charged bytes of jemalloc's extents, without the free pages that jemalloc caches.
