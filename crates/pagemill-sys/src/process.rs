@@ -137,13 +137,8 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
 /// Returns the number of CPUs that this process may run on, at least 1. On a machine with more possible CPUs than a
 /// `cpu_set_t` has bits (1024), returns the number of all online CPUs.
 pub fn cpu_count() -> usize {
-    // SAFETY: plain data may be zero.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the call writes at most the given size.
-    let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) } == 0;
-    if known {
-        // SAFETY: the call only counts the bits of `set`.
-        return (unsafe { libc::CPU_COUNT(&set) } as usize).max(1);
+    if let Ok(set) = rustix::thread::sched_getaffinity(None) {
+        return (set.count() as usize).max(1);
     }
     // SAFETY: the call has no preconditions.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(1).max(1)

@@ -198,8 +198,8 @@ pub fn prefer_by_deadline() -> bool {
 
 /// Gives this thread the lowest normal priority (nice 19). The thread still gets some CPU time.
 pub fn defer() {
-    // SAFETY: the call concerns only the calling thread, whose id is 0 here.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+    // Without a process id, the call concerns only the calling thread.
+    let _ = rustix::process::setpriority_process(None, 19);
 }
 
 /// Gives this single-threaded process the lowest normal priority, and puts it into a session of its own with the lowest
