@@ -10,6 +10,7 @@
 //! holds the lock has blocked all signals.
 #![allow(unsafe_code)] // signal actions, a handler
 
+use crate::result::check_result;
 use crate::{process, thread};
 use libc::{c_int, c_void};
 use std::io;
@@ -191,8 +192,8 @@ fn rt_sigaction(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     let mut old = DEFAULT_ACTION;
     // SAFETY: the call reads `new` and writes `old`, both with the kernel's layout. This module's handler is never
     // unloaded.
-    let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
-    if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
+    check_result(unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) })?;
+    Ok(old)
 }
 
 /// Adds the function that returns from the handler, which the kernel requires on this architecture.

@@ -44,6 +44,7 @@ pub mod open_permission;
 pub mod pages;
 pub mod probe;
 pub mod process;
+mod result;
 pub mod stack;
 pub mod task;
 pub mod thread;

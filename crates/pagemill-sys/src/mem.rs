@@ -5,6 +5,7 @@
 //! costs.
 #![allow(unsafe_code)] // the mapping system calls
 
+use crate::result::check_result;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{self, Advice, MapFlags, MprotectFlags, MsyncFlags, ProtFlags};
 use std::io;
@@ -17,11 +18,6 @@ pub enum Backing {
     Huge,
     /// OS pages, because no huge page was available.
     Small,
-}
-
-/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
-fn check_result(result: i32) -> io::Result<()> {
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Cached result of [`os_page_bytes`]; 0 before the first call.
@@ -109,7 +105,7 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::R
 unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
     debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
-    check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 })
+    check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) })
 }
 
 /// Changes the access rights of the `len_bytes` from `addr` on by a direct `mprotect` system call.

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)] // the userfaultfd calls
 
 use crate::file::Fd;
+use crate::result::check_result;
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use std::io;
 
@@ -70,8 +71,7 @@ impl Mover {
 
     fn ioctl<T>(&self, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
         // SAFETY: `argument` points to the structure that `request` reads and writes.
-        let result = unsafe { libc::ioctl(self.0.descriptor_number(), request as _, argument) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        check_result(unsafe { libc::ioctl(self.0.descriptor_number(), request as _, argument) })
     }
 }
 

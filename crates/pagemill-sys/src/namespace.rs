@@ -1,13 +1,9 @@
 //! A private mount namespace for this process.
 #![allow(unsafe_code)] // unshare, mount
 
+use crate::result::check_result;
 use std::fs;
 use std::io;
-
-/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
-fn check_result(result: i32) -> io::Result<()> {
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
 
 /// Puts this process into a private mount namespace, which its children inherit.
 ///

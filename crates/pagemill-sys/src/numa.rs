@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // getcpu and mbind
 
 use crate::file;
+use crate::result::check_result;
 use std::io;
 
 /// Maximum number of nodes that Pagemill distinguishes.
@@ -50,9 +51,9 @@ pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
     let mask: u64 = 1 << node;
     // SAFETY: the call reads `mask` and changes no contents. The kernel reads one bit less than the given count, so 1
     // is added.
-    let result =
-        unsafe { libc::syscall(libc::SYS_mbind, addr, len_bytes, MPOL_PREFERRED, &raw const mask, MAX_NODES + 1, 0) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    check_result(unsafe {
+        libc::syscall(libc::SYS_mbind, addr, len_bytes, MPOL_PREFERRED, &raw const mask, MAX_NODES + 1, 0)
+    })
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 //! listener's descriptor is closed, or its process ends, the kernel allows all delayed opens.
 #![allow(unsafe_code)] // fanotify, descriptors that arrive in events
 
+use crate::result::{check_result, take_descriptor};
+use rustix::io::Errno;
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -45,12 +47,8 @@ impl OpenPermissions {
         let flags = libc::FAN_CLASS_CONTENT | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK;
         let file_flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_LARGEFILE;
         // SAFETY: the call only creates a descriptor.
-        let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, file_flags) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: no other value owns the new descriptor.
-        Ok(Arc::new(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
+        let fd = unsafe { take_descriptor(libc::syscall(libc::SYS_fanotify_init, flags, file_flags)) }?;
+        Ok(Arc::new(Self(fd)))
     }
 
     /// Delays opens of files in the file system that contains `root`, except opens through the mount that `root` is
@@ -76,8 +74,7 @@ impl OpenPermissions {
     fn change_mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
         let (listener, root) = (self.0.as_raw_fd(), root.as_raw_fd());
         // SAFETY: the path is a C string.
-        let marked = unsafe { libc::fanotify_mark(listener, how, libc::FAN_OPEN_PERM, root, c".".as_ptr()) };
-        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        check_result(unsafe { libc::fanotify_mark(listener, how, libc::FAN_OPEN_PERM, root, c".".as_ptr()) })
     }
 
     /// Reads the next open that waits; `None` if none waits, or if a signal interrupted the call. Only one thread may
@@ -90,15 +87,10 @@ impl OpenPermissions {
     /// Errors of `read` and of the kernel's open (`EMFILE`, `EACCES`). The kernel has refused the program's open then.
     pub fn read(self: &Arc<Self>) -> io::Result<Option<DelayedOpen>> {
         let mut event = [0u8; size_of::<libc::fanotify_event_metadata>()];
-        // SAFETY: the call writes at most `event.len()` bytes.
-        let count = unsafe { libc::read(self.0.as_raw_fd(), event.as_mut_ptr().cast(), event.len()) };
-        if count < 0 {
-            let error = io::Error::last_os_error();
-            return match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
-                _ => Err(error),
-            };
-        }
+        match rustix::io::read(&self.0, &mut event) {
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            result => result?,
+        };
         let fd = event[16..20].try_into().map_or(-1, i32::from_ne_bytes);
         // SAFETY: the kernel created this descriptor for the event, and no other value owns it.
         let file = (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) });

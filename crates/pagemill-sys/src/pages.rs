@@ -3,10 +3,11 @@
 #![allow(unsafe_code)] // mmap, madvise, fcntl
 
 use crate::mem::os_page_bytes;
+use crate::result::{check_result, take_descriptor};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Once;
 
@@ -269,17 +270,10 @@ pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<Ow
     let (mut mount_id, file) = (0 as libc::c_int, file.as_raw_fd());
     let (to, path, flag) = (&raw mut handle, c"".as_ptr(), libc::AT_EMPTY_PATH);
     // SAFETY: the call writes at most `len_bytes` bytes of the handle, and the mount's id.
-    if unsafe { libc::syscall(libc::SYS_name_to_handle_at, file, path, to, &raw mut mount_id, flag) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    check_result(unsafe { libc::syscall(libc::SYS_name_to_handle_at, file, path, to, &raw mut mount_id, flag) })?;
     let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOATIME | libc::O_NOCTTY | libc::O_CLOEXEC;
     // SAFETY: the call reads the handle only.
-    let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const handle, flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: no other value owns the new descriptor.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+    unsafe { take_descriptor(libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const handle, flags)) }
 }
 
 /// Takes a write lease on a file (`F_SETLEASE`). Fails if any other descriptor or mapping of the file exists.
@@ -295,8 +289,7 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     // When a process opens the file, the kernel sends SIGIO to this process, which would end the process by default.
     INSTALL_HANDLER.call_once(|| install_empty_handler(libc::SIGIO));
     // SAFETY: the call takes numbers only.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    check_result(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) })
 }
 
 /// Returns whether this process has the write lease on `file` and no process waits to open the file.

@@ -3,6 +3,7 @@
 
 use crate::file::{self, Path};
 use crate::mem;
+use crate::result::check_result;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -226,8 +227,7 @@ pub(crate) const THP_DISABLE_EXCEPT_ADVISED: libc::c_int = 1 << 1;
 /// `EINVAL` before Linux 6.18.
 pub fn allow_huge_where_advised() -> io::Result<()> {
     // SAFETY: the call changes a setting of this process only.
-    let result = unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, THP_DISABLE_EXCEPT_ADVISED, 0, 0) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    check_result(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, THP_DISABLE_EXCEPT_ADVISED, 0, 0) })
 }
 
 /// Registers functions that run at each `fork`: before the fork, after it in the parent, and after it in the child. The

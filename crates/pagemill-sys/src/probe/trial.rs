@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // system calls
 
 use crate::disk::{self, Alignment, Disk, Options};
+use crate::result::{check_result, take_descriptor};
 use crate::{mem, moves};
 use rustix::io::Errno;
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
@@ -11,25 +12,11 @@ use rustix::thread::futex::{Wait, WaitFlags, WaitPtr, WaitvFlags, waitv};
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::AtomicU32;
 
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
-
-/// Converts the `result` of a C library call: returns the error in `errno` unless the result is 0.
-fn check_result(result: c_int) -> io::Result<()> {
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Takes ownership of the descriptor that a system call returned, or returns the error of the call.
-fn take_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a system call has just created the descriptor for this process.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
-}
 
 /// Returns the kernel's release and the name of the processor architecture.
 pub(super) fn kernel_names() -> (String, String) {
@@ -64,7 +51,7 @@ impl Scratch {
     pub fn shared() -> io::Result<Self> {
         let scratch = Self::new(1)?;
         // SAFETY: the name is a C string.
-        let fd = take_descriptor(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
+        let fd = unsafe { take_descriptor(libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC)) }?;
         // SAFETY: the descriptor is open.
         check_result(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
@@ -381,7 +368,7 @@ pub(super) fn try_io_uring() -> io::Result<()> {
 fn new_ring() -> io::Result<OwnedFd> {
     let mut parameters = [0u32; 30];
     // SAFETY: the call writes at most the 120 bytes of `parameters`.
-    take_descriptor(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
+    unsafe { take_descriptor(libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr())) }
 }
 
 /// Tries to register a block of memory with an io_uring, and unregisters it.
@@ -399,10 +386,7 @@ pub(super) fn try_register_memory() -> io::Result<()> {
         let (fd, size) = (ring.as_raw_fd(), size_of_val(argument));
         // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when
         // closed.
-        let result = unsafe { libc::syscall(libc::SYS_io_uring_register, fd, request, argument.as_ptr(), size) };
-        if result < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        check_result(unsafe { libc::syscall(libc::SYS_io_uring_register, fd, request, argument.as_ptr(), size) })?;
     }
     Ok(())
 }
@@ -436,7 +420,7 @@ fn trial_file_path(folder: &Path) -> std::path::PathBuf {
 pub(super) fn try_fanotify(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
     // SAFETY: the call only creates a descriptor.
-    let fd = take_descriptor(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
+    let fd = unsafe { take_descriptor(libc::fanotify_init(flags, libc::O_RDONLY as u32)) }?;
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
     // SAFETY: the call only reads `folder`, which is a C string. The kernel removes the mark with the descriptor.
     let marked =
