@@ -174,9 +174,8 @@ pub unsafe extern "C" fn mremap(
 /// As `madvise(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
-    const MADV_DONTNEED_LOCKED: c_int = 24;
     let discards_contents =
-        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, MADV_DONTNEED_LOCKED].contains(&advice);
+        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, libc::MADV_DONTNEED_LOCKED].contains(&advice);
     if discards_contents {
         remove_marks_if_aligned(addr, len);
     }

@@ -21,7 +21,6 @@ use std::sync::atomic::{
 
 const SEGV_MAPERR: c_int = 1;
 const SEGV_ACCERR: c_int = 2;
-const BUS_ADRERR: c_int = 2;
 /// Flag of an action that contains the address of the function that returns from the signal handler.
 const SA_RESTORER: u64 = 0x0400_0000;
 /// Flags that the action of this module's handler copies from the program's action: the stack to use, and whether
@@ -511,7 +510,7 @@ unsafe fn queue_sigbus(addr: usize, context: *mut libc::ucontext_t) -> bool {
         // SAFETY: `mask` points into the context, which the kernel passed.
         unsafe { *mask &= !signal_bit(libc::SIGBUS) };
     }
-    let info = FaultInfo { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
+    let info = FaultInfo { signal: libc::SIGBUS, errno: 0, code: libc::BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
     queue_signal(libc::SIGBUS, (&raw const info).cast())
 }
 

@@ -20,6 +20,9 @@ pub enum Backing {
     Small,
 }
 
+pub(crate) const MADV_GUARD_INSTALL: i32 = 102;
+pub(crate) const MADV_GUARD_REMOVE: i32 = 103;
+
 /// Cached result of [`os_page_bytes`]; 0 before the first call.
 static OS_PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
@@ -102,7 +105,7 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: Advice) -> rustix::io::R
 /// # Safety
 ///
 /// As [`advise`].
-unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
+pub(crate) unsafe fn advise_by_number(addr: usize, len_bytes: usize, advice: i32) -> io::Result<()> {
     debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
     check_result(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) })
@@ -382,7 +385,6 @@ pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`discard`].
 pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
-    const MADV_GUARD_INSTALL: i32 = 102;
     // SAFETY: the caller gives up the contents.
     unsafe { advise_by_number(addr, len_bytes, MADV_GUARD_INSTALL) }
 }
@@ -393,7 +395,6 @@ pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`install_guards`].
 pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
-    const MADV_GUARD_REMOVE: i32 = 103;
     // SAFETY: a page with a guard has no contents.
     unsafe { advise_by_number(addr, len_bytes, MADV_GUARD_REMOVE) }
 }

@@ -8,8 +8,6 @@ use std::io;
 /// Maximum number of nodes that Pagemill distinguishes.
 pub const MAX_NODES: usize = 64;
 
-const MPOL_PREFERRED: libc::c_int = 1;
-
 /// Returns the number of memory nodes: one more than the highest node number that the kernel lists, at most
 /// [`MAX_NODES`]. Returns 1 if the kernel lists no node.
 pub fn node_count() -> usize {
@@ -52,7 +50,7 @@ pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
     // SAFETY: the call reads `mask` and changes no contents. The kernel reads one bit less than the given count, so 1
     // is added.
     check_result(unsafe {
-        libc::syscall(libc::SYS_mbind, addr, len_bytes, MPOL_PREFERRED, &raw const mask, MAX_NODES + 1, 0)
+        libc::syscall(libc::SYS_mbind, addr, len_bytes, libc::MPOL_PREFERRED, &raw const mask, MAX_NODES + 1, 0)
     })
 }
 

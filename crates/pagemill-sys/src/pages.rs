@@ -2,17 +2,15 @@
 //! and leases.
 #![allow(unsafe_code)] // mmap, madvise, fcntl
 
-use crate::mem::os_page_bytes;
+use crate::mem::{self, os_page_bytes};
 use crate::result::{check_result, take_descriptor};
+use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Once;
-
-const MADV_COLD: libc::c_int = 20;
-const MADV_COLLAPSE: libc::c_int = 25;
 
 /// Result of an attempt to make a block of a file one huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +28,7 @@ pub enum Collapse {
 /// A read-only mapping of a range of a file, for system calls that need an address. Pagemill does not read the mapped
 /// bytes.
 struct FileMapping {
-    addr: *mut libc::c_void,
+    addr: usize,
     len: usize,
 }
 
@@ -38,60 +36,27 @@ impl FileMapping {
     /// Maps `len` bytes of `file` from `offset` on, at an address that is a multiple of `len`, as a huge page requires.
     /// `offset` must be a multiple of the OS page size.
     fn new(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
-        // SAFETY: reserves twice the length, maps the file over an aligned range and unmaps the rest. No other code
-        // knows these addresses.
-        unsafe {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            let around = libc::mmap(std::ptr::null_mut(), 2 * len, libc::PROT_NONE, flags, -1, 0);
-            if around == libc::MAP_FAILED {
-                return Err(io::Error::last_os_error());
-            }
-            let lead = around.align_offset(len);
-            let at = around.byte_add(lead);
-            let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-            let addr = libc::mmap(at, len, libc::PROT_READ, flags, file.as_raw_fd(), offset as libc::off_t);
-            let error = io::Error::last_os_error();
-            if addr == libc::MAP_FAILED {
-                libc::munmap(around, 2 * len);
-                return Err(error);
-            }
-            if lead > 0 {
-                libc::munmap(around, lead);
-            }
-            libc::munmap(at.byte_add(len), len - lead);
-            Ok(Self { addr, len })
-        }
-    }
-
-    /// Calls `madvise` for the first `len` bytes of the mapping.
-    fn advise(&self, len: usize, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: this value owns the mapping, and the advice changes no byte.
-        if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        let mapping = Self { addr: mem::reserve(len, len, 0)?, len };
+        let (at, flags) = (mapping.addr as *mut _, MapFlags::SHARED | MapFlags::FIXED);
+        // SAFETY: the call replaces the reservation made above, which no other code knows.
+        unsafe { mm::mmap(at, len, ProtFlags::READ, flags, file, offset) }?;
+        Ok(mapping)
     }
 
     /// Enters the OS pages with the indices `pages` into the page table. Past the end of the file, this call of
     /// `madvise` returns an error, where an access would raise a signal.
     fn populate(&self, pages: Range<usize>) -> io::Result<()> {
-        const MADV_POPULATE_READ: libc::c_int = 22;
         let page_bytes = os_page_bytes();
         assert!(pages.end * page_bytes <= self.len, "the pages are in the mapping");
-        let addr = self.addr.wrapping_byte_add(pages.start * page_bytes);
+        let at = (self.addr + pages.start * page_bytes) as *mut _;
         // SAFETY: this value owns the mapping, the range is in it, and the advice changes no byte.
-        match unsafe { libc::madvise(addr, pages.len() * page_bytes, MADV_POPULATE_READ) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
+        Ok(unsafe { mm::madvise(at, pages.len() * page_bytes, Advice::LinuxPopulateRead) }?)
     }
-}
 
-impl FileMapping {
     /// Returns the ranges of OS pages that are resident, as page indices in the mapping.
     fn resident_ranges(&self) -> io::Result<Vec<Range<usize>>> {
         let mut states = vec![0u8; self.len / os_page_bytes()];
-        // SAFETY: this value owns the mapping, and the kernel writes one byte for each of its pages.
-        if unsafe { libc::mincore(self.addr, self.len, states.as_mut_ptr()) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        mem::resident(self.addr, self.len, &mut states)?;
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for (page, _) in states.iter().enumerate().filter(|(_, state)| **state & 1 == 1) {
             match ranges.last_mut() {
@@ -106,7 +71,7 @@ impl FileMapping {
 impl Drop for FileMapping {
     fn drop(&mut self) {
         // SAFETY: this value owns the mapping, which is not used again.
-        unsafe { libc::munmap(self.addr, self.len) };
+        unsafe { mem::unreserve(self.addr, self.len) };
     }
 }
 
@@ -117,7 +82,8 @@ impl Drop for FileMapping {
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
     assert!(offset.is_multiple_of(block_bytes as u64));
     let Ok(mapping) = FileMapping::new(file, offset, block_bytes) else { return Collapse::NoMemory };
-    match mapping.advise(block_bytes, MADV_COLLAPSE) {
+    // SAFETY: the value owns the mapping, and the advice changes no byte.
+    match unsafe { mem::advise_by_number(mapping.addr, block_bytes, libc::MADV_COLLAPSE) } {
         Ok(()) => Collapse::Huge,
         Err(error) => match error.raw_os_error() {
             Some(libc::EAGAIN | libc::EBUSY) => Collapse::Busy,
@@ -137,7 +103,7 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
 pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Result<()> {
     let mapping = FileMapping::new(file, offset, block_bytes)?;
     mapping.populate(0..1)?;
-    mapping.advise(os_page_bytes(), MADV_COLD)
+    mem::cool(mapping.addr, os_page_bytes())
 }
 
 /// Returns whether this process may read which control group is charged for a page.

@@ -123,9 +123,8 @@ impl Interrupter {
 /// Files that the thread opens then take no descriptor number that the program may rely on, and the thread keeps none
 /// of the program's files open.
 pub fn unshare_files() -> bool {
-    const CLOSE_RANGE_UNSHARE: libc::c_uint = 2;
     // SAFETY: with this flag the kernel first copies the table. The program's own table stays as it is.
-    unsafe { libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, CLOSE_RANGE_UNSHARE) == 0 }
+    unsafe { libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE) == 0 }
 }
 
 /// Gives this thread real-time priority, if that is permitted (`SCHED_RR`, the lowest level). Returns whether it
@@ -166,30 +165,17 @@ impl Drop for Preferred {
 /// Since Linux 6.12 normal threads get 50 ms of every second before `SCHED_RR` threads, but not before threads with a
 /// deadline. Threads that this thread starts are scheduled normally.
 pub fn prefer_by_deadline() -> bool {
-    /// The kernel's `struct sched_attr`, in its first version.
-    #[repr(C)]
-    struct SchedAttributes {
-        size: u32,
-        policy: u32,
-        flags: u64,
-        nice: i32,
-        priority: u32,
-        runtime_ns: u64,
-        deadline_ns: u64,
-        period_ns: u64,
-    }
     const SCHED_DEADLINE: u32 = 6;
-    const SCHED_FLAG_RESET_ON_FORK: u64 = 1;
     const PERIOD_NS: u64 = 10_000_000;
-    let attributes = SchedAttributes {
-        size: size_of::<SchedAttributes>() as u32,
-        policy: SCHED_DEADLINE,
-        flags: SCHED_FLAG_RESET_ON_FORK,
-        nice: 0,
-        priority: 0,
-        runtime_ns: PERIOD_NS / 10 * 8,
-        deadline_ns: PERIOD_NS,
-        period_ns: PERIOD_NS,
+    let attributes = libc::sched_attr {
+        size: size_of::<libc::sched_attr>() as u32,
+        sched_policy: SCHED_DEADLINE,
+        sched_flags: libc::SCHED_FLAG_RESET_ON_FORK as u64,
+        sched_nice: 0,
+        sched_priority: 0,
+        sched_runtime: PERIOD_NS / 10 * 8,
+        sched_deadline: PERIOD_NS,
+        sched_period: PERIOD_NS,
     };
     // SAFETY: the call reads `attributes`, which contains its own size, and concerns only the calling thread.
     let is_done = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } == 0;

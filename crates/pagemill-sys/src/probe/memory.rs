@@ -14,11 +14,6 @@ const HUGETLB_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 /// The command that allows transparent huge pages.
 const ENABLE_THP_COMMAND: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
 
-const MADV_COLD: i32 = 20;
-const MADV_COLLAPSE: i32 = 25;
-const MADV_GUARD_INSTALL: i32 = 102;
-const MADV_GUARD_REMOVE: i32 = 103;
-
 const UFFD_WRITE_PROTECT: u64 = 1 << 0;
 const UFFD_POISON: u64 = 1 << 14;
 const UFFD_FEATURE_NAMES: [(u64, &str); 4] =
@@ -152,7 +147,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "splitting a huge page so that a part of it can be returned",
         lost: "a partially used block is returned only when all of it is free",
         fix: "",
-        check: |_| try_on_touched_page(|page| page.advise(mem::os_page_bytes(), MADV_COLD)),
+        check: |_| try_on_touched_page(|page| page.advise(mem::os_page_bytes(), libc::MADV_COLD)),
     },
     Feature {
         key: "madv_guard",
@@ -313,7 +308,7 @@ fn probe_collapse(_: &SystemFiles) -> Finding {
         }
         scratch.advise(BLOCK_BYTES, libc::MADV_HUGEPAGE)?;
         let start_ns = clock::fine_ns();
-        scratch.advise(BLOCK_BYTES, MADV_COLLAPSE)?;
+        scratch.advise(BLOCK_BYTES, libc::MADV_COLLAPSE)?;
         Ok((clock::fine_ns() - start_ns, scratch.read(BLOCK_BYTES - mem::os_page_bytes())))
     });
     match collapsed {
@@ -385,7 +380,7 @@ fn probe_process_madvise(_: &SystemFiles) -> Finding {
                 Finding::missing("it kept the contents")
             }
         }
-        Err(error) if scratch.advise_every_second_page(count, MADV_COLD).is_ok() => {
+        Err(error) if scratch.advise_every_second_page(count, libc::MADV_COLD).is_ok() => {
             let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe_error(&error));
             Finding { errno: error.raw_os_error(), ..Finding::limited(found) }
         }
@@ -411,9 +406,9 @@ fn try_on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Findin
 fn probe_guard_page(_: &SystemFiles) -> Finding {
     let page = mem::os_page_bytes();
     let fenced = Scratch::new(1).and_then(|scratch| {
-        scratch.advise(page, MADV_GUARD_INSTALL)?;
+        scratch.advise(page, mem::MADV_GUARD_INSTALL)?;
         let is_inaccessible = !scratch.is_readable(0) && scratch.is_readable(page);
-        scratch.advise(page, MADV_GUARD_REMOVE)?;
+        scratch.advise(page, mem::MADV_GUARD_REMOVE)?;
         Ok(is_inaccessible && scratch.is_readable(0))
     });
     inaccessible_page_finding(fenced)

@@ -3,10 +3,11 @@
 
 use crate::disk::{self, Alignment, Disk, Options};
 use crate::result::{check_result, take_descriptor};
-use crate::{mem, moves};
-use rustix::io::Errno;
-use rustix::mm::{UserfaultfdFlags, userfaultfd};
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use crate::{fault, mem, moves};
+use rustix::fs::{Access, AtFlags, CWD, MemfdFlags, accessat, ftruncate, memfd_create};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, munmap, userfaultfd};
+use rustix::process::{Pid, PidfdFlags, WaitOptions, getpid, pidfd_open, waitpid};
 use rustix::thread::ClockId;
 use rustix::thread::futex::{Wait, WaitFlags, WaitPtr, WaitvFlags, waitv};
 use std::ffi::{CStr, c_int, c_void};
@@ -50,15 +51,12 @@ impl Scratch {
     /// Maps one block of a memory file (memfd) that has no pages yet.
     pub fn shared() -> io::Result<Self> {
         let scratch = Self::new(1)?;
-        // SAFETY: the name is a C string.
-        let fd = unsafe { take_descriptor(libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC)) }?;
-        // SAFETY: the descriptor is open.
-        check_result(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        let at = scratch.addr as *mut c_void;
+        let fd = memfd_create(c"pagemill-doctor", MemfdFlags::CLOEXEC)?;
+        ftruncate(&fd, BLOCK_BYTES as u64)?;
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
         // SAFETY: the mapping replaces memory of `scratch` that no code has accessed yet.
-        let mapped = unsafe { libc::mmap(at, BLOCK_BYTES, access, flags, fd.as_raw_fd(), 0) };
-        if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(scratch) }
+        unsafe { mmap(scratch.addr as *mut c_void, BLOCK_BYTES, access, flags, fd, 0) }?;
+        Ok(scratch)
     }
 
     pub fn addr(&self) -> usize {
@@ -81,7 +79,7 @@ impl Scratch {
     pub fn advise(&self, len_bytes: usize, advice: c_int) -> io::Result<()> {
         assert!(len_bytes <= self.len_bytes);
         // SAFETY: the advice affects only pages of memory that no other code accesses (type invariant).
-        check_result(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
+        unsafe { mem::advise_by_number(self.addr, len_bytes, advice) }
     }
 
     /// Gives advice for every second of the first `2 * count` OS pages, by one `process_madvise` call on this process.
@@ -106,12 +104,7 @@ impl Scratch {
     /// Returns whether the kernel can read the byte at `offset`. Raises no signal.
     pub fn is_readable(&self, offset: usize) -> bool {
         assert!(offset < self.len_bytes);
-        const INVALID_OPERATION: c_int = -1;
-        let set = (self.addr + offset) as *const c_void;
-        // SAFETY: the kernel first reads the set (EFAULT if it cannot), and then rejects the operation (EINVAL), so
-        // nothing changes. 8 is the size of the kernel's set in bytes.
-        unsafe { libc::syscall(libc::SYS_rt_sigprocmask, INVALID_OPERATION, set, 0usize, 8usize) };
-        io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+        fault::is_readable(self.addr + offset)
     }
 }
 
@@ -147,19 +140,10 @@ fn run_in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     if child < 0 {
         return Err(io::Error::last_os_error());
     }
-    let mut status = 0;
-    // SAFETY: the call writes only `status`.
-    while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINTR) {
-            return Err(error);
-        }
-    }
-    if libc::WIFEXITED(status) {
-        Ok(libc::WEXITSTATUS(status) as u8)
-    } else {
-        Err(io::Error::other(format!("the trial was killed by signal {}", libc::WTERMSIG(status))))
-    }
+    let (_, status) = retry_on_intr(|| waitpid(Pid::from_raw(child), WaitOptions::empty()))?.ok_or(Errno::CHILD)?;
+    let signal = status.terminating_signal().unwrap_or_default();
+    let killed = || io::Error::other(format!("the trial was killed by signal {signal}"));
+    status.exit_status().map(|code| code as u8).ok_or_else(killed)
 }
 
 /// Returns the error number of the last system call as a byte. Child processes call this function, so it does not
@@ -449,21 +433,16 @@ pub(super) fn try_folder(folder: &Path) -> io::Result<FolderUsability> {
 
 /// Maps the first 4 KiB of a file as code, and unmaps them.
 fn map_as_code(file: &File) -> io::Result<()> {
-    let access = libc::PROT_READ | libc::PROT_EXEC;
+    let access = ProtFlags::READ | ProtFlags::EXEC;
     // SAFETY: the call creates a new mapping, which is never executed.
-    let addr = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
-    if addr == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
+    let addr = unsafe { mmap(std::ptr::null_mut(), 4096, access, MapFlags::PRIVATE, file, 0) }?;
     // SAFETY: the mapping was created above, and no other code knows it.
-    check_result(unsafe { libc::munmap(addr, 4096) })
+    Ok(unsafe { munmap(addr, 4096) }?)
 }
 
 /// Checks the permission to write to a path, without writing.
 pub(super) fn try_write_permission(path: &Path) -> io::Result<()> {
-    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
-    // SAFETY: `path` is a C string.
-    check_result(unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK, libc::AT_EACCESS) })
+    Ok(accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?)
 }
 
 #[cfg(test)]
