@@ -4,9 +4,11 @@
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy};
 use pagemill_core::Error;
-use pagemill_store::MemoryStore;
+use pagemill_store::{MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
@@ -113,6 +115,76 @@ fn a_hinted_read_crosses_folios_and_stops_at_the_end() {
     }
     assert!(matches!(file.read_at_hinted(&mut hint, &mut [0; 8], u64::MAX), Err(Error::BadOffset { .. })));
     assert_eq!(file.read_at_hinted(&mut hint, &mut [], 0).unwrap(), 0);
+}
+
+/// A store of zeros. A write waits until the test lets it end, if the test has asked for that.
+#[derive(Default)]
+struct SlowStore(AtomicU8);
+
+impl SlowStore {
+    const WAIT_IN_WRITE: u8 = 1;
+    const IN_WRITE: u8 = 2;
+
+    fn wait_while(&self, state: u8) {
+        while self.0.load(SeqCst) == state {
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Store for SlowStore {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn block_bytes(&self) -> usize {
+        512
+    }
+
+    fn read(&self, _offset: u64, to: &mut [u8]) -> io::Result<()> {
+        to.fill(0);
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> io::Result<()> {
+        if self.0.compare_exchange(Self::WAIT_IN_WRITE, Self::IN_WRITE, SeqCst, SeqCst).is_ok() {
+            self.wait_while(Self::IN_WRITE);
+        }
+        Ok(())
+    }
+
+    fn set_size(&self, _size_bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A page is cut off while writeback writes it to the store, and the file grows again. The folio of the page still has
+/// the old bytes until the write ends, but neither a read nor a pin with its hint may find them.
+#[test]
+fn a_hint_does_not_find_a_page_that_was_cut_off_during_writeback() {
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let store = Arc::new(SlowStore::default());
+    let file = cache.open(store.clone()).unwrap();
+    fill(&file, 1, 2);
+    let mut hint = FolioHint::default();
+    assert_eq!(read_number(&file, &mut hint, 0), number_of(1, 0));
+    store.0.store(SlowStore::WAIT_IN_WRITE, SeqCst);
+    std::thread::scope(|scope| {
+        let writeback = scope.spawn(|| file.sync());
+        store.wait_while(SlowStore::WAIT_IN_WRITE);
+        file.truncate(0).unwrap();
+        file.truncate(PAGE).unwrap();
+        let mut old_hint = hint;
+        let number = read_number(&file, &mut old_hint, 0);
+        let pinned = file.pin_hinted(&mut hint, 0).unwrap().read_u64(0);
+        store.0.store(0, SeqCst);
+        writeback.join().unwrap().unwrap();
+        assert_eq!((number, pinned), (0, 0));
+    });
 }
 
 /// A file is closed, and the next one gets its id and its pages. Hints of the closed file must not find old bytes.

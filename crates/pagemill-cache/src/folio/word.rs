@@ -158,7 +158,7 @@ impl State {
     }
 
     #[inline]
-    fn is_live(self) -> bool {
+    pub fn is_live(self) -> bool {
         self.0 & KIND_MASK == Kind::Live as u64
     }
 

@@ -60,11 +60,11 @@ impl Mapping {
     }
 
     /// As [`Mapping::read_at`]. If `hint` is that of the first page, and the bytes lie in one folio, the read costs no
-    /// look-up; otherwise the hint is corrected.
+    /// look-up. Otherwise the hint is corrected, if the first page has a folio.
     ///
-    /// Cost: with a correct hint a copy, and two loads of the folio's state word. No atomic operation on memory that
-    /// threads share, except that reads of files with a store sometimes record the use of a folio. So the cache misses
-    /// of consecutive reads overlap, unlike those of consecutive pins.
+    /// Cost: with a correct hint a copy, and two loads of the folio's metadata. No atomic operation on memory that
+    /// threads share, except that reads of files with a store sometimes record the use of a folio. So the processor can
+    /// wait for the bytes of several reads at a time, unlike for those of several pins.
     ///
     /// # Errors
     ///
@@ -110,14 +110,15 @@ impl File {
     #[inline]
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
         let is_inside = offset.checked_add(to.len() as u64).is_some_and(|end| end <= self.size_bytes());
-        if !is_inside || self.pool.generation() != self.generation {
+        if to.is_empty() || !is_inside || self.pool.generation() != self.generation {
             return false;
         }
         let Some(frame) = self.pool.frame_if_any(u64::from(hint.number)) else { return false };
         let seen = frame.word.load();
         let owner = frame.owner();
         let pages_before = self.index_of(offset).wrapping_sub(owner.index);
-        if !seen.is_readable() || owner.id != self.id || pages_before >> seen.order() != 0 {
+        // Only live folios: a frozen one may have left the file's index already.
+        if !seen.is_live() || owner.id != self.id || pages_before >> seen.order() != 0 {
             return false;
         }
         let at = (offset - self.offset_of(owner.index)) as usize;

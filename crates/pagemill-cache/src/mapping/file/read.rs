@@ -74,8 +74,8 @@ impl File {
         self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
     }
 
-    /// Zeroes a buffer after a read that failed or was discarded. A discarded copy may have left another file's bytes there, which the caller
-    /// must not see.
+    /// Zeroes a buffer after a read that failed, or whose copy was not valid. The folio may have been reused during the
+    /// copy, so the buffer may have bytes of another file, which the caller must not see.
     #[cold]
     pub(super) fn wipe(&self, to: &mut [u8]) {
         // The read copied at most one folio, which is at most a chunk.
