@@ -83,7 +83,8 @@ pub struct WorkerReply {
     pub freed_bytes: u64,
     /// Another process has the file open; a retry may succeed.
     pub is_busy: bool,
-    /// No such file is at the path of the job: the file or a folder above it was renamed or deleted.
+    /// No such file is at the path of the job: the file or a folder above it was renamed or deleted. The rename of a
+    /// folder does not change the file's change time, by which the queue would find that the file needs another visit.
     pub is_missing: bool,
     /// Offset of the first block that is left to examine, if the time for one job was over.
     pub next: Option<u64>,
@@ -242,7 +243,7 @@ pub fn serve() -> io::Result<()> {
         // Waits before the file is opened.
         share.wait(has_idle_processor);
         let reply = examine_file(&access, &job, JOB_LIMITS, &mut worker_group, &mut share);
-        let is_missing = reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let is_missing = reply.as_ref().is_err_and(is_missing);
         let mut reply = reply.unwrap_or(WorkerReply { is_missing, ..WorkerReply::default() });
         worker_group.return_home();
         reply.inode = job.inode;
@@ -256,11 +257,18 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
+/// Returns whether an error of [`examine_file`] says that no such file is at the path of the job: a folder above it can
+/// have been replaced by a file, a symbolic link or a mount.
+fn is_missing(error: &io::Error) -> bool {
+    let kinds = [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::XDEV];
+    Errno::from_io_error(error).is_some_and(|errno| kinds.contains(&errno))
+}
+
 /// Examines the blocks of a file and applies its huge page policy, until the time for one job is over.
 ///
 /// # Errors
 ///
-/// `NotFound` if no such file is at the path of the job.
+/// `ENOENT` if another file is at the path of the job. Errors of opening and reading.
 fn examine_file(
     access: &FileAccess,
     job: &WorkerJob,
@@ -274,7 +282,7 @@ fn examine_file(
     let seen = file_access::attributes(&fd)?;
     let mut reply = WorkerReply::default();
     if seen.inode != job.inode || !seen.is_file() {
-        return Err(io::ErrorKind::NotFound.into());
+        return Err(Errno::NOENT.into());
     }
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
@@ -497,6 +505,7 @@ fn free_zero_pages(
     let file = File::from(fd);
     let before = file_access::attributes(&file)?;
     if before.inode != seen.inode || before.links == 0 || before.len_bytes < block.end {
+        reply.is_missing |= before.inode != seen.inode;
         return Ok(());
     }
     let modified = fs::fstat(&file)?;
