@@ -107,7 +107,7 @@ impl PairPlan {
     }
 }
 
-/// The objects of one thread, and the number of objects whose tag was wrong.
+/// The objects of one thread, and the number of wrong tags.
 struct ThreadState<A: ObjectAllocator> {
     access: A,
     pattern: Pattern,
