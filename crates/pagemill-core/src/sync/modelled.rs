@@ -9,6 +9,7 @@ use pagemill_sys::{clock, thread};
 use shuttle::current::try_get_current_task;
 use shuttle::rand::{Rng, thread_rng};
 use std::cell::Cell;
+use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -74,71 +75,36 @@ macro_rules! atomic {
         #[derive(Debug, Default)]
         pub struct $name(std::sync::atomic::$name);
 
-        #[allow(dead_code)] // every function has a user in one of the types at least
         impl $name {
             pub const fn new(value: $integer) -> Self {
                 Self(std::sync::atomic::$name::new(value))
             }
 
-            pub fn load(&self, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.load(order)
-            }
-
-            pub fn store(&self, value: $integer, order: Ordering) {
-                scheduling_point();
-                self.0.store(value, order);
-            }
-
-            pub fn swap(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.swap(value, order)
-            }
-
-            pub fn fetch_add(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.fetch_add(value, order)
-            }
-
-            pub fn fetch_sub(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.fetch_sub(value, order)
-            }
-
-            pub fn fetch_max(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.fetch_max(value, order)
-            }
-
-            pub fn fetch_and(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.fetch_and(value, order)
-            }
-
-            pub fn fetch_or(&self, value: $integer, order: Ordering) -> $integer {
-                scheduling_point();
-                self.0.fetch_or(value, order)
-            }
-
-            pub fn compare_exchange(
+            /// As the standard method, but with a scheduling point before each access.
+            pub fn fetch_update(
                 &self,
-                current: $integer,
-                new: $integer,
-                success: Ordering,
-                failure: Ordering,
+                set_order: Ordering,
+                fetch_order: Ordering,
+                mut change: impl FnMut($integer) -> Option<$integer>,
             ) -> Result<$integer, $integer> {
-                scheduling_point();
-                self.0.compare_exchange(current, new, success, failure)
+                let mut seen = self.load(fetch_order);
+                while let Some(new) = change(seen) {
+                    match self.compare_exchange(seen, new, set_order, fetch_order) {
+                        Ok(_) => return Ok(seen),
+                        Err(now) => seen = now,
+                    }
+                }
+                Err(seen)
             }
+        }
 
-            pub fn compare_exchange_weak(
-                &self,
-                current: $integer,
-                new: $integer,
-                success: Ordering,
-                failure: Ordering,
-            ) -> Result<$integer, $integer> {
-                self.compare_exchange(current, new, success, failure)
+        /// Every access to the standard atomic starts with a scheduling point.
+        impl Deref for $name {
+            type Target = std::sync::atomic::$name;
+
+            fn deref(&self) -> &Self::Target {
+                scheduling_point();
+                &self.0
             }
         }
     };
