@@ -16,20 +16,21 @@ impl Heap {
     /// Cost: a read of each block's state word, and a system call for each block that is still inherited.
     #[cold]
     pub(super) fn discard_inherited(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
-        let mut blocks = self.blocks_of(place);
-        if !blocks.any(|block| self.arena.block_state(block).is_inherited) {
+        let blocks = self.blocks_of(place);
+        let mut inherited = blocks.clone().filter(|block| self.arena.block_state(*block).is_inherited).peekable();
+        if inherited.peek().is_none() {
             return bytes;
         }
         if place.class.is_big() {
             // SAFETY: the slot was just allocated, shares no block, and has undefined contents.
-            unsafe { self.arena.discard(self.arena.block_of(place.addr), place.class.span_blocks()) };
+            unsafe { self.arena.discard(blocks.start, blocks.len()) };
         } else if let Some(span) = self.span_of(place) {
-            for block in self.blocks_of(place).filter(|block| self.arena.block_state(*block).is_inherited) {
+            for block in inherited {
                 if let Some(claims) = self.claim_block_except(span, block, Some(place.number), |_| true) {
-                    self.discard_claimed_block(span, block, &claims);
+                    self.discard_claimed_block(block, &claims);
                 }
             }
         }
-        self.bytes_after_discard(place.addr, place.class, bytes)
+        self.bytes_after_discard(place, bytes)
     }
 }

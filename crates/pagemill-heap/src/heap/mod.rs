@@ -313,21 +313,12 @@ impl Heap {
     /// node, else from other nodes.
     fn pop_free_slot(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let own = self.current_shard();
-        let shards = 0..self.shards_per_node;
-        for distance in shards.clone() {
-            let shard = (own + distance) & (self.shards_per_node - 1);
-            if let Some(found) = self.pop_from_list(node, shard, own, class) {
-                return Some(found);
-            }
-        }
-        for other in (0..self.arena.nodes.count()).filter(|other| *other != node) {
-            for shard in shards.clone() {
-                if let Some(found) = self.pop_from_list(other, shard, own, class) {
-                    return Some(found);
-                }
-            }
-        }
-        None
+        let pop_from_node = |node| {
+            let mut shards = (0..self.shards_per_node).map(|distance| (own + distance) & (self.shards_per_node - 1));
+            shards.find_map(|shard| self.pop_from_list(node, shard, own, class))
+        };
+        pop_from_node(node)
+            .or_else(|| (0..self.arena.nodes.count()).filter(|other| *other != node).find_map(pop_from_node))
     }
 
     /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
@@ -372,13 +363,12 @@ impl Heap {
 
     /// Returns `bytes` with the field `counted` set to the resident bytes of the slot.
     fn with_resident_count(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
-        if !place.class.is_big() {
-            return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
-        }
-        let first = self.arena.block_of(place.addr);
-        let blocks = first..first + place.class.span_blocks();
-        let bytes = bytes
-            .with_count(blocks.map(|block| Arena::charged_bytes(self.arena.block_state(block).charged_pages)).sum());
+        let charged = |block| Arena::charged_bytes(self.arena.block_state(block).charged_pages);
+        let bytes = bytes.with_count(match place.class.is_big() {
+            true => self.blocks_of(place).map(charged).sum(),
+            false if bytes.is_resident => place.class.bytes() as u64,
+            false => 0,
+        });
         debug_assert!(bytes.counted_bytes() <= place.class.stride() as u64, "a slot counts no bytes of other slots");
         bytes
     }
@@ -407,10 +397,10 @@ impl Heap {
     /// Carves a new slot of a size class, and allocates the slot for `size` bytes.
     fn carve(&self, node: usize, class: Class, size: usize) -> Result<(LocatedSlot, SlotBytes)> {
         let (addr, span_end) = self.carve_address(node, class)?;
-        let granule = (addr - self.base()) / GRANULE_BYTES;
-        let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
-        let slot = self.slot(granule as u32);
-        debug_assert!((addr - self.base()).is_multiple_of(STEP_BYTES), "slots start at whole steps");
+        let distance = addr - self.base();
+        let (number, offset) = ((distance / GRANULE_BYTES) as u32, (distance % GRANULE_BYTES / STEP_BYTES) as u8);
+        let slot = self.slot(number);
+        debug_assert!(distance.is_multiple_of(STEP_BYTES), "slots start at whole steps");
         debug_assert!(slot.info().is_none(), "at most one slot starts in a granule");
         debug_assert!(matches!(slot.phase(), SlotPhase::None | SlotPhase::Purging), "the slot was never allocated");
         slot.set_info(SlotInfo { class: class.index() as u8, node: node as u8, offset });
@@ -421,7 +411,7 @@ impl Heap {
             }
         };
         stats::add(Counter::SlotsFresh, 1);
-        let place = LocatedSlot { number: granule as u32, addr, class, node };
+        let place = LocatedSlot { number, addr, class, node };
         if class.is_big() {
             self.allow_huge(place, size);
         } else {
@@ -448,7 +438,7 @@ impl Heap {
             debug_assert!(self.spans.get(span_block).load(Relaxed) == 0, "no other span starts here");
             self.spans.get(span_block).store(class.index() as u32 + 1, Relaxed);
             next.store(start as u64, Relaxed);
-            end.store((start + class.span_blocks() * BLOCK_BYTES) as u64, Relaxed);
+            end.store((start + blocks * BLOCK_BYTES) as u64, Relaxed);
         }
         debug_assert!(next.load(Relaxed) + class.stride() as u64 <= end.load(Relaxed), "the slot fits into its span");
         carved.fetch_add(1, Relaxed);
@@ -502,18 +492,17 @@ impl Heap {
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(false);
         }
-        let (first, last) =
-            (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
-        let part = (place.class.bytes() / (last + 1 - first)) as u64;
+        let mut blocks = self.blocks_of(place);
+        let part = (place.class.bytes() / blocks.len()) as u64;
         let expected_use = self.expected_use(place, size);
         let mut is_recycled = false;
         let result = if place.class.is_big() {
             // The memory that the kernel took becomes resident again without a charge, so room is reserved for it.
             let room = if taken > 0 { self.arena.budget.reserve(taken) } else { Ok(()) };
-            room.and_then(|()| self.arena.overcommit(first, place.class.span_blocks(), Context::Outside))
+            room.and_then(|()| self.arena.overcommit(blocks.start, blocks.len(), Context::Outside))
         } else {
-            (first..=last).try_for_each(|block| {
-                if self.arena.block_state(block).backing == Backing::Empty {
+            blocks.try_for_each(|block| {
+                if self.is_empty_block(block) {
                     is_recycled |= self.recycle_block(place, block, expected_use);
                 }
                 match self.arena.block_state(block).backing {
@@ -560,10 +549,11 @@ impl Heap {
     /// Returns the slot that starts at `addr`.
     #[inline]
     fn find_slot(&self, addr: usize) -> Result<LocatedSlot> {
-        if !self.contains(addr) || addr - self.base() >= self.arena.heap.carved_bytes() {
+        let distance = addr.wrapping_sub(self.base());
+        if distance >= self.arena.heap.carved_bytes() {
             return Err(Error::NotAllocated { addr });
         }
-        let place = self.locate(((addr - self.base()) / GRANULE_BYTES) as u32);
+        let place = self.locate((distance / GRANULE_BYTES) as u32);
         debug_assert!(place.is_none_or(|place| self.contains(place.addr)), "slots lie in the heap zone");
         place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
     }
@@ -606,7 +596,8 @@ impl Heap {
     /// Frees a live slot and stores the attributes of its bytes.
     fn free_slot(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
-            self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
+            let blocks = self.blocks_of(place);
+            self.arena.reconcile(blocks.start, blocks.len());
         }
         // Computed before the slot becomes free, because another thread may allocate it at once afterwards.
         let shard = self.current_shard();
@@ -629,21 +620,16 @@ impl Heap {
     /// charged to the parent.
     pub fn recount_free(&self) {
         let mut bytes = 0;
-        self.walk_spans(|span| {
-            for place in (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index)) {
-                let slot = self.slot(place.number);
-                if let Some(claim) = slot.try_claim() {
-                    // The memory that the parent offered is charged to the parent.
-                    let own = SlotBytes { is_offered: false, ..claim.bytes() };
-                    let counted = self.with_resident_count(place, own);
-                    if claim.phase() == SlotPhase::Free {
-                        bytes += counted.counted_bytes() as i64;
-                    }
-                    slot.restore(claim, counted);
-                }
+        for place in self.spans().flat_map(|span| self.carved_slots(span)) {
+            let slot = self.slot(place.number);
+            if let Some(claim) = slot.try_claim_free() {
+                // The memory that the parent offered is charged to the parent.
+                let own = SlotBytes { is_offered: false, ..claim.bytes() };
+                let counted = self.with_resident_count(place, own);
+                bytes += counted.counted_bytes() as i64;
+                slot.restore(claim, counted);
             }
-            true
-        });
+        }
         debug_assert!(bytes <= self.arena.heap.carved_bytes() as i64, "no more than the carved blocks is free");
         self.free_bytes.iter().for_each(|shard| shard.0.store(0, Relaxed));
         self.free_bytes[0].0.store(bytes, Relaxed);

@@ -79,12 +79,14 @@ impl Heap {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
         let now = super::current_stamp();
-        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age_group(now, slot.stamp()) >= from_age;
+        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age_group(now, slot) >= from_age;
         let mut offer = OfferWalk { is_cold: &is_cold, bytes: 0, is_refused: false };
-        self.walk_spans(|span| {
+        for span in self.spans() {
             self.offer_span(span, &mut offer);
-            offer.bytes < want_bytes && !offer.is_refused
-        });
+            if offer.bytes >= want_bytes || offer.is_refused {
+                break;
+            }
+        }
         let is_all = offer.bytes < want_bytes;
         self.offers.offer_after_ns.store(if is_all { next_walk_ns(start) } else { 0 }, Relaxed);
         if offer.is_refused {
@@ -101,10 +103,7 @@ impl Heap {
         if span.class.is_big() {
             return self.offer_slot(span, offer);
         }
-        let first = self.arena.block_of(span.start);
-        for block in first..first + span.class.span_blocks() {
-            self.offer_block(span, block, offer);
-        }
+        self.blocks_of_span(span).for_each(|block| self.offer_block(span, block, offer));
     }
 
     /// Offers the big slot of a span to the kernel, if the slot is free and cold.
@@ -115,13 +114,10 @@ impl Heap {
         if slot.is_offered() || slot.bytes().counted == 0 || !(offer.is_cold)(slot) {
             return;
         }
-        let Some(claim) = slot.try_claim() else { return };
-        let mut is_offered = false;
-        if claim.phase() == SlotPhase::Free {
-            // SAFETY: the slot is claimed and shares no block.
-            let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
-            is_offered = offer.record(result);
-        }
+        let Some(claim) = slot.try_claim_free() else { return };
+        let blocks = self.blocks_of(place);
+        // SAFETY: the slot is claimed and shares no block.
+        let is_offered = offer.record(unsafe { self.arena.offer(blocks.start, blocks.len()) });
         slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
@@ -129,27 +125,28 @@ impl Heap {
     fn offer_block(&self, span: Span, block: usize, offer: &mut OfferWalk<'_>) {
         debug_assert!(!span.class.is_big() && self.purging.is_held());
         let state = self.arena.block_state(block);
-        let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.any_slot_at(span, index).number));
-        let is_new = || slots().any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered());
-        if state.backing == Backing::Empty || state.charged_pages == 0 || !is_new() {
+        let mut slots = self.slots_of_block(span, block).map(|place| self.slot(place.number));
+        if state.backing == Backing::Empty
+            || state.charged_pages == 0
+            || !slots.any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered())
+        {
             return;
         }
         let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
         let is_offered = offer.record(unsafe { self.arena.offer(block, 1) });
-        for (index, claim) in claims.indexed_claims() {
+        for (place, claim) in claims.into_iter().flatten() {
             // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
-            self.restore(self.any_slot_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
+            self.restore(place, claim, SlotBytes { is_offered, ..claim.bytes() });
         }
     }
 
     /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns the
     /// number of bytes that the kernel took.
     pub(super) fn discharge_taken(&self, place: LocatedSlot) -> u64 {
-        let (first, last) =
-            (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
-        self.arena.discharge_taken(first, last + 1 - first)
+        let blocks = self.blocks_of(place);
+        self.arena.discharge_taken(blocks.start, blocks.len())
     }
 
     /// Finds the offered blocks of which the kernel took pages, and discards the rest of these blocks.
@@ -162,10 +159,7 @@ impl Heap {
         let mut is_any_left = false;
         {
             let _guard = self.purging.lock();
-            self.walk_spans(|span| {
-                is_any_left |= self.reap_span(span);
-                true
-            });
+            self.spans().for_each(|span| is_any_left |= self.reap_span(span));
         }
         let next = if is_any_left { next_walk_ns(start) } else { 0 };
         self.offers.reap_after_ns.store(next, Relaxed);
@@ -174,16 +168,14 @@ impl Heap {
     /// Discards the offered blocks of a span of which the kernel took pages. Returns whether any slot of the span is
     /// still offered.
     fn reap_span(&self, span: Span) -> bool {
-        let slots = || (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index));
-        let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
+        let is_any_offered = || self.carved_slots(span).any(|place| self.slot(place.number).is_offered());
         if !is_any_offered() {
             return false;
         }
         if span.class.is_big() {
-            slots().for_each(|place| self.reap_slot(place));
+            self.carved_slots(span).for_each(|place| self.reap_slot(place));
         } else {
-            let first = self.arena.block_of(span.start);
-            (first..first + span.class.span_blocks()).for_each(|block| self.reap_block(span, block));
+            self.blocks_of_span(span).for_each(|block| self.reap_block(span, block));
         }
         is_any_offered()
     }
@@ -191,14 +183,8 @@ impl Heap {
     /// Discards those blocks of a free big slot of which the kernel took pages.
     fn reap_slot(&self, place: LocatedSlot) {
         debug_assert!(place.class.is_big() && self.purging.is_held());
-        let slot = self.slot(place.number);
-        let Some(claim) = slot.try_claim() else { return };
-        if claim.phase() != SlotPhase::Free {
-            slot.restore(claim, claim.bytes());
-            return;
-        }
-        let first = self.arena.block_of(place.addr);
-        for block in first..first + place.class.span_blocks() {
+        let Some(claim) = self.slot(place.number).try_claim_free() else { return };
+        for block in self.blocks_of(place) {
             if self.arena.discharge_taken(block, 1) > 0 {
                 // SAFETY: the slot is claimed and shares no block.
                 unsafe { self.arena.discard(block, 1) };
@@ -213,11 +199,9 @@ impl Heap {
         debug_assert!(!span.class.is_big() && self.purging.is_held());
         let Some(claims) = self.claim_block(span, block, has_only_offered_memory) else { return };
         if self.arena.discharge_taken(block, 1) > 0 {
-            self.discard_claimed_block(span, block, &claims);
-            return;
-        }
-        for (index, claim) in claims.indexed_claims() {
-            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
+            self.discard_claimed_block(block, &claims);
+        } else {
+            claims.iter().flatten().for_each(|(place, claim)| self.restore(*place, *claim, claim.bytes()));
         }
     }
 }
@@ -451,11 +435,9 @@ mod tests {
         });
         let (heap, free_bytes) = (pagemill.heap, pagemill.heap.free_bytes());
         let mut counted = 0;
-        heap.walk_spans(|span| {
-            let slots = (0..span.class.span_slots()).filter_map(|index| heap.carved_slot_at(span, index));
-            counted += slots.map(|place| heap.slot(place.number).bytes().counted_bytes()).sum::<u64>();
-            true
-        });
+        for place in heap.spans().flat_map(|span| heap.carved_slots(span)) {
+            counted += heap.slot(place.number).bytes().counted_bytes();
+        }
         assert_eq!(counted, free_bytes, "the count of free bytes drifted");
         heap.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(heap.free_bytes(), 0);

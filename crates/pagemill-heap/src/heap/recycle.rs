@@ -9,11 +9,10 @@
 //! into the block is claimed during a move and recorded as not zero.
 #![allow(unsafe_code)] // moves pages between slots
 
-use super::purge::Span;
-use super::slot::{SlotBytes, SlotPhase, Slots};
+use super::purge::{Span, is_any_offered};
+use super::slot::{SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
 use pagemill_core::arena::ExpectedUse;
-use pagemill_core::arena::block::Backing;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
@@ -63,17 +62,13 @@ impl Heap {
         debug_assert!(place.class.is_big() && size <= place.class.stride());
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
-        let is_untouched = |block: &usize| {
-            let state = self.arena.block_state(*block);
-            state.backing == Backing::Lazy && state.charged_pages == 0
-        };
-        if !self.may_have_donors() || !(at..end).any(|block| is_untouched(&block)) {
+        if !self.may_have_donors() || !(at..end).any(|block| self.is_untouched_block(block)) {
             return 0;
         }
         let Some(_guard) = self.purging.try_lock() else { return 0 };
         let mut moved_bytes = 0;
         while at < end {
-            let blocks = (at..end).take_while(is_untouched).count();
+            let blocks = (at..end).take_while(|block| self.is_untouched_block(*block)).count();
             let mut recipient = Recipient { node: place.node, to: at, blocks, done_bytes: 0 };
             self.move_from_donors(&mut recipient);
             moved_bytes += recipient.done_bytes;
@@ -98,12 +93,12 @@ impl Heap {
         // If another thread is just allocating a slot of the block, that thread may rely on zeros: move nothing.
         let Some(others) = self.claim_block_except(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
-        if self.arena.block_state(block).backing == Backing::Empty {
+        if self.is_empty_block(block) {
             self.move_from_donors(&mut recipient);
         }
-        for (index, claim) in others.indexed_claims() {
+        for (place, claim) in others.into_iter().flatten() {
             let claim = if recipient.done_bytes > 0 { claim.as_nonzero() } else { claim };
-            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
+            self.restore(place, claim, claim.bytes());
         }
         recipient.done_bytes > 0
     }
@@ -132,19 +127,19 @@ impl Heap {
         if recipient.blocks == 0 {
             return;
         }
-        let (begun_ns, end, mut examined) = (clock::fine_ns(), self.carved_blocks(), 0);
+        let (begun_ns, end) = (clock::fine_ns(), self.carved_blocks());
         let start = self.donor_search_block.load(Relaxed).min(end);
-        let mut examine = |span: Span| {
-            examined += 1;
+        for span in self.spans_in(start..end).chain(self.spans_in(0..start)).take(MAX_EXAMINED_SPANS) {
             self.donor_search_block.store((span.start - self.base()) / BLOCK_BYTES, Relaxed);
             if span.class.is_big() {
                 self.donate_slot(span, recipient);
             } else {
                 self.donate_blocks(span, recipient);
             }
-            recipient.can_take_more() && examined < MAX_EXAMINED_SPANS && self.can_move_pages.load(Relaxed)
-        };
-        let _ = self.walk_spans_in(start..end, &mut examine) && self.walk_spans_in(0..start, &mut examine);
+            if !recipient.can_take_more() || !self.can_move_pages.load(Relaxed) {
+                break;
+            }
+        }
         if recipient.done_bytes == 0 {
             let now = clock::fine_ns();
             self.next_donor_search_ns.store(now + (now - begun_ns) * FAILED_SEARCH_PAUSE_FACTOR, Relaxed);
@@ -160,18 +155,13 @@ impl Heap {
         if slot.phase() != SlotPhase::Free {
             return;
         }
-        let Some(claim) = slot.try_claim() else { return };
-        if claim.phase() != SlotPhase::Free {
-            return slot.restore(claim, claim.bytes());
-        }
-        let blocks = self.arena.block_of(donor.addr)..self.arena.block_of(donor.addr) + donor.class.span_blocks();
+        let Some(claim) = slot.try_claim_free() else { return };
+        let blocks = self.blocks_of(donor);
         if claim.bytes().is_offered {
             self.arena.discharge_taken(blocks.start, blocks.len());
         }
         let has_moved = self.donate_runs(blocks.clone(), recipient);
-        let is_zero = blocks.clone().all(|block| self.arena.block_state(block).backing == Backing::Empty);
-        let bytes = SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() };
-        self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
+        self.restore(donor, claim, if has_moved { self.bytes_of_emptied(blocks) } else { claim.bytes() });
     }
 
     /// Moves the pages of those of the `blocks` that are fully resident to the recipient, as many adjacent blocks at
@@ -197,13 +187,12 @@ impl Heap {
         if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;
         }
-        let first = self.arena.block_of(span.start);
-        for block in first..first + span.class.span_blocks() {
+        for block in self.blocks_of_span(span) {
             if !recipient.can_take_more() || !self.is_fully_resident(block) {
                 continue;
             }
             let Some(claims) = self.claim_block(span, block, |_| true) else { continue };
-            if claims.iter().any(|claim| claim.bytes().is_offered) {
+            if is_any_offered(&claims) {
                 self.arena.discharge_taken(block, 1);
             }
             if self.is_fully_resident(block) {
@@ -211,7 +200,7 @@ impl Heap {
                 // address was not returned yet.
                 unsafe { self.move_to_recipient(recipient, block, 1) };
             }
-            self.restore_claimed_slots(span, block, &claims);
+            self.restore_claimed_slots(block, &claims);
         }
     }
 

@@ -3,7 +3,6 @@
 
 use super::slot::SlotBytes;
 use super::{Heap, InitialContents, LocatedSlot};
-use pagemill_core::arena::block::Backing;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
@@ -85,12 +84,8 @@ impl Heap {
             return 0;
         }
         let (from, to) = (self.arena.block_of(old.addr), self.arena.block_of(new.addr));
-        let is_untouched = |block| {
-            let state = self.arena.block_state(block);
-            state.backing == Backing::Lazy && state.charged_pages == 0
-        };
         debug_assert!(blocks <= old.class.span_blocks() && blocks <= new.class.span_blocks());
-        if !(to..to + blocks).all(is_untouched) {
+        if !(to..to + blocks).all(|block| self.is_untouched_block(block)) {
             return 0;
         }
         // SAFETY: guaranteed by the caller, and the target has no memory.

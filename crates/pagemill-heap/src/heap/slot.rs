@@ -183,55 +183,47 @@ impl Slot {
     /// Allocates the slot for the first time. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_carve(&self) -> Option<SlotBytes> {
-        let mut word = self.state.load(Relaxed);
-        while unpack_phase(word) == SlotPhase::None {
-            let fresh = SlotBytes { is_zero: word & NONZERO_BIT == 0, ..SlotBytes::UNTOUCHED };
-            match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
-                Ok(_) => return Some(fresh),
-                Err(now) => word = now,
-            }
-        }
-        None
+        let fresh = |word| SlotBytes { is_zero: word & NONZERO_BIT == 0, ..SlotBytes::UNTOUCHED };
+        let carve = |word| (unpack_phase(word) == SlotPhase::None).then(|| pack(SlotPhase::Live, fresh(word), 0));
+        self.state.fetch_update(Acquire, Relaxed, carve).ok().map(fresh)
     }
 
     /// Allocates the slot, which was free. Returns `None` while a purge has claimed the slot.
     #[inline]
     pub fn try_allocate(&self) -> Option<SlotBytes> {
-        let mut word = self.state.load(Relaxed);
-        while unpack_phase(word) == SlotPhase::Free {
-            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..unpack_bytes(word) }, 0);
-            match self.state.compare_exchange(word, live, Acquire, Relaxed) {
-                Ok(_) => return Some(unpack_bytes(word)),
-                Err(now) => word = now,
-            }
-        }
-        None
+        let live = |word| SlotBytes { is_offered: false, counted: 0, ..unpack_bytes(word) };
+        let allocate = |word| (unpack_phase(word) == SlotPhase::Free).then(|| pack(SlotPhase::Live, live(word), 0));
+        self.state.fetch_update(Acquire, Relaxed, allocate).ok().map(unpack_bytes)
     }
 
     /// Frees the slot, and stores the attributes of its bytes and the time. If the slot is not live, returns its phase
     /// as `Err`.
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
-        let mut word = self.state.load(Relaxed);
-        while unpack_phase(word) == SlotPhase::Live {
-            match self.state.compare_exchange(word, pack(SlotPhase::Free, bytes, stamp), Release, Relaxed) {
-                Ok(_) => return Ok(()),
-                Err(now) => word = now,
-            }
-        }
-        Err(unpack_phase(word))
+        let free = |word| (unpack_phase(word) == SlotPhase::Live).then(|| pack(SlotPhase::Free, bytes, stamp));
+        self.state.fetch_update(Release, Relaxed, free).map(|_| ()).map_err(unpack_phase)
     }
 
     /// Claims the slot if it is free or was never allocated. The caller may then discard the slot's bytes.
     pub fn try_claim(&self) -> Option<SlotClaim> {
-        let mut word = self.state.load(Relaxed);
-        while matches!(unpack_phase(word), SlotPhase::Free | SlotPhase::None) {
-            match self.state.compare_exchange(word, word | PHASE_MASK, Acquire, Relaxed) {
-                Ok(_) => return Some(SlotClaim(word)),
-                Err(now) => word = now,
-            }
+        let is_claimable = |word| matches!(unpack_phase(word), SlotPhase::Free | SlotPhase::None);
+        let claim = |word| is_claimable(word).then_some(word | PHASE_MASK);
+        self.state.fetch_update(Acquire, Relaxed, claim).ok().map(SlotClaim)
+    }
+
+    /// As [`Slot::try_claim`], but only if the slot is free.
+    pub fn try_claim_free(&self) -> Option<SlotClaim> {
+        let claim = self.try_claim()?;
+        if claim.phase() == SlotPhase::Free {
+            return Some(claim);
         }
+        self.release(claim);
         None
+    }
+
+    /// Ends a claim and changes nothing.
+    pub fn release(&self, claim: SlotClaim) {
+        self.restore(claim, claim.bytes());
     }
 
     /// Ends a claim: restores the slot's phase. For a free slot, also stores the new attributes of its bytes.
@@ -262,30 +254,21 @@ impl FreeList<'_> {
     /// Pushes a slot, which the caller has just freed or popped.
     #[inline]
     pub fn push(&self, slots: &impl Slots, number: u32) {
-        let mut head = self.0.load(Relaxed);
-        loop {
-            slots.slot(number).next.store(head as u32, Relaxed);
-            let new = u64::from(number + 1) | next_tag(head);
+        let _ = self.0.fetch_update(Release, Relaxed, |head| {
             debug_assert!(head as u32 != number + 1, "the slot is not in the list");
-            match self.0.compare_exchange_weak(head, new, Release, Relaxed) {
-                Ok(_) => return,
-                Err(now) => head = now,
-            }
-        }
+            slots.slot(number).next.store(head as u32, Relaxed);
+            Some(u64::from(number + 1) | next_tag(head))
+        });
     }
 
     /// Pops the slot that was pushed last.
     #[inline]
     pub fn pop(&self, slots: &impl Slots) -> Option<u32> {
-        let mut head = self.0.load(Acquire);
-        loop {
-            let number = (head as u32).checked_sub(1)?;
-            let next = slots.slot(number).next.load(Relaxed);
-            match self.0.compare_exchange_weak(head, u64::from(next) | next_tag(head), Acquire, Acquire) {
-                Ok(_) => return Some(number),
-                Err(now) => head = now,
-            }
-        }
+        let popped = self.0.fetch_update(Acquire, Acquire, |head| {
+            let first = (head as u32).checked_sub(1)?;
+            Some(u64::from(slots.slot(first).next.load(Relaxed)) | next_tag(head))
+        });
+        popped.ok().map(|head| head as u32 - 1)
     }
 
     pub fn is_empty(&self) -> bool {
