@@ -12,6 +12,7 @@ use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Maximum number of blocks that one system call discards or moves. It bounds the time for which a call may block other
 /// threads.
@@ -142,27 +143,23 @@ impl Arena {
         }
         // Overcommitting may purge, so it comes before the locks. Check the states again afterwards.
         self.budget.overcommit((empty * BLOCK_BYTES) as u64, context)?;
-        let mut overcommitted = 0;
-        for block in first..first + blocks {
-            let mut locked = self.state_word(block).lock(&self.generation);
-            if locked.state.backing == Backing::Empty {
-                locked.state = BlockState::OVERCOMMITTED;
-                overcommitted += 1;
-            }
-        }
-        self.budget.reconciled(0, ((empty - overcommitted) * BLOCK_BYTES) as i64);
+        self.overcommit_counted(first, blocks, empty);
         Ok(())
     }
 
-    /// Overcommits the empty blocks of a live allocation again, after [`Arena::discard`]. Cannot fail.
-    fn overcommit_again(&self, first: usize, blocks: usize) {
+    /// Overcommits the empty ones of `blocks` blocks, of which `first` is the first, after the account has counted
+    /// `counted` blocks as overcommitted. Returns the number of blocks that were empty.
+    fn overcommit_counted(&self, first: usize, blocks: usize, counted: usize) -> usize {
+        let mut empty = 0;
         for block in first..first + blocks {
             let mut locked = self.state_word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
                 locked.state = BlockState::OVERCOMMITTED;
-                self.budget.reconciled(0, -(BLOCK_BYTES as i64));
+                empty += 1;
             }
         }
+        self.budget.reconciled(0, ((counted - empty) * BLOCK_BYTES) as i64);
+        empty
     }
 
     /// Discards the memory of whole blocks and overcommits them again. Returns the bytes that were resident; `None` if
@@ -174,9 +171,8 @@ impl Arena {
     pub unsafe fn discard_and_reopen(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
-        let is_gone = (first..first + blocks).all(|block| self.block_state(block).backing == Backing::Empty);
-        self.overcommit_again(first, blocks);
-        is_gone.then_some(freed)
+        self.budget.reconciled(0, -((blocks * BLOCK_BYTES) as i64));
+        (self.overcommit_counted(first, blocks, blocks) == blocks).then_some(freed)
     }
 
     /// As [`Arena::discard_and_reopen`] for one block, which the kernel may back with small pages only from now on.
@@ -223,24 +219,15 @@ impl Arena {
         }
     }
 
-    /// Measures the resident pages of a block whose backing is [`Backing::Lazy`], and updates the block's charge. The
+    /// Measures the resident pages of a block whose backing is [`Backing::Lazy`], and charges exactly these pages. The
     /// caller must hold the block's lock; `state` is the block's state.
     pub(super) fn measure_block(&self, block: usize, state: &mut BlockState) {
+        // The parent is charged for inherited memory.
         if state.is_inherited {
             return;
         }
-        let mut pages = [0u8; crate::units::MAX_OS_PAGES_PER_BLOCK];
-        let count = match mem::resident(self.block_addr(block), BLOCK_BYTES, &mut pages) {
-            Ok(()) => pages.iter().filter(|page| **page & 1 == 1).count() as u32,
-            Err(_) => return,
-        };
-        self.set_charge(block, state, count);
-    }
-
-    /// Charges exactly `pages` OS pages of a block whose backing is [`Backing::Lazy`]. The rest of the block stays
-    /// overcommitted.
-    fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
-        debug_assert!(!state.is_inherited, "the parent is charged for inherited memory");
+        let Ok(bytes) = mem::resident_bytes(self.block_addr(block), BLOCK_BYTES) else { return };
+        let pages = (bytes / os_page_bytes()) as u32;
         debug_assert!(pages as usize <= os_pages_per_block());
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
@@ -256,15 +243,10 @@ impl Arena {
     ///
     /// The caller owns every byte of these blocks and does not need their contents.
     pub unsafe fn discard(&self, first: usize, blocks: usize) -> u64 {
-        let mut freed = 0;
-        let mut at = first;
-        while at < first + blocks {
-            let count = (first + blocks - at).min(MAX_BATCH_BLOCKS);
-            // SAFETY: guaranteed by the caller for all blocks.
-            freed += unsafe { self.discard_batch(at, count) };
-            at += count;
-        }
-        freed
+        let end = first + blocks;
+        let batches = (first..end).step_by(MAX_BATCH_BLOCKS);
+        // SAFETY: guaranteed by the caller for all blocks.
+        batches.map(|at| unsafe { self.discard_batch(at, MAX_BATCH_BLOCKS.min(end - at)) }).sum()
     }
 
     /// As [`Arena::discard`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
@@ -289,7 +271,17 @@ impl Arena {
         let mut freed = 0;
         for block in first..first + blocks {
             let mut locked = self.state_word(block).lock(&self.generation);
-            freed += self.mark_empty(block, &mut locked.state);
+            let state = std::mem::replace(&mut locked.state, BlockState::EMPTY);
+            let bytes = Self::charged_bytes(state.charged_pages);
+            Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
+            if bytes > 0 {
+                self.budget.discharge(bytes);
+            }
+            if state.backing == Backing::Lazy && !state.is_inherited {
+                // The block no longer counts as overcommitted.
+                self.budget.reconciled(0, BLOCK_BYTES as i64 - bytes as i64);
+            }
+            freed += bytes;
         }
         freed
     }
@@ -325,21 +317,6 @@ impl Arena {
             taken += gone;
         }
         taken
-    }
-
-    /// Marks a block as empty. Ends the block's charge, and no longer counts the block as overcommitted. Returns the
-    /// bytes that were charged. The caller must hold the block's lock; `state` is the block's state.
-    fn mark_empty(&self, block: usize, state: &mut BlockState) -> u64 {
-        let bytes = Self::charged_bytes(state.charged_pages);
-        Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
-        if bytes > 0 {
-            self.budget.discharge(bytes);
-        }
-        if state.backing == Backing::Lazy && !state.is_inherited {
-            self.budget.reconciled(0, BLOCK_BYTES as i64 - bytes as i64);
-        }
-        *state = BlockState::EMPTY;
-        bytes
     }
 
     /// Gives a part of a block whose backing is [`Backing::Lazy`] back to the kernel. Returns the number of bytes
@@ -478,13 +455,13 @@ impl Arena {
     /// Requests that the helper thread makes a block resident, because an allocation will need the block soon.
     pub fn request_prefault(&self, block: usize) {
         debug_assert!(self.heap.contains(self.block_addr(block)));
-        self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
+        self.prefault.store(block + 1, Relaxed);
     }
 
     /// Makes the block of the last [`Arena::request_prefault`] resident, if there is room without reclaim. Returns
     /// whether the block was made resident.
     pub fn prefault(&self) -> bool {
-        let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
+        let wanted = self.prefault.swap(0, Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;
         let is_huge = self.may_take_huge(ExpectedUse::Full);
         if wanted == 0 || !has_room || self.block_state(wanted - 1).backing != Backing::Empty || !is_huge {
@@ -492,9 +469,7 @@ impl Arena {
         }
         let is_in = self.back_block(wanted - 1, ExpectedUse::Full).is_ok()
             && self.block_state(wanted - 1).backing == Backing::Huge;
-        if is_in {
-            stats::add(Counter::BlocksPrefaulted, 1);
-        }
+        stats::add(Counter::BlocksPrefaulted, u64::from(is_in));
         is_in
     }
 }

@@ -137,41 +137,32 @@ impl Arena {
     /// Commits the pages of a part of one block. First charges these pages, without holding the block's lock.
     fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
-        loop {
+        let result = loop {
             let mut locked = self.state_word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
                 // The pages of a *Lazy* block (allocator metadata, or inherited memory) need no commit.
-                drop(locked);
-                break;
+                break Ok(0);
             }
             let take_huge =
                 use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(ExpectedUse::Unknown);
             let needed = if take_huge { os_pages_per_block() as u32 } else { self.nonresident_pages(&locked, part) };
-            if needed > admitted {
-                // Admission may purge, so it is never called under the lock.
-                drop(locked);
-                if let Err(error) = self.budget.admit(Self::charged_bytes(needed - admitted), Context::Nested) {
-                    if !take_huge {
-                        return Err(error);
-                    }
-                    // A whole block exceeds the limit, but the requested pages may fit.
-                    use_huge = false;
-                    continue;
-                }
-                admitted = needed;
-                continue;
+            if needed <= admitted {
+                break Ok(self.commit_admitted(&mut locked, part, take_huge));
             }
-            let used = self.commit_admitted(&mut locked, part, take_huge);
+            // Admission may purge, so it is never called under the lock.
             drop(locked);
-            if admitted > used {
-                self.budget.discharge(Self::charged_bytes(admitted - used));
+            match self.budget.admit(Self::charged_bytes(needed - admitted), Context::Nested) {
+                Ok(()) => admitted = needed,
+                // A whole block exceeds the limit, but the requested pages may fit.
+                Err(_) if take_huge => use_huge = false,
+                Err(error) => break Err(error),
             }
-            return Ok(());
+        };
+        let used = *result.as_ref().unwrap_or(&0);
+        if admitted > used {
+            self.budget.discharge(Self::charged_bytes(admitted - used));
         }
-        if admitted > 0 {
-            self.budget.discharge(Self::charged_bytes(admitted));
-        }
-        Ok(())
+        result.map(|_| ())
     }
 
     /// Number of OS pages in a unit, which becomes resident as a whole, of a block with this state.

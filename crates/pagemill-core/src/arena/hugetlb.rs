@@ -105,7 +105,6 @@ impl Arena {
         assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES) && self.pool.contains(addr));
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
         // SAFETY: guaranteed by the caller.
-        unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;
-        Ok(())
+        unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))
     }
 }

@@ -223,6 +223,20 @@ impl Zone {
     pub fn carved_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
+
+    /// Returns the address and the length in bytes of the next `blocks` unused blocks. The caller must hold the lock.
+    fn next_addresses(&self, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
+        debug_assert!(self.lock.is_held());
+        debug_assert!(self.carved_bytes() <= self.len_bytes);
+        debug_assert!(self.carved_bytes().is_multiple_of(BLOCK_BYTES), "whole blocks are carved");
+        let next = || {
+            let align_bytes = align_blocks.checked_mul(BLOCK_BYTES)?;
+            let len_bytes = blocks.checked_mul(BLOCK_BYTES)?;
+            let start = (self.base + self.carved_bytes()).checked_next_multiple_of(align_bytes)?;
+            (start.checked_add(len_bytes)? <= self.base + self.len_bytes).then_some((start, len_bytes))
+        };
+        next().ok_or(Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) })
+    }
 }
 
 /// The reserved address space, the state words of its blocks, and the policy for backing them.
@@ -285,6 +299,7 @@ impl Arena {
     }
 
     /// Returns the range of the arena's addresses.
+    #[inline]
     pub fn addresses(&self) -> std::ops::Range<usize> {
         self.small.base..self.pool.base + self.pool.len_bytes
     }
@@ -292,7 +307,12 @@ impl Arena {
     /// Whether the address lies in this arena.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {
-        self.small.contains(addr) || self.heap.contains(addr) || self.pool.contains(addr)
+        self.addresses().contains(&addr)
+    }
+
+    /// Returns the zones in the order of their addresses, which is also the order of their locks.
+    fn zones(&self) -> [&Zone; 3] {
+        [&self.small, &self.heap, &self.pool]
     }
 
     /// Returns the index of the block that contains `addr`, counted from the arena's base.
@@ -311,11 +331,6 @@ impl Arena {
     #[inline]
     pub(crate) fn state_word(&self, block: usize) -> &BlockWord {
         self.words.get(block)
-    }
-
-    /// Returns the length of the heap zone, which contains the slots.
-    pub fn heap_len_bytes(&self) -> usize {
-        self.heap.len_bytes
     }
 
     /// Returns the current state of a block. Other threads may change the state at any time.
@@ -345,17 +360,10 @@ impl Arena {
         node: usize,
         prepare: impl FnOnce(usize, usize) -> Result<()>,
     ) -> Result<usize> {
-        let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
-        let end = start + len_bytes;
-        debug_assert!(node < self.nodes.count());
-        self.open_metadata(zone, end)?;
-        prepare(zone.carved_bytes(), end - zone.base)?;
-        backing::make_accessible(start, len_bytes)?;
-        self.nodes.bind(start, len_bytes, node);
-        debug_assert!(end - zone.base >= zone.carved_bytes(), "carved addresses are never assigned again");
-        zone.next.store(end - zone.base, Relaxed);
-        Ok(start)
+        self.carve_with(zone, blocks, align_blocks, node, |start, len_bytes| {
+            prepare(zone.carved_bytes(), start + len_bytes - zone.base)?;
+            backing::make_accessible(start, len_bytes)
+        })
     }
 
     /// As [`Arena::carve`], but the blocks stay inaccessible until [`Arena::open_blocks`].
@@ -368,12 +376,27 @@ impl Arena {
     ///
     /// As [`Arena::carve`].
     pub unsafe fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
+        self.carve_with(zone, blocks, align_blocks, node, |_, _| Ok(()))
+    }
+
+    /// Carves the next unused blocks of a zone, after `prepare` was called with their address and length in bytes.
+    fn carve_with(
+        &self,
+        zone: &Zone,
+        blocks: usize,
+        align_blocks: usize,
+        node: usize,
+        prepare: impl FnOnce(usize, usize) -> Result<()>,
+    ) -> Result<usize> {
         let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
+        let (start, len_bytes) = zone.next_addresses(blocks, align_blocks)?;
         debug_assert!(node < self.nodes.count());
         self.open_metadata(zone, start + len_bytes)?;
+        prepare(start, len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
-        zone.next.store(start + len_bytes - zone.base, Relaxed);
+        let carved_bytes = start + len_bytes - zone.base;
+        debug_assert!(carved_bytes >= zone.carved_bytes(), "carved addresses are never assigned again");
+        zone.next.store(carved_bytes, Relaxed);
         Ok(start)
     }
 
@@ -390,20 +413,6 @@ impl Arena {
         debug_assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES), "whole blocks are opened");
         debug_assert!(self.contains(addr), "the blocks are in the arena");
         backing::make_accessible(addr, len_bytes)
-    }
-
-    /// Returns the address and the length in bytes of the next `blocks` unused blocks of a zone. The caller must hold
-    /// the zone's lock.
-    fn next_addresses(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
-        debug_assert!(zone.lock.is_held());
-        debug_assert!(zone.carved_bytes() <= zone.len_bytes);
-        debug_assert!(zone.carved_bytes().is_multiple_of(BLOCK_BYTES), "whole blocks are carved");
-        let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
-        let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
-        let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
-        let start = (zone.base + zone.carved_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
-        let end = start.checked_add(len_bytes).ok_or_else(no_addresses)?;
-        if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
     /// Makes the metadata (state words and extent maps) of the unused blocks of a zone below the address `end`
@@ -439,13 +448,9 @@ impl Arena {
 
     /// Returns the resident bytes of the arena's metadata. Queries the kernel about all metadata in use.
     pub fn metadata_bytes(&self) -> u64 {
-        let small = self.small.carved_bytes() / BLOCK_BYTES;
-        let heap = self.heap.carved_bytes() / BLOCK_BYTES;
-        let pool = self.pool.carved_bytes() / BLOCK_BYTES;
-        self.words.resident_bytes(0, small)
-            + self.words.resident_bytes(self.block_of(self.heap.base), heap)
-            + self.words.resident_bytes(self.block_of(self.pool.base), pool)
-            + self.maps.resident_bytes(0, small)
+        let carved_blocks = |zone: &Zone| zone.carved_bytes() / BLOCK_BYTES;
+        let words = |zone: &Zone| self.words.resident_bytes(self.block_of(zone.base), carved_blocks(zone));
+        self.zones().into_iter().map(words).sum::<u64>() + self.maps.resident_bytes(0, carved_blocks(&self.small))
     }
 
     /// Returns the generation of this process: the number of forks between the process that created the arena and this
@@ -479,9 +484,7 @@ impl Arena {
 
     /// Acquires the zones' locks before `fork`. [`Arena::release_after_fork`] releases them in both processes.
     pub fn acquire_for_fork(&self) {
-        self.small.lock.acquire();
-        self.heap.lock.acquire();
-        self.pool.lock.acquire();
+        self.zones().iter().for_each(|zone| zone.lock.acquire());
     }
 
     /// Releases the zones' locks after `fork`, in the parent and in the child.
@@ -490,9 +493,7 @@ impl Arena {
     ///
     /// The same thread has called [`Arena::acquire_for_fork`] before, once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
-        self.pool.lock.release();
-        self.heap.lock.release();
-        self.small.lock.release();
+        self.zones().iter().rev().for_each(|zone| zone.lock.release());
     }
 
     /// Converts a number of charged OS pages to bytes.

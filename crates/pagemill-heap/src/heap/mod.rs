@@ -161,7 +161,7 @@ impl Heap {
     ///
     /// The arena has no other heap, since a heap's tables cover what that heap carves.
     pub unsafe fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
-        let zone_bytes = arena.heap_len_bytes();
+        let zone_bytes = arena.heap.len_bytes();
         let shards_per_node = process::cpu_count().next_power_of_two().min(MAX_SHARDS);
         let nodes = arena.nodes.count();
         assert!(nodes <= 1 << 8, "a slot stores its node in 8 bits");
