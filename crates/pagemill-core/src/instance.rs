@@ -10,8 +10,9 @@
 use crate::arena::{Arena, Layout, place};
 use crate::error::{Error, Result};
 use crate::listing::control::ControlEndpoint;
-use crate::listing::{FiguresSource, StatsResponder};
-use crate::published;
+use crate::listing::figures::CounterValues;
+use crate::listing::{ListWriter, Response, StatsResponder};
+use crate::published::{self, Subject};
 use crate::reclaim::helper::Helper;
 use crate::reclaim::kernel::Kernel;
 use crate::reclaim::tree::UNLIMITED;
@@ -20,6 +21,7 @@ use crate::stats::{self, Counter, Snapshot};
 use crate::sync::Lock;
 use crate::trace::{self, Event};
 use pagemill_sys::{clock, file, process, thread};
+use std::io;
 use std::sync::OnceLock;
 
 /// The products (kinds of memory for programs) of an instance, in the order in which their locks are acquired before a
@@ -129,7 +131,7 @@ impl Instance {
         helper.set_answer(responder);
         let parts = [const { OnceLock::new() }; Product::COUNT];
         let instance: &'static Self = place(Self { account, arena, helper, responder, control, parts })?;
-        responder.set_figures_source(instance);
+        responder.add(instance);
         Ok(instance)
     }
 
@@ -228,9 +230,14 @@ impl Instance {
     }
 }
 
-impl FiguresSource for Instance {
-    fn measure(&self) {
-        self.measure();
+impl ListWriter for Instance {
+    fn subject(&self) -> Subject {
+        Subject::Figures
+    }
+
+    /// Measures the figures of this process and writes their record.
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        response.write_record(&CounterValues(*self.figures().values()).to_record())
     }
 }
 

@@ -1,28 +1,25 @@
 //! The stats responder, in the helper thread: writes the lists that other processes request.
 
 use super::control::ControlEndpoint;
-use super::figures::CounterValues;
-use super::{AnswerHeader, FiguresSource, ListWriter, MOST_RECORDS};
+use super::{AnswerHeader, ListWriter, MOST_RECORDS};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
-use crate::stats;
 use pagemill_sys::file::AnswerFile;
 use std::io;
 use std::sync::OnceLock;
 
-/// Answers requests of other processes: writes lists and figures, and forwards commands to the control endpoint.
+/// Answers requests of other processes: writes lists, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
     /// The list writers, indexed by [`Subject`].
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
-    figures_source: OnceLock<&'static dyn FiguresSource>,
 }
 
 impl StatsResponder {
     pub fn new(control: &'static ControlEndpoint) -> Self {
-        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, figures_source: OnceLock::new() }
+        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control }
     }
 
     /// Adds a list writer. A request for a list that no list writer writes gets an empty list.
@@ -31,33 +28,17 @@ impl StatsResponder {
         assert!(is_first, "one list for each subject");
     }
 
-    /// Sets the object that measures the figures before they are written into an answer.
-    pub fn set_figures_source(&self, figures_source: &'static dyn FiguresSource) {
-        let _ = self.figures_source.set(figures_source);
-    }
-
-    /// Writes the records of a subject, or the figures, into an empty file, and the header last. So a file with a
-    /// header has a complete list.
+    /// Writes the records of a subject into an empty file, and the header last. So a file with a header has a complete
+    /// list.
     ///
     /// # Errors
     ///
     /// Errors of writing the header. An error of writing the records is reported in the header.
     pub fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
-        let result = match (subject, self.list_writers[subject as usize].get()) {
-            (Subject::Figures, _) => self.write_figures(&mut response),
-            (_, Some(writer)) => writer.list(&mut response),
-            (_, None) => Ok(()),
-        };
+        let writer = self.list_writers[subject as usize].get();
+        let result = writer.map_or(Ok(()), |writer| writer.list(&mut response));
         response.write_header(number, subject, result)
-    }
-
-    /// Measures the figures of this process and writes their record.
-    fn write_figures(&self, response: &mut Response) -> io::Result<()> {
-        if let Some(source) = self.figures_source.get() {
-            source.measure();
-        }
-        response.write_record(&CounterValues(*stats::snapshot().values()).to_record())
     }
 }
 

@@ -6,7 +6,7 @@ use crate::published::Subject;
 use crate::stats::MAX_COUNTERS;
 
 /// The values of all counters of a process, indexed by [`Counter`](crate::stats::Counter).
-pub(super) struct CounterValues(pub [u64; MAX_COUNTERS]);
+pub(crate) struct CounterValues(pub [u64; MAX_COUNTERS]);
 
 impl CounterValues {
     pub fn to_record(&self) -> [u8; Self::LEN] {

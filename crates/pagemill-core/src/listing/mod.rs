@@ -29,7 +29,7 @@ mod answer;
 pub mod ask;
 mod commands;
 pub mod control;
-mod figures;
+pub(crate) mod figures;
 
 pub use answer::{Response, StatsResponder};
 pub use ask::{Records, Unanswered, ask_all_for, ask_for, ask_for_figures, command};
@@ -88,21 +88,13 @@ impl AnswerHeader {
     }
 }
 
-/// An object that measures the figures of its process when another process requests them.
-///
-/// Example: [`ListWriter`].
-pub trait FiguresSource: Sync {
-    /// Measures the amounts of memory that no operation counts, and updates their counters. Must neither allocate nor
-    /// take long.
-    fn measure(&self);
-}
-
 /// Maximum time that a list writer spends on inspecting the objects that it lists. It runs in the helper thread, and
 /// other processes of the tree wait for answers of that thread for at most 25 ms.
 pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
 /// Writes one kind of list for other processes, such as the list of slab caches. The crate of the listed objects
-/// implements this trait, and adds the implementation to the [`StatsResponder`] of an instance.
+/// implements this trait, and adds the implementation to the [`StatsResponder`] of an instance. The instance itself
+/// writes the record of its figures.
 ///
 /// ```
 /// use pagemill_core::listing::{ListWriter, Record, Response};
