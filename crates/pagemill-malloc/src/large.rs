@@ -44,7 +44,7 @@ fn do_deferred_work(pagemill: &'static Base) {
 /// Starts the helper thread if none runs and the process holds enough memory to need one.
 #[inline]
 fn start_helper_if_due(pagemill: &'static Base) {
-    if pagemill.instance.helper.is_due(pagemill.instance.account) {
+    if pagemill.instance.helper.is_due() {
         start::start_helper(pagemill);
     }
 }

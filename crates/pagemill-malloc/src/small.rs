@@ -108,7 +108,7 @@ unsafe extern "C" fn commit_pages(
     let Some(pagemill) = fork::pagemill_of_process() else { return true };
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
-    if pagemill.instance.helper.is_due(pagemill.instance.account) {
+    if pagemill.instance.helper.is_due() {
         globals::take_large_path_next();
     }
     result.is_err()

@@ -91,7 +91,7 @@ pub struct Account {
     /// Overcommitted bytes that no measurement has found to be touched yet.
     untouched: AtomicU64,
     /// The limit of this process in bytes, apart from the limit of its tree; [`UNLIMITED`] for none.
-    own_limit: AtomicU64,
+    own_limit: u64,
     /// The process tree to which this process belongs, if any, and its slot on the tree's page.
     membership: Membership,
     pub(super) owners: Owners,
@@ -132,7 +132,7 @@ impl Account {
         Self {
             resident: AtomicU64::new(0),
             untouched: AtomicU64::new(0),
-            own_limit: AtomicU64::new(limit),
+            own_limit: limit,
             membership: Membership::default(),
             owners: Owners::default(),
             reconcile_after_ns: AtomicU64::new(0),
@@ -244,7 +244,7 @@ impl Account {
     /// Returns the limit that applies: the smaller of the process's own limit and its tree's limit.
     pub fn limit(&self) -> u64 {
         let tree = self.membership.page().map_or(UNLIMITED, TreePage::limit);
-        tree.min(self.own_limit.load(Relaxed))
+        tree.min(self.own_limit)
     }
 
     /// Returns the resident bytes of this process, as far as they were charged or measured.
@@ -261,19 +261,7 @@ impl Account {
             giveable: 0,
             members: 1,
         };
-        match (self.membership.page(), self.membership.place()) {
-            // The totals contain this process's current charge instead of the charge that it last published.
-            (Some(page), Some(place)) => page.totals_with(place, own),
-            (Some(page), None) => {
-                let others = page.totals();
-                Totals {
-                    resident: others.resident.saturating_add(own.resident),
-                    untouched: others.untouched.saturating_add(own.untouched),
-                    ..others
-                }
-            }
-            _ => own,
-        }
+        self.membership.page().map_or(own, |page| page.totals_with(self.membership.place(), own))
     }
 
     /// Returns the resident bytes of this process and its siblings (the other processes of its tree).
@@ -303,7 +291,7 @@ impl Account {
         if let Some(helper) = self.helper.get().filter(|helper| helper.is_parked())
             && (amounts.giveable >= governor::WORTHWHILE_BYTES || amounts.may_have_more)
         {
-            helper.unpark(self);
+            helper.unpark();
         }
         stats::raise(Counter::ResidentPeak, resident);
         let giveable = amounts.charged();
@@ -319,11 +307,6 @@ impl Account {
         self.owners.giveable(Context::Outside)
     }
 
-    /// The part of [`Account::giveable`] that this account is charged for.
-    fn charged_giveable(&self) -> u64 {
-        self.owners.amounts().charged()
-    }
-
     /// Returns whether a measurement may find more giveable memory than the shrinkers report.
     pub(super) fn may_have_more(&self) -> bool {
         self.owners.amounts().may_have_more
@@ -332,7 +315,7 @@ impl Account {
     /// Wakes the helper if it is parked. Called when there may be memory to give back from now on.
     pub fn note_more(&self) {
         if let Some(helper) = self.helper.get() {
-            helper.unpark(self);
+            helper.unpark();
         }
     }
 
@@ -355,12 +338,21 @@ impl Account {
     /// measurement is recent.
     fn reconcile_if_due(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
-        if untouched == 0 {
-            return;
-        }
-        if untouched <= quick_bytes || clock::fine_ns() >= self.reconcile_after_ns.load(Relaxed) {
+        let is_due = || untouched <= quick_bytes || clock::fine_ns() >= self.reconcile_after_ns.load(Relaxed);
+        if untouched > 0 && is_due() {
             self.reconcile();
         }
+    }
+
+    /// Measures the overcommitted memory if a charge of `bytes` could exceed `limit` because all of that memory has
+    /// become resident meanwhile. Returns whether it could.
+    fn reconcile_near_limit(&self, bytes: u64, limit: u64) -> bool {
+        let totals = self.totals();
+        let is_near = totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit;
+        if is_near {
+            self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
+        }
+        is_near
     }
 
     /// Makes the shrinkers of this process give back up to `want_bytes` of memory. Returns the bytes that the kernel
@@ -442,7 +434,7 @@ impl Account {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.charged_giveable(), |part| {
+        let given = place.answer(self.owners.amounts().charged(), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });
@@ -554,9 +546,7 @@ impl Account {
         debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
         self.publish();
     }
-}
 
-impl Account {
     /// Charges memory that the C library allocates for the program, or discharges what the C library frees. Never
     /// refuses and never reclaims.
     pub fn charge_c_library(&self, change_bytes: i64) {
@@ -572,9 +562,7 @@ impl Account {
         }
         self.publish();
     }
-}
 
-impl Account {
     /// Records the peak of a process that ends and that allocated from the C library only. A process that never charged
     /// memory records its peak on the tree's page, any other process in its own statistics.
     pub fn record_libc_peak(&self, peak_bytes: u64) {
@@ -596,13 +584,8 @@ impl Budget for Account {
                 return Err(self.no_memory_error(bytes));
             }
         } else if limit != UNLIMITED {
-            // Overcommitted memory may have become resident meanwhile. It is measured if its bytes could exceed the
-            // limit.
-            let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
-            if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
-            }
+            self.reconcile_near_limit(bytes, limit);
         }
         self.make_system_room(bytes, context)?;
         if context == Context::Nested {
@@ -623,9 +606,7 @@ impl Budget for Account {
     fn overcommit(&self, bytes: u64, context: Context) -> Result<()> {
         let limit = self.limit();
         if limit != UNLIMITED {
-            let totals = self.totals();
-            if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
+            if self.reconcile_near_limit(bytes, limit) {
                 // The program later touches overcommitted memory without another charge. So free memory, if there is
                 // any, is returned now.
                 if self.bytes_over_limit(bytes) > 0 {
@@ -654,10 +635,7 @@ impl Budget for Account {
         if limit == UNLIMITED {
             return Ok(());
         }
-        let totals = self.totals();
-        if totals.resident.saturating_add(totals.untouched) > limit {
-            self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
-        }
+        self.reconcile_near_limit(0, limit);
         if self.bytes_over_limit(bytes) == 0 || self.make_room(bytes, Context::Outside) {
             Ok(())
         } else {

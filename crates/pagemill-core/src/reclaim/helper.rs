@@ -88,7 +88,7 @@ impl Helper {
     /// Sets when free memory returns to the system. Wakes the helper, so that the new policy applies at once.
     pub fn set_return(&self, policy: Return) {
         self.return_after_s.store(return_after_seconds(policy), Relaxed);
-        self.wake(self.account);
+        self.wake();
     }
 
     /// Returns the policy that [`Helper::set_return`] has set.
@@ -103,11 +103,11 @@ impl Helper {
 
     /// Returns whether a helper should be started now: none runs, and the process holds enough memory.
     #[inline]
-    pub fn is_due(&self, account: &Account) -> bool {
+    pub fn is_due(&self) -> bool {
         if self.is_started.load(Relaxed) {
             return false;
         }
-        let resident = account.resident();
+        let (account, resident) = (self.account, self.account.resident());
         let is_near_limit = || account.is_limited() || account.headroom.latest_sample().bound == Bound::Group;
         resident >= MIN_HELPER_RESIDENT_BYTES || (resident >= MIN_HELPER_RESIDENT_BYTES_IF_LIMITED && is_near_limit())
     }
@@ -136,16 +136,16 @@ impl Helper {
 
     /// Wakes the helper if it sleeps until there is memory to give back. Neither allocates nor locks.
     #[inline]
-    pub(super) fn unpark(&self, account: &Account) {
+    pub(super) fn unpark(&self) {
         if self.is_parked.load(Relaxed) && self.is_parked.swap(false, AcqRel) {
-            self.wake(account);
+            self.wake();
         }
     }
 
     /// Wakes the helper, if there is one.
-    pub fn wake(&self, account: &Account) {
+    pub fn wake(&self) {
         if self.is_started.load(Relaxed) {
-            match account.place() {
+            match self.account.place() {
                 Some(place) => place.wake(),
                 None => stats::wake(),
             }
@@ -186,7 +186,7 @@ impl Helper {
             answered = self.answer_others(answered);
             account.answer();
             while arena.prefault() {}
-            let next = governor.step(account, self.take_events(account, &mut alarms), self.policy());
+            let next = governor.step(account, self.take_events(alarms.as_mut()), self.policy());
             if matches!(next, NextStep::After(_)) && can_set_alarms {
                 can_set_alarms = self.update_alarms(&mut alarms);
             }
@@ -212,16 +212,16 @@ impl Helper {
     }
 
     /// Reads and clears the kernel events that happened since the last step.
-    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> KernelEvents {
-        let mut signs = self.signs.swap(0, AcqRel);
-        if let Some(alarms) = alarms {
-            signs = alarms.genuine_events(signs);
-        }
+    fn take_events(&self, alarms: Option<&mut Alarms>) -> KernelEvents {
+        let signs = self.signs.swap(0, AcqRel);
+        let (signs, covered) = match alarms {
+            Some(alarms) => (alarms.genuine_events(signs), alarms.covered),
+            None => (signs, CoveredEvents::default()),
+        };
         if signs != 0 {
             stats::add(Counter::Signs, 1);
-            trace::event(Event::Sign, signs, account.headroom.latest_sample().bytes.max(0) as u64);
+            trace::event(Event::Sign, signs, self.account.headroom.latest_sample().bytes.max(0) as u64);
         }
-        let covered = alarms.as_ref().map_or(CoveredEvents::default(), |alarms| alarms.covered);
         let has = |sign: Sign| signs & sign as u64 != 0;
         KernelEvents {
             group_stalls: has(Sign::GroupStall),
@@ -267,7 +267,7 @@ impl thread::Work for Helper {
         thread::prefer();
         while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
             self.signs.fetch_or(signs, AcqRel);
-            self.wake(self.account);
+            self.wake();
             std::thread::sleep(MIN_EVENT_PAUSE);
         }
     }

@@ -236,13 +236,17 @@ impl TreePage {
         totals
     }
 
-    /// As [`TreePage::totals`], but uses `own` instead of the charge that the member at `place` last published.
-    pub fn totals_with(&self, place: MemberSlot, own: Totals) -> Totals {
-        let (totals, published) = (self.totals(), place.member());
-        let replace = |sum: u64, word: &AtomicU64, own: u64| sum.saturating_sub(word.load(Relaxed)).saturating_add(own);
+    /// As [`TreePage::totals`], with `own` added. If this process has a slot, `place`, its charge there, which it
+    /// published last, does not count.
+    pub fn totals_with(&self, place: Option<MemberSlot>, own: Totals) -> Totals {
+        let totals = self.totals();
+        let (resident, untouched) = place.map_or((0, 0), |place| {
+            let member = place.member();
+            (member.resident.load(Relaxed), member.untouched.load(Relaxed))
+        });
         Totals {
-            resident: replace(totals.resident, &published.resident, own.resident),
-            untouched: replace(totals.untouched, &published.untouched, own.untouched),
+            resident: totals.resident.saturating_sub(resident).saturating_add(own.resident),
+            untouched: totals.untouched.saturating_sub(untouched).saturating_add(own.untouched),
             ..totals
         }
     }

@@ -480,7 +480,7 @@ impl Heap {
         let is_filling = self.expected_use(place, size) == ExpectedUse::Full;
         if is_first && is_filling && next < span_end && self.helper.is_running() {
             self.arena.request_prefault(self.arena.block_of(next));
-            self.helper.wake(self.account);
+            self.helper.wake();
         }
     }
 
