@@ -20,7 +20,6 @@ use pagemill_sys::file::{self, Path};
 use pagemill_sys::{mem, process, stack, thread};
 use pagemill_volatile::Base;
 use std::cell::UnsafeCell;
-use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{
     AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
@@ -128,12 +127,8 @@ fn start_library() -> usize {
 /// Returns the account to which memory of the libc fallback is charged. In a process tree the account is created when
 /// the program has enough memory to be charged; most programs end before.
 pub fn account_of_libc_fallback() -> Option<&'static Account> {
-    extern "C" fn on_new_stack(_: *mut c_void) {
-        let _ = make_account();
-    }
     if account().is_none() && tree_page().is_some() && libc_fallback::is_charge_due() && GROWTH_LOCK.try_acquire() {
-        // SAFETY: the function returns and does not use its argument.
-        unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
+        stack::call_on_new(STACK_BYTES, || _ = make_account());
         GROWTH_LOCK.release();
     }
     account()
@@ -166,19 +161,15 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
 /// Creates the arena and starts jemalloc in it. Uses a separate stack, because the caller's stack may be small. Returns
 /// the phase to enter.
 fn start_arena() -> usize {
-    extern "C" fn on_new_stack(phase: *mut c_void) {
-        let began = try_start_arena().unwrap_or_else(|error| {
+    let mut phase = UNMANAGED;
+    stack::call_on_new(STACK_BYTES, || {
+        phase = try_start_arena().unwrap_or_else(|error| {
             let is_bound = settings().is_checking || settings().limit_bytes != UNLIMITED || tree_limit() != UNLIMITED;
             let lost = if is_bound { ", without the limit and the checks that were asked for" } else { "" };
             warn(format_args!("pagemill: {error}; the C library serves this program{lost}"));
             UNMANAGED
         });
-        // SAFETY: the pointer refers to the local variable of `start_arena`, which waits for this call.
-        unsafe { phase.cast::<usize>().write(began) };
-    }
-    let mut phase = UNMANAGED;
-    // SAFETY: the function returns, and its argument lives longer than the call.
-    unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, (&raw mut phase).cast()) };
+    });
     phase
 }
 
@@ -251,11 +242,7 @@ fn register_extents(pagemill: &'static Base) {
 
 /// Publishes the figures at the first charge, on a separate stack, because the thread's stack may be small.
 fn publish_figures() {
-    extern "C" fn on_new_stack(_: *mut c_void) {
-        let _ = published::publish();
-    }
-    // SAFETY: the function returns and does not use its argument.
-    unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
+    stack::call_on_new(STACK_BYTES, || _ = published::publish());
 }
 
 /// Starts the helper thread unless it runs or is disabled. The caller must hold no lock, because creating a thread

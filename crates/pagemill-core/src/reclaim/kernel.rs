@@ -1,7 +1,6 @@
 //! The limits that the kernel sets: those of the control groups that charge this process, and the machine's memory.
 //!
 //! Uses `sys`. Locks: one, around `ControlGroups`; it is only tried, so no thread waits for it.
-#![allow(unsafe_code)] // a call on a separate stack
 
 use super::alarms::AlarmPlan;
 use super::limits::{self, KillLimit, Limits, Room};
@@ -9,7 +8,6 @@ use crate::stats::{self, Counter};
 use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
 use pagemill_sys::file::Path;
 use pagemill_sys::{clock, stack};
-use std::ffi::c_void;
 use std::io;
 use std::sync::Mutex;
 
@@ -71,23 +69,11 @@ impl Kernel {
 impl ControlGroups {
     /// Calls [`Self::refresh`] on a new stack, if the time of the next refresh has come.
     fn refresh_if_due(&mut self, root: &'static str) {
-        struct GroupSearch<'groups> {
-            groups: &'groups mut ControlGroups,
-            root: &'static str,
-        }
-        extern "C" fn run_search(argument: *mut c_void) {
-            let search = argument.cast::<GroupSearch<'_>>();
-            // SAFETY: `argument` points to the `GroupSearch` passed below, which nothing else uses during the call.
-            let search = unsafe { &mut *search };
-            search.groups.refresh(search.root);
-        }
         let now = clock::fine_ns();
         if now < self.next_refresh_ns {
             return;
         }
-        let mut argument = GroupSearch { groups: self, root };
-        // SAFETY: `run_search` returns, and its argument outlives the call.
-        unsafe { stack::call_on_new(SEARCH_STACK_BYTES, run_search, (&raw mut argument).cast()) };
+        stack::call_on_new(SEARCH_STACK_BYTES, || self.refresh(root));
         let is_final = self.groups.is_none() && !self.search_failed;
         self.next_refresh_ns = now + if is_final { REFRESH_INTERVAL_WITHOUT_GROUPS_NS } else { REFRESH_INTERVAL_NS };
     }
