@@ -2,7 +2,6 @@
 //!
 //! Under `--cfg loom` the atomics are loom's. Under `--cfg shuttle` the atomics, the waits and the clock come from
 //! `modelled`.
-#![cfg_attr(loom, allow(dead_code))] // under loom only the atomics are used
 #![allow(unsafe_code)] // the lock that guards a value
 
 #[cfg(shuttle)]
@@ -12,7 +11,7 @@ pub mod modelled;
 pub use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 #[cfg(shuttle)]
 pub use modelled::{AtomicU32, AtomicU64, AtomicUsize, coarse_ns, pause, spin_loop};
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(shuttle))]
 pub use pagemill_sys::{clock::coarse_ns, thread::pause};
 #[cfg(not(shuttle))]
 pub use std::hint::spin_loop;
@@ -22,10 +21,9 @@ pub use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 #[cfg(not(loom))]
 pub use std::sync::atomic::fence;
 
-#[cfg(not(loom))]
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 pub use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-#[cfg(not(loom))]
 use std::time::Duration;
 
 #[cfg(not(shuttle))]
@@ -72,12 +70,13 @@ impl Lock {
     /// Acquires the lock without a guard, for `fork` handlers. The caller must call [`Lock::release`] later.
     #[inline]
     pub fn acquire(&self) {
-        if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
+        if !self.try_acquire() {
             self.acquire_slow();
         }
     }
 
     /// Acquires the lock if it is unlocked; returns whether the lock was acquired.
+    #[inline]
     pub fn try_acquire(&self) -> bool {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
@@ -91,13 +90,13 @@ impl Lock {
     #[cold]
     fn acquire_slow(&self) {
         for _ in 0..100 {
-            if self.word.load(Relaxed) == 0 && self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
+            if self.word.load(Relaxed) == 0 && self.try_acquire() {
                 return;
             }
             spin_loop();
         }
         while self.word.swap(2, Acquire) != 0 {
-            sleep_while_held(&self.word);
+            sleep_while(&self.word, 2, None);
         }
     }
 
@@ -113,29 +112,19 @@ impl Lock {
         let before = self.word.swap(0, Release);
         debug_assert!(before != 0, "only a held lock is released");
         if before == 2 {
-            wake_one(&self.word);
+            wake(&self.word, 1);
         }
     }
 }
 
 #[cfg(not(shuttle))]
-fn sleep_while_held(word: &Word) {
-    futex::wait(word, 2, None, Scope::Private);
-}
-
-#[cfg(not(shuttle))]
-fn wake_one(word: &Word) {
-    futex::wake(word, 1, Scope::Private);
-}
-
-#[cfg(not(any(loom, shuttle)))]
 fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
     futex::wait(word, value, timeout, Scope::Private);
 }
 
-#[cfg(not(any(loom, shuttle)))]
-fn wake_all(word: &Word) {
-    futex::wake(word, i32::MAX, Scope::Private);
+#[cfg(not(shuttle))]
+fn wake(word: &Word, most: i32) {
+    futex::wake(word, most, Scope::Private);
 }
 
 /// Without a timeout, waits until the word has changed, so that a test under shuttle hangs after a lost wake-up.
@@ -148,15 +137,7 @@ fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
 }
 
 #[cfg(shuttle)]
-fn wake_all(_word: &Word) {}
-
-#[cfg(shuttle)]
-fn sleep_while_held(_word: &Word) {
-    pause();
-}
-
-#[cfg(shuttle)]
-fn wake_one(_word: &Word) {}
+fn wake(_word: &Word, _most: i32) {}
 
 /// Releases its [`Lock`] when it is dropped.
 ///
@@ -205,19 +186,17 @@ unsafe impl lock_api::RawMutex for Lock {
 /// NAMES.with(|names| names.push("glyphs"));
 /// assert_eq!(NAMES.try_with(|names| names.len()), Some(2));
 /// ```
-#[cfg(not(loom))]
 #[derive(Default)]
 pub struct Guarded<T> {
     value: lock_api::Mutex<Lock, T>,
     /// [`Guarded::acquire_when`] has acquired the lock, and the lock is not released yet.
-    is_acquired: std::sync::atomic::AtomicBool,
+    is_acquired: AtomicBool,
 }
 
-#[cfg(not(loom))]
 impl<T> Guarded<T> {
     #[inline]
     pub const fn new(value: T) -> Self {
-        Self { value: lock_api::Mutex::new(value), is_acquired: std::sync::atomic::AtomicBool::new(false) }
+        Self { value: lock_api::Mutex::new(value), is_acquired: AtomicBool::new(false) }
     }
 
     /// Acquires the lock until the guard is dropped. The guard gives access to the value.
@@ -264,7 +243,6 @@ impl<T> Guarded<T> {
 /// Without sleepers, [`EventCount::raise`] costs two accesses to one cache line.
 ///
 /// Example: [`Lock`].
-#[cfg(not(loom))]
 #[derive(Default)]
 pub struct EventCount {
     count: Word,
@@ -272,7 +250,6 @@ pub struct EventCount {
     sleepers: Word,
 }
 
-#[cfg(not(loom))]
 impl EventCount {
     /// Number of events so far.
     #[inline]
@@ -286,7 +263,7 @@ impl EventCount {
         self.count.fetch_add(1, SeqCst);
         // All accesses are sequentially consistent: this thread sees the sleeper, or the sleeper sees the new count.
         if self.sleepers.load(SeqCst) > 0 {
-            wake_all(&self.count);
+            wake(&self.count, i32::MAX);
         }
     }
 
@@ -304,20 +281,17 @@ impl EventCount {
 /// Backoff for a loop that waits: [`Backoff::pause`] spins for the first 100 us, then yields the processor.
 ///
 /// Example: [`Lock`].
-#[cfg(not(loom))]
 pub struct Backoff {
     /// Time at which the loop began to wait.
     began_ns: u64,
 }
 
-#[cfg(not(loom))]
 impl Default for Backoff {
     fn default() -> Self {
         Self::new()
     }
 }
 
-#[cfg(not(loom))]
 impl Backoff {
     /// Time, in nanoseconds, for which [`Backoff::pause`] spins before it yields.
     const SPIN_NS: u64 = 100_000;
@@ -342,15 +316,15 @@ impl Backoff {
 }
 
 /// Sleeps for `time`; a zero time returns at once.
-#[cfg(not(any(loom, shuttle)))]
-pub fn sleep(time: std::time::Duration) {
+#[cfg(not(shuttle))]
+pub fn sleep(time: Duration) {
     if !time.is_zero() {
         std::thread::sleep(time);
     }
 }
 
 #[cfg(shuttle)]
-pub fn sleep(_time: std::time::Duration) {
+pub fn sleep(_time: Duration) {
     pause();
 }
 
