@@ -399,18 +399,10 @@ impl Figures {
     /// Length of the file in bytes.
     pub const LEN: usize = size_of::<Self>().next_multiple_of(64 << 10);
 
-    const fn new() -> Self {
-        Self {
-            magic: AtomicU64::new(0),
-            version_pid: AtomicU64::new(0),
-            start_ticks: AtomicU64::new(0),
-            name: [const { AtomicU64::new(0) }; 2],
-            arena: [const { AtomicU64::new(0) }; 2],
-            wake: AtomicU32::new(0),
-            asked: AtomicU32::new(0),
-            counters: [const { AtomicU64::new(0) }; MAX_COUNTERS],
-            ring: EventRing::new(),
-        }
+    /// Returns a page of zeros.
+    pub(crate) const fn new() -> Self {
+        // SAFETY: every bit pattern is valid (type invariant).
+        unsafe { std::mem::zeroed() }
     }
 
     /// Stores the process's identity and name on the page, and then the magic, which makes the page valid.
@@ -455,11 +447,9 @@ impl Figures {
             bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
         }
         name[15] = 0;
+        let (pid, start_ticks) = ((version_pid >> 32) as u32, self.start_ticks.load(Relaxed));
         Some(Snapshot {
-            identity: process::Identity {
-                pid: (version_pid >> 32) as u32,
-                start_ticks: self.start_ticks.load(Relaxed),
-            },
+            identity: process::Identity { pid, start_ticks },
             name,
             arena: self.arena[0].load(Relaxed)..self.arena[1].load(Relaxed),
             values: std::array::from_fn(|index| self.counters[index].load(Relaxed)),

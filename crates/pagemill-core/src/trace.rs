@@ -132,10 +132,6 @@ pub struct EventRing {
 }
 
 impl EventRing {
-    pub(crate) const fn new() -> Self {
-        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; MAX_EVENTS] }
-    }
-
     /// Stores an event in the next entry of the ring.
     fn record(&self, event: Event, first: u64, second: u64) {
         // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
@@ -156,10 +152,6 @@ impl EventRing {
 }
 
 impl EventSlot {
-    const fn new() -> Self {
-        Self { tag: AtomicU64::new(0), time_ns: AtomicU64::new(0), numbers: [const { AtomicU64::new(0) }; 2] }
-    }
-
     fn read(&self) -> Option<Recorded> {
         let tag = self.tag.load(Acquire);
         let (_, event, names) = EVENTS.get((tag & 0xFF) as usize)?;
@@ -232,7 +224,7 @@ mod tests {
     /// Records ten more events than the ring has entries. The ring must then contain the latest events, in order.
     #[test]
     fn ring_has_latest_events() {
-        let ring = EventRing::new();
+        let ring = stats::Figures::new().ring;
         for number in 0..MAX_EVENTS as u64 + 10 {
             ring.record(Event::GivenForProgram, number, 2 * number);
         }
