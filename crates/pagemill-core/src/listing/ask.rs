@@ -10,7 +10,6 @@ use pagemill_sys::process::{self, Identity};
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
@@ -95,14 +94,14 @@ pub fn ask_for<R: Record>(
 /// As [`ask_for`], but requests the list of several processes. All requests are sent before the first wait, so a
 /// process that does not answer does not delay the others. The result is [`Unanswered::Stopped`] for processes that had
 /// not answered when `should_stop` returned true.
-pub fn ask_all_for<R: Record>(
-    targets: &[(&Path, Identity)],
+pub fn ask_all_for<'a, R: Record>(
+    targets: &[(&'a Path, Identity)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Records<R>, Unanswered>> {
     let deadline = Instant::now() + ANSWER_WITHIN;
-    let asked =
-        targets.iter().map(|(figures, identity)| RequestState::send(figures, *identity, None, deadline)).collect();
-    wait_for_results(asked, should_stop)
+    let send =
+        |(figures, identity): &(&'a Path, Identity)| PendingRequest::send::<R>(figures, *identity, None, deadline);
+    wait_for_results(targets.iter().map(send).collect(), should_stop)
 }
 
 /// As [`ask_all_for`], but requests the figures, which each process measures first. Each target has the path of the
@@ -111,10 +110,8 @@ pub fn ask_for_figures(
     targets: &[(&Path, &Snapshot)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Snapshot, Unanswered>> {
-    let deadline = Instant::now() + ANSWER_WITHIN;
-    let asked =
-        targets.iter().map(|(figures, known)| RequestState::send(figures, known.identity, None, deadline)).collect();
-    let answers = wait_for_results(asked, should_stop).into_iter().zip(targets);
+    let identities: Vec<_> = targets.iter().map(|(figures, known)| (*figures, known.identity)).collect();
+    let answers = ask_all_for::<CounterValues>(&identities, should_stop).into_iter().zip(targets);
     let measured = |(values, _): Records<CounterValues>, known: &Snapshot| match values.as_slice() {
         [CounterValues(values)] => Ok(known.with_values(*values)),
         _ => Err(Unanswered::Damaged),
@@ -147,59 +144,37 @@ fn request_and_wait<R: Record>(
     command: Option<ControlCommand>,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    let asked = RequestState::send(figures, identity, command, Instant::now() + ANSWER_WITHIN);
+    let asked = PendingRequest::send::<R>(figures, identity, command, Instant::now() + ANSWER_WITHIN);
     wait_for_results(vec![asked], should_stop).remove(0)
 }
 
-/// A request that waits for its answer, or the result of a finished request.
-enum RequestState<'a, R> {
-    Waiting(Box<PendingRequest<'a, R>>),
-    Done(Result<Records<R>, Unanswered>),
-}
-
-impl<'a, R: Record> RequestState<'a, R> {
-    fn send(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, deadline: Instant) -> Self {
-        match PendingRequest::send(figures, identity, command, deadline) {
-            Ok(pending) => Self::Waiting(Box::new(pending)),
-            Err(error) => Self::Done(Err(error)),
-        }
-    }
-
-    /// Checks for the answer of a waiting request. Returns whether the request is finished.
-    fn is_done(&mut self) -> bool {
-        if let Self::Waiting(pending) = self
-            && let Some(result) = pending.poll()
-        {
-            *self = Self::Done(result);
-        }
-        matches!(self, Self::Done(_))
-    }
-
-    fn into_result(self) -> Result<Records<R>, Unanswered> {
-        match self {
-            Self::Waiting(_) => Err(Unanswered::Stopped),
-            Self::Done(result) => result,
-        }
-    }
-}
-
-/// Waits until all requests are finished, or `should_stop` returns true. Returns the result of each request.
+/// Waits until all requests are finished, or `should_stop` returns true. Returns the result of each request, which is
+/// [`Unanswered::Stopped`] for those that are not finished.
 fn wait_for_results<R: Record>(
-    mut asked: Vec<RequestState<'_, R>>,
+    asked: Vec<Result<PendingRequest<'_>, Unanswered>>,
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Records<R>, Unanswered>> {
+    let with_result = |asked| match asked {
+        Ok(pending) => (Some(pending), Err(Unanswered::Stopped)),
+        Err(error) => (None, Err(error)),
+    };
+    let mut asked: Vec<_> = asked.into_iter().map(with_result).collect();
     loop {
         let is_stopped = should_stop();
-        let done = asked.iter_mut().filter_map(|asked| asked.is_done().then_some(())).count();
-        if is_stopped || done == asked.len() {
-            return asked.into_iter().map(RequestState::into_result).collect();
+        for (pending, result) in &mut asked {
+            if let Some(done) = pending.as_mut().and_then(PendingRequest::poll) {
+                (*pending, *result) = (None, done);
+            }
+        }
+        if is_stopped || asked.iter().all(|(pending, _)| pending.is_none()) {
+            return asked.into_iter().map(|(_, result)| result).collect();
         }
         std::thread::sleep(POLL_INTERVAL);
     }
 }
 
 /// A request that was sent and has no answer yet.
-struct PendingRequest<'a, R> {
+struct PendingRequest<'a> {
     figures: &'a Path,
     identity: Identity,
     command: Option<ControlCommand>,
@@ -208,11 +183,11 @@ struct PendingRequest<'a, R> {
     deadline: Instant,
     /// Time at which the request is sent again, if the process may not have seen it.
     repeat_deadline: Instant,
-    records: PhantomData<R>,
 }
 
-impl<'a, R: Record> PendingRequest<'a, R> {
-    fn send(
+impl<'a> PendingRequest<'a> {
+    /// Sends a request for records of the type `R`.
+    fn send<R: Record>(
         figures: &'a Path,
         identity: Identity,
         command: Option<ControlCommand>,
@@ -224,12 +199,12 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         wake_in_tree(figures, identity);
         // If the number was used before, the helper may have searched for the request's file before the file existed.
         let repeat_deadline = if is_new { deadline } else { deadline.min(Instant::now() + REPEAT_AFTER) };
-        Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
+        Ok(Self { figures, identity, command, request, deadline, repeat_deadline })
     }
 
     /// Checks for the answer. Returns the result of the request, or `None` if the request must wait longer. Sends the
     /// request again if the process may have missed it.
-    fn poll(&mut self) -> Option<Result<Records<R>, Unanswered>> {
+    fn poll<R: Record>(&mut self) -> Option<Result<Records<R>, Unanswered>> {
         match read_header(&self.request, R::SUBJECT) {
             Ok(Some(header)) => return Some(read_records(&self.request, header)),
             Ok(None) => {}
@@ -249,13 +224,8 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         if is_late {
             return Some(Err(Unanswered::Late));
         }
-        match Self::send(self.figures, self.identity, self.command, self.deadline) {
-            Ok(again) => {
-                *self = again;
-                None
-            }
-            Err(error) => Some(Err(error)),
-        }
+        let again = Self::send::<R>(self.figures, self.identity, self.command, self.deadline);
+        again.map(|again| *self = again).err().map(Err)
     }
 }
 
