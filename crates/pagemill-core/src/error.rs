@@ -110,13 +110,10 @@ fn errno_of(cause: &io::Error) -> Option<i32> {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoMemory { wanted_bytes, used_bytes, limit_bytes } => write!(
-                f,
-                "no room for {}: {} of {} in use, nothing left to reclaim",
-                Bytes(*wanted_bytes),
-                Bytes(*used_bytes),
-                Bytes(*limit_bytes)
-            ),
+            Self::NoMemory { wanted_bytes, used_bytes, limit_bytes } => {
+                let [wanted, used, limit] = [wanted_bytes, used_bytes, limit_bytes].map(|bytes| Bytes(*bytes));
+                write!(f, "no room for {wanted}: {used} of {limit} in use, nothing left to reclaim")
+            }
             Self::NoHugetlb { wanted_bytes } => {
                 let pages = wanted_bytes.div_ceil(BLOCK_BYTES as u64);
                 write!(

@@ -101,12 +101,11 @@ pub fn own_file() -> Option<Path> {
 
 /// Returns the path of the figures file of the instance of Pagemill that has the index `copy` in this process.
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
-    match PUBLISH_FOLDER.get()? {
-        PublishFolder::Tree(folder) => file_of_instance(folder.as_str(), identity, copy),
-        PublishFolder::User { runtime } => {
-            file_of_instance(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy)
-        }
-    }
+    let folder = match PUBLISH_FOLDER.get()? {
+        PublishFolder::Tree(folder) => folder,
+        PublishFolder::User { runtime } => &user_folder_below(runtime.as_str()).ok()?,
+    };
+    file_of_instance(folder.as_str(), identity, copy)
 }
 
 /// Returns the value of [`PUBLISHED_BY`] for a process: its id, and the low half of its start time.
@@ -164,11 +163,7 @@ pub fn user_folder() -> io::Result<Path> {
 }
 
 /// As [`user_folder`], for callers that have read `XDG_RUNTIME_DIR` already.
-///
-/// # Errors
-///
-/// As [`user_folder`].
-pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
+fn user_folder_below(runtime: &str) -> io::Result<Path> {
     let mut result = Err(io::Error::from(io::ErrorKind::InvalidInput));
     for path in candidate_folders(runtime, process::user_id()) {
         result = file::make_private_dir(path.as_c_str()).map(|()| path);
@@ -198,12 +193,17 @@ fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     let prefix = format!("pagemill-{user}-");
     let mut found: Vec<String> = candidate_folders(runtime, user).map(|path| path.as_str().to_owned()).collect();
     for folder in SHARED_FOLDERS {
-        let entries = std::fs::read_dir(folder).into_iter().flatten();
-        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        found.extend(names.filter(|name| name.starts_with(&prefix)).map(|name| format!("{folder}/{name}")));
+        let names = names_in(folder).filter(|name| name.starts_with(&prefix));
+        found.extend(names.map(|name| format!("{folder}/{name}")));
     }
     found.retain(|path| is_private(path, user));
     found
+}
+
+/// Returns the names in a folder; none if it cannot be read.
+fn names_in(folder: &str) -> impl Iterator<Item = String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok())
 }
 
 /// Whether `path` is a folder that only `user` can access.
@@ -308,6 +308,11 @@ fn list_owned_by(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Re
     Ok(found)
 }
 
+/// Reads the figures files of the running processes in a folder. With `owner`, reads only files that this user owns.
+fn list_running(folder: &str, owner: Option<u32>) -> impl Iterator<Item = Published> + use<> {
+    list_owned_by(folder, owner, false).into_iter().flatten().filter(|process| process.is_alive)
+}
+
 /// Finds the published figures of a running process, in this user's folder or in the folder of a process tree below it.
 pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     find_all(pid).into_iter().next()
@@ -337,8 +342,7 @@ fn with_tree_folders(folder: String) -> Vec<String> {
 
 /// Reads the published figures of all running processes of this user.
 pub fn running() -> Vec<Snapshot> {
-    let found = own_folders().into_iter().filter_map(|folder| list(&folder, false).ok()).flatten();
-    found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
+    own_folders().iter().flat_map(|folder| list_running(folder, None)).map(|process| process.snapshot).collect()
 }
 
 /// Returns the folders in which this user's processes publish, including the folders of process trees.
@@ -399,11 +403,9 @@ pub fn read(pid: u32) -> Option<Process> {
 pub fn read_all() -> Vec<Process> {
     let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
     for user in other_users() {
-        let found =
-            folders_of(user).into_iter().filter_map(|folder| list_owned_by(&folder, Some(user), false).ok()).flatten();
+        let found = folders_of(user).into_iter().flat_map(|folder| list_running(&folder, Some(user)));
         // The folder's user could create a file with the name of another user's process. Such a file is ignored.
-        let is_its = |process: &Published| process.is_alive && user_of(process.identity.pid) == Some(user);
-        pids.extend(found.filter(is_its).map(|process| process.identity.pid));
+        pids.extend(found.map(|process| process.identity.pid).filter(|pid| user_of(*pid) == Some(user)));
     }
     read_pids(pids)
 }
@@ -430,9 +432,10 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
 /// Returns the users other than root that have a process. Returns no user unless this user is root.
 fn other_users() -> Vec<u32> {
     let own = process::user_id();
-    let entries = if own == 0 { std::fs::read_dir("/proc").ok() } else { None };
-    let names = entries.into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut users: Vec<u32> = names.filter_map(|name| user_of(name.parse().ok()?)).collect();
+    if own != 0 {
+        return Vec::new();
+    }
+    let mut users: Vec<u32> = names_in("/proc").filter_map(|name| user_of(name.parse().ok()?)).collect();
     users.sort_unstable();
     users.dedup();
     users.retain(|user| *user != own);
@@ -487,9 +490,9 @@ fn user_of(pid: u32) -> Option<u32> {
 
 /// Returns the folders of process trees below `folder`, each with the identity of the tree's `pagemill run`.
 fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    names.filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?))).collect()
+    names_in(folder)
+        .filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?)))
+        .collect()
 }
 
 /// Removes the files of killed processes from this user's folder, and the folders of process trees of which all
@@ -510,8 +513,7 @@ fn sweep_folder(folder: &str) {
         return;
     }
     for (path, identity) in tree_folders(folder) {
-        let is_used = list(&path, false).is_ok_and(|found| found.iter().any(|process| process.is_alive));
-        if !process::is_alive(identity) && !is_used {
+        if !process::is_alive(identity) && list_running(&path, None).next().is_none() {
             let _ = std::fs::remove_dir_all(&path);
         }
         sweep_requests(&path);

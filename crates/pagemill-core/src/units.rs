@@ -83,10 +83,7 @@ pub struct Bytes(pub u64);
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-        let mut unit = 0;
-        while unit + 1 < UNITS.len() && self.0 >> (10 * (unit + 1)) > 0 {
-            unit += 1;
-        }
+        let unit = self.0.checked_ilog2().unwrap_or(0) as usize / 10;
         let one = 1u64 << (10 * unit);
         let (whole, tenths) = (self.0 / one, (self.0 % one) as u128 * 10 / one as u128);
         if tenths == 0 { write!(f, "{whole} {}", UNITS[unit]) } else { write!(f, "{whole}.{tenths} {}", UNITS[unit]) }
@@ -109,21 +106,13 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
     let (number, suffix) = trimmed.split_at(digits);
-    let shift = match suffix.trim().to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
-        "" => 0,
-        "K" => 10,
-        "M" => 20,
-        "G" => 30,
-        "T" => 40,
-        _ => return Err(format!("'{text}' is not a size: expected a number with K, M, G or T, for example 512M")),
-    };
+    let invalid = || format!("'{text}' is not a size: expected a number with K, M, G or T, for example 512M");
+    let shift = shift_of(suffix.trim()).ok_or_else(invalid)?;
     let overflow = || format!("'{text}' is more than the address space");
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(1 << shift).ok_or_else(overflow);
     }
-    let fraction: f64 = number
-        .parse()
-        .map_err(|_| format!("'{text}' is not a size: expected a number with K, M, G or T, for example 512M"))?;
+    let fraction: f64 = number.parse().map_err(|_| invalid())?;
     let bytes = fraction * (1u64 << shift) as f64;
     if bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(overflow()) }
 }
@@ -132,15 +121,19 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
 pub fn parse_plain_bytes(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, suffix) = text.split_at(digits);
-    let shift = match suffix.trim_end_matches('B').trim_end_matches('i') {
+    number.parse::<u64>().ok()?.checked_mul(1 << shift_of(suffix)?)
+}
+
+/// Returns the power of two that a suffix such as `K`, `kB` or `KiB` stands for.
+fn shift_of(suffix: &str) -> Option<u32> {
+    Some(match suffix.trim_end_matches(['B', 'b']).trim_end_matches(['I', 'i']) {
         "" => 0,
         "K" | "k" => 10,
         "M" | "m" => 20,
         "G" | "g" => 30,
         "T" | "t" => 40,
         _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+    })
 }
 
 #[cfg(test)]

@@ -247,25 +247,26 @@ impl Owners {
 
     /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
     pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
-        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
-            0 => freed,
-            left => freed.saturating_add(owner.give(left, urgency)),
-        })
+        self.collect(want_bytes, context, |owner, left| owner.give(left, urgency))
     }
 
     /// Makes the owners give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
-        self.callable_owners(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
-            0 => freed,
-            left => freed.saturating_add(owner.give_aged(left, age)),
-        })
+        self.collect(want_bytes, context, |owner, left| owner.give_aged(left, age))
     }
 
     /// Makes the owners offer memory to the kernel ([`Shrinker::offer`]). Returns the bytes offered.
     pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
-        self.callable_owners(Context::Outside).fold(0, |offered, owner| {
-            let left = want_bytes.saturating_sub(offered);
-            offered.saturating_add(owner.call(|shrinker| shrinker.offer(left, which)).unwrap_or(0))
+        let offer = |owner: &RegisteredOwner, left| owner.call(|shrinker| shrinker.offer(left, which)).unwrap_or(0);
+        self.collect(want_bytes, Context::Outside, offer)
+    }
+
+    /// Calls `give` for one owner after the other, with the number of bytes that are still wanted, until none are.
+    /// Returns the sum of the results.
+    fn collect(&self, want_bytes: u64, context: Context, give: impl Fn(&RegisteredOwner, u64) -> u64) -> u64 {
+        self.callable_owners(context).fold(0, |given: u64, owner| match want_bytes.saturating_sub(given) {
+            0 => given,
+            left => given.saturating_add(give(owner, left)),
         })
     }
 
