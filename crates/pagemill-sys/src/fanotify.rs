@@ -2,12 +2,15 @@
 //!
 //! The kernel queues at most 16384 events; after that it reports that events were lost. Unprivileged processes may use
 //! these events in the user namespace that mounted the file system.
-#![allow(unsafe_code)] // fanotify, open_by_handle_at
+#![allow(unsafe_code)] // fanotify
 
+use crate::pages::FileHandle;
+use crate::result::{check_result, take_descriptor};
+use rustix::io::Errno;
 use std::ffi::{CStr, OsStr};
 use std::io;
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
 /// Type of a tmpfs file handle, which contains generation and inode number (`shmem_encode_fh` in mm/shmem.c).
@@ -34,23 +37,9 @@ impl Handle<'_> {
     ///
     /// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `ESTALE` for a removed folder.
     pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-        #[repr(C)]
-        struct RawHandle {
-            len: libc::c_uint,
-            kind: libc::c_int,
-            bytes: [u8; 128],
-        }
-        let mut raw = RawHandle { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
-        let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
-        place.copy_from_slice(self.bytes);
-        let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        // SAFETY: the call only reads `raw`, whose length field bounds the bytes that are read.
-        let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const raw, flags) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: no other value owns the new descriptor.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+        let mut handle = FileHandle { len_bytes: self.bytes.len() as u32, kind: self.kind, ..FileHandle::LARGEST };
+        handle.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?.copy_from_slice(self.bytes);
+        handle.open(root, libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC)
     }
 }
 
@@ -78,12 +67,7 @@ impl Listener {
     pub fn new(root: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME;
         // SAFETY: the call only creates a descriptor.
-        let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, libc::O_RDONLY) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: no other value owns the new descriptor.
-        let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+        let listener = Self(unsafe { take_descriptor(libc::syscall(libc::SYS_fanotify_init, flags, libc::O_RDONLY)) }?);
         let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
         listener.change_mark(root, libc::FAN_MARK_ADD, events)?;
         Ok(listener)
@@ -104,7 +88,7 @@ impl Listener {
         let how = how | libc::FAN_MARK_FILESYSTEM;
         // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), how, events, root.as_raw_fd(), c".".as_ptr()) };
-        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        check_result(marked)
     }
 
     /// Returns the listener's descriptor, which is readable while events are queued.
@@ -118,16 +102,11 @@ impl Listener {
     ///
     /// Errors of `read`.
     pub fn drain(&self, buffer: &mut [u8], mut report: impl FnMut(Event<'_>)) -> io::Result<bool> {
-        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
-        let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
-        if count < 0 {
-            let error = io::Error::last_os_error();
-            return match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
-                _ => Err(error),
-            };
-        }
-        let mut rest = &buffer[..count as usize];
+        let count = match rustix::io::read(&self.0, &mut *buffer) {
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            count => count?,
+        };
+        let mut rest = &buffer[..count];
         while let Some((event, after)) = split_event(rest) {
             if let Some(event) = parse_event(event) {
                 report(event);

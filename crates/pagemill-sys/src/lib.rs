@@ -48,6 +48,7 @@ mod result;
 pub mod stack;
 pub mod task;
 pub mod thread;
+mod userfault;
 pub mod waker;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.

@@ -1,7 +1,9 @@
 //! A private mount namespace for this process.
-#![allow(unsafe_code)] // unshare, mount
+#![allow(unsafe_code)] // unshare
 
-use crate::result::check_result;
+use rustix::mount::{MountPropagationFlags, mount_change};
+use rustix::process::{getegid, geteuid};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
 use std::fs;
 use std::io;
 
@@ -14,13 +16,11 @@ use std::io;
 ///
 /// Errors of `unshare`: `EPERM` or `ENOSPC` where user namespaces are forbidden or limited.
 pub fn enter_mounts() -> io::Result<()> {
-    // SAFETY: the call takes no arguments.
-    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
-    // SAFETY: the call accesses no memory.
-    let is_allowed = check_result(unsafe { libc::unshare(libc::CLONE_NEWNS) });
-    if is_allowed.is_err() {
+    let (user, group) = (geteuid().as_raw(), getegid().as_raw());
+    // SAFETY: the process has one thread.
+    if unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.is_err() {
         // SAFETY: as for the previous call.
-        check_result(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) })?;
+        unsafe { unshare_unsafe(UnshareFlags::NEWUSER | UnshareFlags::NEWNS) }?;
         // The kernel accepts the group mapping only after this write, because a process must not be able to drop a
         // group that denies access to a file.
         fs::write("/proc/self/setgroups", "deny")?;
@@ -28,7 +28,5 @@ pub fn enter_mounts() -> io::Result<()> {
         fs::write("/proc/self/gid_map", format!("{group} {group} 1"))?;
     }
     // Mounts are propagated in neither direction. A mount made elsewhere could hide one made here.
-    let flags = libc::MS_REC | libc::MS_PRIVATE;
-    // SAFETY: the arguments are C strings, and null where the call needs none.
-    check_result(unsafe { libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()) })
+    Ok(mount_change(c"/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?)
 }

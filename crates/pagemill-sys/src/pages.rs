@@ -225,21 +225,34 @@ impl ChargedGroupReader {
 /// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `EOPNOTSUPP` if the file system has no handles;
 /// `ESTALE` if `root` is on another file system.
 pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    /// `struct file_handle` with room for every handle.
-    #[repr(C)]
-    struct FileHandle {
-        len_bytes: libc::c_uint,
-        kind: libc::c_int,
-        bytes: [u8; 128],
-    }
-    let mut handle = FileHandle { len_bytes: 128, kind: 0, bytes: [0; 128] };
+    let mut handle = FileHandle::LARGEST;
     let (mut mount_id, file) = (0 as libc::c_int, file.as_raw_fd());
     let (to, path, flag) = (&raw mut handle, c"".as_ptr(), libc::AT_EMPTY_PATH);
     // SAFETY: the call writes at most `len_bytes` bytes of the handle, and the mount's id.
     check_result(unsafe { libc::syscall(libc::SYS_name_to_handle_at, file, path, to, &raw mut mount_id, flag) })?;
-    let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOATIME | libc::O_NOCTTY | libc::O_CLOEXEC;
-    // SAFETY: the call reads the handle only.
-    unsafe { take_descriptor(libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const handle, flags)) }
+    handle.open(root, libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOATIME | libc::O_NOCTTY | libc::O_CLOEXEC)
+}
+
+/// `struct file_handle` with room for every handle.
+#[repr(C)]
+pub(crate) struct FileHandle {
+    pub len_bytes: libc::c_uint,
+    pub kind: libc::c_int,
+    pub bytes: [u8; 128],
+}
+
+impl FileHandle {
+    /// A handle of the largest size, with zero bytes.
+    pub const LARGEST: Self = Self { len_bytes: 128, kind: 0, bytes: [0; 128] };
+
+    /// Opens the file of this handle in the mount that contains `root`.
+    pub fn open(&self, root: BorrowedFd<'_>, flags: libc::c_int) -> io::Result<OwnedFd> {
+        assert!(self.len_bytes as usize <= self.bytes.len());
+        // SAFETY: the call only reads the handle, whose length field bounds the bytes that are read.
+        unsafe {
+            take_descriptor(libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const *self, flags))
+        }
+    }
 }
 
 /// Takes a write lease on a file (`F_SETLEASE`). Fails if any other descriptor or mapping of the file exists.

@@ -36,8 +36,7 @@ pub(crate) fn thread_id() -> u32 {
 
 /// Returns the effective user's id.
 pub fn user_id() -> u32 {
-    // SAFETY: the call takes no arguments.
-    unsafe { libc::geteuid() }
+    rustix::process::geteuid().as_raw()
 }
 
 /// Ends this process with `SIGABRT`.
@@ -154,10 +153,14 @@ pub fn address_space_limit() -> Option<usize> {
 
 /// Returns this process's soft limit of the resource `of`; `RLIM_INFINITY` if there is no limit.
 fn soft_resource_limit(of: libc::__rlimit_resource_t) -> u64 {
+    resource_limit(of).map_or(libc::RLIM_INFINITY, |limit| limit.rlim_cur)
+}
+
+/// Returns this process's limits of the resource `of`.
+pub(crate) fn resource_limit(of: libc::__rlimit_resource_t) -> io::Result<libc::rlimit> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call writes only `limit`.
-    let is_known = unsafe { libc::getrlimit(of, &raw mut limit) } == 0;
-    if is_known { limit.rlim_cur } else { libc::RLIM_INFINITY }
+    check_result(unsafe { libc::getrlimit(of, &raw mut limit) }).map(|()| limit)
 }
 
 /// Returns the largest size of a file that this process may write (`RLIMIT_FSIZE`). The kernel sends a fatal signal
@@ -168,13 +171,10 @@ pub fn file_size_limit() -> u64 {
 
 /// Raises the soft limit of open descriptors to the hard limit, if that is allowed.
 pub fn raise_descriptor_limit() {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the calls only write and read `limit`.
-    unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
-        }
+    if let Ok(mut limit) = resource_limit(libc::RLIMIT_NOFILE) {
+        limit.rlim_cur = limit.rlim_max;
+        // SAFETY: the call only reads `limit`.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
     }
 }
 
@@ -193,20 +193,13 @@ pub fn random_u64() -> u64 {
 
 /// Returns the major and minor number of the kernel's release; zeros if the release cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
-    // SAFETY: plain data may be zero.
-    let mut names: libc::utsname = unsafe { std::mem::zeroed() };
-    // SAFETY: the call writes only `names`.
-    unsafe { libc::uname(&raw mut names) };
-    let mut numbers = [0u32; 2];
-    let mut at = 0;
-    for byte in names.release.iter().map(|byte| *byte as u8) {
-        match byte {
-            b'0'..=b'9' => numbers[at] = numbers[at].saturating_mul(10).saturating_add(u32::from(byte - b'0')),
-            b'.' if at == 0 => at = 1,
-            _ => break,
-        }
-    }
-    (numbers[0], numbers[1])
+    rustix::system::uname().release().to_str().ok().and_then(parse_release).unwrap_or_default()
+}
+
+/// Returns the major and minor number of a release such as `6.18.44-generic`.
+pub(crate) fn parse_release(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
 /// Sets `errno`, the C library's error number, of the calling thread.

@@ -1,6 +1,6 @@
 //! Probes of io_uring, file events and folders, and of the privileges of this process.
 
-use super::trial::{self, FolderUsability, NamespaceError, Resource};
+use super::trial::{self, FolderUsability, NamespaceError};
 use super::{Feature, Finding, Group, SystemFiles, describe_error};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -126,7 +126,7 @@ pub(super) const FEATURES: &[Feature] = &[
         fix: "sudo prlimit --pid $$ --rtprio=10",
         check: |_| match trial::try_realtime_priority() {
             Ok(()) => Finding::available("SCHED_RR taken by a process that ended"),
-            Err(error) => match trial::resource_limit(Resource::RealTime) {
+            Err(error) => match trial::resource_limit(libc::RLIMIT_RTPRIO) {
                 Ok((Some(limit), _)) => Finding::missing(format!("{}, RLIMIT_RTPRIO {limit}", describe_error(&error))),
                 _ => Finding::refused(&error).with_fix("give the CPU control group real-time: cpu.rt_runtime_us"),
             },

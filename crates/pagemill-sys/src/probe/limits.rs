@@ -1,6 +1,6 @@
 //! Probes of limits of this process and of the machine: overcommit, resource limits, pressure events, swap, memory.
 
-use super::trial::{self, Resource};
+use super::trial;
 use super::{Feature, Finding, Group, SystemFiles, describe_error, format_size};
 use std::fs::File;
 use std::io::Write;
@@ -31,7 +31,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "reserving address space without pages",
         lost: "the arena gets a part of the limit",
         fix: "ulimit -v unlimited",
-        check: |_| probe_resource_limit(Resource::AddressSpace, "as"),
+        check: |_| probe_resource_limit(libc::RLIMIT_AS, "as"),
     },
     Feature {
         key: "rlimit_data",
@@ -41,7 +41,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "opening reserved memory (private writable memory counts as data)",
         lost: "opened memory counts, used or not: malloc returns NULL earlier",
         fix: "ulimit -d unlimited",
-        check: |_| probe_resource_limit(Resource::Data, "data"),
+        check: |_| probe_resource_limit(libc::RLIMIT_DATA, "data"),
     },
     Feature {
         key: "memlock",
@@ -133,7 +133,7 @@ fn probe_address_space(_: &SystemFiles) -> Finding {
 
 /// Probes a resource that should have no limit. The argument `prlimit` is the option of the command `prlimit` for this
 /// resource. Only root can raise a limit above the hard limit.
-fn probe_resource_limit(resource: Resource, prlimit: &str) -> Finding {
+fn probe_resource_limit(resource: libc::__rlimit_resource_t, prlimit: &str) -> Finding {
     match trial::resource_limit(resource) {
         Ok((None, _)) => Finding::available("unlimited"),
         Ok((Some(soft), None)) => Finding::limited(format_size(soft)),
@@ -147,7 +147,7 @@ fn probe_resource_limit(resource: Resource, prlimit: &str) -> Finding {
 
 /// Probes whether 64 MiB can be locked.
 fn probe_locked_memory(_: &SystemFiles) -> Finding {
-    let limit = match trial::resource_limit(Resource::Locked) {
+    let limit = match trial::resource_limit(libc::RLIMIT_MEMLOCK) {
         Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), format_size),
         Err(error) => describe_error(&error),
     };

@@ -1,9 +1,10 @@
 //! Probes of huge pages, and of calls that return or move memory.
 
-use super::trial::{self, AllowedHugePages, BLOCK_BYTES, Scratch, Userfault};
+use super::trial::{self, AllowedHugePages, BLOCK_BYTES, Scratch};
 use super::{Feature, Finding, Group, SystemFiles, describe_error};
 use crate::clock;
 use crate::mem::{self, Backing};
+use crate::userfault::Userfault;
 use std::io;
 
 const THP_ENABLED_PATH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -197,7 +198,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "seeing the first write to a page of a mapped view",
         lost: "writable views are protected by mprotect, one more mapping each",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
-        check: |_| try_on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.write_protect_first_page(page)),
+        check: |_| try_on_touched_page(|page| page.write_protect_first_page(&Userfault::open(UFFD_WRITE_PROTECT)?)),
     },
     Feature {
         key: "uffd_poison",
@@ -418,7 +419,7 @@ fn probe_guard_page(_: &SystemFiles) -> Finding {
 fn probe_poisoned_page(_: &SystemFiles) -> Finding {
     let fenced = Scratch::new(1).and_then(|scratch| {
         let userfault = Userfault::open(UFFD_POISON)?;
-        userfault.poison_first_page(&scratch)?;
+        scratch.poison_first_page(&userfault)?;
         let is_inaccessible = !scratch.is_readable(0);
         scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
         Ok(is_inaccessible && scratch.is_readable(0))

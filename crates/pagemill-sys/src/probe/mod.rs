@@ -20,6 +20,7 @@ mod limits;
 mod memory;
 mod trial;
 
+use crate::process::parse_release;
 use std::path::{Path, PathBuf};
 
 /// The state of a feature on this machine, for this process.
@@ -191,12 +192,6 @@ impl Feature {
             _ => self.fix.to_string(),
         }
     }
-}
-
-/// Returns the major and minor number of a release such as `6.18.44-generic`.
-fn parse_release(text: &str) -> Option<(u32, u32)> {
-    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
 /// The result of trying a feature.

@@ -3,13 +3,15 @@
 
 use crate::disk::{self, Alignment, Disk, Options};
 use crate::result::{check_result, take_descriptor};
+use crate::userfault::Userfault;
 use crate::{fault, mem, moves};
 use rustix::fs::{Access, AtFlags, CWD, MemfdFlags, accessat, ftruncate, memfd_create};
 use rustix::io::{Errno, retry_on_intr};
-use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, munmap, userfaultfd};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, getpid, pidfd_open, waitpid};
-use rustix::thread::ClockId;
 use rustix::thread::futex::{Wait, WaitFlags, WaitPtr, WaitvFlags, waitv};
+use rustix::thread::{ClockId, UnshareFlags, unshare_unsafe};
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
@@ -19,16 +21,13 @@ use std::sync::atomic::AtomicU32;
 
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 
+/// Mode of [`Userfault::register`]: the range may be write-protected.
+const REGISTER_MODE_WRITE_PROTECT: u64 = 2;
+
 /// Returns the kernel's release and the name of the processor architecture.
 pub(super) fn kernel_names() -> (String, String) {
-    // SAFETY: plain data may be zero.
-    let mut names: libc::utsname = unsafe { std::mem::zeroed() };
-    // SAFETY: the call writes only `names`.
-    unsafe { libc::uname(&raw mut names) };
-    let text = |field: &[libc::c_char]| -> String {
-        field.iter().take_while(|c| **c != 0).map(|c| char::from(*c as u8)).collect()
-    };
-    (text(&names.release), text(&names.machine))
+    let names = rustix::system::uname();
+    (names.release().to_string_lossy().into_owned(), names.machine().to_string_lossy().into_owned())
 }
 
 /// Memory for trials: a whole number of 2 MiB blocks.
@@ -99,6 +98,22 @@ impl Scratch {
             bytes if bytes < 0 => Err(io::Error::last_os_error()),
             bytes => Err(io::Error::other(format!("only {bytes} bytes were taken"))),
         }
+    }
+
+    /// Write-protects the first OS page, until `userfault` is dropped.
+    pub fn write_protect_first_page(&self, userfault: &Userfault) -> io::Result<()> {
+        const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xC018_AA06;
+        let (start, len) = (self.addr as u64, mem::os_page_bytes() as u64);
+        userfault.register(start, len, REGISTER_MODE_WRITE_PROTECT)?;
+        userfault.ioctl(UFFDIO_WRITEPROTECT, &mut [start, len, 1])
+    }
+
+    /// Makes each access to the first OS page raise SIGBUS. The page must not be resident.
+    pub fn poison_first_page(&self, userfault: &Userfault) -> io::Result<()> {
+        const UFFDIO_POISON: libc::c_ulong = 0xC020_AA08;
+        let (start, len) = (self.addr as u64, mem::os_page_bytes() as u64);
+        userfault.register(start, len, REGISTER_MODE_WRITE_PROTECT)?;
+        userfault.ioctl(UFFDIO_POISON, &mut [start, len, 0, 0])
     }
 
     /// Returns whether the kernel can read the byte at `offset`. Raises no signal.
@@ -183,20 +198,15 @@ pub(super) enum NamespaceError {
 pub(super) fn try_mount_in_namespace() -> Result<(), NamespaceError> {
     /// Bit that the child sets in its result if a call of `mount` failed.
     const IS_MOUNT_ERROR: u8 = 0x80;
-    let mount = |kind: Option<&CStr>, flags| {
-        let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
-        // SAFETY: all texts are C strings or null, and the mount namespace belongs to the child.
-        unsafe { libc::mount(kind, c"/".as_ptr(), kind, flags, std::ptr::null()) }
-    };
+    let byte_of = |error: Errno| error.raw_os_error() as u8;
     let answer = run_in_child(|| {
         // SAFETY: the call concerns only the child, which has one thread.
-        if unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) } != 0 {
-            return last_errno() & !IS_MOUNT_ERROR;
+        if let Err(error) = unsafe { unshare_unsafe(UnshareFlags::NEWUSER | UnshareFlags::NEWNS) } {
+            return byte_of(error) & !IS_MOUNT_ERROR;
         }
-        if mount(None, libc::MS_REC | libc::MS_PRIVATE) != 0 || mount(Some(c"tmpfs"), 0) != 0 {
-            return last_errno() | IS_MOUNT_ERROR;
-        }
-        0
+        let mounted = mount_change(c"/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)
+            .and_then(|()| mount(c"tmpfs", c"/", c"tmpfs", MountFlags::empty(), None));
+        mounted.map_or_else(|error| byte_of(error) | IS_MOUNT_ERROR, |()| 0)
     });
     match answer {
         Ok(0) => Ok(()),
@@ -205,62 +215,6 @@ pub(super) fn try_mount_in_namespace() -> Result<(), NamespaceError> {
         }
         Ok(errno) => Err(NamespaceError::CannotMount(io::Error::from_raw_os_error((errno & !IS_MOUNT_ERROR).into()))),
         Err(error) => Err(NamespaceError::Refused(error)),
-    }
-}
-
-/// A userfaultfd for faults of user code only, which needs no privilege.
-pub(super) struct Userfault {
-    fd: OwnedFd,
-    /// Features that the kernel offers, one bit each.
-    pub features: u64,
-}
-
-impl Userfault {
-    // Request numbers of the ioctls.
-    const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
-    const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
-    const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xC018_AA06;
-    const UFFDIO_POISON: libc::c_ulong = 0xC020_AA08;
-    /// Mode of `UFFDIO_REGISTER`: the range may be write-protected.
-    const REGISTER_MODE_WRITE_PROTECT: u64 = 2;
-
-    /// Opens a userfaultfd that offers the features in `wanted`.
-    ///
-    /// # Errors
-    ///
-    /// `ENOSYS` or `EPERM` if userfaultfd is unavailable; `EINVAL` if the kernel lacks a feature in `wanted`.
-    pub fn open(wanted: u64) -> io::Result<Self> {
-        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | moves::USER_MODE_ONLY;
-        // SAFETY: the call only creates a descriptor.
-        let fd = unsafe { userfaultfd(flags) }?;
-        let mut handshake = [0xAA, wanted, 0];
-        let mut opened = Self { fd, features: 0 };
-        opened.ioctl(Self::UFFDIO_API, &mut handshake)?;
-        opened.features = handshake[1];
-        Ok(opened)
-    }
-
-    /// Makes an ioctl request with `words` as its argument.
-    fn ioctl<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
-        // The number of an ioctl request contains the size of its argument.
-        assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
-        // SAFETY: the call reads and writes `words`. The ranges in it lie in a `Scratch`, which tolerates missing
-        // pages.
-        check_result(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
-    }
-
-    /// Write-protects the first OS page of `scratch`, until this value is dropped.
-    pub fn write_protect_first_page(&self, scratch: &Scratch) -> io::Result<()> {
-        let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
-        self.ioctl(Self::UFFDIO_WRITEPROTECT, &mut [start, len, 1])
-    }
-
-    /// Makes each access to the first OS page of `scratch` raise SIGBUS. The page must not be resident.
-    pub fn poison_first_page(&self, scratch: &Scratch) -> io::Result<()> {
-        let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
-        self.ioctl(Self::UFFDIO_REGISTER, &mut [start, len, Self::REGISTER_MODE_WRITE_PROTECT, 0])?;
-        self.ioctl(Self::UFFDIO_POISON, &mut [start, len, 0, 0])
     }
 }
 
@@ -304,26 +258,9 @@ pub(super) fn allowed_huge_pages() -> io::Result<AllowedHugePages> {
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(AllowedHugePages::from_flags(answer)) }
 }
 
-/// A kind of resource limit.
-#[derive(Clone, Copy)]
-pub(super) enum Resource {
-    AddressSpace,
-    Data,
-    Locked,
-    RealTime,
-}
-
 /// Returns this process's soft and hard limit of a resource; `None` for no limit.
-pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option<u64>)> {
-    let resource = match which {
-        Resource::AddressSpace => libc::RLIMIT_AS,
-        Resource::Data => libc::RLIMIT_DATA,
-        Resource::Locked => libc::RLIMIT_MEMLOCK,
-        Resource::RealTime => libc::RLIMIT_RTPRIO,
-    };
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the call writes only `limit`.
-    check_result(unsafe { libc::getrlimit(resource, &raw mut limit) })?;
+pub(super) fn resource_limit(of: libc::__rlimit_resource_t) -> io::Result<(Option<u64>, Option<u64>)> {
+    let limit = crate::process::resource_limit(of)?;
     let known = |value| (value != libc::RLIM_INFINITY).then_some(value);
     Ok((known(limit.rlim_cur), known(limit.rlim_max)))
 }
