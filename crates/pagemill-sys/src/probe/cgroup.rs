@@ -3,7 +3,7 @@
 //! The effective limit is the smallest limit of the group and its visible ancestors. The working set is the usage
 //! without inactive file pages.
 
-use super::{Feature, Finding, Group, KernelFileError, SystemFiles, describe_error, format_size, trial};
+use super::{Checked, Feature, Finding, Group, KernelFileError, SystemFiles, describe_error, format_size, trial};
 use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
 use crate::events::Events;
 use crate::file;
@@ -19,9 +19,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "keeping below the limit of a container or service",
         lost: "a container's limit is not known: only --limit and the machine's memory count",
         fix: "boot with cgroup_enable=memory on the kernel's command line",
-        check: |system| match find_own_groups(system) {
-            Ok(group) => Finding::available(format!("{}, {}", group.version(), group.name())),
-            Err(finding) => finding,
+        check: |system| {
+            let group = find_own_groups(system)?;
+            Ok(Finding::available(format!("{}, {}", group.version(), group.name())))
         },
     },
     Feature {
@@ -52,12 +52,11 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "bench: runs inside a limit",
         lost: "bench skips the runs inside a limit, with a message; nothing else",
         fix: "systemd-run --user --scope -p Delegate=yes bash",
-        check: |system| match find_own_groups(system) {
-            Ok(group) => match trial::try_write_permission(Path::new(group.own.as_str())) {
-                Ok(()) => Finding::available(format!("{} may be written", group.name())),
-                Err(error) => Finding::missing(describe_error(&error)),
-            },
-            Err(finding) => finding,
+        check: |system| {
+            let group = find_own_groups(system)?;
+            let permission = trial::try_write_permission(Path::new(group.own.as_str()));
+            permission.map_err(|error| Finding::missing(describe_error(&error)))?;
+            Ok(Finding::available(format!("{} may be written", group.name())))
         },
     },
     Feature {
@@ -106,9 +105,7 @@ impl OwnGroups {
 
 /// Finds the control groups of this process, or returns the finding that explains why none can be found.
 fn find_own_groups(system: &SystemFiles) -> Result<OwnGroups, Finding> {
-    let absent = |unread: KernelFileError| {
-        if unread.is_absent { Finding::missing("this kernel has no control groups") } else { unread.into() }
-    };
+    let absent = |unread: KernelFileError| unread.or_if_absent(Finding::missing("this kernel has no control groups"));
     system.read("/proc/self/cgroup").map_err(absent)?;
     let mounts = system.read("/proc/self/mountinfo").map_err(absent)?;
     let root = system.root.to_string_lossy().trim_end_matches('/').to_string();
@@ -132,13 +129,10 @@ fn find_own_groups(system: &SystemFiles) -> Result<OwnGroups, Finding> {
 }
 
 /// Reports the effective limit: the smallest limit of this process's group and its visible ancestors.
-fn probe_limit(system: &SystemFiles) -> Finding {
-    let own = match find_own_groups(system) {
-        Ok(own) => own,
-        Err(finding) => return finding,
-    };
+fn probe_limit(system: &SystemFiles) -> Checked {
+    let own = find_own_groups(system)?;
     let levels = own.levels();
-    match levels.iter().filter(|(_, limit)| *limit != Limit::NONE).min_by_key(|(_, limit)| limit.soft_bytes) {
+    Ok(match levels.iter().filter(|(_, limit)| *limit != Limit::NONE).min_by_key(|(_, limit)| limit.soft_bytes) {
         None => Finding::available(format!("none, {} levels looked at", levels.len().max(1))),
         Some((folder, limit)) => {
             let name = own.groups.as_ref().map_or("", |groups| groups.name(folder));
@@ -146,54 +140,37 @@ fn probe_limit(system: &SystemFiles) -> Finding {
             let found = format!("{} by {name}{slows}", format_size(limit.soft_bytes));
             if limit.soft_bytes >= 64 << 20 { Finding::available(found) } else { Finding::limited(found) }
         }
-    }
+    })
 }
 
 /// Reports the working set of the innermost group: its memory usage less inactive file pages.
-fn probe_working_set(system: &SystemFiles) -> Finding {
-    let own = match find_own_groups(system) {
-        Ok(own) => own,
-        Err(finding) => return finding,
-    };
-    let Some(groups) = &own.groups else { return Finding::available("the whole machine's (root of v2)") };
-    match groups.usage_bytes(&own.own) {
-        Ok(usage) => {
-            let (idle, _) = groups.reclaimable_bytes(&own.own);
-            let set = format_size(usage.saturating_sub(idle));
-            Finding::available(format!(
-                "{set} ({} used, {} of it idle file pages)",
-                format_size(usage),
-                format_size(idle)
-            ))
-        }
-        Err(error) => Finding::unknown(format!("cannot read what the group uses: {}", describe_error(&error))),
-    }
+fn probe_working_set(system: &SystemFiles) -> Checked {
+    let own = find_own_groups(system)?;
+    let Some(groups) = &own.groups else { return Ok(Finding::available("the whole machine's (root of v2)")) };
+    let unread = |error| Finding::unknown(format!("cannot read what the group uses: {}", describe_error(&error)));
+    let usage = groups.usage_bytes(&own.own).map_err(unread)?;
+    let (idle, _) = groups.reclaimable_bytes(&own.own);
+    let [set, usage, idle] = [usage.saturating_sub(idle), usage, idle].map(format_size);
+    Ok(Finding::available(format!("{set} ({usage} used, {idle} of it idle file pages)")))
 }
 
 /// Tries to receive events near the limit of the innermost group, as the governor does: sets a usage threshold (version
 /// 1) or watches `memory.events` (version 2).
-fn probe_limit_events(system: &SystemFiles) -> Finding {
-    let own = match find_own_groups(system) {
-        Ok(own) => own,
-        Err(finding) => return finding,
-    };
-    let Some(groups) = &own.groups else { return Finding::available("no limit to warn of (root of v2)") };
+fn probe_limit_events(system: &SystemFiles) -> Checked {
+    let own = find_own_groups(system)?;
+    let Some(groups) = &own.groups else { return Ok(Finding::available("no limit to warn of (root of v2)")) };
     let folder = own.own.as_str();
     let alarm = Events::new().and_then(|events| match groups.version {
-        Version::V1 => events.add_threshold(folder, 1 << 40).map(drop),
-        Version::V2 => events.add_group_events(folder).map(drop),
+        Version::V1 => events.add_threshold(folder, 1 << 40).map(|_| "thresholds can be set"),
+        Version::V2 => events.add_group_events(folder).map(|_| "memory.events says when a limit is met"),
     });
-    match (alarm, groups.version) {
-        (Ok(()), Version::V1) => Finding::available("thresholds can be set"),
-        (Ok(()), Version::V2) => Finding::available("memory.events says when a limit is met"),
-        (Err(error), _) => Finding::limited(describe_error(&error)),
-    }
+    Ok(Finding::available(alarm.map_err(|error| Finding::limited(describe_error(&error)))?))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::Availability;
+    use crate::probe::{Availability, finding_of};
 
     fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, SystemFiles) {
         let root = tempfile::tempdir().unwrap();
@@ -220,8 +197,8 @@ mod tests {
             ("/sys/fs/cgroup/app/worker/memory.current", "104857600\n"),
             ("/sys/fs/cgroup/app/worker/memory.stat", "anon 1\nfile 10485760\ninactive_file 10485760\n"),
         ]);
-        assert_eq!(probe_limit(&system).found, "512 MiB by /app (memory.high)");
-        assert!(probe_working_set(&system).found.starts_with("90 MiB "));
+        assert_eq!(finding_of(probe_limit(&system)).found, "512 MiB by /app (memory.high)");
+        assert!(finding_of(probe_working_set(&system)).found.starts_with("90 MiB "));
     }
 
     /// In a container with version 1, a version 2 hierarchy without controllers is mounted, too. The group of version 1
@@ -247,8 +224,8 @@ mod tests {
         ]);
         let group = find_own_groups(&system).ok().unwrap();
         assert_eq!((group.version(), group.name().as_str()), ("v1", "/task"));
-        assert_eq!(probe_limit(&system).found, "256 MiB by /");
-        assert!(probe_working_set(&system).found.starts_with("512 KiB "));
+        assert_eq!(finding_of(probe_limit(&system)).found, "256 MiB by /");
+        assert!(finding_of(probe_working_set(&system)).found.starts_with("512 KiB "));
     }
 
     /// If no hierarchy is mounted, or if the group cannot be read, the limit must be reported as missing. A path
@@ -257,20 +234,24 @@ mod tests {
     fn unreadable_groups_are_reported_as_missing() {
         let (_root, system) =
             fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
-        assert_eq!(probe_limit(&system).state, Availability::Missing);
+        assert_eq!(finding_of(probe_limit(&system)).state, Availability::Missing);
 
         let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
-        assert_eq!(probe_limit(&system).state, Availability::Missing, "no level has a number");
+        assert_eq!(finding_of(probe_limit(&system)).state, Availability::Missing, "no level has a number");
         std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
-        assert_eq!(probe_limit(&system).state, Availability::Available);
-        assert_eq!(probe_limit_events(&system).state, Availability::Limited, "a plain file sends no events");
+        assert_eq!(finding_of(probe_limit(&system)).state, Availability::Available);
+        assert_eq!(
+            finding_of(probe_limit_events(&system)).state,
+            Availability::Limited,
+            "a plain file sends no events"
+        );
 
         std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
         std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();
-        assert_eq!(probe_working_set(&system).found, "the whole machine's (root of v2)");
+        assert_eq!(finding_of(probe_working_set(&system)).found, "the whole machine's (root of v2)");
     }
 }

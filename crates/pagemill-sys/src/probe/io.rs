@@ -1,7 +1,7 @@
 //! Probes of io_uring, file events and folders, and of the privileges of this process.
 
 use super::trial::{self, FolderUsability, NamespaceError};
-use super::{Feature, Finding, Group, SystemFiles, describe_error};
+use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "asynchronous direct reads and writes into huge pages",
         lost: "threads that read and write: more CPU per I/O",
         fix: "sudo sysctl kernel.io_uring_disabled=0",
-        check: |_| ring_finding(trial::try_io_uring()),
+        check: |_| Ok(ring_finding(trial::try_io_uring())),
     },
     Feature {
         key: "io_uring_memory",
@@ -27,9 +27,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "large direct reads and writes that find their pages at once",
         lost: "each transfer looks up its pages: more CPU per large read",
         fix: MEMLOCK_FIX,
-        check: |_| match trial::try_register_memory() {
-            Ok(()) => Finding::available("2 MiB were registered"),
-            Err(error) => Finding::refused(&error),
+        check: |_| {
+            trial::try_register_memory()?;
+            Ok(Finding::available("2 MiB were registered"))
         },
     },
     Feature {
@@ -40,7 +40,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "files behind Pagemill's page cache that bypass the kernel's",
         lost: "the kernel's page cache is used too: one more copy, and pages in memory twice",
         fix: "keep the files on ext4, XFS, Btrfs or a block device",
-        check: probe_direct_io,
+        check: |system| Ok(probe_direct_io(system)),
     },
     Feature {
         key: "fanotify",
@@ -50,10 +50,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "mount: events for new files, so that each gets the right page size",
         lost: "the file system is scanned periodically instead",
         fix: "",
-        check: |_| match trial::try_fanotify(c"/") {
-            Ok(true) => Finding::available("works, for whole file systems too"),
-            Ok(false) => Finding::available("works; whole file systems only inside a user namespace"),
-            Err(error) => Finding::refused(&error),
+        check: |_| match trial::try_fanotify(c"/")? {
+            true => Ok(Finding::available("works, for whole file systems too")),
+            false => Ok(Finding::available("works; whole file systems only inside a user namespace")),
         },
     },
     Feature {
@@ -64,7 +63,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "a mount served by Pagemill itself",
         lost: "mount manages a tmpfs instead",
         fix: "sudo modprobe fuse",
-        check: probe_fuse,
+        check: |system| Ok(probe_fuse(system)),
     },
     Feature {
         key: "figures_folder",
@@ -74,7 +73,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "figures that meminfo, vmstat and --report read",
         lost: "`pagemill run` refuses --limit and reports; without them, programs run but publish no figures",
         fix: "export XDG_RUNTIME_DIR=$(mktemp -d)",
-        check: probe_figures_folder,
+        check: |system| Ok(probe_figures_folder(system)),
     },
     Feature {
         key: "cache_folder",
@@ -84,7 +83,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "run: the library is stored there once, unless it is beside the command",
         lost: "run stores it below /tmp or /dev/shm, again after each boot",
         fix: "export XDG_CACHE_HOME=$(mktemp -d)",
-        check: probe_cache_folder,
+        check: |system| Ok(probe_cache_folder(system)),
     },
     Feature {
         key: "user",
@@ -114,7 +113,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "mount without root",
         lost: "mount needs root",
         fix: "sudo sysctl user.max_user_namespaces=15000",
-        check: probe_user_namespace,
+        check: |system| Ok(probe_user_namespace(system)),
     },
     Feature {
         key: "realtime",
@@ -124,12 +123,13 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "mount: the purging thread outruns writers (32 MiB of room are enough)",
         lost: "mount keeps some 200 MiB of room below a control group's limit",
         fix: "sudo prlimit --pid $$ --rtprio=10",
-        check: |_| match trial::try_realtime_priority() {
-            Ok(()) => Finding::available("SCHED_RR taken by a process that ended"),
-            Err(error) => match trial::resource_limit(libc::RLIMIT_RTPRIO) {
+        check: |_| {
+            let explain = |error| match trial::resource_limit(libc::RLIMIT_RTPRIO) {
                 Ok((Some(limit), _)) => Finding::missing(format!("{}, RLIMIT_RTPRIO {limit}", describe_error(&error))),
                 _ => Finding::refused(&error).with_fix("give the CPU control group real-time: cpu.rt_runtime_us"),
-            },
+            };
+            trial::try_realtime_priority().map_err(explain)?;
+            Ok(Finding::available("SCHED_RR taken by a process that ended"))
         },
     },
 ];
@@ -254,33 +254,27 @@ const CAPABILITIES: [(u32, &str); 4] =
     [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
 
 /// Reports the effective user, and which of the [`CAPABILITIES`] this process has.
-fn probe_user_and_capabilities(system: &SystemFiles) -> Finding {
+fn probe_user_and_capabilities(system: &SystemFiles) -> Checked {
     let id = crate::process::user_id();
     let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
-    let mask = match read_status_line(system, "CapEff") {
-        Ok(text) => u64::from_str_radix(&text, 16).unwrap_or(0),
-        Err(finding) => return finding,
-    };
+    let mask = u64::from_str_radix(&read_status_line(system, "CapEff")?, 16).unwrap_or(0);
     let held = |wanted: bool| -> Vec<&str> {
         CAPABILITIES.iter().filter(|(bit, _)| (mask >> bit & 1 == 1) == wanted).map(|(_, name)| *name).collect()
     };
     let (with, without) = (held(true), held(false));
-    Finding::available(match (with.is_empty(), without.is_empty()) {
+    Ok(Finding::available(match (with.is_empty(), without.is_empty()) {
         (true, _) => format!("{name}, no capability that matters here"),
         (_, true) => format!("{name}, all capabilities that matter here"),
         _ => format!("{name}, with {}, without {}", with.join(", "), without.join(", ")),
-    })
+    }))
 }
 
 /// Reports whether a system call filter (seccomp) is active.
-fn probe_system_call_filter(system: &SystemFiles) -> Finding {
-    match read_status_line(system, "Seccomp").as_deref() {
-        Ok("0") => Finding::available("none"),
-        Ok(mode) => {
-            Finding::available(format!("active (seccomp mode {mode}): what it refuses shows in the other rows"))
-        }
-        Err(_) => read_status_line(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
-    }
+fn probe_system_call_filter(system: &SystemFiles) -> Checked {
+    Ok(Finding::available(match read_status_line(system, "Seccomp")?.as_str() {
+        "0" => "none".to_string(),
+        mode => format!("active (seccomp mode {mode}): what it refuses shows in the other rows"),
+    }))
 }
 
 /// Probes whether a file system can be mounted in a new user namespace.
@@ -324,7 +318,7 @@ mod tests {
         assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
         assert_eq!(fix(libc::EPERM), None, "the row's own");
     }
-    use crate::probe::Availability;
+    use crate::probe::{Availability, finding_of};
 
     /// If the cache folder does not exist, its nearest existing ancestor must be tried, and no file may be left there.
     /// If no file can be created in that ancestor, the cache folder must be reported as missing.
@@ -348,8 +342,8 @@ mod tests {
             ("000001fffeffffff", "without CAP_SYS_RESOURCE"),
         ] {
             std::fs::write(root.path().join("proc/self/status"), format!("CapEff:\t{mask}\nSeccomp:\t2\n")).unwrap();
-            assert!(probe_user_and_capabilities(&system).found.ends_with(text), "{mask}");
+            assert!(finding_of(probe_user_and_capabilities(&system)).found.ends_with(text), "{mask}");
         }
-        assert!(probe_system_call_filter(&system).found.starts_with("active (seccomp mode 2)"));
+        assert!(finding_of(probe_system_call_filter(&system)).found.starts_with("active (seccomp mode 2)"));
     }
 }

@@ -1,6 +1,6 @@
 //! Probes of the kernel itself: release, processor, OS page, memory nodes.
 
-use super::{Feature, Finding, Group, SystemFiles, describe_error, parse_release, trial};
+use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error, parse_release, scratch_block, trial};
 use crate::{mem, numa};
 
 /// The oldest release that Pagemill supports.
@@ -17,7 +17,7 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "everything; 6.13 has all that Pagemill uses",
         lost: "before 6.13: some fast paths, see the rows below; before 5.15: Pagemill does not run",
         fix: "needs Linux 6.13",
-        check: |_| release_finding(&trial::kernel_names().0),
+        check: |_| Ok(release_finding(&trial::kernel_names().0)),
     },
     Feature {
         key: "processor",
@@ -28,8 +28,8 @@ pub(super) const FEATURES: &[Feature] = &[
         lost: "Pagemill is built and tested for x86-64 and aarch64 only",
         fix: "needs an x86-64 or aarch64 machine",
         check: |_| match trial::kernel_names().1.as_str() {
-            name @ ("x86_64" | "aarch64") => Finding::available(name),
-            other => Finding::missing(other),
+            name @ ("x86_64" | "aarch64") => Ok(Finding::available(name)),
+            other => Ok(Finding::missing(other)),
         },
     },
     Feature {
@@ -43,7 +43,7 @@ pub(super) const FEATURES: &[Feature] = &[
         check: |_| {
             let bytes = mem::os_page_bytes();
             let found = super::format_size(bytes as u64);
-            if [4, 16, 64].contains(&(bytes >> 10)) { Finding::available(found) } else { Finding::limited(found) }
+            Ok(if [4, 16, 64].contains(&(bytes >> 10)) { Finding::available(found) } else { Finding::limited(found) })
         },
     },
     Feature {
@@ -54,9 +54,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "one helper thread that waits for purge requests of the process and of its tree",
         lost: "the helper wakes periodically to check the second word",
         fix: "",
-        check: |_| match trial::try_futex_waitv() {
-            Ok(()) => Finding::available("futex_waitv works"),
-            Err(error) => Finding::refused(&error),
+        check: |_| {
+            trial::try_futex_waitv()?;
+            Ok(Finding::available("futex_waitv works"))
         },
     },
     Feature {
@@ -83,23 +83,19 @@ fn release_finding(text: &str) -> Finding {
 }
 
 /// Probes whether this process can choose the memory node of an address range (`mbind`).
-fn probe_memory_nodes(system: &SystemFiles) -> Finding {
+fn probe_memory_nodes(system: &SystemFiles) -> Checked {
     let list = match system.read("/sys/devices/system/node/has_memory") {
         Ok(list) => list,
         // A kernel without NUMA support has no such folder.
         Err(unread) if unread.is_absent => "0".to_string(),
-        Err(unread) => return unread.into(),
+        Err(unread) => return Err(unread.into()),
     };
     let nodes = match list.as_str() {
         "0" => "1 node".to_string(),
         list => format!("nodes {list}"),
     };
     let first = list.split(['-', ',']).next().and_then(|node| node.parse().ok()).unwrap_or(0);
-    let scratch = match trial::Scratch::new(1) {
-        Ok(scratch) => scratch,
-        Err(error) => return error.into(),
-    };
-    match numa::prefer(scratch.addr(), mem::os_page_bytes(), first) {
+    Ok(match numa::prefer(scratch_block()?.addr(), mem::os_page_bytes(), first) {
         Ok(()) => Finding::available(format!("{nodes}, mbind works")),
         Err(error) if list == "0" => {
             Finding::available(format!("{nodes}; mbind not needed: {}", describe_error(&error)))
@@ -108,7 +104,7 @@ fn probe_memory_nodes(system: &SystemFiles) -> Finding {
             let found = format!("{nodes}, mbind: {}", describe_error(&error));
             Finding { found, ..Finding::refused(&error) }
         }
-    }
+    })
 }
 
 #[cfg(test)]

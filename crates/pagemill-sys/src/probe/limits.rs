@@ -1,7 +1,7 @@
 //! Probes of limits of this process and of the machine: overcommit, resource limits, pressure events, swap, memory.
 
 use super::trial;
-use super::{Feature, Finding, Group, SystemFiles, describe_error, format_size};
+use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error, format_size};
 use std::fs::File;
 use std::io::Write;
 
@@ -71,10 +71,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "protecting parts of the arena: each boundary is one more mapping",
         lost: "splitting and protecting fail early in programs with many mappings of their own",
         fix: "sudo sysctl vm.max_map_count=65530",
-        check: |system| match system.read_number("/proc/sys/vm/max_map_count") {
-            Ok(count) if count >= DEFAULT_MAX_MAP_COUNT => Finding::available(count.to_string()),
-            Ok(count) => Finding::limited(count.to_string()),
-            Err(unread) => unread.into(),
+        check: |system| match system.read_number("/proc/sys/vm/max_map_count")? {
+            count if count >= DEFAULT_MAX_MAP_COUNT => Ok(Finding::available(count.to_string())),
+            count => Ok(Finding::limited(count.to_string())),
         },
     },
     Feature {
@@ -95,10 +94,9 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "nothing: volatile memory is purged without it",
         lost: "anonymous memory hardly stalls before the kernel kills: pressure events come late",
         fix: "sudo swapon FILE (made by mkswap), or zram",
-        check: |system| match read_meminfo(system, &["SwapTotal", "SwapFree"]) {
-            Ok(values) if values[0] == 0 => Finding::limited("none"),
-            Ok(values) => Finding::available(format!("{} of {} free", format_size(values[1]), format_size(values[0]))),
-            Err(finding) => finding,
+        check: |system| match read_meminfo(system, &["SwapTotal", "SwapFree"])? {
+            [0, _] => Ok(Finding::limited("none")),
+            [total, free] => Ok(Finding::available(format!("{} of {} free", format_size(free), format_size(total)))),
         },
     },
     Feature {
@@ -114,76 +112,65 @@ pub(super) const FEATURES: &[Feature] = &[
 ];
 
 /// Probes how much address space can be reserved: halves the size until a reservation succeeds.
-fn probe_address_space(_: &SystemFiles) -> Finding {
+fn probe_address_space(_: &SystemFiles) -> Checked {
     let mut len_bytes = ARENA_BYTES;
     loop {
+        let (found, wanted) = (format_size(len_bytes as u64), format_size(ARENA_BYTES as u64));
         match trial::try_reserve(len_bytes) {
-            Ok(()) if len_bytes == ARENA_BYTES => {
-                return Finding::available(format!("{} reserved", format_size(ARENA_BYTES as u64)));
-            }
-            Ok(()) => {
-                let found = format!("{} of {}", format_size(len_bytes as u64), format_size(ARENA_BYTES as u64));
-                return Finding::limited(found);
-            }
+            Ok(()) if len_bytes == ARENA_BYTES => return Ok(Finding::available(format!("{found} reserved"))),
+            Ok(()) => return Ok(Finding::limited(format!("{found} of {wanted}"))),
             Err(_) if len_bytes > REGISTERED_BYTES => len_bytes /= 2,
-            Err(error) => return Finding::refused(&error),
+            Err(error) => return Err(error.into()),
         }
     }
 }
 
 /// Probes a resource that should have no limit. The argument `prlimit` is the option of the command `prlimit` for this
 /// resource. Only root can raise a limit above the hard limit.
-fn probe_resource_limit(resource: libc::__rlimit_resource_t, prlimit: &str) -> Finding {
-    match trial::resource_limit(resource) {
-        Ok((None, _)) => Finding::available("unlimited"),
-        Ok((Some(soft), None)) => Finding::limited(format_size(soft)),
-        Ok((Some(soft), Some(hard))) => {
+fn probe_resource_limit(resource: libc::__rlimit_resource_t, prlimit: &str) -> Checked {
+    let limits = trial::resource_limit(resource).map_err(|error| Finding::unknown(describe_error(&error)))?;
+    Ok(match limits {
+        (None, _) => Finding::available("unlimited"),
+        (Some(soft), None) => Finding::limited(format_size(soft)),
+        (Some(soft), Some(hard)) => {
             Finding::limited(format!("{} (hard limit {})", format_size(soft), format_size(hard)))
                 .with_fix(format!("sudo prlimit --pid $$ --{prlimit}=unlimited"))
         }
-        Err(error) => Finding::unknown(describe_error(&error)),
-    }
+    })
 }
 
 /// Probes whether 64 MiB can be locked.
-fn probe_locked_memory(_: &SystemFiles) -> Finding {
+fn probe_locked_memory(_: &SystemFiles) -> Checked {
     let limit = match trial::resource_limit(libc::RLIMIT_MEMLOCK) {
         Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), format_size),
         Err(error) => describe_error(&error),
     };
-    match trial::try_lock_memory(REGISTERED_BYTES) {
+    Ok(match trial::try_lock_memory(REGISTERED_BYTES) {
         Ok(()) => Finding::available(format!("64 MiB locked (limit {limit})")),
         Err(error) => Finding::limited(format!("limit {limit}; 64 MiB: {}", describe_error(&error))),
-    }
+    })
 }
 
 /// Reports the overcommit mode of the machine.
-fn probe_overcommit_mode(system: &SystemFiles) -> Finding {
-    let mode = match system.read_number("/proc/sys/vm/overcommit_memory") {
-        Ok(mode) => mode,
-        Err(unread) => return unread.into(),
-    };
-    match (mode, read_meminfo(system, &["CommitLimit", "Committed_AS"])) {
+fn probe_overcommit_mode(system: &SystemFiles) -> Checked {
+    let mode = system.read_number("/proc/sys/vm/overcommit_memory")?;
+    Ok(match (mode, read_meminfo(system, &["CommitLimit", "Committed_AS"])) {
         (0, _) => Finding::available("0, by estimate"),
         (1, _) => Finding::available("1, always"),
-        (2, Ok(values)) => {
-            Finding::limited(format!("2, strict: {} of {} committed", format_size(values[1]), format_size(values[0])))
+        (2, Ok([limit, committed])) => {
+            Finding::limited(format!("2, strict: {} of {} committed", format_size(committed), format_size(limit)))
         }
         (2, Err(_)) => Finding::limited("2, strict"),
         (other, _) => Finding::unknown(format!("{other}, an unknown mode")),
-    }
+    })
 }
 
 /// Reports how much memory of the machine is available.
-fn probe_available_memory(system: &SystemFiles) -> Finding {
-    match read_meminfo(system, &["MemTotal", "MemAvailable"]) {
-        Ok(values) => {
-            let found = format!("{} of {} available", format_size(values[1]), format_size(values[0]));
-            // With less than a sixteenth available, the kernel is about to reclaim.
-            if values[1] >= values[0] / 16 { Finding::available(found) } else { Finding::limited(found) }
-        }
-        Err(finding) => finding,
-    }
+fn probe_available_memory(system: &SystemFiles) -> Checked {
+    let [total, available] = read_meminfo(system, &["MemTotal", "MemAvailable"])?;
+    let found = format!("{} of {} available", format_size(available), format_size(total));
+    // With less than a sixteenth available, the kernel is about to reclaim.
+    Ok(if available >= total / 16 { Finding::available(found) } else { Finding::limited(found) })
 }
 
 /// Returns the values of the rows of `/proc/meminfo` with these names, in bytes.
@@ -199,31 +186,28 @@ fn read_meminfo<const N: usize>(system: &SystemFiles, names: &[&str; N]) -> Resu
 }
 
 /// Tries to set a stall trigger (PSI), which the kernel removes when its descriptor is closed.
-fn probe_pressure_events(system: &SystemFiles) -> Finding {
+fn probe_pressure_events(system: &SystemFiles) -> Checked {
     const PRESSURE_PATH: &str = "/proc/pressure/memory";
-    match system.read(PRESSURE_PATH) {
-        Ok(_) => {}
-        Err(unread) if unread.is_absent => return Finding::missing("this kernel was started without it"),
-        Err(unread) => return unread.into(),
-    }
+    let absent = || Finding::missing("this kernel was started without it");
+    system.read(PRESSURE_PATH).map_err(|unread| unread.or_if_absent(absent()))?;
     let trigger =
         |text: &[u8]| File::options().read(true).write(true).open(system.path(PRESSURE_PATH))?.write_all(text);
     if trigger(b"some 50000 1000000\0").is_ok() {
-        return Finding::available("triggers with windows from 500 ms");
+        return Ok(Finding::available("triggers with windows from 500 ms"));
     }
-    match trigger(b"some 150000 2000000\0") {
+    Ok(match trigger(b"some 150000 2000000\0") {
         Ok(()) => Finding::available("triggers with windows of 2 s (shorter ones need CAP_SYS_RESOURCE)"),
         Err(error) => {
             let found = format!("averages only; a trigger: {}", describe_error(&error));
             Finding::limited(found).with_fix("run with CAP_SYS_RESOURCE, or on Linux 6.4 or later")
         }
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::Availability;
+    use crate::probe::{Availability, finding_of};
 
     fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, SystemFiles) {
         let root = tempfile::tempdir().unwrap();
@@ -242,7 +226,7 @@ mod tests {
         let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
         let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
         let (_root, system) = fake_files(&files);
-        let finding = probe_overcommit_mode(&system);
+        let finding = finding_of(probe_overcommit_mode(&system));
         assert_eq!(
             (finding.state, finding.found.as_str()),
             (Availability::Limited, "2, strict: 1 MiB of 2 MiB committed")
@@ -257,7 +241,7 @@ mod tests {
         {
             let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
             let (_root, system) = fake_files(&[("/proc/meminfo", &text)]);
-            assert_eq!(probe_available_memory(&system).state, state, "{available}");
+            assert_eq!(finding_of(probe_available_memory(&system)).state, state, "{available}");
         }
     }
 
@@ -266,8 +250,8 @@ mod tests {
     #[test]
     fn missing_psi_differs_from_missing_proc() {
         let (_root, system) = fake_files(&[("/proc/self/status", "")]);
-        assert_eq!(probe_pressure_events(&system).state, Availability::Missing);
+        assert_eq!(finding_of(probe_pressure_events(&system)).state, Availability::Missing);
         let (_root, system) = fake_files(&[]);
-        assert_eq!(probe_pressure_events(&system).state, Availability::Unknown);
+        assert_eq!(finding_of(probe_pressure_events(&system)).state, Availability::Unknown);
     }
 }

@@ -1,7 +1,7 @@
 //! Probes of huge pages, and of calls that return or move memory.
 
 use super::trial::{self, AllowedHugePages, BLOCK_BYTES, Scratch};
-use super::{Feature, Finding, Group, SystemFiles, describe_error};
+use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error, scratch_block};
 use crate::clock;
 use crate::mem::{self, Backing};
 use crate::userfault::Userfault;
@@ -51,13 +51,15 @@ pub(super) const FEATURES: &[Feature] = &[
         needed_for: "huge pages: a parent may have forbidden them to all its children (prctl)",
         lost: "no huge pages for this process and its children, whatever the settings",
         fix: "start it from a parent without PR_SET_THP_DISABLE",
-        check: |_| match trial::allowed_huge_pages() {
-            Ok(AllowedHugePages::All) => Finding::available("no PR_SET_THP_DISABLE"),
-            Ok(AllowedHugePages::WhereAdvised) => {
-                Finding::available("where advised only (PR_THP_DISABLE_EXCEPT_ADVISED)")
-            }
-            Ok(AllowedHugePages::None) => Finding::missing("PR_SET_THP_DISABLE is set"),
-            Err(error) => Finding::unknown(describe_error(&error)),
+        check: |_| {
+            let allowed = trial::allowed_huge_pages().map_err(|error| Finding::unknown(describe_error(&error)))?;
+            Ok(match allowed {
+                AllowedHugePages::All => Finding::available("no PR_SET_THP_DISABLE"),
+                AllowedHugePages::WhereAdvised => {
+                    Finding::available("where advised only (PR_THP_DISABLE_EXCEPT_ADVISED)")
+                }
+                AllowedHugePages::None => Finding::missing("PR_SET_THP_DISABLE is set"),
+            })
         },
     },
     Feature {
@@ -219,282 +221,224 @@ fn bracketed_word(text: &str) -> Option<&str> {
 
 /// Probes the setting in the file `path` by its word in brackets. The feature is available if the word is in `good`,
 /// limited if the word is in `bearable`, else missing.
-fn setting_finding(system: &SystemFiles, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
-    let text = match system.read(path) {
-        Ok(text) => text,
-        Err(unread) if unread.is_absent => {
-            return Finding::missing("this kernel has no transparent huge pages").with_fix("needs another kernel");
-        }
-        Err(unread) => return unread.into(),
-    };
-    match bracketed_word(&text) {
+fn setting_finding(system: &SystemFiles, path: &str, good: &[&str], bearable: &[&str]) -> Checked {
+    let none = || Finding::missing("this kernel has no transparent huge pages").with_fix("needs another kernel");
+    let text = system.read(path).map_err(|unread| unread.or_if_absent(none()))?;
+    Ok(match bracketed_word(&text) {
         Some(word) if good.contains(&word) => Finding::available(word),
         Some(word) if bearable.contains(&word) => Finding::limited(word),
         Some(word) => Finding::missing(word),
         None => Finding::unknown(format!("{path} says {text:?}")),
-    }
+    })
 }
 
 /// Probes the size of a transparent huge page.
-fn probe_huge_page_size(system: &SystemFiles) -> Finding {
-    match system.read_number(HUGE_PAGE_SIZE_PATH) {
-        Ok(bytes) if bytes == BLOCK_BYTES as u64 => Finding::available(super::format_size(bytes)),
-        Ok(bytes) => Finding::limited(super::format_size(bytes)),
-        Err(unread) if unread.is_absent => Finding::missing("none").with_fix("needs another kernel"),
-        Err(unread) => unread.into(),
-    }
+fn probe_huge_page_size(system: &SystemFiles) -> Checked {
+    let none = || Finding::missing("none").with_fix("needs another kernel");
+    let bytes = system.read_number(HUGE_PAGE_SIZE_PATH).map_err(|unread| unread.or_if_absent(none()))?;
+    let found = super::format_size(bytes);
+    Ok(if bytes == BLOCK_BYTES as u64 { Finding::available(found) } else { Finding::limited(found) })
 }
 
 /// Probes the reserved huge pages (hugetlb): how many are free and not promised to a mapping.
-fn probe_reserved_pages(system: &SystemFiles) -> Finding {
-    let number = |name: &str| system.read_number(&format!("{HUGETLB_FOLDER}/{name}"));
-    let (total, free, promised) = match (number("nr_hugepages"), number("free_hugepages"), number("resv_hugepages")) {
-        (Ok(total), Ok(free), Ok(promised)) => (total, free, promised),
-        (Err(unread), ..) if unread.is_absent => {
-            return Finding::missing("none of 2 MiB").with_fix("needs another kernel");
-        }
-        (Err(unread), ..) | (_, Err(unread), _) | (.., Err(unread)) => return unread.into(),
+fn probe_reserved_pages(system: &SystemFiles) -> Checked {
+    let none = || Finding::missing("none of 2 MiB").with_fix("needs another kernel");
+    let number = |name: &str| {
+        system.read_number(&format!("{HUGETLB_FOLDER}/{name}")).map_err(|unread| unread.or_if_absent(none()))
     };
-    let found = format!("{} of {total} pages of 2 MiB free", free.saturating_sub(promised));
-    match free.saturating_sub(promised) {
+    let total = number("nr_hugepages")?;
+    let free = number("free_hugepages")?.saturating_sub(number("resv_hugepages")?);
+    let found = format!("{free} of {total} pages of 2 MiB free");
+    Ok(match free {
         0 if total == 0 => Finding::missing("none reserved"),
         0 => Finding::limited(found),
         _ => Finding::available(found),
-    }
+    })
 }
 
 /// Probes whether a block gets a huge page: populates a block twice, as the arena does, and reports the shorter time.
 /// In a virtual machine, the first access to memory that the host has not allocated yet is many times slower.
-fn probe_huge_page(system: &SystemFiles) -> Finding {
+fn probe_huge_page(system: &SystemFiles) -> Checked {
     let mut fastest_ns = u64::MAX;
     for _ in 0..2 {
-        let scratch = match Scratch::new(1) {
-            Ok(scratch) => scratch,
-            Err(error) => return error.into(),
-        };
+        let scratch = scratch_block()?;
         let start_ns = clock::fine_ns();
-        match mem::populate_huge(scratch.addr(), BLOCK_BYTES) {
-            Ok(Backing::Huge) => fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns),
-            Ok(Backing::Small) => {
-                let found = Finding::missing("small pages came instead");
-                let is_off = system.read(THP_ENABLED_PATH).is_ok_and(|text| bracketed_word(&text) == Some("never"));
-                return if is_off { found.with_fix(ENABLE_THP_COMMAND) } else { found };
-            }
-            Err(error) => return Finding::refused(&error),
+        if mem::populate_huge(scratch.addr(), BLOCK_BYTES)? == Backing::Small {
+            let found = Finding::missing("small pages came instead");
+            let is_off = system.read(THP_ENABLED_PATH).is_ok_and(|text| bracketed_word(&text) == Some("never"));
+            return Ok(if is_off { found.with_fix(ENABLE_THP_COMMAND) } else { found });
         }
+        fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns);
     }
-    Finding::available(format!("2 MiB in {} us", fastest_ns / 1000))
+    Ok(Finding::available(format!("2 MiB in {} us", fastest_ns / 1000)))
 }
 
 /// Probes whether shared memory (memfd) gets huge pages.
-fn probe_shared_huge_page(system: &SystemFiles) -> Finding {
+fn probe_shared_huge_page(system: &SystemFiles) -> Checked {
     let setting = match system.read(SHMEM_ENABLED_PATH) {
         Ok(text) => bracketed_word(&text).unwrap_or("unreadable").to_string(),
         Err(unread) => unread.reason,
     };
-    let backing = Scratch::shared().and_then(|scratch| mem::populate_huge(scratch.addr(), BLOCK_BYTES));
-    match backing {
-        Ok(Backing::Huge) => Finding::available(format!("{setting}; a memfd got a huge page")),
-        Ok(Backing::Small) => Finding::limited(format!("{setting}; a memfd got small pages")),
-        Err(error) => Finding::refused(&error),
-    }
+    Ok(match mem::populate_huge(Scratch::shared()?.addr(), BLOCK_BYTES)? {
+        Backing::Huge => Finding::available(format!("{setting}; a memfd got a huge page")),
+        Backing::Small => Finding::limited(format!("{setting}; a memfd got small pages")),
+    })
 }
 
 /// Probes `MADV_COLLAPSE`: makes small pages huge, and checks that their contents survive.
-fn probe_collapse(_: &SystemFiles) -> Finding {
-    let collapsed = Scratch::new(1).and_then(|scratch| {
-        scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
-        for offset in (0..BLOCK_BYTES).step_by(mem::os_page_bytes()) {
-            scratch.write(offset, 7);
-        }
-        scratch.advise(BLOCK_BYTES, libc::MADV_HUGEPAGE)?;
-        let start_ns = clock::fine_ns();
-        scratch.advise(BLOCK_BYTES, libc::MADV_COLLAPSE)?;
-        Ok((clock::fine_ns() - start_ns, scratch.read(BLOCK_BYTES - mem::os_page_bytes())))
-    });
-    match collapsed {
-        Ok((taken_ns, 7)) => Finding::available(format!("2 MiB made huge in {:.1} ms", taken_ns as f64 / 1e6)),
-        Ok(_) => Finding::missing("it lost the contents"),
-        Err(error) => Finding::refused(&error),
+fn probe_collapse(_: &SystemFiles) -> Checked {
+    let scratch = Scratch::new(1)?;
+    scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
+    for offset in (0..BLOCK_BYTES).step_by(mem::os_page_bytes()) {
+        scratch.write(offset, 7);
     }
+    scratch.advise(BLOCK_BYTES, libc::MADV_HUGEPAGE)?;
+    let start_ns = clock::fine_ns();
+    scratch.advise(BLOCK_BYTES, libc::MADV_COLLAPSE)?;
+    let taken_ns = clock::fine_ns() - start_ns;
+    Ok(match scratch.read(BLOCK_BYTES - mem::os_page_bytes()) {
+        7 => Finding::available(format!("2 MiB made huge in {:.1} ms", taken_ns as f64 / 1e6)),
+        _ => Finding::missing("it lost the contents"),
+    })
 }
 
 /// Probes `MADV_POPULATE_WRITE`, and measures the time for each page.
-fn probe_populate(_: &SystemFiles) -> Finding {
+fn probe_populate(_: &SystemFiles) -> Checked {
     const POPULATED_PAGES: usize = 64;
     let page = mem::os_page_bytes();
     let len_bytes = (POPULATED_PAGES * page).min(BLOCK_BYTES);
-    let populated = Scratch::new(1).and_then(|scratch| {
-        scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
-        let start_ns = clock::fine_ns();
-        mem::populate(scratch.addr(), len_bytes)?;
-        let taken_ns = clock::fine_ns() - start_ns;
-        let mut resident = [0u8; POPULATED_PAGES];
-        mem::resident(scratch.addr(), len_bytes, &mut resident)?;
-        Ok((taken_ns, resident[..len_bytes / page].iter().all(|page| page & 1 == 1)))
-    });
-    match populated {
-        Ok((taken_ns, true)) => {
-            let each_us = taken_ns as f64 / 1000.0 / (len_bytes / page) as f64;
-            Finding::available(format!("{} pages brought in, {each_us:.1} us each", len_bytes / page))
-        }
-        Ok((_, false)) => Finding::limited("not every page came"),
-        Err(error) => Finding::refused(&error),
+    let scratch = Scratch::new(1)?;
+    scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
+    let start_ns = clock::fine_ns();
+    mem::populate(scratch.addr(), len_bytes)?;
+    let taken_ns = clock::fine_ns() - start_ns;
+    if mem::resident_bytes(scratch.addr(), len_bytes)? < len_bytes {
+        return Ok(Finding::limited("not every page came"));
     }
+    let (count, taken_us) = (len_bytes / page, taken_ns as f64 / 1000.0);
+    Ok(Finding::available(format!("{count} pages brought in, {:.1} us each", taken_us / count as f64)))
 }
 
 /// Probes `MADV_FREE` and `MADV_DONTNEED`, and checks that discarded memory reads zero.
-fn probe_dontneed(_: &SystemFiles) -> Finding {
-    let dropped = Scratch::new(1).and_then(|scratch| {
-        scratch.write(0, 7);
-        scratch.advise(mem::os_page_bytes(), libc::MADV_FREE)?;
-        scratch.write(0, 7);
-        scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
-        Ok(scratch.read(0))
-    });
-    match dropped {
-        Ok(0) => Finding::available("both work"),
-        Ok(_) => Finding::missing("MADV_DONTNEED kept the contents"),
-        Err(error) => Finding::refused(&error),
-    }
+fn probe_dontneed(_: &SystemFiles) -> Checked {
+    let scratch = Scratch::new(1)?;
+    scratch.write(0, 7);
+    scratch.advise(mem::os_page_bytes(), libc::MADV_FREE)?;
+    scratch.write(0, 7);
+    scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
+    Ok(match scratch.read(0) {
+        0 => Finding::available("both work"),
+        _ => Finding::missing("MADV_DONTNEED kept the contents"),
+    })
 }
 
 /// Probes whether one `process_madvise` call can discard many scattered pages of the calling process.
-fn probe_process_madvise(_: &SystemFiles) -> Finding {
+fn probe_process_madvise(_: &SystemFiles) -> Checked {
     let page = mem::os_page_bytes();
     let count = (BLOCK_BYTES / page / 2).min(64);
-    let scratch = match Scratch::new(1) {
-        Ok(scratch) => scratch,
-        Err(error) => return error.into(),
-    };
+    let scratch = scratch_block()?;
     scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
     for index in 0..count {
         scratch.write(2 * index * page, 7);
     }
     let start_ns = clock::fine_ns();
-    match scratch.advise_every_second_page(count, libc::MADV_DONTNEED) {
-        Ok(()) => {
-            let each_us = (clock::fine_ns() - start_ns) as f64 / 1000.0 / count as f64;
-            if (0..count).all(|index| scratch.read(2 * index * page) == 0) {
-                Finding::available(format!("{count} pages given back in one call, {each_us:.1} us each"))
-            } else {
-                Finding::missing("it kept the contents")
-            }
-        }
-        Err(error) if scratch.advise_every_second_page(count, libc::MADV_COLD).is_ok() => {
-            let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe_error(&error));
-            Finding { errno: error.raw_os_error(), ..Finding::limited(found) }
-        }
-        Err(error) => Finding::refused(&error),
+    if let Err(error) = scratch.advise_every_second_page(count, libc::MADV_DONTNEED) {
+        let refused = Finding::refused(&error);
+        scratch.advise_every_second_page(count, libc::MADV_COLD).map_err(|_| Finding::refused(&error))?;
+        let found = format!("MADV_COLD only; MADV_DONTNEED: {}", refused.found);
+        return Ok(Finding { errno: refused.errno, ..Finding::limited(found) });
     }
+    let each_us = (clock::fine_ns() - start_ns) as f64 / 1000.0 / count as f64;
+    Ok(match (0..count).all(|index| scratch.read(2 * index * page) == 0) {
+        true => Finding::available(format!("{count} pages given back in one call, {each_us:.1} us each")),
+        false => Finding::missing("it kept the contents"),
+    })
 }
 
 /// Runs a trial on a page with contents, and checks that the contents survive.
-fn try_on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
-    let kept = Scratch::new(1).and_then(|scratch| {
-        scratch.write(0, 7);
-        trial(&scratch)?;
-        Ok(scratch.read(0))
-    });
-    match kept {
-        Ok(7) => Finding::available("works"),
-        Ok(_) => Finding::missing("it lost the contents"),
-        Err(error) => Finding::refused(&error),
-    }
+fn try_on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Checked {
+    let scratch = Scratch::new(1)?;
+    scratch.write(0, 7);
+    trial(&scratch)?;
+    Ok(match scratch.read(0) {
+        7 => Finding::available("works"),
+        _ => Finding::missing("it lost the contents"),
+    })
 }
 
 /// Probes guard pages: makes a page inaccessible and accessible again.
-fn probe_guard_page(_: &SystemFiles) -> Finding {
+fn probe_guard_page(_: &SystemFiles) -> Checked {
     let page = mem::os_page_bytes();
-    let fenced = Scratch::new(1).and_then(|scratch| {
-        scratch.advise(page, mem::MADV_GUARD_INSTALL)?;
-        let is_inaccessible = !scratch.is_readable(0) && scratch.is_readable(page);
-        scratch.advise(page, mem::MADV_GUARD_REMOVE)?;
-        Ok(is_inaccessible && scratch.is_readable(0))
-    });
-    inaccessible_page_finding(fenced)
+    let scratch = Scratch::new(1)?;
+    scratch.advise(page, mem::MADV_GUARD_INSTALL)?;
+    let is_inaccessible = !scratch.is_readable(0) && scratch.is_readable(page);
+    scratch.advise(page, mem::MADV_GUARD_REMOVE)?;
+    Ok(inaccessible_page_finding(is_inaccessible && scratch.is_readable(0)))
 }
 
 /// Probes poisoned pages: makes a page inaccessible and accessible again.
-fn probe_poisoned_page(_: &SystemFiles) -> Finding {
-    let fenced = Scratch::new(1).and_then(|scratch| {
-        let userfault = Userfault::open(UFFD_POISON)?;
-        scratch.poison_first_page(&userfault)?;
-        let is_inaccessible = !scratch.is_readable(0);
-        scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
-        Ok(is_inaccessible && scratch.is_readable(0))
-    });
-    inaccessible_page_finding(fenced)
+fn probe_poisoned_page(_: &SystemFiles) -> Checked {
+    let scratch = Scratch::new(1)?;
+    let userfault = Userfault::open(UFFD_POISON)?;
+    scratch.poison_first_page(&userfault)?;
+    let is_inaccessible = !scratch.is_readable(0);
+    scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
+    Ok(inaccessible_page_finding(is_inaccessible && scratch.is_readable(0)))
 }
 
-/// Returns the finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if the page was
-/// readable in between, or not readable at the end.
-fn inaccessible_page_finding(fenced: io::Result<bool>) -> Finding {
-    match fenced {
-        Ok(true) => Finding::available("a page was fenced off and opened again"),
-        Ok(false) => Finding::missing("accepted, but the page stayed as it was"),
-        Err(error) => Finding::refused(&error),
+/// Returns the finding of a probe that made a page inaccessible and then accessible again. `has_worked` is false if the
+/// page was readable in between, or not readable at the end.
+fn inaccessible_page_finding(has_worked: bool) -> Finding {
+    match has_worked {
+        true => Finding::available("a page was fenced off and opened again"),
+        false => Finding::missing("accepted, but the page stayed as it was"),
     }
 }
 
 /// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent must still read the byte that it wrote.
-fn probe_wipe_on_fork(_: &SystemFiles) -> Finding {
-    let seen = Scratch::new(1).and_then(|scratch| {
-        scratch.write(0, 7);
-        scratch.advise(mem::os_page_bytes(), libc::MADV_WIPEONFORK)?;
-        Ok((trial::first_byte_in_child(&scratch)?, scratch.read(0)))
-    });
-    match seen {
-        Ok((0, 7)) => Finding::available("a child read zero"),
-        Ok(_) => Finding::missing("accepted, but a child read its parent's page"),
-        Err(error) => Finding::refused(&error),
-    }
+fn probe_wipe_on_fork(_: &SystemFiles) -> Checked {
+    let scratch = Scratch::new(1)?;
+    scratch.write(0, 7);
+    scratch.advise(mem::os_page_bytes(), libc::MADV_WIPEONFORK)?;
+    Ok(match (trial::first_byte_in_child(&scratch)?, scratch.read(0)) {
+        (0, 7) => Finding::available("a child read zero"),
+        _ => Finding::missing("accepted, but a child read its parent's page"),
+    })
 }
 
 /// Probes userfaultfd, and reports which of [`UFFD_FEATURE_NAMES`] the kernel offers.
-fn probe_userfaultfd(system: &SystemFiles) -> Finding {
+fn probe_userfaultfd(system: &SystemFiles) -> Checked {
     let setting = system.read("/proc/sys/vm/unprivileged_userfaultfd");
     let setting = setting.map_or_else(|unread| unread.reason, |text| format!("unprivileged_userfaultfd={text}"));
-    match Userfault::open(0) {
-        Ok(userfault) => {
-            let names: Vec<_> = UFFD_FEATURE_NAMES
-                .iter()
-                .filter(|(bit, _)| userfault.features & bit != 0)
-                .map(|(_, name)| *name)
-                .collect();
-            Finding::available(format!("{}; {setting}", names.join(", ")))
-        }
-        Err(error) => Finding::refused(&error),
-    }
+    let features = Userfault::open(0)?.features;
+    let offered = UFFD_FEATURE_NAMES.iter().filter(|(bit, _)| features & bit != 0);
+    let names: Vec<_> = offered.map(|(_, name)| *name).collect();
+    Ok(Finding::available(format!("{}; {setting}", names.join(", "))))
 }
 
 /// Probes `UFFDIO_MOVE`: moves a block and checks that its bytes arrived. Does so three times, because the first move
 /// is slow.
-fn probe_move_of_a_block() -> Finding {
+fn probe_move_of_a_block() -> Checked {
     let (to, from) = (0, BLOCK_BYTES);
     let mut fastest_ns = u64::MAX;
     for _ in 0..3 {
-        let moved = Scratch::new(2).and_then(|scratch| {
-            mem::populate_huge(scratch.addr() + from, BLOCK_BYTES)?;
-            scratch.write(from, 7);
-            let start_ns = clock::fine_ns();
-            trial::move_second_block(&scratch)?;
-            fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns);
-            Ok(scratch.read(to) == 7 && scratch.read(from) == 0)
-        });
-        match moved {
-            Ok(true) => {}
-            Ok(false) => return Finding::missing("accepted, but the page stayed where it was"),
-            Err(error) => return Finding::refused(&error),
+        let scratch = Scratch::new(2)?;
+        mem::populate_huge(scratch.addr() + from, BLOCK_BYTES)?;
+        scratch.write(from, 7);
+        let start_ns = clock::fine_ns();
+        trial::move_second_block(&scratch)?;
+        fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns);
+        if scratch.read(to) != 7 || scratch.read(from) != 0 {
+            return Ok(Finding::missing("accepted, but the page stayed where it was"));
         }
     }
-    Finding::available(format!("2 MiB moved in {:.1} us", fastest_ns as f64 / 1000.0))
+    Ok(Finding::available(format!("2 MiB moved in {:.1} us", fastest_ns as f64 / 1000.0)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::Availability;
+    use crate::probe::{Availability, finding_of};
 
     /// Each word of a setting must lead to its state. If the file of the setting is missing, the state must be missing;
     /// if all of `/sys` is missing, the state must be unknown.
@@ -502,7 +446,7 @@ mod tests {
     fn settings_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
         let system = SystemFiles { root: root.path().to_path_buf() };
-        let judge = || setting_finding(&system, THP_DEFRAG_PATH, &["madvise"], &["defer"]).state;
+        let judge = || finding_of(setting_finding(&system, THP_DEFRAG_PATH, &["madvise"], &["defer"])).state;
         assert_eq!(judge(), Availability::Unknown);
 
         let path = system.path(THP_DEFRAG_PATH);
@@ -525,10 +469,10 @@ mod tests {
     fn reserved_pages_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
         let system = SystemFiles { root: root.path().to_path_buf() };
-        assert_eq!(probe_reserved_pages(&system).state, Availability::Unknown);
+        assert_eq!(finding_of(probe_reserved_pages(&system)).state, Availability::Unknown);
         let folder = system.path(HUGETLB_FOLDER);
         std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
-        assert_eq!(probe_reserved_pages(&system).state, Availability::Missing);
+        assert_eq!(finding_of(probe_reserved_pages(&system)).state, Availability::Missing);
         std::fs::create_dir_all(&folder).unwrap();
         for (total, free, promised, state) in [
             (0, 0, 0, Availability::Missing),
@@ -539,7 +483,7 @@ mod tests {
             for (name, number) in [("nr_hugepages", total), ("free_hugepages", free), ("resv_hugepages", promised)] {
                 std::fs::write(folder.join(name), format!("{number}\n")).unwrap();
             }
-            assert_eq!(probe_reserved_pages(&system).state, state, "{total} {free} {promised}");
+            assert_eq!(finding_of(probe_reserved_pages(&system)).state, state, "{total} {free} {promised}");
         }
     }
 
@@ -555,7 +499,7 @@ mod tests {
             ("many\n", Availability::Unknown),
         ] {
             std::fs::write(&path, text).unwrap();
-            assert_eq!(probe_huge_page_size(&system).state, state, "{text}");
+            assert_eq!(finding_of(probe_huge_page_size(&system)).state, state, "{text}");
         }
     }
 }

@@ -101,7 +101,15 @@ pub struct Feature {
     /// The command that enables the feature; empty if only another kernel helps.
     fix: &'static str,
     /// Function that tries the feature and returns its state.
-    check: fn(&SystemFiles) -> Finding,
+    check: fn(&SystemFiles) -> Checked,
+}
+
+/// The result of a check. `Err` is the finding if the check ended early.
+type Checked = Result<Finding, Finding>;
+
+/// Returns the finding of a check, whether the check ended early or not.
+fn finding_of(checked: Checked) -> Finding {
+    checked.unwrap_or_else(|early| early)
 }
 
 /// A feature and its state on this machine.
@@ -167,7 +175,7 @@ pub fn table() -> impl Iterator<Item = &'static Feature> {
 impl Feature {
     /// Tries the feature and returns its row. `running` is the release of the running kernel.
     fn probe_row(&'static self, system: &SystemFiles, running: Option<(u32, u32)>) -> Row {
-        let Finding { state, found, fix, errno } = (self.check)(system);
+        let Finding { state, found, fix, errno } = finding_of((self.check)(system));
         let fix = match state {
             Availability::Available => None,
             Availability::Unknown => fix,
@@ -236,11 +244,17 @@ impl Finding {
     }
 }
 
-/// The finding if no memory could be allocated for the trial.
+/// As [`Finding::refused`].
 impl From<std::io::Error> for Finding {
     fn from(error: std::io::Error) -> Self {
-        Self::unknown(format!("no memory for the trial: {}", describe_error(&error)))
+        Self::refused(&error)
     }
+}
+
+/// Returns memory for a trial, or the finding if there is none.
+fn scratch_block() -> Result<trial::Scratch, Finding> {
+    let no_memory = |error| Finding::unknown(format!("no memory for the trial: {}", describe_error(&error)));
+    trial::Scratch::new(1).map_err(no_memory)
 }
 
 /// The error of a kernel file that could not be read.
@@ -250,6 +264,13 @@ struct KernelFileError {
     fix: Option<String>,
     /// The kernel has no such file.
     is_absent: bool,
+}
+
+impl KernelFileError {
+    /// Returns the finding `absent` if the kernel has no such file.
+    fn or_if_absent(self, absent: Finding) -> Finding {
+        if self.is_absent { absent } else { self.into() }
+    }
 }
 
 impl From<KernelFileError> for Finding {
