@@ -580,6 +580,12 @@ impl Snapshot {
         sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
     }
 
+    /// The process's resident bytes, its giveable bytes, and its resident bytes without the giveable ones (`net`).
+    pub fn memory_amounts(&self) -> MemoryAmounts {
+        let resident = self.get(Counter::Resident);
+        MemoryAmounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
+    }
+
     /// Returns the time since the last measurement of all figures; `None` if the figures were never measured.
     pub fn age(&self) -> Option<Duration> {
         let measured_ns = self.get(Counter::MeasuredAt);
@@ -630,14 +636,6 @@ pub struct MemoryAmounts {
     pub net: u64,
 }
 
-impl Snapshot {
-    /// The process's resident bytes, its giveable bytes, and its resident bytes without the giveable ones (`net`).
-    pub fn memory_amounts(&self) -> MemoryAmounts {
-        let resident = self.get(Counter::Resident);
-        MemoryAmounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
-    }
-}
-
 /// Returns the figures of this process as they are now, without a measurement.
 pub fn snapshot() -> Snapshot {
     let page = current();
@@ -656,8 +654,7 @@ pub fn snapshot() -> Snapshot {
 ///
 /// The error of creating the file. The figures stay private after an error.
 pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
-    // SAFETY: this creates a new mapping at an address that the kernel chooses.
-    let map = |access| unsafe { file::map_shared(path, Figures::LEN, access, 0) };
+    let map = |access| file::map_shared(path, Figures::LEN, access);
     // A file from before an `exec` of this process is reused, because other processes may have mapped it.
     let addr = match map(Access::Create) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => map(Access::Update)?,
@@ -666,11 +663,11 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     // SAFETY: the mapping is as long as the type and page aligned, and every bit pattern is valid (type invariant).
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
     page.write_header(identity, process::name(identity.pid));
-    let copied: [u64; MAX_COUNTERS] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
+    let before = current();
+    let copied: [u64; MAX_COUNTERS] = std::array::from_fn(|index| before.counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
     }
-    let before = current();
     for (to, from) in page.arena.iter().zip(&before.arena) {
         to.store(from.load(Relaxed), Relaxed);
     }
@@ -735,8 +732,7 @@ pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Fi
 /// Calls `act` with the mapped page of figures of another process, so that `act` can send a request to that process.
 /// Fails with `InvalidData` if the file at `path` is not a page of figures of this version.
 pub(crate) fn with_page_of_process<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
-    // SAFETY: this creates a new mapping at an address that the kernel chooses.
-    let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Update, 0) }?;
+    let addr = file::map_shared(path, Figures::LEN, Access::Update)?;
     // SAFETY: as in `publish`.
     let page = unsafe { &*(addr as *const Figures) };
     let is_ours = page.magic.load(Relaxed) == MAGIC && page.version_pid.load(Relaxed) as u32 == VERSION;

@@ -3,6 +3,8 @@
 //! If this process ends, the kernel kills the child.
 #![allow(unsafe_code)] // clone, signal masks, wait4, prctl
 
+use crate::fault::AllSignalsBlocked;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::fs::File;
 use std::io;
@@ -208,21 +210,16 @@ const CHILD_STACK_BYTES: usize = 64 << 10;
 fn start_child(start: &mut ChildSetup) -> io::Result<libc::pid_t> {
     // Whole pages align the stack's end as a stack pointer must be.
     let stack_bytes = (CHILD_STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
+    let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::STACK);
     // SAFETY: the call creates a new mapping and replaces none.
-    let stack = unsafe {
-        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        libc::mmap(ptr::null_mut(), stack_bytes, access, kind | libc::MAP_STACK, -1, 0)
-    };
-    if stack == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
+    let stack = unsafe { mmap_anonymous(ptr::null_mut(), stack_bytes, access, kind) }?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
     // SAFETY: the stack grows down from the end of the mapping. Because of CLONE_VFORK this thread continues only after
     // the child has stopped using the stack and `start`.
     let pid = unsafe { libc::clone(child_main, stack.byte_add(stack_bytes), flags, ptr::from_mut(start).cast()) };
     let failed = (pid < 0).then(io::Error::last_os_error);
     // SAFETY: the child does not use the stack any more.
-    unsafe { libc::munmap(stack, stack_bytes) };
+    let _ = unsafe { munmap(stack, stack_bytes) };
     if let Some(error) = failed {
         return Err(error);
     }
@@ -258,17 +255,11 @@ pub fn spawn(program: &Program, group: Option<&File>, held: BlockedSignals) -> i
         mask: held.before,
         error: 0,
     };
-    // SAFETY: plain data may be zero.
-    let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
     // The child inherits the mask, so no signal stops the child or runs a handler in it before the child has set its
-    // own mask. SAFETY: the calls only change this thread's signal mask.
-    unsafe {
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut own);
-    }
+    // own mask.
+    let blocked = AllSignalsBlocked::begin();
     let started = start_child(&mut start);
-    // SAFETY: the call only restores this thread's signal mask.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const own, ptr::null_mut()) };
+    drop(blocked);
     started.map(|pid| RunningChild { pid, _blocked: held })
 }
 

@@ -4,13 +4,16 @@
 //! points, and callers may hold locks.
 #![allow(unsafe_code)] // close, mmap
 
+use crate::mem;
 use rustix::fs::{self, CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 use std::ffi::CStr;
 use std::fmt;
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::ptr;
 
 /// A text of at most `N - 1` bytes with a terminating zero. A longer text is truncated, and `is_cut` is set.
 pub struct Text<const N: usize> {
@@ -119,15 +122,20 @@ pub(crate) fn open(path: &CStr, flags: OFlags, mode: Mode) -> io::Result<Fd> {
 ///
 /// Errors of `open` or `read`.
 pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
-    let fd = open(path, OFlags::RDONLY, Mode::empty())?;
+    let len = read_all(&open(path, OFlags::RDONLY, Mode::empty())?, buffer)?;
+    Ok(&buffer[..len])
+}
+
+/// Reads until `buffer` is full or the file ends. Returns the number of bytes.
+fn read_all(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     let mut len = 0;
     while len < buffer.len() {
-        match read_some(&fd, &mut buffer[len..])? {
+        match read_some(fd, &mut buffer[len..])? {
             0 => break,
             count => len += count,
         }
     }
-    Ok(&buffer[..len])
+    Ok(len)
 }
 
 /// Reads at least one byte, unless the file has ended. Returns the number of bytes. Repeats the call if a signal
@@ -193,32 +201,23 @@ pub enum Access {
     Create,
     /// The file must exist, have at least the given length and belong to this user.
     Update,
-    /// As `Update`, but the mapping is read-only.
-    Inspect,
 }
 
 /// Flags for a path at which another user may have placed another kind of file. Opening then refuses a symbolic link,
 /// does not wait for the other end of a pipe, and does not make a terminal the controlling terminal.
 const UNTRUSTED_PATH_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
-/// Maps a file that processes share. Returns the address. If `fixed` is not 0, maps the file at that address and
-/// replaces the existing mapping.
+/// Maps a file that processes share. Returns the address.
 ///
 /// # Errors
 ///
 /// Errors of the system calls. `EINVAL` for a file that is too short; `EACCES` for one that is not a regular file of
 /// this user.
-///
-/// # Safety
-///
-/// If `fixed` is not 0, no code may depend on the memory that is mapped there.
-pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
+pub fn map_shared(path: &CStr, len_bytes: usize, access: Access) -> io::Result<usize> {
     assert!(len_bytes > 0);
-    assert!(fixed.is_multiple_of(crate::mem::os_page_bytes()));
     let flags = match access {
         Access::Create => OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
         Access::Update => OFlags::RDWR,
-        Access::Inspect => OFlags::RDONLY,
     };
     if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
         return Err(Errno::FBIG.into());
@@ -242,15 +241,9 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     } else {
         check_owner_and_length(&fd, len_bytes)?;
     }
-    let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
-    let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
-    // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
-    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.descriptor_number(), 0) };
-    if addr == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    assert!(fixed == 0 || addr as usize == fixed);
-    Ok(addr as usize)
+    // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
+    Ok(unsafe { mmap(ptr::null_mut(), len_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?
+        as usize)
 }
 
 /// Reads the first `buffer.len()` bytes of a regular file that other processes may be changing.
@@ -268,14 +261,7 @@ pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io:
     if owner.is_some_and(|owner| fs::fstat(&fd).map(|stat| stat.st_uid) != Ok(owner)) {
         return Err(Errno::ACCESS.into());
     }
-    let mut len = 0;
-    while len < buffer.len() {
-        match read_some(&fd, &mut buffer[len..])? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => len += count,
-        }
-    }
-    Ok(())
+    if read_all(&fd, buffer)? < buffer.len() { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
 }
 
 /// Returns whether `path` is a directory (not a symbolic link) of user `owner`, without permissions for group and
@@ -316,10 +302,9 @@ fn check_owner_and_length(fd: &Fd, len_bytes: usize) -> io::Result<()> {
 ///
 /// `fixed..fixed + len_bytes` must be mapped, and no code may need its contents.
 pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
     // SAFETY: guaranteed by the caller.
-    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-    if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    unsafe { mem::map(fixed, len_bytes, access, flags) }.map(drop)
 }
 
 /// Unmaps memory that [`map_shared`] mapped.
@@ -490,12 +475,12 @@ mod tests {
     fn shared_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = Path::format(format_args!("{}/page", folder.path().display())).unwrap();
-        // SAFETY: the kernel chooses the addresses of these mappings, so they replace no other mapping.
+        let made = map_shared(path.as_c_str(), 4096, Access::Create).unwrap();
+        assert!(map_shared(path.as_c_str(), 4096, Access::Create).is_err(), "made twice");
+        assert!(map_shared(path.as_c_str(), 8192, Access::Update).is_err(), "too short");
+        let seen = map_shared(path.as_c_str(), 4096, Access::Update).unwrap();
+        // SAFETY: both are mappings of the test.
         unsafe {
-            let made = map_shared(path.as_c_str(), 4096, Access::Create, 0).unwrap();
-            assert!(map_shared(path.as_c_str(), 4096, Access::Create, 0).is_err(), "made twice");
-            assert!(map_shared(path.as_c_str(), 8192, Access::Inspect, 0).is_err(), "too short");
-            let seen = map_shared(path.as_c_str(), 4096, Access::Inspect, 0).unwrap();
             (made as *mut u64).write(7);
             assert_eq!((seen as *const u64).read_volatile(), 7);
             unmap(made, 4096);

@@ -28,6 +28,7 @@ pub struct Mapping {
 }
 
 /// The kernel's `struct procmap_query`.
+#[derive(Default)]
 #[repr(C)]
 struct MappingQuery {
     size: u64,
@@ -94,17 +95,9 @@ impl Maps {
             size: size_of::<MappingQuery>() as u64,
             flags: COVERING_OR_NEXT,
             addr: addr as u64,
-            start: 0,
-            end: 0,
-            vma_flags: 0,
-            page_size: 0,
-            offset: 0,
-            inode: 0,
-            device: [0; 2],
             name_size: NAME_BUFFER_BYTES as u32,
-            build_id_size: 0,
             name_addr: name.as_mut_ptr() as u64,
-            build_id_addr: 0,
+            ..MappingQuery::default()
         };
         // SAFETY: the call reads and writes `query`, which contains its own size, and `name`, whose address and size
         // `query` contains.

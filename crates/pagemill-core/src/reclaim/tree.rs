@@ -153,9 +153,8 @@ impl TreePage {
 
     /// Maps the file of a tree's page.
     fn map_page(path: &CStr, access: Access) -> Result<&'static Self> {
-        // SAFETY: the new mapping replaces no other mapping.
-        let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
-            .map_err(Error::system("mapping the page of the process tree"))?;
+        let addr =
+            file::map_shared(path, Self::LEN, access).map_err(Error::system("mapping the page of the process tree"))?;
         // SAFETY: long enough, page aligned and never unmapped; all bit patterns are valid.
         Ok(unsafe { &*(addr as *const Self) })
     }
@@ -172,7 +171,7 @@ impl TreePage {
 
     /// Takes a slot for this process: the slot it had before an `exec`, or a free one. Returns `None` if all are taken.
     pub fn enter(&'static self, identity: Identity) -> Option<MemberSlot> {
-        let id = pack_identity(identity);
+        let MemberId(id) = MemberId::of(identity);
         assert!(id != 0, "0 marks a free slot");
         if let Some(index) = self.used_slots().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.initialize_slot(index));
@@ -208,7 +207,7 @@ impl TreePage {
         let mut ended = 0;
         for member in self.used_slots() {
             let id = member.id.load(Acquire);
-            if id != 0 && !is_alive(id) {
+            if id != 0 && !MemberId(id).is_alive() {
                 // Clear only the identity: the other words do not count without it, and may belong to a new member by
                 // now.
                 ended += usize::from(member.id.compare_exchange(id, 0, AcqRel, Relaxed).is_ok());
@@ -253,7 +252,7 @@ impl TreePage {
 
     /// Wakes the helper thread of a member process.
     pub fn wake(&self, identity: Identity) {
-        let id = pack_identity(identity);
+        let MemberId(id) = MemberId::of(identity);
         self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
@@ -304,15 +303,13 @@ impl TreePage {
         self.wanted.fetch_add(bytes, Relaxed);
         let request = self.request.fetch_add(1, AcqRel).wrapping_add(1);
         // A member that did not answer an earlier request in time gets this request, but is not waited for.
-        let mut awaited = [0u64; MAX_MEMBERS / 64];
+        let mut awaited = [false; MAX_MEMBERS];
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
             if is_own || member.id.load(Relaxed) == 0 || member.helper_state.load(Relaxed) == 0 {
                 continue;
             }
-            if member.helper_state.load(Relaxed) == HELPER_LISTENS {
-                awaited[index / 64] |= 1 << (index % 64);
-            }
+            awaited[index] = member.helper_state.load(Relaxed) == HELPER_LISTENS;
             member.wake();
         }
         self.wait_for_answers(&awaited, request, is_enough);
@@ -321,45 +318,45 @@ impl TreePage {
         before.saturating_sub(others())
     }
 
-    /// Waits until the members in the bit set `awaited` have answered `request`, at most [`ANSWER_MS`]. Marks members
-    /// that are late as unresponsive.
-    fn wait_for_answers(&self, awaited: &[u64; MAX_MEMBERS / 64], request: u32, is_enough: impl Fn() -> bool) {
+    /// Waits until the `awaited` members have answered `request`, at most [`ANSWER_MS`]. Marks members that are late as
+    /// unresponsive.
+    fn wait_for_answers(&self, awaited: &[bool; MAX_MEMBERS], request: u32, is_enough: impl Fn() -> bool) {
+        let is_late = |member: &Member| (member.answered.load(Acquire).wrapping_sub(request) as i32) < 0;
+        let late = || self.members.iter().zip(awaited).filter(|(member, is_awaited)| **is_awaited && is_late(member));
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
-            let is_open = (0..MAX_MEMBERS).any(|index| {
-                let member = &self.members[index];
-                awaited[index / 64] >> (index % 64) & 1 == 1
-                    && member.id.load(Relaxed) != 0
-                    && (member.answered.load(Acquire).wrapping_sub(request) as i32) < 0
-            });
-            if !is_open || is_enough() {
+            if late().all(|(member, _)| member.id.load(Relaxed) == 0) || is_enough() {
                 return;
             }
             futex::wait(&self.answers, seen, Some(Duration::from_millis(1)), Scope::Shared);
         }
-        for (index, member) in self.used_slots().iter().enumerate() {
-            let is_late = (member.answered.load(Relaxed).wrapping_sub(request) as i32) < 0;
-            if awaited[index / 64] >> (index % 64) & 1 == 1 && is_late {
-                let _ = member.helper_state.compare_exchange(HELPER_LISTENS, HELPER_UNRESPONSIVE, Relaxed, Relaxed);
-            }
+        for (member, _) in late() {
+            let _ = member.helper_state.compare_exchange(HELPER_LISTENS, HELPER_UNRESPONSIVE, Relaxed, Relaxed);
         }
     }
 }
 
-/// The process id of a member, with a part of the process's start time.
+/// The process id of a member in the low half, and the low half of the process's start time in the high half.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemberId(u64);
 
 impl MemberId {
+    fn of(identity: Identity) -> Self {
+        Self(u64::from(identity.pid) | identity.start_ticks << 32)
+    }
+
     pub fn pid(self) -> u32 {
         self.0 as u32
     }
 
-    /// Whether the process is running. Reads `/proc` once.
+    /// Whether the process is running. Reads `/proc` once. Without `/proc` every process counts as running.
     pub fn is_alive(self) -> bool {
-        is_alive(self.0)
+        match process::identity(self.pid()) {
+            Some(now) => [0, now.start_ticks & 0xFFFF_FFFF].contains(&(self.0 >> 32)),
+            None => !process::has_proc(),
+        }
     }
 }
 
@@ -471,19 +468,6 @@ impl Membership {
         let index = self.index.load(Relaxed).checked_sub(1)?;
         debug_assert!(index < MAX_MEMBERS);
         Some(MemberSlot { page: self.page()?, index })
-    }
-}
-
-/// Packs an identity into one word: process id in the low half, low half of the start time in the high half.
-fn pack_identity(identity: Identity) -> u64 {
-    u64::from(identity.pid) | identity.start_ticks << 32
-}
-
-/// Whether the process with this packed identity is running. Without `/proc` every process counts as running.
-fn is_alive(id: u64) -> bool {
-    match process::identity(id as u32) {
-        Some(now) => (id >> 32) == (now.start_ticks & 0xFFFF_FFFF) || id >> 32 == 0,
-        None => !process::has_proc(),
     }
 }
 
