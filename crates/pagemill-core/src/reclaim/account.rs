@@ -85,6 +85,7 @@ const MAX_FREE_DIVISOR: u64 = 3;
 /// assert!(pagemill.account.giveable() < 2 << 20);
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
+#[derive(Default)]
 pub struct Account {
     /// Bytes charged to this process.
     resident: AtomicU64,
@@ -129,26 +130,8 @@ pub struct Account {
 impl Account {
     /// Creates the account of a process that may hold `limit` resident bytes ([`UNLIMITED`] for no limit of its own).
     pub fn new(limit: u64) -> Self {
-        Self {
-            resident: AtomicU64::new(0),
-            untouched: AtomicU64::new(0),
-            own_limit: limit,
-            membership: Membership::default(),
-            owners: Owners::default(),
-            reconcile_after_ns: AtomicU64::new(0),
-            headroom: Headroom::default(),
-            reclaim_paused_until_ns: AtomicU64::new(0),
-            reclaim_pause_ns: AtomicU64::new(*RECLAIM_PAUSE_NS.start()),
-            siblings_first_after_ns: AtomicU64::new(0),
-            helper: OnceLock::new(),
-            not_offset_bytes: AtomicU64::new(0),
-            next_offset_ns: AtomicU64::new(0),
-            has_debt: AtomicBool::new(false),
-            is_exhausted: AtomicBool::new(false),
-            on_debt: OnceLock::new(),
-            on_first_charge: OnceLock::new(),
-            has_charged: AtomicBool::new(false),
-        }
+        let reclaim_pause_ns = AtomicU64::new(*RECLAIM_PAUSE_NS.start());
+        Self { own_limit: limit, reclaim_pause_ns, ..Self::default() }
     }
 
     /// As [`Account::new`], but places the account in an allocation of its own that is never freed.

@@ -145,6 +145,16 @@ impl Slots for Heap {
 /// The age of free slots is measured in ticks of 2^26 nanoseconds: 67 ms.
 const TICK_SHIFT: u32 = 26;
 
+/// Returns the error for a call that needs a live slot, and finds the slot in another phase.
+#[cold]
+fn not_live(place: LocatedSlot, phase: SlotPhase) -> Error {
+    debug_assert!(phase != SlotPhase::Live);
+    match phase {
+        SlotPhase::None => Error::NotAllocated { addr: place.addr },
+        _ => Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() },
+    }
+}
+
 /// Returns the current time in ticks, which a slot stores when it is freed. The value wraps after 73 minutes.
 fn current_stamp() -> u16 {
     (clock::coarse_ns() >> TICK_SHIFT) as u16
@@ -259,23 +269,22 @@ impl Heap {
     /// As [`Heap::allocate`].
     pub fn allocate_zeroed(&self, size: usize, align: usize) -> Result<NonNull<u8>> {
         let allocation = self.allocate_with(size, align, InitialContents::Zero)?;
-        if allocation.is_zero {
+        if allocation.is_zero || (size >= CALLOC_DISCARD_FROM_BYTES && self.discard_contents(allocation, size)) {
             stats::add(Counter::CallocSkipped, size as u64);
-            return Ok(allocation.addr);
+        } else {
+            // SAFETY: this call allocated the slot, which has at least `size` bytes.
+            unsafe { std::ptr::write_bytes(allocation.addr.as_ptr(), 0, size) };
         }
-        if size >= CALLOC_DISCARD_FROM_BYTES {
-            let blocks = size.div_ceil(BLOCK_BYTES);
-            let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
-            debug_assert!((allocation.addr.as_ptr() as usize).is_multiple_of(BLOCK_BYTES));
-            // SAFETY: this call allocated the slot, which consists of whole blocks.
-            if unsafe { self.arena.discard_and_reopen(first, blocks) }.is_some() {
-                stats::add(Counter::CallocSkipped, size as u64);
-                return Ok(allocation.addr);
-            }
-        }
-        // SAFETY: this call allocated the slot, which has at least `size` bytes.
-        unsafe { std::ptr::write_bytes(allocation.addr.as_ptr(), 0, size) };
         Ok(allocation.addr)
+    }
+
+    /// Discards the contents of an allocation of whole blocks that the caller has just made. Returns whether all of its
+    /// bytes are zero now.
+    fn discard_contents(&self, allocation: Allocation, size: usize) -> bool {
+        let addr = allocation.addr.as_ptr() as usize;
+        debug_assert!(addr.is_multiple_of(BLOCK_BYTES));
+        // SAFETY: the caller allocated the slot, which consists of whole blocks.
+        unsafe { self.arena.discard_and_reopen(self.arena.block_of(addr), size.div_ceil(BLOCK_BYTES)) }.is_some()
     }
 
     /// Allocates whole blocks whose contents do not change, even where the program has not written. A slot that was
@@ -288,10 +297,7 @@ impl Heap {
         let size = size.max(BLOCK_BYTES);
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
-            let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
-            debug_assert!((allocation.addr.as_ptr() as usize).is_multiple_of(BLOCK_BYTES));
-            // SAFETY: this call allocated the slot, which consists of whole blocks.
-            unsafe { self.arena.discard_and_reopen(first, blocks) };
+            self.discard_contents(allocation, size);
         }
         Ok(allocation.addr)
     }
@@ -522,11 +528,8 @@ impl Heap {
         if result.is_err() {
             // Pages of another slot may have been moved into a part of this slot.
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
-            let (shard, bytes) = (self.current_shard(), self.with_resident_count(place, bytes));
-            let freed = self.slot(place.number).free(bytes, current_stamp());
+            let freed = self.free_slot(place, bytes);
             debug_assert!(freed.is_ok(), "no other thread has freed the slot");
-            self.add_free_bytes(shard, bytes.counted_bytes() as i64);
-            self.free_list(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
         } else {
@@ -563,8 +566,7 @@ impl Heap {
         let place = self.find_slot(addr)?;
         match self.slot(place.number).phase() {
             SlotPhase::Live => Ok(place),
-            SlotPhase::None => Err(Error::NotAllocated { addr }),
-            SlotPhase::Free | SlotPhase::Purging => Err(Error::FreedBefore { addr, len_bytes: place.class.bytes() }),
+            phase => Err(not_live(place, phase)),
         }
     }
 
@@ -603,11 +605,7 @@ impl Heap {
         let shard = self.current_shard();
         let bytes = self.with_resident_count(place, bytes);
         let free_bytes = bytes.counted_bytes() as i64;
-        match self.slot(place.number).free(bytes, current_stamp()) {
-            Ok(()) => {}
-            Err(SlotPhase::None) => return Err(Error::NotAllocated { addr: place.addr }),
-            Err(_) => return Err(Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() }),
-        }
+        self.slot(place.number).free(bytes, current_stamp()).map_err(|phase| not_live(place, phase))?;
         self.free_list(place.node, shard, place.class).push(self, place.number);
         let before = self.free_bytes[shard % MAX_SHARDS].0.fetch_add(free_bytes, Relaxed);
         if before / PUBLISH_STEP_BYTES != (before + free_bytes) / PUBLISH_STEP_BYTES {
