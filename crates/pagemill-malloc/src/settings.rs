@@ -2,7 +2,6 @@
 //!
 //! Reading the environment later would be unsafe, because another thread may change it at the same time. The program
 //! may also have cleared the environment.
-#![allow(unsafe_code)] // a static written once
 
 use pagemill_core::arena::Layout;
 use pagemill_core::arena::nodes::Nodes;
@@ -11,8 +10,8 @@ use pagemill_core::reclaim::Return;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::{PageSize, parse_plain_bytes};
 use pagemill_sys::file::{self, Path, Text};
-use std::cell::UnsafeCell;
 use std::ffi::CStr;
+use std::sync::OnceLock;
 
 /// Settings of this process.
 pub struct Settings {
@@ -51,38 +50,11 @@ enum HugePolicy {
     Never,
 }
 
-struct SettingsCell(UnsafeCell<Settings>);
-
-// SAFETY: only `read_environment` writes the value, before any other thread can use the library.
-unsafe impl Sync for SettingsCell {}
-
-static SETTINGS: SettingsCell = SettingsCell(UnsafeCell::new(Settings::defaults()));
-
-/// Returns the settings; valid after [`read_environment`].
+/// Returns the settings. The thread that starts the library makes the first call, which reads the environment, before
+/// other threads can use the library.
 pub fn settings() -> &'static Settings {
-    // SAFETY: after `read_environment` the value is not written any more.
-    unsafe { &*SETTINGS.0.get() }
-}
-
-/// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
-/// can use the library.
-pub fn read_environment() {
-    // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
-    let settings = unsafe { &mut *SETTINGS.0.get() };
-    settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
-    settings.after_bytes = size_variable(c"PAGEMILL_AFTER");
-    settings.is_checking =
-        word_variable(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
-    settings.may_have_helper = word_variable(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.observes_limits = word_variable(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.policy = return_policy().unwrap_or(Return::BALANCED);
-    settings.page_bytes = size_variable(c"PAGEMILL_PAGE_SIZE");
-    settings.nodes = size_variable(c"PAGEMILL_NODES");
-    settings.huge = word_variable(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
-        .unwrap_or(HugePolicy::IfMostlyUsed);
-    let path = |name| Path::format(format_args!("{}", variable(name)?));
-    settings.tree = path(TREE_VARIABLE).unwrap_or_default();
-    settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
+    static SETTINGS: OnceLock<Settings> = OnceLock::new();
+    SETTINGS.get_or_init(Settings::from_environment)
 }
 
 /// Returns the policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
@@ -101,20 +73,23 @@ fn return_policy() -> Option<Return> {
 }
 
 impl Settings {
-    /// Returns the default settings, which are valid before [`read_environment`].
-    const fn defaults() -> Self {
+    fn from_environment() -> Self {
+        let on_off = [("on", true), ("off", false)];
+        let checks = [("1", true), ("0", false), ("on", true), ("off", false)];
+        let huge = [("never", HugePolicy::Never), ("always", HugePolicy::Always)];
+        let path = |name| variable(name).and_then(|path| Path::format(format_args!("{path}"))).unwrap_or_default();
         Self {
-            limit_bytes: UNLIMITED,
-            after_bytes: None,
-            is_checking: false,
-            may_have_helper: true,
-            observes_limits: true,
-            policy: Return::BALANCED,
-            tree: Path::new(),
-            runtime: Path::new(),
-            page_bytes: None,
-            nodes: None,
-            huge: HugePolicy::IfMostlyUsed,
+            limit_bytes: size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64),
+            after_bytes: size_variable(c"PAGEMILL_AFTER"),
+            is_checking: word_variable(c"PAGEMILL_CHECK", &checks).unwrap_or(false),
+            may_have_helper: word_variable(c"PAGEMILL_HELPER", &on_off).unwrap_or(true),
+            observes_limits: word_variable(c"PAGEMILL_WATCH", &on_off).unwrap_or(true),
+            policy: return_policy().unwrap_or(Return::BALANCED),
+            tree: path(TREE_VARIABLE),
+            runtime: path(c"XDG_RUNTIME_DIR"),
+            page_bytes: size_variable(c"PAGEMILL_PAGE_SIZE"),
+            nodes: size_variable(c"PAGEMILL_NODES"),
+            huge: word_variable(c"PAGEMILL_HUGE", &huge).unwrap_or(HugePolicy::IfMostlyUsed),
         }
     }
 

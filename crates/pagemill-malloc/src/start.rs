@@ -8,7 +8,7 @@
 
 use crate::globals::{self, ACCOUNT, GROWTH_LOCK, PAGEMILL, SMALL_BYTES, SMALL_LIMIT, SMALL_START, account, pagemill};
 use crate::globals::{assert_fatal, debug_assert_fatal};
-use crate::settings::{self, settings, warn};
+use crate::settings::{settings, warn};
 use crate::{check, fork, libc_fallback, small};
 use pagemill_core::instance::Instance;
 use pagemill_core::published;
@@ -19,8 +19,8 @@ use pagemill_heap::MIN_BYTES;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::{mem, process, stack, thread};
 use pagemill_volatile::Base;
-use std::cell::UnsafeCell;
 use std::ptr;
+use std::sync::OnceLock;
 use std::sync::atomic::{
     AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
@@ -111,7 +111,6 @@ fn enter_phase(phase: usize) {
 /// Starts the library: reads the settings, registers fork handlers, joins the process tree, and selects the allocator.
 /// Returns the phase to enter.
 fn start_library() -> usize {
-    settings::read_environment();
     libc_fallback::find_functions();
     fork::register_fork_handlers();
     join_tree();
@@ -231,12 +230,8 @@ fn join_tree() {
 
 /// Registers the shrinker of jemalloc's memory.
 fn register_extents(pagemill: &'static Base) {
-    struct ShrinkerCell(UnsafeCell<Option<small::ExtentShrinker>>);
-    // SAFETY: one thread writes the value once, before any read.
-    unsafe impl Sync for ShrinkerCell {}
-    static EXTENT_SHRINKER: ShrinkerCell = ShrinkerCell(UnsafeCell::new(None));
-    // SAFETY: as above.
-    let extents = unsafe { (*EXTENT_SHRINKER.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
+    static EXTENT_SHRINKER: OnceLock<small::ExtentShrinker> = OnceLock::new();
+    let extents = EXTENT_SHRINKER.get_or_init(|| small::ExtentShrinker::new(pagemill));
     pagemill.instance.account.register(extents);
 }
 
