@@ -13,10 +13,10 @@ use crate::listing::control::ControlEndpoint;
 use crate::listing::figures::CounterValues;
 use crate::listing::{ListWriter, Response, StatsResponder};
 use crate::published::{self, Subject};
+use crate::reclaim::Account;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::kernel::Kernel;
 use crate::reclaim::tree::UNLIMITED;
-use crate::reclaim::{Account, Return};
 use crate::stats::{self, Counter, Snapshot};
 use crate::sync::Lock;
 use crate::trace::{self, Event};
@@ -170,12 +170,6 @@ impl Instance {
         stats::set(Counter::MeasuredAt, now);
     }
 
-    /// Sets the time after which free memory returns to the system without a request or pressure. The default is
-    /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches.
-    pub fn set_return(&self, policy: Return) {
-        self.helper.set_return(policy);
-    }
-
     /// Acquires all locks of the instance before `fork`, in the forking thread. Waits for purges of other threads.
     ///
     /// # Safety
@@ -228,31 +222,7 @@ impl Instance {
         self.account.begin_child(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));
     }
-}
 
-impl ListWriter for Instance {
-    fn subject(&self) -> Subject {
-        Subject::Figures
-    }
-
-    /// Measures the figures of this process and writes their record.
-    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-        response.write_record(&CounterValues(*self.figures().values()).to_record())
-    }
-}
-
-impl thread::Work for Instance {
-    fn work(&'static self) {
-        self.helper.run(self.arena);
-    }
-}
-
-/// Lock that is held while the process's [`Instance`] or the state of a product is created, and during `fork`.
-static CREATION_LOCK: Lock = Lock::new();
-static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
-static KERNEL_LIMITS: Kernel = Kernel::new("");
-
-impl Instance {
     /// Returns the instance of this process; the first call creates it. Its helper thread observes the limits of the
     /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep the
     /// instance consistent. Its statistics are published in the user's folder until the process ends, for `pagemill
@@ -281,6 +251,28 @@ impl Instance {
         Ok(instance)
     }
 }
+
+impl ListWriter for Instance {
+    fn subject(&self) -> Subject {
+        Subject::Figures
+    }
+
+    /// Measures the figures of this process and writes their record.
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        response.write_record(&CounterValues(*self.figures().values()).to_record())
+    }
+}
+
+impl thread::Work for Instance {
+    fn work(&'static self) {
+        self.helper.run(self.arena);
+    }
+}
+
+/// Lock that is held while the process's [`Instance`] or the state of a product is created, and during `fork`.
+static CREATION_LOCK: Lock = Lock::new();
+static INSTANCE_OF_PROCESS: OnceLock<&'static Instance> = OnceLock::new();
+static KERNEL_LIMITS: Kernel = Kernel::new("");
 
 /// The state of one product in the [`Instance`] of the process; created on first use.
 ///

@@ -118,6 +118,6 @@ impl Testbed {
 
     /// Sets after which time free memory returns to the system, like [`Instance::set_return`].
     pub fn set_return(&self, policy: Return) {
-        self.instance.set_return(policy);
+        self.instance.helper.set_return(policy);
     }
 }

@@ -51,7 +51,7 @@ impl Pagemill {
     /// default is [`Return::BALANCED`]. The policy does not apply to the contents of volatile memory and of page
     /// caches.
     pub fn set_return(self, policy: Return) {
-        self.0.set_return(policy);
+        self.0.helper.set_return(policy);
     }
 
     /// Returns all free memory to the system, and purges all volatile memory. Returns the number of bytes that went

@@ -116,18 +116,15 @@ impl Arena {
     /// returns the state of an overcommitted block, for which the kernel provides small pages on touch.
     pub(super) fn populate_huge(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
-        match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
-            Ok(mem::Backing::Huge) => {
-                stats::add(Counter::BlocksHuge, 1);
-                trace::event(Event::BlockHuge, block as u64, resident);
-                BlockState::huge()
-            }
+        let (state, counter, event) = match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
+            Ok(mem::Backing::Huge) => (BlockState::huge(), Counter::BlocksHuge, Event::BlockHuge),
             Ok(mem::Backing::Small) | Err(_) => {
-                stats::add(Counter::BlocksFallback, 1);
-                trace::event(Event::BlockFallback, block as u64, resident);
-                BlockState::OVERCOMMITTED
+                (BlockState::OVERCOMMITTED, Counter::BlocksFallback, Event::BlockFallback)
             }
-        }
+        };
+        stats::add(counter, 1);
+        trace::event(event, block as u64, resident);
+        state
     }
 
     /// Overcommits the empty ones of `blocks` blocks, of which `first` is the first: the program may touch them without

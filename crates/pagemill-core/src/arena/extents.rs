@@ -173,18 +173,23 @@ impl Arena {
         }
     }
 
+    /// Returns the OS pages of each unit into which `part` reaches.
+    fn units_of(&self, state: BlockState, part: &BlockPart) -> impl Iterator<Item = Range<usize>> + use<> {
+        let unit = self.unit_pages(state);
+        (part.pages.start / unit..part.pages.end.div_ceil(unit)).map(move |index| index * unit..(index + 1) * unit)
+    }
+
     /// Number of OS pages that a commit of `part` must charge: those in units that are not resident yet.
     fn nonresident_pages(&self, locked: &LockedBlock<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
-        let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
-        let units = part.pages.start / unit..part.pages.end.div_ceil(unit);
+        let maps = self.maps.get(part.block);
         // A unit that has only stale pages is still resident, because the kernel refused to take it.
-        let is_resident =
-            |pages: Range<usize>| maps.committed.contains_any(pages.clone()) || maps.stale.contains_any(pages);
-        let missing = units.filter(|index| !is_resident(index * unit..(index + 1) * unit)).count();
-        (missing * unit) as u32
+        let is_missing = |pages: &Range<usize>| {
+            !maps.committed.contains_any(pages.clone()) && !maps.stale.contains_any(pages.clone())
+        };
+        self.units_of(locked.state, part).filter(is_missing).map(|pages| pages.len() as u32).sum()
     }
 
     /// Commits the pages of `part` after the budget has admitted them. Returns the number of OS pages by which the
@@ -242,16 +247,14 @@ impl Arena {
     /// Makes the units of `part` resident if a software page is larger than the OS page. Otherwise the kernel provides
     /// each page on its first touch.
     fn populate_units(&self, locked: &LockedBlock<'_>, part: &BlockPart) {
-        let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
-        if unit == 1 {
+        if self.unit_pages(locked.state) == 1 {
             return;
         }
-        for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
-            if !maps.committed.contains_any(index * unit..(index + 1) * unit) {
-                let addr = self.block_addr(part.block) + index * unit * os_page_bytes();
-                if mem::populate(addr, unit * os_page_bytes()).is_ok() {
-                    stats::add(Counter::PagesPopulated, 1);
-                }
+        let maps = self.maps.get(part.block);
+        for pages in self.units_of(locked.state, part).filter(|pages| !maps.committed.contains_any(pages.clone())) {
+            let addr = self.block_addr(part.block) + pages.start * os_page_bytes();
+            if mem::populate(addr, pages.len() * os_page_bytes()).is_ok() {
+                stats::add(Counter::PagesPopulated, 1);
             }
         }
     }
@@ -297,11 +300,10 @@ impl Arena {
 
     /// Discards those units of `part` that have no committed page. Returns the bytes freed.
     fn discard_unused_units(&self, locked: &mut LockedBlock<'_>, part: &BlockPart) -> u64 {
-        let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
+        let maps = self.maps.get(part.block);
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
-        for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
-            let pages = index * unit..(index + 1) * unit;
+        for pages in self.units_of(locked.state, part) {
             if maps.committed.contains_any(pages.clone()) {
                 self.discard_run(locked, part.block, run.take());
             } else {

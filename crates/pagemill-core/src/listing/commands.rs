@@ -1,6 +1,6 @@
 //! A command to another process, and its outcome. Both are in the same file.
 //!
-//! The command, 32 bytes, in native byte order:
+//! The command, 32 bytes, little-endian:
 //!
 //! ```text
 //!    0  u64  magic pm-ordr1
@@ -15,7 +15,7 @@
 //! the field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and
 //! after; 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
 
-use super::{Record, u32_at, u64_at};
+use super::{Record, bytes_of, u32_at, u64_at, word_of};
 use crate::published::Subject;
 
 /// First word of the file of a command. It identifies the file format.
@@ -111,13 +111,7 @@ impl ControlCommand {
             Self::Slab { action: Action::SetRemoteRatio(percent), .. } => (3, percent),
             Self::Trim { .. } => (4, 0),
         };
-        let mut bytes = [0; Self::LEN];
-        bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        for (place, word) in bytes[8..Self::ACCEPTED_OFFSET].chunks_exact_mut(4).zip([number, action, percent]) {
-            place.copy_from_slice(&u32::to_le_bytes(word));
-        }
-        bytes[24..].copy_from_slice(&self.target().to_le_bytes());
-        bytes
+        bytes_of([MAGIC, word_of(number, action), word_of(percent, 0), self.target()])
     }
 
     /// Parses a command. Returns `None` if the command is invalid, was accepted before, or has a request id other than
@@ -145,15 +139,10 @@ impl Outcome {
     }
 
     pub(super) fn to_record(self) -> [u8; Self::LEN] {
-        let mut bytes = [0; Self::LEN];
         let ShrinkReport { freed_bytes, moved, slabs_before, slabs_after, resident_before, resident_after } =
             self.shrunk;
-        let slabs = u64::from(slabs_after) << u32::BITS | u64::from(slabs_before);
-        let words = [self.of, freed_bytes, moved, slabs, resident_before, resident_after, u64::from(self.errno as u32)];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        let (slabs, errno) = (word_of(slabs_before, slabs_after), u64::from(self.errno as u32));
+        bytes_of([self.of, freed_bytes, moved, slabs, resident_before, resident_after, errno])
     }
 }
 

@@ -1,7 +1,7 @@
 //! The record of a process's statistics: all counters of [`stats::TABLE`](crate::stats::TABLE), 8 bytes each, with
 //! space for 128 counters.
 
-use super::{Record, u64_at};
+use super::{Record, bytes_of, u64_at};
 use crate::published::Subject;
 use crate::stats::MAX_COUNTERS;
 
@@ -10,11 +10,7 @@ pub(crate) struct CounterValues(pub [u64; MAX_COUNTERS]);
 
 impl CounterValues {
     pub fn to_record(&self) -> [u8; Self::LEN] {
-        let mut bytes = [0; Self::LEN];
-        for (place, value) in bytes.chunks_exact_mut(8).zip(self.0) {
-            place.copy_from_slice(&value.to_le_bytes());
-        }
-        bytes
+        bytes_of(self.0)
     }
 }
 

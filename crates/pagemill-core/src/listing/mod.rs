@@ -67,13 +67,7 @@ impl AnswerHeader {
     const LEN: usize = 32;
 
     fn to_bytes(self, subject: Subject) -> [u8; Self::LEN] {
-        let mut bytes = [0; Self::LEN];
-        bytes[..8].copy_from_slice(&magic_of(subject).to_le_bytes());
-        bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
-        bytes[12..16].copy_from_slice(&self.errno.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.records.to_le_bytes());
-        bytes[24..].copy_from_slice(&self.left_out.to_le_bytes());
-        bytes
+        bytes_of([magic_of(subject), word_of(self.number, self.errno), self.records, self.left_out])
     }
 
     /// Parses the header of an answer. Returns `None` if the answer is not about `subject`.
@@ -156,6 +150,21 @@ pub trait Record: Sized {
 
     /// Parses a record, which another process wrote. Returns `None` if it is invalid.
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
+}
+
+/// Returns the bytes of little-endian words; the bytes behind the words are zero.
+fn bytes_of<const WORDS: usize, const LEN: usize>(words: [u64; WORDS]) -> [u8; LEN] {
+    assert!(8 * WORDS <= LEN);
+    let mut bytes = [0; LEN];
+    for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+/// Packs two numbers of 32 bits into a word, `first` at the lower offset.
+fn word_of(first: u32, second: u32) -> u64 {
+    u64::from(first) | u64::from(second) << u32::BITS
 }
 
 /// Reads the little-endian 64-bit number at offset `at` of `bytes`.

@@ -133,14 +133,10 @@ impl Alarms {
     /// Returns those bits of `reported`, a mask of kernel events, whose event really happened. The kernel also wakes
     /// waiters for other reasons.
     pub fn genuine_events(&mut self, reported: u64) -> u64 {
-        let mut false_events = 0;
-        for source in self.sources.iter_mut().flatten() {
+        self.sources.iter_mut().flatten().fold(reported, |genuine, source| {
             let sign = source.sign() as u64;
-            if reported & sign != 0 && !source.is_genuine() {
-                false_events |= sign;
-            }
-        }
-        reported & !false_events
+            if reported & sign != 0 && !source.is_genuine() { genuine & !sign } else { genuine }
+        })
     }
 
     /// Sets one alarm. Returns whether that succeeded. A failure is counted, and schedules a retry.

@@ -85,7 +85,9 @@ impl Helper {
         }
     }
 
-    /// Sets when free memory returns to the system. Wakes the helper, so that the new policy applies at once.
+    /// Sets the time after which free memory returns to the system without a request or pressure. The default is
+    /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches. Wakes the helper,
+    /// so that the new policy applies at once.
     pub fn set_return(&self, policy: Return) {
         self.return_after_s.store(return_after_seconds(policy), Relaxed);
         self.wake();
@@ -187,7 +189,11 @@ impl Helper {
             account.answer();
             while arena.prefault() {}
             let next = governor.step(account, self.take_events(alarms.as_mut()), self.policy());
-            if matches!(next, NextStep::After(_)) && can_set_alarms {
+            let pause = match next {
+                NextStep::After(pause) => Some(pause),
+                NextStep::WhenGiveable | NextStep::WhenAsked => None,
+            };
+            if pause.is_some() && can_set_alarms {
                 can_set_alarms = self.update_alarms(&mut alarms);
             }
             if next == NextStep::WhenGiveable {
@@ -198,10 +204,6 @@ impl Helper {
                     continue;
                 }
             }
-            let pause = match next {
-                NextStep::After(pause) => Some(pause),
-                NextStep::WhenGiveable | NextStep::WhenAsked => None,
-            };
             let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE_AFTER).as_nanos() as u64));
             futex::wait(word, seen, pause, Scope::Shared);
             if due_ns.is_some_and(|due_ns| clock::fine_ns() > due_ns) {

@@ -176,30 +176,29 @@ impl TreePage {
         if let Some(index) = self.used_slots().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.initialize_slot(index));
         }
-        for round in 0..2 {
-            for (index, member) in self.members.iter().enumerate() {
-                if member.id.load(Relaxed) == 0 && member.id.compare_exchange(0, id, AcqRel, Relaxed).is_ok() {
-                    self.high_water.fetch_max(index as u32 + 1, AcqRel);
-                    return Some(self.initialize_slot(index));
-                }
-            }
-            if round == 0 {
-                self.sweep();
-            }
-        }
-        self.unlisted.fetch_add(1, Relaxed);
-        None
+        let take_slot = || {
+            self.members.iter().position(|member| {
+                member.id.load(Relaxed) == 0 && member.id.compare_exchange(0, id, AcqRel, Relaxed).is_ok()
+            })
+        };
+        let taken = take_slot().or_else(|| {
+            self.sweep();
+            take_slot()
+        });
+        let Some(index) = taken else {
+            self.unlisted.fetch_add(1, Relaxed);
+            return None;
+        };
+        self.high_water.fetch_max(index as u32 + 1, AcqRel);
+        Some(self.initialize_slot(index))
     }
 
     /// Resets the words of a slot that this process has taken.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
-        let member = &self.members[index];
-        for word in [&member.resident, &member.untouched, &member.giveable] {
-            word.store(0, Relaxed);
-        }
-        member.helper_state.store(0, Relaxed);
-        member.answered.store(self.request.load(Relaxed), Relaxed);
-        MemberSlot { page: self, index }
+        let place = MemberSlot { page: self, index };
+        place.publish(0, 0, 0);
+        place.listen(false);
+        place
     }
 
     /// Frees the slots of dead processes. Reads `/proc` once per member. Returns the number of freed slots.

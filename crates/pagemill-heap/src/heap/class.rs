@@ -71,7 +71,8 @@ impl Class {
 
     /// Number of blocks in a span of this class: the fewest blocks that a whole number of slots fills.
     pub fn span_blocks(self) -> usize {
-        if self.is_big() { self.stride() / BLOCK_BYTES } else { self.odd_part() }
+        // The largest odd divisor of the slot size is the fewest blocks that whole slots fill.
+        if self.is_big() { self.stride() / BLOCK_BYTES } else { self.bytes() >> self.bytes().trailing_zeros() }
     }
 
     /// Number of slots in a span of this class.
@@ -89,11 +90,6 @@ impl Class {
     /// Every span of this class starts at a multiple of this number of blocks.
     pub fn span_align_blocks(self) -> usize {
         (self.align() / BLOCK_BYTES).max(1)
-    }
-
-    /// The largest odd divisor of the slot size.
-    fn odd_part(self) -> usize {
-        self.bytes() >> self.bytes().trailing_zeros()
     }
 }
 
