@@ -236,10 +236,7 @@ impl Instance {
     ///
     /// [`Error::System`] if address space cannot be reserved, or the exit or fork handlers cannot be registered.
     pub fn of_process() -> Result<&'static Self> {
-        let instance = match INSTANCE_OF_PROCESS.get() {
-            Some(known) => known,
-            None => create_instance()?,
-        };
+        let instance = get_or_create(&INSTANCE_OF_PROCESS, create_instance)?;
         // Creating a thread allocates through the C library, so it happens outside of the lock.
         if !instance.helper.is_running() && instance.helper.claim() {
             // If publishing fails, the process runs without published statistics.
@@ -293,30 +290,32 @@ impl<T: Sync> PartOfProcess<T> {
     /// As [`Instance::of_process`], and those of `create`.
     pub fn get_or_create(&self, create: impl FnOnce(&'static Instance) -> Result<&'static T>) -> Result<&'static T> {
         let instance = Instance::of_process()?;
-        if let Some(known) = self.0.get() {
-            return Ok(known);
-        }
-        let _guard = CREATION_LOCK.lock();
-        if let Some(known) = self.0.get() {
-            return Ok(known);
-        }
-        let part = create(instance)?;
-        Ok(self.0.get_or_init(|| part))
+        get_or_create(&self.0, || create(instance))
     }
 }
 
-fn create_instance() -> Result<&'static Instance> {
-    let _guard = CREATION_LOCK.lock();
-    if let Some(known) = INSTANCE_OF_PROCESS.get() {
+/// Returns the value of `cell`. The first call creates the value under [`CREATION_LOCK`].
+#[inline]
+fn get_or_create<T>(cell: &OnceLock<&'static T>, create: impl FnOnce() -> Result<&'static T>) -> Result<&'static T> {
+    if let Some(known) = cell.get() {
         return Ok(known);
     }
+    let _guard = CREATION_LOCK.lock();
+    if let Some(known) = cell.get() {
+        return Ok(known);
+    }
+    let created = create()?;
+    Ok(cell.get_or_init(|| created))
+}
+
+fn create_instance() -> Result<&'static Instance> {
     let instance = Instance::new(Layout::for_program(), Account::make(UNLIMITED)?)?;
     instance.account.headroom.set_limits(&KERNEL_LIMITS);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     published::set_publish_folder("", runtime.unwrap_or_default());
     process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;
     process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
-    Ok(INSTANCE_OF_PROCESS.get_or_init(|| instance))
+    Ok(instance)
 }
 
 extern "C" fn at_exit() {

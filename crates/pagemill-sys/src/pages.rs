@@ -57,14 +57,9 @@ impl FileMapping {
     fn resident_ranges(&self) -> io::Result<Vec<Range<usize>>> {
         let mut states = vec![0u8; self.len / os_page_bytes()];
         mem::resident(self.addr, self.len, &mut states)?;
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        for (page, _) in states.iter().enumerate().filter(|(_, state)| **state & 1 == 1) {
-            match ranges.last_mut() {
-                Some(range) if range.end == page => range.end = page + 1,
-                _ => ranges.push(page..page + 1),
-            }
-        }
-        Ok(ranges)
+        let resident: Vec<_> = (0..states.len()).filter(|page| states[*page] & 1 == 1).collect();
+        let runs = resident.chunk_by(|page, next| page + 1 == *next);
+        Ok(runs.map(|run| run[0]..run[run.len() - 1] + 1).collect())
     }
 }
 

@@ -360,18 +360,14 @@ impl Arena {
         self.measure_block(block, &mut locked.state);
         let before = locked.state.charged_pages;
         let mut first = 0;
-        while first < parts.len() {
-            let (mut next, start, mut end) = (first + 1, parts[first].start, parts[first].end);
-            while next < parts.len() && parts[next].start == end {
-                end = parts[next].end;
-                next += 1;
-            }
+        for run in parts.chunk_by(|part, next| part.end == next.start) {
+            let (start, end) = (run[0].start, run[run.len() - 1].end);
             // SAFETY: guaranteed by the caller for each of these adjacent parts.
             if start < end && unsafe { mem::discard(start, end - start) }.is_err() {
                 stats::add(Counter::PurgeFailed, 1);
-                (first..next).for_each(&mut refused);
+                (first..first + run.len()).for_each(&mut refused);
             }
-            first = next;
+            first += run.len();
         }
         self.measure_block(block, &mut locked.state);
         Some(Self::charged_bytes(before.saturating_sub(locked.state.charged_pages)))

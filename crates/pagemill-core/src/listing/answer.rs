@@ -49,13 +49,10 @@ impl Answer for StatsResponder {
             let Some(path) = published::request_file(own.as_str(), subject, number) else { continue };
             // A failure is not reported: the requester has ended, has made another request, or must not access this
             // process.
-            match subject {
-                Subject::Command => self.control.accept_command(path.as_c_str(), number),
-                Subject::Ranges | Subject::Caches | Subject::Slabs | Subject::Figures => {
-                    if let Ok(file) = AnswerFile::open(path.as_c_str()) {
-                        let _ = self.write_list(&file, number, subject);
-                    }
-                }
+            if subject == Subject::Command {
+                self.control.accept_command(path.as_c_str(), number);
+            } else if let Ok(file) = AnswerFile::open(path.as_c_str()) {
+                let _ = self.write_list(&file, number, subject);
             }
         }
     }

@@ -72,10 +72,8 @@ impl ControlEndpoint {
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
         let pending = PendingCommand { file, number, command };
         match command {
-            ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
-                self.execute(&pending)
-            }
             ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(pending),
+            ControlCommand::Slab { .. } => self.execute(&pending),
         }
     }
 

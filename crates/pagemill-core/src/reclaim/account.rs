@@ -237,19 +237,10 @@ impl Account {
 
     /// Returns the totals that are compared with the limit: those of the process tree, or of this process if it is in
     /// no tree.
-    fn totals(&self) -> Totals {
-        let own = Totals {
-            resident: self.resident.load(Relaxed),
-            untouched: self.untouched.load(Relaxed),
-            giveable: 0,
-            members: 1,
-        };
+    pub(super) fn totals(&self) -> Totals {
+        let (resident, untouched) = (self.resident.load(Relaxed), self.untouched.load(Relaxed));
+        let own = Totals { resident, untouched, giveable: 0, members: 1 };
         self.membership.page().map_or(own, |page| page.totals_with(self.membership.place(), own))
-    }
-
-    /// Returns the resident bytes of this process and its siblings (the other processes of its tree).
-    pub(super) fn tree_resident(&self) -> u64 {
-        self.totals().resident
     }
 
     /// Publishes the current charge on the tree's page and in the statistics, and updates the peaks.
@@ -305,7 +296,7 @@ impl Account {
     /// Measures how much of the overcommitted memory has become resident, and charges it.
     pub fn reconcile(&self) {
         let start = clock::fine_ns();
-        self.owners.reconcile();
+        self.owners.for_each(|shrinker| shrinker.reconcile());
         let end = clock::fine_ns();
         self.reconcile_after_ns.store(end + RECONCILE_NS.max((end - start) * RECONCILE_PAUSE_FACTOR), Relaxed);
     }
@@ -313,7 +304,7 @@ impl Account {
     /// Measures all amounts of memory that are known only by measuring. The caller must hold no lock.
     pub fn measure(&self) {
         self.reconcile();
-        self.owners.measure();
+        self.owners.for_each(|shrinker| shrinker.measure());
         self.publish();
     }
 
@@ -377,7 +368,7 @@ impl Account {
 
     /// Finds out how much of the offered memory the kernel took, and discharges it. Usually the kernel took none.
     pub fn reap(&self) {
-        self.owners.reap();
+        self.owners.for_each(|shrinker| shrinker.reap());
     }
 
     /// Counts `bytes` of memory that becomes resident, and returns free memory to the kernel to offset them, in steps
@@ -570,7 +561,7 @@ impl Budget for Account {
             self.is_exhausted.store(false, Relaxed);
             self.reconcile_near_limit(bytes, limit);
         }
-        self.make_system_room(bytes, context)?;
+        self.make_system_room(bytes, bytes, context)?;
         if context == Context::Nested {
             self.offset_new_memory(bytes);
         }
@@ -605,7 +596,7 @@ impl Budget for Account {
         }
         // Programs touch large ranges gradually, if at all. So reclaim only what may become resident before the next
         // sample, and refuse only if not even one block may.
-        self.make_system_room_or(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
+        self.make_system_room(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
         self.note_first_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
@@ -613,7 +604,7 @@ impl Budget for Account {
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {
-        self.make_system_room(bytes, Context::Outside)?;
+        self.make_system_room(bytes, bytes, Context::Outside)?;
         let limit = self.limit();
         if limit == UNLIMITED {
             return Ok(());

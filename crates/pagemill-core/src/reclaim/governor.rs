@@ -269,7 +269,7 @@ impl<C: Clock> Governor<C> {
     fn watch_limits(&mut self, account: &Account, signs: KernelEvents) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
-        let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
+        let (own_bytes, giveable) = (account.totals().resident, account.giveable());
         let sample = RoomSample { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
         let last = self.last_sample.replace(sample).unwrap_or(sample);
         debug_assert!(last.now_ns <= sample.now_ns, "the clock is monotonic");
@@ -294,7 +294,7 @@ impl<C: Clock> Governor<C> {
         }
         let before = account.giveable();
         let room = account.give_for_system(room, extrapolated_use_bytes, Context::Outside);
-        self.last_sample = Some(RoomSample { room_bytes: room.bytes, own_bytes: account.tree_resident(), ..sample });
+        self.last_sample = Some(RoomSample { room_bytes: room.bytes, own_bytes: account.totals().resident, ..sample });
         self.calm_pause = SHORTEST_PAUSE;
         if room.shortage(0) == 0 || account.giveable() < before {
             self.futile_pause = SHORTEST_PAUSE;

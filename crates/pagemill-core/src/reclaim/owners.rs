@@ -270,19 +270,9 @@ impl Owners {
         })
     }
 
-    /// Makes the owners count how much of the offered memory the kernel took.
-    pub fn reap(&self) {
-        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
-    }
-
-    /// Makes the owners measure how much of their overcommitted memory is resident.
-    pub fn reconcile(&self) {
-        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
-    }
-
-    /// Makes the owners measure the bytes that they could give back.
-    pub fn measure(&self) {
-        self.slots.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
+    /// Calls `act` with every owner, for calls that may take long.
+    pub fn for_each(&self, act: impl Fn(&dyn Shrinker)) {
+        self.slots.iter().for_each(|owner| _ = owner.call(&act));
     }
 
     /// Resets the number of threads inside each owner's calls, in a fork child, which does not have these threads.

@@ -34,16 +34,10 @@ impl Account {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if the charge would use the reserve below a group's limit, even if all of the group's file
-    /// pages were free.
+    /// [`Error::NoMemory`] if a charge of `least_bytes` would use the reserve below a group's limit, even if all of the
+    /// group's file pages were free.
     #[inline]
-    pub(super) fn make_system_room(&self, bytes: u64, context: Context) -> Result<()> {
-        self.make_system_room_or(bytes, bytes, context)
-    }
-
-    /// As [`Account::make_system_room`], but fails only if not even `least_bytes` fit.
-    #[inline]
-    pub(super) fn make_system_room_or(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
+    pub(super) fn make_system_room(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         match self.headroom.is_short(bytes) {
             None => Ok(()),
             Some(room) => self.give_back_or_refuse(room, bytes, least_bytes, context),

@@ -452,10 +452,9 @@ impl Heap {
     }
 
     /// Returns the words of `carve_cursors` for a NUMA node and a size class.
-    fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
+    fn carve_cursor(&self, node: usize, class: Class) -> &[AtomicU64; CURSOR_WORDS] {
         debug_assert!(node < self.arena.nodes.count());
-        let first = (node * class::CLASS_COUNT + class.index()) * CURSOR_WORDS;
-        std::array::from_fn(|word| self.carve_cursors.get(first + word))
+        self.carve_cursors.row((node * class::CLASS_COUNT + class.index()) * CURSOR_WORDS)
     }
 
     /// Returns how much of a new block is expected to be used for slots of this slot's class. `Full` if slots of the
