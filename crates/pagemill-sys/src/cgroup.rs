@@ -46,9 +46,7 @@ impl<'line> Mount<'line> {
             _ => None,
         }
     }
-}
 
-impl Mount<'_> {
     /// Returns the folder, below `root`, of the group that has the path `path` in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
         // A container's mount may show only its own groups. A path outside of the shown groups is ignored.

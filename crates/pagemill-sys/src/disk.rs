@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // transfers by address
 
 use crate::file::{self, Fd};
+use crate::result::retry_interrupted;
 use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{Advice, madvise};
@@ -58,20 +59,6 @@ pub struct Options {
 
 /// An open file or block device.
 pub struct Disk(Fd);
-
-/// Repeats a system call while a signal interrupts it. Returns the call's result, or its error.
-fn retry_interrupted(mut call: impl FnMut() -> i64) -> io::Result<usize> {
-    loop {
-        let result = call();
-        if result >= 0 {
-            return Ok(result as usize);
-        }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINTR) {
-            return Err(error);
-        }
-    }
-}
 
 impl Disk {
     /// Opens the file at `path`.

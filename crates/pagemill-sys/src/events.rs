@@ -6,6 +6,7 @@
 #![allow(unsafe_code)] // waiting on a descriptor by its number
 
 use crate::file::{self, Fd, Path};
+use crate::result::retry_interrupted;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{Mode, OFlags};
@@ -164,28 +165,13 @@ impl Events {
 /// Errors of `epoll_wait`: `EBADF` when the set is closed.
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
-    loop {
-        // A direct call, because rustix's `epoll::wait` takes a descriptor that must be open. SAFETY: the call writes
-        // at most `fired.len()` entries; there is no signal mask.
-        let count = unsafe {
-            libc::syscall(
-                libc::SYS_epoll_pwait,
-                events,
-                fired.as_mut_ptr(),
-                fired.len() as libc::c_int,
-                -1,
-                std::ptr::null::<libc::sigset_t>(),
-                0_usize,
-            )
-        };
-        if let Ok(count) = usize::try_from(count) {
-            return Ok(fired[..count].iter().fold(0, |signs, event| signs | event.u64));
-        }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINTR) {
-            return Err(error);
-        }
-    }
+    // A direct call, because rustix's `epoll::wait` takes a descriptor that must be open.
+    let count = retry_interrupted(|| {
+        let (to, most, no_mask) = (fired.as_mut_ptr(), fired.len() as libc::c_int, std::ptr::null::<libc::sigset_t>());
+        // SAFETY: the call writes at most `fired.len()` entries; there is no signal mask.
+        unsafe { libc::syscall(libc::SYS_epoll_pwait, events, to, most, -1, no_mask, 0_usize) }
+    })?;
+    Ok(fired[..count].iter().fold(0, |signs, event| signs | event.u64))
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // the ioctl
 
 use crate::file::{self, Fd};
+use crate::result::check_result;
 use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
 use std::io;
@@ -99,29 +100,23 @@ impl Maps {
             name_addr: name.as_mut_ptr() as u64,
             ..MappingQuery::default()
         };
-        // SAFETY: the call reads and writes `query`, which contains its own size, and `name`, whose address and size
-        // `query` contains.
-        let result = unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) };
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            _ if result == 0 => {}
-            Some(libc::ENOENT) => return Ok(None),
+        // SAFETY: the call reads and writes the query, which contains its own size, and `name`, whose address and size
+        // the query contains.
+        let ask = |query: &mut MappingQuery| unsafe {
+            check_result(libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut *query))
+        };
+        let mut asked = ask(&mut query);
+        if asked.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENAMETOOLONG)) {
             // The name is a path, so it is not needed.
-            Some(libc::ENAMETOOLONG) => return self.query_without_name(query),
-            _ => return Err(error),
+            (query.name_size, query.name_addr) = (0, 0);
+            asked = ask(&mut query);
+        }
+        match asked {
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(None),
+            asked => asked?,
         }
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
         Ok(Some(query.to_mapping(name == c"[stack]")))
-    }
-
-    /// Repeats a query about a mapping, but does not request the mapping's name.
-    fn query_without_name(&self, mut query: MappingQuery) -> io::Result<Option<Mapping>> {
-        (query.name_size, query.name_addr) = (0, 0);
-        // SAFETY: the call reads and writes `query`, which contains its own size.
-        match unsafe { libc::ioctl(self.file.descriptor_number(), PROCMAP_QUERY as _, &raw mut query) } {
-            0 => Ok(Some(query.to_mapping(false))),
-            _ => Err(io::Error::last_os_error()),
-        }
     }
 }
 

@@ -65,7 +65,7 @@ fn is_at_page(addr: usize) -> bool {
 /// Maps anonymous memory by a direct system call. Returns the address. The preload library replaces the C library's
 /// `mmap` by a function for jemalloc, which would call the arena again.
 ///
-/// `map`, `unmap`, `advise` and `protect` call rustix, which does not change `errno`.
+/// `map`, `unreserve`, `advise` and `protect` call rustix, which does not change `errno`.
 ///
 /// # Safety
 ///
@@ -76,17 +76,6 @@ pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: ProtFlags, f
     let start = unsafe { mm::mmap_anonymous(addr as *mut _, len_bytes, protection, flags) }?;
     debug_assert!(!flags.contains(MapFlags::FIXED) || start as usize == addr);
     Ok(start as usize)
-}
-
-/// Unmaps memory by a direct system call, because the preload library exports a `munmap` for programs.
-///
-/// # Safety
-///
-/// No code may use the memory any more.
-unsafe fn unmap(addr: usize, len_bytes: usize) {
-    debug_assert!(is_at_page(addr));
-    // SAFETY: guaranteed by the caller.
-    let _ = unsafe { mm::munmap(addr as *mut _, len_bytes) };
 }
 
 /// Calls `madvise` by a direct system call, because the preload library exports a `madvise` for programs.
@@ -145,23 +134,24 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     // SAFETY: both ends belong to the mapping created above, which no other code knows.
     unsafe {
         if head > 0 {
-            unmap(start, head);
+            unreserve(start, head);
         }
         if tail > 0 {
-            unmap(aligned + len_bytes, tail);
+            unreserve(aligned + len_bytes, tail);
         }
     }
     Ok(aligned)
 }
 
-/// Ends a reservation.
+/// Ends a reservation, by a direct system call, because the preload library exports a `munmap` for programs.
 ///
 /// # Safety
 ///
 /// `addr..addr + len_bytes` must be a reservation, or a range of one, that no code uses any more.
 pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
+    debug_assert!(is_at_page(addr));
     // SAFETY: guaranteed by the caller.
-    unsafe { unmap(addr, len_bytes) };
+    let _ = unsafe { mm::munmap(addr as *mut _, len_bytes) };
 }
 
 /// Makes reserved addresses readable and writable. The first access to a page allocates it, zeroed.

@@ -23,3 +23,16 @@ pub(crate) unsafe fn take_descriptor(fd: impl Into<i64>) -> io::Result<OwnedFd> 
     // SAFETY: guaranteed by the caller.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
+
+/// Repeats `call` while a signal interrupts it. Returns its result, or the error in `errno` if that is negative.
+pub(crate) fn retry_interrupted(mut call: impl FnMut() -> i64) -> io::Result<usize> {
+    loop {
+        match usize::try_from(call()) {
+            Ok(result) => return Ok(result),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
+        }
+    }
+}

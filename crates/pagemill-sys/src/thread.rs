@@ -130,12 +130,16 @@ pub fn unshare_files() -> bool {
 /// Gives this thread real-time priority, if that is permitted (`SCHED_RR`, the lowest level). Returns whether it
 /// succeeded.
 pub fn prefer() -> bool {
+    // SAFETY: the call takes a number only.
+    let lowest = unsafe { libc::sched_get_priority_min(libc::SCHED_RR) };
+    set_scheduler(libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, lowest)
+}
+
+/// Sets the scheduling policy and the real-time priority of this thread. Returns whether that succeeded.
+fn set_scheduler(policy: libc::c_int, sched_priority: libc::c_int) -> bool {
+    let parameters = libc::sched_param { sched_priority };
     // SAFETY: the call concerns only the calling thread.
-    unsafe {
-        let mut parameters: libc::sched_param = std::mem::zeroed();
-        parameters.sched_priority = libc::sched_get_priority_min(libc::SCHED_RR);
-        libc::sched_setscheduler(0, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, &raw const parameters) == 0
-    }
+    unsafe { libc::sched_setscheduler(0, policy, &raw const parameters) == 0 }
 }
 
 /// While the value lives, its thread has real-time priority, if that is permitted ([`prefer`]). For short work that
@@ -151,11 +155,7 @@ impl Preferred {
 
 impl Drop for Preferred {
     fn drop(&mut self) {
-        // SAFETY: the call concerns only the calling thread.
-        unsafe {
-            let parameters: libc::sched_param = std::mem::zeroed();
-            libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters);
-        }
+        set_scheduler(libc::SCHED_OTHER, 0);
     }
 }
 
