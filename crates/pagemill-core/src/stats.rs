@@ -13,7 +13,9 @@ use pagemill_sys::{clock, process};
 use std::ffi::CStr;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{
+    AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
+};
 use std::time::Duration;
 
 /// The unit of a counter.
@@ -384,7 +386,7 @@ pub struct Figures {
     /// Start time of the process in clock ticks since boot. With the process id it identifies the process.
     start_ticks: AtomicU64,
     /// Process name, 15 bytes and a zero.
-    name: [AtomicU64; 2],
+    name: [AtomicU8; 16],
     /// Addresses of the arena: the first, and one past the last. Both are 0 while there is no arena.
     arena: [AtomicU64; 2],
     /// Futex word on which the helper sleeps if the process is in no tree; incremented to wake it.
@@ -409,11 +411,8 @@ impl Figures {
     fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
-        let (low, high) = name.split_at(8);
-        for (word, half) in self.name.iter().zip([low, high]) {
-            word.store(u64::from_le_bytes(half.try_into().unwrap_or_default()), Relaxed);
-        }
-        self.magic.store(MAGIC, std::sync::atomic::Ordering::Release);
+        self.name.iter().zip(name).for_each(|(to, byte)| to.store(byte, Relaxed));
+        self.magic.store(MAGIC, Release);
     }
 
     /// Wakes all threads that sleep on the page's `wake` word.
@@ -442,10 +441,7 @@ impl Figures {
         if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
             return None;
         }
-        let mut name = [0; 16];
-        for (bytes, word) in name.chunks_mut(8).zip(&self.name) {
-            bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
-        }
+        let mut name = self.name.each_ref().map(|byte| byte.load(Relaxed));
         name[15] = 0;
         let (pid, start_ticks) = ((version_pid >> 32) as u32, self.start_ticks.load(Relaxed));
         Some(Snapshot {

@@ -513,28 +513,13 @@ impl Account {
         }
     }
 
-    /// Adds `bytes` to the charge of this process without a check of the limit.
-    fn charge(&self, bytes: u64) {
-        self.note_first_use();
-        let charged = self.resident.fetch_add(bytes, Relaxed);
-        debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
-        self.publish();
-    }
-
     /// Charges memory that the C library allocates for the program, or discharges what the C library frees. Never
     /// refuses and never reclaims.
     pub fn charge_c_library(&self, change_bytes: i64) {
         self.note_first_use();
-        let amount = change_bytes.unsigned_abs();
-        if change_bytes >= 0 {
-            stats::add(Counter::CLibrary, amount);
-            self.resident.fetch_add(amount, Relaxed);
-        } else {
-            stats::sub(Counter::CLibrary, amount);
-            let charged = self.resident.fetch_sub(amount, Relaxed);
-            debug_assert!(charged >= amount, "only charged bytes are discharged");
-        }
-        self.publish();
+        let change_counter = if change_bytes >= 0 { stats::add } else { stats::sub };
+        change_counter(Counter::CLibrary, change_bytes.unsigned_abs());
+        self.reconciled(change_bytes, 0);
     }
 
     /// Records the peak of a process that ends and that allocated from the C library only. A process that never charged
@@ -565,7 +550,10 @@ impl Budget for Account {
         if context == Context::Nested {
             self.offset_new_memory(bytes);
         }
-        self.charge(bytes);
+        self.note_first_use();
+        let charged = self.resident.fetch_add(bytes, Relaxed);
+        debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
+        self.publish();
         Ok(())
     }
 
