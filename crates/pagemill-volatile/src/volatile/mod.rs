@@ -27,8 +27,8 @@
 //!     `--- Shrinker: walks the entries
 //! ```
 //!
-//! Uses `heap`, `arena`. Implements `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing entries),
-//! `purging`; marking acquires neither.
+//! Uses `heap`, `arena`. Implements `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing entries), that
+//! of the purge queue; marking acquires neither.
 #![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
 pub mod c;
@@ -397,7 +397,7 @@ impl Ranges {
 
     /// Acquires the locks of the ranges, so that a fork copies consistent entries and lists.
     pub fn acquire_for_fork(&self) {
-        self.purger.lock.acquire();
+        self.purger.queue.acquire_when(|_| true);
         self.free_lists_lock.acquire();
     }
 
@@ -408,7 +408,7 @@ impl Ranges {
     /// The calling thread must have called [`Ranges::acquire_for_fork`], once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.free_lists_lock.release();
-        self.purger.lock.release();
+        self.purger.queue.release();
     }
 }
 

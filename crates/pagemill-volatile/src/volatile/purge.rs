@@ -9,7 +9,7 @@
 //! word. Then the purge ends after its current step, and the rest of the range is kept.
 #![allow(unsafe_code)] // discards the memory of claimed ranges
 
-use super::purge_queue::{OldestRanges, PurgeQueue};
+use super::purge_queue::PurgeQueue;
 use super::residents::ResidentBytes;
 use super::word::{RangePhase, SeenWord, age};
 use super::{MIN_CLASS_BYTES, OWN_SLOT_CLASS, RangeEntry, Ranges, current_epoch};
@@ -17,7 +17,7 @@ use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::governor::WORTHWHILE_BYTES;
 use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::{Acquire, AtomicU64, Lock, Relaxed};
+use pagemill_core::sync::{Acquire, AtomicU64, Guarded, Relaxed};
 use pagemill_core::trace::{self, Event};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
@@ -40,7 +40,8 @@ pub(super) const MAX_MEASURE_NS: u64 = 10_000_000;
 /// The state of the purges of all ranges: the purge queue, and sums over the ranges.
 #[derive(Default)]
 pub(super) struct Purger {
-    pub lock: Lock,
+    /// The purge queue; its keys are numbers of entries. A thread that purges or measures ranges holds its lock.
+    pub queue: Guarded<PurgeQueue>,
     /// Sum of the lengths of all ranges.
     pub total_bytes: AtomicU64,
     /// Bytes that a purge of all ranges could free, as found by the last walk over the ranges.
@@ -50,8 +51,6 @@ pub(super) struct Purger {
     /// The minimum, over some time, of the bytes that free entries have. At least that many bytes were not reused in
     /// this time.
     unused: LeastOver,
-    /// The purge queue; its keys are numbers of entries. Protected by `lock`.
-    queue: PurgeQueue,
 }
 
 impl Shrinker for Ranges {
@@ -79,34 +78,27 @@ impl Shrinker for Ranges {
     /// purges contents.
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
         let now = current_epoch();
-        let free = || {
-            let numbers = 0..self.count.load(Acquire);
-            numbers.filter_map(|number| {
-                let (entry, seen) = (self.entry(number), self.entry(number).word.load());
-                let bytes = self.giveable_bytes_of(entry, seen, now);
-                (seen.phase() == RangePhase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
-            })
-        };
+        let free = || self.giveable_entries(now).filter(|(_, seen, _)| seen.phase() == RangePhase::Free);
         let unused = self.purger.unused.least(free().map(|(_, _, bytes)| bytes).sum(), clock::fine_ns(), age);
         let want_bytes = unused.min(want_bytes);
         if want_bytes < WORTHWHILE_BYTES {
             return Some(0);
         }
-        let _guard = self.purger.lock.lock();
+        let _guard = self.purger.queue.lock();
         let mut freed = 0;
-        for (number, epoch, _) in free() {
+        for (number, seen, _) in free() {
             if freed >= want_bytes {
                 break;
             }
-            freed += self.purge(number, epoch).unwrap_or(0);
+            freed += self.purge(number, seen.epoch()).unwrap_or(0);
         }
         self.purger.unused.take(freed);
         Some(freed)
     }
 
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
-        let _guard = self.purger.lock.lock();
-        self.purger.queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.fill_queue())
+        let mut queue = self.purger.queue.lock();
+        queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), |queue| self.fill_queue(queue))
     }
 
     fn measure(&self) {
@@ -120,14 +112,10 @@ impl Ranges {
     /// Measures the bytes that a purge of all ranges would free: the resident pages of each range that may be purged.
     pub fn measure_now(&self) {
         let begun = clock::fine_ns();
-        let _guard = self.purger.lock.lock();
-        let (now, mut residents) = (current_epoch(), ResidentBytes::new(begun + MAX_MEASURE_NS));
-        for number in 0..self.count.load(Acquire) {
-            let entry = self.entry(number);
-            let bytes = self.giveable_bytes_of(entry, entry.word.load(), now);
-            if bytes > 0 {
-                residents.add(entry.addr.load(Relaxed) as usize, bytes);
-            }
+        let _guard = self.purger.queue.lock();
+        let mut residents = ResidentBytes::new(begun + MAX_MEASURE_NS);
+        for (number, _, bytes) in self.giveable_entries(current_epoch()) {
+            residents.add(self.entry(number).addr.load(Relaxed) as usize, bytes);
         }
         self.set_giveable(residents.bytes());
         let took = clock::fine_ns() - begun;
@@ -140,22 +128,26 @@ impl Ranges {
         stats::set(Counter::RangesGiveable, bytes);
     }
 
-    /// Walks all entries, which takes some nanoseconds for each, to fill the purge queue and to sum up the giveable
-    /// bytes. Returns the length of the queue.
-    fn fill_queue(&self) -> usize {
-        let (now, mut oldest, mut giveable) = (current_epoch(), OldestRanges::new(), 0);
-        for number in 0..self.count.load(Acquire) {
+    /// Walks all entries to fill the purge queue and to sum up the giveable bytes.
+    fn fill_queue(&self, queue: &mut PurgeQueue) {
+        let (now, mut giveable) = (current_epoch(), 0);
+        for (number, seen, bytes) in self.giveable_entries(now) {
+            giveable += bytes;
+            let age = if seen.phase() == RangePhase::Free { u32::MAX } else { age(now, seen.epoch()) };
+            queue.add(age, seen.epoch(), u64::from(number));
+        }
+        self.set_giveable(giveable);
+    }
+
+    /// Returns the entries that a purge could free memory of, each with its word and an upper bound of the bytes. Cost:
+    /// some nanoseconds for each entry.
+    fn giveable_entries(&self, now: u32) -> impl Iterator<Item = (u32, SeenWord, u64)> {
+        (0..self.count.load(Acquire)).filter_map(move |number| {
             let entry = self.entry(number);
             let seen = entry.word.load();
             let bytes = self.giveable_bytes_of(entry, seen, now);
-            if bytes > 0 {
-                giveable += bytes;
-                let age = if seen.phase() == RangePhase::Free { u32::MAX } else { age(now, seen.epoch()) };
-                oldest.add(age, seen.epoch(), u64::from(number));
-            }
-        }
-        self.set_giveable(giveable);
-        self.purger.queue.refill(&mut oldest)
+            (bytes > 0).then_some((number, seen, bytes))
+        })
     }
 
     /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the

@@ -9,7 +9,7 @@ use super::current_epoch;
 use super::guards::{self, GuardsRefused};
 use super::mark_table::Mark;
 use super::purge::{MAX_MEASURE_NS, note_purged};
-use super::purge_queue::OldestRanges;
+use super::purge_queue::PurgeQueue;
 use super::residents::ResidentBytes;
 use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::age;
@@ -57,10 +57,10 @@ impl Shrinker for Vranges {
         if self.giveable_bytes.load(Relaxed) == 0 {
             return 0;
         }
-        let _guard = self.purging.lock();
+        let mut queue = self.queue.lock();
         let Some(request) = self.new_request(urgency) else { return 0 };
         let purge = |addr, epoch| self.purge(&request, addr as usize, epoch);
-        self.queue.purge(want_bytes, purge, || self.fill_queue(&request))
+        queue.purge(want_bytes, purge, |queue| self.fill_queue(&request, queue))
     }
 
     /// Invalidates the last measurement, because the program may have accessed marked memory since.
@@ -151,28 +151,23 @@ impl Vranges {
         stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
     }
 
-    /// Walks all marks to fill the purge queue. Returns the length of the queue.
-    fn fill_queue(&self, request: &PurgeRequest) -> usize {
-        let (now, mut oldest, mut from) = (current_epoch(), OldestRanges::new(), 0);
-        loop {
-            let last = self.table.with(|table| {
+    /// Walks all marks to fill the purge queue.
+    fn fill_queue(&self, request: &PurgeRequest, queue: &mut PurgeQueue) {
+        let (now, mut from) = (current_epoch(), Some(0));
+        while let Some(start) = from {
+            from = self.table.with(|table| {
                 let mut last = None;
-                for (range, mark) in table.marks.from(from).take(MAX_INTERVALS_PER_LOCK) {
+                for (range, mark) in table.marks.from(start).take(MAX_INTERVALS_PER_LOCK) {
                     if mark.is_claimable(table.generation)
                         && (request.may_purge_foreign || self.arena.contains(range.start))
                     {
-                        oldest.add(age(now, mark.epoch), mark.epoch, range.start as u64);
+                        queue.add(age(now, mark.epoch), mark.epoch, range.start as u64);
                     }
                     last = Some(range.end);
                 }
                 last
             });
-            match last {
-                Some(end) => from = end,
-                None => break,
-            }
         }
-        self.queue.refill(&mut oldest)
     }
 
     /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked

@@ -19,7 +19,7 @@ use pagemill_core::arena::Arena;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::Account;
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::{AtomicU64, Backoff, Guarded, Lock, Relaxed};
+use pagemill_core::sync::{AtomicU64, Backoff, Guarded, Relaxed};
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
@@ -121,8 +121,8 @@ pub struct Vranges {
     pub(super) arena: &'static Arena,
     pub(super) account: &'static Account,
     pub(super) table: Guarded<MarkTable>,
-    pub(super) purging: Lock,
-    pub(super) queue: PurgeQueue,
+    /// The purge queue; its keys are addresses. A thread that purges marked memory holds its lock.
+    pub(super) queue: Guarded<PurgeQueue>,
     /// Bytes that are marked and not purged: a copy of `Sums::all` that is read without the lock of the marks.
     pub(super) giveable_bytes: AtomicU64,
     /// The part of `giveable_bytes` outside the arena: a copy of `Sums::foreign` that is read without the lock of the
@@ -144,8 +144,7 @@ impl Vranges {
             arena,
             account,
             table: Guarded::new(MarkTable::new(arena.addresses())),
-            purging: Lock::new(),
-            queue: PurgeQueue::default(),
+            queue: Guarded::default(),
             giveable_bytes: AtomicU64::new(0),
             foreign_bytes: AtomicU64::new(0),
             unfreeable_bytes: AtomicU64::new(0),
@@ -367,7 +366,7 @@ impl Vranges {
 
     /// Waits until no marked memory is claimed, and acquires the locks of the marks.
     pub fn acquire_for_fork(&self) {
-        self.purging.acquire();
+        self.queue.acquire_when(|_| true);
         // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.
         self.table.acquire_when(|table| table.claimed == 0);
     }
@@ -379,7 +378,7 @@ impl Vranges {
     /// The calling thread must have called [`Vranges::acquire_for_fork`], once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.table.release();
-        self.purging.release();
+        self.queue.release();
     }
 }
 
