@@ -70,30 +70,26 @@ fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u32)> {
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
 }
 
-/// Calls `act` for each table word with bits of pages in `range`, with the word and a mask of these bits.
-fn for_each_word(range: &Range<usize>, mut act: impl FnMut(&AtomicU64, u64)) {
+/// Changes each table word with bits of pages in `range` by `change`, which gets the word and a mask of these bits.
+fn change_bits(range: &Range<usize>, change: impl Fn(&AtomicU64, u64) -> u64) {
     let page = os_page_bytes();
     let mut at = range.start;
     while at < range.end {
         let word_end = (at & !(64 * page - 1)) + 64 * page;
         let bits = (range.end.min(word_end) - at) / page;
         if let Some((word, first)) = table_bit(at) {
-            act(word, (!0 >> (64 - bits)) << first);
+            change(word, (!0 >> (64 - bits)) << first);
         }
         at = word_end;
     }
 }
 
 fn set_bits(range: &Range<usize>) {
-    for_each_word(range, |word, bits| {
-        word.fetch_or(bits, AcqRel);
-    });
+    change_bits(range, |word, bits| word.fetch_or(bits, AcqRel));
 }
 
 fn clear_bits(range: &Range<usize>) {
-    for_each_word(range, |word, bits| {
-        word.fetch_and(!bits, AcqRel);
-    });
+    change_bits(range, |word, bits| word.fetch_and(!bits, AcqRel));
 }
 
 /// Returns whether the table records the page at `addr` as guarded.
@@ -192,21 +188,11 @@ impl Drop for ClosedSection {
     }
 }
 
-/// The error of [`purge_and_guard`]: the kernel, or `discard`, refused. `freed` is the number of bytes freed before
-/// that, or `None` if no page was purged.
-pub(super) struct GuardsRefused {
-    pub freed: Option<u64>,
-}
-
 /// Purges the pages in `part` with `discard` and installs guards on them. Pages that have guards are skipped. Returns
-/// the sum of the bytes that `discard` freed.
+/// `None` if the kernel, or `discard`, refused a run of pages. The pages of that run and those behind it are unchanged.
 ///
 /// If a guard cannot be installed (for example because the program has just locked the memory), the purged pages stay
 /// inaccessible. Accesses to these pages also raise `SIGBUS`.
-///
-/// # Errors
-///
-/// [`GuardsRefused`] if a run of pages could not be purged. The pages of that run and those behind them are unchanged.
 ///
 /// # Safety
 ///
@@ -214,18 +200,15 @@ pub(super) struct GuardsRefused {
 /// not need its contents.
 pub(super) unsafe fn purge_and_guard(
     part: Range<usize>,
-    mut discard: impl FnMut(Range<usize>) -> Option<u64>,
-) -> Result<u64, GuardsRefused> {
-    let (mut freed, mut rest) = (None, part);
+    mut discard: impl FnMut(Range<usize>) -> Option<()>,
+) -> Option<()> {
+    let mut rest = part;
     while let Some(run) = next_run_with_bits(&rest, false) {
         // SAFETY: guaranteed by the caller.
-        match unsafe { purge_and_guard_run(&run, &mut discard) } {
-            Some(bytes) => freed = Some(freed.unwrap_or(0) + bytes),
-            None => return Err(GuardsRefused { freed }),
-        }
+        unsafe { purge_and_guard_run(&run, &mut discard) }?;
         rest.start = run.end;
     }
-    Ok(freed.unwrap_or(0))
+    Some(())
 }
 
 /// As [`purge_and_guard`], for a run of pages without guards. Returns `None` if the run was not purged.
@@ -233,7 +216,7 @@ pub(super) unsafe fn purge_and_guard(
 /// # Safety
 ///
 /// As [`purge_and_guard`].
-unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
+unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<()>) -> Option<()> {
     // `MADV_COLD` fails for locked memory, so a run with locked memory is refused before it is closed.
     mem::cool(run.start, run.len()).ok()?;
     let _section = ClosedSection::begin();
@@ -245,19 +228,19 @@ unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usi
     }
     // SAFETY: the run was open before this call.
     let open = || unsafe { mem::open(run.start, run.len()) };
-    let Some(freed) = discard(run.clone()) else {
+    if discard(run.clone()).is_none() {
         if let Err(error) = retry_while_no_memory(open) {
             fatal(format_args!("pagemill: {} bytes at {:#x} cannot be opened again: {error}", run.len(), run.start));
         }
         clear_bits(run);
         return None;
-    };
+    }
     // SAFETY: guaranteed by the caller.
     if retry_while_no_memory(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
         // The run is opened only if it has guards. A run without guards stays closed until it is unmarked.
         let _ = retry_while_no_memory(open);
     }
-    Some(freed)
+    Some(())
 }
 
 /// Calls `act`. While `act` fails for lack of memory, repeats the call after a pause, at most [`MAX_RETRIES`] times.
@@ -284,15 +267,14 @@ fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
 /// The caller has claimed the range, so no purge works on it.
 pub(super) unsafe fn remove(range: &Range<usize>) -> pagemill_core::error::Result<()> {
     let (maps, mut rest) = (Maps::open().ok(), range.clone());
-    while let Some(run) = next_run_with_bits(&rest, true) {
-        let mut at = run.start;
-        while at < run.end {
-            let mapping = maps.as_ref().and_then(|maps| maps.find(at).ok().flatten());
-            let end = mapping.as_ref().map_or(run.end, |mapping| mapping.addresses.end).min(run.end);
-            let access = mapping.map_or(MappingKind::Other, |mapping| MappingKind::of(&mapping, at));
-            remove_from(&(at..end), access).map_err(Error::system("opening purged memory"))?;
-            at = end;
+    while let Some(mut run) = next_run_with_bits(&rest, true) {
+        let mapping = maps.as_ref().and_then(|maps| maps.find(run.start).ok().flatten());
+        let mut kind = MappingKind::Other;
+        if let Some(mapping) = mapping {
+            run.end = run.end.min(mapping.addresses.end);
+            kind = MappingKind::of(&mapping, run.start);
         }
+        remove_from(&run, kind).map_err(Error::system("opening purged memory"))?;
         rest.start = run.end;
     }
     Ok(())

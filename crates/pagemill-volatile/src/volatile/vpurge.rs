@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // discards marked memory
 
 use super::current_epoch;
-use super::guards::{self, GuardsRefused};
+use super::guards;
 use super::mark_table::Mark;
 use super::purge::{MAX_MEASURE_NS, note_purged};
 use super::purge_queue::PurgeQueue;
@@ -76,16 +76,13 @@ struct PurgeRequest {
     may_purge_foreign: bool,
 }
 
-/// The result of purging a piece, which is a part of a marked interval. `bytes` is the number of resident bytes that
-/// were freed.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum PieceResult {
-    /// No byte of the piece was discarded.
-    Nothing,
-    /// A part of the piece was discarded before the kernel refused the rest.
-    Some { bytes: u64 },
-    /// All of the piece was discarded.
-    All { bytes: u64 },
+/// What a purge has discarded of a piece, which is a part of a marked interval.
+#[derive(Clone, Copy)]
+struct Discarded {
+    /// Number of resident bytes that were freed; `None` if no byte of the piece was discarded.
+    freed: Option<u64>,
+    /// Whether all of the piece was discarded. If not, the kernel refused the rest.
+    is_all: bool,
 }
 
 impl Vranges {
@@ -178,12 +175,10 @@ impl Vranges {
             let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
             let taken = self.discard(request, &piece, mark.is_strict);
             self.finish(addr, &piece, mark, taken);
-            match taken {
-                PieceResult::All { bytes } | PieceResult::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
-                PieceResult::Nothing => {}
+            if let Some(bytes) = taken.freed {
+                freed = Some(freed.unwrap_or(0) + bytes);
             }
-            let is_done = mark.how == How::Partial || piece.start == addr;
-            if is_done || !matches!(taken, PieceResult::All { .. }) {
+            if mark.how == How::Partial || piece.start == addr || !taken.is_all {
                 return freed;
             }
         }
@@ -205,14 +200,14 @@ impl Vranges {
     }
 
     /// Ends the claim on a piece of the interval that begins at `addr`, and records the result of its purge.
-    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: PieceResult) {
-        let is_all = matches!(taken, PieceResult::All { .. });
+    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: Discarded) {
+        let (has_gone, is_all) = (taken.freed.is_some(), taken.is_all);
         let after = Mark {
             // After a refusal the piece counts as marked now, so that other ranges are tried first.
             epoch: if is_all { mark.epoch } else { current_epoch() },
-            is_purged: mark.is_purged || taken != PieceResult::Nothing,
+            is_purged: mark.is_purged || has_gone,
             is_empty: is_all,
-            is_guarded: mark.is_guarded || mark.is_strict && taken != PieceResult::Nothing,
+            is_guarded: mark.is_guarded || mark.is_strict && has_gone,
             ..mark
         };
         self.table.with(|table| {
@@ -222,12 +217,12 @@ impl Vranges {
             let before = table.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
             // The rest of the interval before the piece, if the rest was not marked or unmarked since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
-            match (head, taken) {
-                (Some((head, _)), PieceResult::Nothing) => table.join(head.start..piece.end, after),
-                (Some((head, _)), _) if mark.how == How::Partial || !is_all => {
+            if let Some((head, _)) = head {
+                if !has_gone {
+                    table.join(head.start..piece.end, after);
+                } else if mark.how == How::Partial || !is_all {
                     table.change(&head, Mark { epoch: current_epoch(), ..mark });
                 }
-                _ => {}
             }
             // Merge the piece with the next one, which was purged before, so that a purge leaves one interval.
             let next = table.marks.from(piece.end).next();
@@ -236,41 +231,39 @@ impl Vranges {
             }
             self.publish_sums(table);
         });
-        if taken != PieceResult::Nothing {
+        if has_gone {
             note_purged(piece.start, piece.len());
         }
     }
 
     /// Discards the pages of a claimed piece. For a strict mark, also installs guards on them.
-    fn discard(&self, request: &PurgeRequest, piece: &Range<usize>, is_strict: bool) -> PieceResult {
+    fn discard(&self, request: &PurgeRequest, piece: &Range<usize>, is_strict: bool) -> Discarded {
+        let (mut at, mut freed) = (piece.start, None);
         if !self.can_purge_all(request, piece, is_strict) {
-            return PieceResult::Nothing;
+            return Discarded { freed, is_all: false };
         }
-        let (mut at, mut freed, mut is_begun) = (piece.start, 0, false);
         while at < piece.end {
             let part = self.next_part(request, at, piece.end);
             at = part.end;
-            let discard = |part: Range<usize>| match self.arena.contains(part.start) {
-                true => self.discard_arena_part(part, request.urgency),
-                false => discard_foreign(part),
+            let mut discard = |part: Range<usize>| {
+                let bytes = match self.arena.contains(part.start) {
+                    true => self.discard_arena_part(part, request.urgency),
+                    false => discard_foreign(part),
+                }?;
+                freed = Some(freed.unwrap_or(0) + bytes);
+                Some(())
             };
             let result = match is_strict {
                 // SAFETY: the piece is claimed, and all of it is private memory that can be read and written.
                 true => unsafe { guards::purge_and_guard(part, discard) },
-                false => discard(part).ok_or(GuardsRefused { freed: None }),
+                false => discard(part),
             };
-            let gone = match &result {
-                Ok(bytes) => Some(*bytes),
-                Err(GuardsRefused { freed }) => *freed,
-            };
-            (freed, is_begun) = (freed + gone.unwrap_or(0), is_begun || gone.is_some());
-            match result {
-                Ok(_) => {}
-                Err(_) if is_begun => return PieceResult::Some { bytes: freed },
-                Err(_) => return PieceResult::Nothing,
+            if result.is_none() {
+                return Discarded { freed, is_all: false };
             }
         }
-        PieceResult::All { bytes: freed }
+        // Pages that have guards count as discarded, although nothing is left to free.
+        Discarded { freed: freed.or(Some(0)), is_all: true }
     }
 
     /// Returns whether all of the piece can be purged, as far as its mappings and the arena show.
