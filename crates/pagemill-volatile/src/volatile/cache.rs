@@ -6,9 +6,9 @@
 //!
 //! Uses `range`, and the global allocator for keys and the table of the map.
 
+use super::Ranges;
 use super::range::{Behaviour, VolatileBuf};
-use super::{Contents, Ranges};
-use pagemill_core::error::Result;
+use pagemill_core::error::Error;
 use pagemill_core::sync::Padded;
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use std::fmt;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Number of shards of a cache's table, each with a lock.
 const SHARDS: usize = 64;
@@ -249,7 +249,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     /// # Errors
     ///
     /// Errors of [`Base::of_process`](crate::Base::of_process).
-    pub fn new() -> Result<Self> {
+    pub fn new() -> Result<Self, Error> {
         Ok(Self::new_in(crate::Base::of_process()?.ranges))
     }
 
@@ -271,10 +271,6 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.hasher.hash_one(key) as usize % SHARDS
     }
 
-    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
-        lock(&self.shards[self.shard_of(key)])
-    }
-
     /// Returns a copy of the value if it is present, and makes the value the most recently used one.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
@@ -291,24 +287,18 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     {
         let shard = self.shard_of(key);
         let cell = lock(&self.shards[shard]).cells.get(key).cloned();
-        self.count(shard, cell.map_or(Lookup::Missed, |cell| read_value(&cell, read)))
+        self.count(shard, cell.ok_or(Miss::Absent).and_then(|cell| read_value(&cell, read)))
     }
 
     /// Counts a lookup in a shard, and returns the value that the lookup found.
-    fn count<T>(&self, shard: usize, lookup: Lookup<T>) -> Option<T> {
+    fn count<T>(&self, shard: usize, lookup: Result<T, Miss>) -> Option<T> {
         let counts = &self.counts[shard].0;
-        match lookup {
-            Lookup::Hit(value) => {
-                counts.hits.fetch_add(1, Relaxed);
-                return Some(value);
-            }
-            Lookup::Missed => counts.misses.fetch_add(1, Relaxed),
-            Lookup::Purged => {
-                counts.purged.fetch_add(1, Relaxed);
-                counts.misses.fetch_add(1, Relaxed)
-            }
-        };
-        None
+        if let Err(Miss::Purged) = lookup {
+            counts.purged.fetch_add(1, Relaxed);
+        }
+        let results = if lookup.is_ok() { &counts.hits } else { &counts.misses };
+        results.fetch_add(1, Relaxed);
+        lookup.ok()
     }
 
     /// Returns copies of all keys and values that are present. A key that is inserted or removed meanwhile may be
@@ -324,7 +314,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         };
         self.shards.iter().flat_map(entries).filter_map(|(key, cell)| {
             let value = cell.read().unwrap_or_else(PoisonError::into_inner).load(V::load);
-            value.hit().map(|value| (key, value))
+            value.ok().map(|value| (key, value))
         })
     }
 
@@ -342,8 +332,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     /// # Errors
     ///
     /// As [`Ranges::allocate`]. After an error the key has no value.
-    pub fn insert(&self, key: K, value: &V) -> Result<()> {
-        let cell = self.cell_or_insert(key);
+    pub fn insert(&self, key: K, value: &V) -> Result<(), Error> {
+        let cell = self.cell_or_insert(self.shard_of(&key), key);
         let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
         *value_guard = Value::Absent;
         *value_guard = self.store_value(value)?;
@@ -357,19 +347,15 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     /// # Errors
     ///
     /// The error of `make`. Nothing is stored then, and the next caller computes the value.
-    pub fn get_or_try_insert<E>(
-        &self,
-        key: K,
-        make: impl FnOnce() -> std::result::Result<V, E>,
-    ) -> std::result::Result<V, E> {
+    pub fn get_or_try_insert<E>(&self, key: K, make: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
         let shard = self.shard_of(&key);
-        let cell = self.cell_or_insert(key);
+        let cell = self.cell_or_insert(shard, key);
         if let Some(value) = self.count(shard, read_value(&cell, V::load)) {
             return Ok(value);
         }
         let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have computed the value while this thread waited for the lock.
-        if let Some(value) = value_guard.read_value(V::load).hit() {
+        if let Ok(value) = value_guard.read_value(V::load) {
             return Ok(value);
         }
         *value_guard = Value::Absent;
@@ -384,8 +370,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         K: Borrow<Q>,
     {
         // The key is dropped after the shard is unlocked, because its destructor may use the cache.
-        let removed = self.shard(key).cells.remove_entry(key);
-        removed.and_then(|(_key, cell)| read_value(&cell, V::load).hit())
+        let removed = lock(&self.shards[self.shard_of(key)]).cells.remove_entry(key);
+        removed.and_then(|(_key, cell)| read_value(&cell, V::load).ok())
     }
 
     /// Returns the number of keys in the table, including keys whose values were purged or could not be computed. Later
@@ -398,12 +384,12 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.len() == 0
     }
 
-    /// Returns the cell of a key, and inserts the key if it is missing.
-    fn cell_or_insert(&self, key: K) -> ValueCell {
+    /// Returns the cell of a key of this shard, and inserts the key if it is missing.
+    fn cell_or_insert(&self, shard: usize, key: K) -> ValueCell {
         // Declared first, so that the removed keys are dropped after the shard is unlocked, even if a key's `Eq`
         // panics.
         let _purged;
-        let mut shard = self.shard(&key);
+        let mut shard = lock(&self.shards[shard]);
         if let Some(cell) = shard.cells.get(&key) {
             return cell.clone();
         }
@@ -412,7 +398,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 
     /// Stores a value in a new volatile range, which is marked.
-    fn store_value(&self, value: &V) -> Result<Value> {
+    fn store_value(&self, value: &V) -> Result<Value, Error> {
         let len_bytes = value.len_bytes();
         if len_bytes == 0 {
             return Ok(Value::Empty);
@@ -424,26 +410,16 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 }
 
-/// What a lookup of a value found.
-enum Lookup<T> {
-    Hit(T),
-    Missed,
+/// Why a lookup found no value.
+enum Miss {
+    Absent,
     Purged,
-}
-
-impl<T> Lookup<T> {
-    fn hit(self) -> Option<T> {
-        match self {
-            Self::Hit(value) => Some(value),
-            Self::Missed | Self::Purged => None,
-        }
-    }
 }
 
 impl Value {
     /// Calls `read` with the bytes of the value, and makes the value the most recently used one, so that other values
     /// are purged first.
-    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
+    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Result<T, Miss> {
         self.load(|whole| {
             if let Self::Stored(range) = self {
                 let _ = range.refresh();
@@ -453,30 +429,19 @@ impl Value {
     }
 
     /// Calls `read` with the bytes of the value, which are pinned during the call.
-    fn load<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
-        let range = match self {
-            Self::Absent => return Lookup::Missed,
-            Self::Empty => return Lookup::Hit(read(&[])),
-            Self::Stored(range) => range,
-        };
-        let Ok(pin) = range.pin() else { return Lookup::Missed };
-        match pin.whole() {
-            Some(whole) => Lookup::Hit(read(whole)),
-            None => Lookup::Purged,
-        }
-    }
-
-    /// Returns whether the value is absent or was purged.
-    fn is_purged(&self) -> bool {
+    fn load<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Result<T, Miss> {
         match self {
-            Self::Absent => true,
-            Self::Empty => false,
-            Self::Stored(range) => range.pin().is_ok_and(|pin| pin.contents() != Contents::Kept),
+            Self::Absent => Err(Miss::Absent),
+            Self::Empty => Ok(read(&[])),
+            Self::Stored(range) => {
+                let pin = range.pin().map_err(|_| Miss::Absent)?;
+                pin.whole().map(read).ok_or(Miss::Purged)
+            }
         }
     }
 }
 
-fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
+fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Result<T, Miss> {
     cell.read().unwrap_or_else(PoisonError::into_inner).read_value(read)
 }
 
@@ -488,14 +453,12 @@ impl<K: Hash + Eq> TableShard<K> {
         self.until_sweep -= 1;
         let mut purged = Vec::new();
         if self.until_sweep == 0 {
-            // With a reference count of 1 no other thread has the cell, and none can get it while the shard is locked.
-            let is_purged = |cell: &ValueCell| match cell.try_read() {
-                Ok(value) => value.is_purged(),
-                Err(TryLockError::Poisoned(value)) => value.into_inner().is_purged(),
-                Err(TryLockError::WouldBlock) => false,
-            };
-            let is_dead = |cell: &ValueCell| Arc::strong_count(cell) == 1 && is_purged(cell);
-            purged.extend(self.cells.extract_if(|_, cell| is_dead(cell)));
+            let is_purged = |value: &mut Value| value.load(|_| ()).is_err();
+            purged.extend(self.cells.extract_if(|_, cell| {
+                // A cell that another thread has is kept. No thread can get the cell while the shard is locked.
+                let value = Arc::get_mut(cell).map(|cell| cell.get_mut().unwrap_or_else(PoisonError::into_inner));
+                value.is_some_and(is_purged)
+            }));
             self.until_sweep = SWEEP_AFTER_KEYS + self.cells.len() / 2;
         }
         purged
