@@ -9,18 +9,10 @@ use std::ffi::{c_int, c_void};
 
 /// Converts the mode and the behaviour of a call from C; `None` for values that pagemill.h does not define.
 fn parse_mode_and_behaviour(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
-    let mode = match mode {
-        0 => Mode::Nonvolatile,
-        1 => Mode::Volatile,
-        2 => Mode::VolatileStrict,
-        _ => return None,
-    };
-    let how = match behaviour {
-        0 => How::Full,
-        1 => How::Partial,
-        _ => return None,
-    };
-    Some((mode, how))
+    let modes = [Mode::Nonvolatile, Mode::Volatile, Mode::VolatileStrict];
+    let mode = modes.get(usize::try_from(mode).ok()?)?;
+    let how = [How::Full, How::Partial].get(usize::try_from(behaviour).ok()?)?;
+    Some((*mode, *how))
 }
 
 /// Executes one call of `pagemill_vrange`. Returns the number of bytes, or -1 with `errno` set. Calls `vranges` only if

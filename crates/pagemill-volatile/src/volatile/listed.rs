@@ -11,9 +11,9 @@ use std::sync::atomic::Ordering::Acquire;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
     /// The range has a handle: [`Ranges::allocate`] allocated it.
-    Handle,
+    Handle = 0,
     /// The range was marked by address ([`Vranges::vrange`]).
-    Marked,
+    Marked = 1,
 }
 
 /// The state of a volatile range.
@@ -22,13 +22,13 @@ pub enum RangeKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeState {
     /// The range is not marked: its bytes are preserved.
-    Held,
+    Held = 0,
     /// The range is marked: its bytes may be purged.
-    Volatile,
+    Volatile = 1,
     /// The range is marked and pinned: its bytes may be purged after the last pin has ended.
-    Pinned,
+    Pinned = 2,
     /// The range is being purged.
-    Purging,
+    Purging = 3,
 }
 
 /// A description of one volatile range, as it was when it was listed.

@@ -123,12 +123,8 @@ impl MarkTable {
     }
 
     /// Returns whether a purge or a removal of guards has claimed any part of the range.
-    pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
-        let mut is_busy = false;
-        if self.claimed > 0 {
-            self.marks.update(range.clone(), |_, mark| is_busy |= mark.is_purging);
-        }
-        is_busy
+    pub fn is_busy(&self, range: &Range<usize>) -> bool {
+        self.claimed > 0 && self.marks.overlapping(range.clone()).any(|(_, mark)| mark.is_purging)
     }
 
     /// Claims the first guarded part of the range. Returns the part and its mark before the claim.

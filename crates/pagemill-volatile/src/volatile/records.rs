@@ -1,6 +1,7 @@
 //! The record of a volatile range, 32 bytes. Fields by offset: address at 0; length at 8; number of purged bytes at 16
 //! (all ones if some, but an unknown number, were purged); age at 24 in ticks of 2^22 ns (u32; all ones if not
-//! volatile); kind at 28; state at 29; behaviour at 30; 1 at 31 if the range is strict.
+//! volatile); kind at 28, state at 29 and behaviour at 30, as the discriminants of [`RangeKind`], [`RangeState`] and
+//! [`How`]; 1 at 31 if the range is strict.
 
 use super::listed::{Listed, ListedPart, RangeKind, RangeState};
 use super::vrange::How;
@@ -30,21 +31,7 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     let purged = listed.purged_bytes.map_or(UNKNOWN_PURGED_BYTES, |bytes| bytes as u64);
     bytes[16..24].copy_from_slice(&purged.to_le_bytes());
     bytes[24..28].copy_from_slice(&listed.age_ticks.unwrap_or(NOT_MARKED_AGE).to_le_bytes());
-    bytes[28] = match listed.kind {
-        RangeKind::Handle => 0,
-        RangeKind::Marked => 1,
-    };
-    bytes[29] = match listed.state {
-        RangeState::Held => 0,
-        RangeState::Volatile => 1,
-        RangeState::Pinned => 2,
-        RangeState::Purging => 3,
-    };
-    bytes[30] = match listed.how {
-        How::Full => 0,
-        How::Partial => 1,
-    };
-    bytes[31] = u8::from(listed.is_strict);
+    bytes[28..].copy_from_slice(&[listed.kind as u8, listed.state as u8, listed.how as u8, u8::from(listed.is_strict)]);
     bytes
 }
 

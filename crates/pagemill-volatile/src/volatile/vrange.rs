@@ -51,9 +51,9 @@ pub enum Mode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// The range is purged as a whole.
-    Full,
+    Full = 0,
     /// The range is purged from the end, one chunk at a time, alternating with other ranges.
-    Partial,
+    Partial = 1,
 }
 
 /// The result of marking or unmarking a range.
@@ -209,22 +209,22 @@ impl Vranges {
         // The program may have filled the range without a charge, and may fill as many bytes again after a purge.
         // Reserving that room reclaims now, before the kernel runs short.
         let _ = self.arena.budget.reserve(bytes.min(MAX_RESERVED_BYTES));
-        let fresh = Mark {
-            epoch: current_epoch(),
-            how,
-            is_purged: false,
-            is_empty: false,
-            is_purging: false,
-            is_strict,
-            is_guarded: false,
-            generation: 0,
-        };
+        let epoch = current_epoch();
         let before = self.giveable_bytes.load(Relaxed);
         // A strict mark keeps existing guards.
         let guards = if is_strict { Guards::Keep } else { Guards::Remove };
         let marked = self.change_marks(&range, guards, |table| {
             table.marks.prepare(3)?;
-            let mut mark = Mark { generation: table.generation, ..fresh };
+            let mut mark = Mark {
+                epoch,
+                how,
+                is_purged: false,
+                is_empty: false,
+                is_purging: false,
+                is_strict,
+                is_guarded: false,
+                generation: table.generation,
+            };
             let mut empty_bytes = 0;
             table.cut(range.clone(), |part, old| {
                 mark.is_purged |= old.is_purged;

@@ -174,12 +174,18 @@ impl RangeWord {
         }
     }
 
-    /// Changes the range's phase from *Free* to *Held*, for a new owner.
-    pub fn hold(&self) -> Result<(), Refused> {
+    /// As [`RangeWord::update`], but refuses if the range is not in the phase `from`.
+    #[inline]
+    fn update_from(&self, from: RangePhase, change: impl Fn(SeenWord) -> u64) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED_BIT, ())),
+            phase if phase == from => Ok((change(seen), ())),
             other => Err(Refused::RangePhase(other)),
         })
+    }
+
+    /// Changes the range's phase from *Free* to *Held*, for a new owner.
+    pub fn hold(&self) -> Result<(), Refused> {
+        self.update_from(RangePhase::Free, |seen| seen.with_phase(RangePhase::Held) & !BACKED_BIT)
     }
 
     /// Changes the range's phase from *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says
@@ -198,11 +204,8 @@ impl RangeWord {
     /// Changes the range's phase from *Held* to *Volatile*. The range counts as marked at `epoch`.
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
-        self.update(|seen| match seen.phase() {
-            RangePhase::Held => {
-                Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST_BIT, epoch), ()))
-            }
-            other => Err(Refused::RangePhase(other)),
+        self.update_from(RangePhase::Held, |seen| {
+            SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST_BIT, epoch)
         })
     }
 
@@ -224,10 +227,7 @@ impl RangeWord {
     /// Sets the epoch of a volatile range, so that the range counts as marked at that epoch.
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
-        self.update(|seen| match seen.phase() {
-            RangePhase::Volatile => Ok((SeenWord::with_epoch(seen.0, epoch), ())),
-            other => Err(Refused::RangePhase(other)),
-        })
+        self.update_from(RangePhase::Volatile, |seen| SeenWord::with_epoch(seen.0, epoch))
     }
 
     /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word as it was before the pin was
