@@ -1,8 +1,8 @@
 //! An io_uring: transfers are queued, submitted in batches, and complete in any order.
 //!
 //! This is a thin layer: the user of a [`Ring`] tracks which transfers are in flight. A ring belongs to one thread. On
-//! Linux 6.1 and later, completions are processed when that thread waits, without interrupting it. A fork child cannot
-//! use the ring of its parent: the ring's memory is not mapped there, and every call returns `EBADF`.
+//! Linux 6.1 and later, completions are processed when that thread waits, without interrupting it. A fork child must
+//! not use the ring of its parent, because the ring's memory is not mapped there; it can only drop the ring.
 #![allow(unsafe_code)] // queue entries contain addresses, and registering pins memory
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
@@ -10,7 +10,6 @@ use io_uring::{IoUring, opcode, squeue};
 use pagemill_sys::waker::Waker;
 use pagemill_sys::{file, process};
 use std::io;
-use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
@@ -83,8 +82,6 @@ pub struct Completion {
 pub struct Ring {
     uring: ManuallyDrop<IoUring>,
     generation: u32,
-    /// Makes the ring `!Send`: only the thread that created it may use it.
-    not_send: PhantomData<*mut ()>,
 }
 
 impl Ring {
@@ -108,18 +105,18 @@ impl Ring {
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
-        Ok(Self { uring: ManuallyDrop::new(uring), generation, not_send: PhantomData })
-    }
-
-    /// Returns the error `EBADF` in a fork child of the process that created the ring.
-    fn check_process(&self) -> io::Result<()> {
-        let is_ours = self.generation == FORK_COUNT.load(Relaxed);
-        if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
+        Ok(Self { uring: ManuallyDrop::new(uring), generation })
     }
 
     /// Returns whether this process created the ring. False in a fork child that inherited the ring.
     pub fn is_ours(&self) -> bool {
-        self.check_process().is_ok()
+        self.generation == FORK_COUNT.load(Relaxed)
+    }
+
+    /// Returns the kernel's ring, which only the process that created it may use.
+    fn uring(&mut self) -> &mut IoUring {
+        debug_assert!(self.is_ours(), "a fork child does not use the ring of its parent");
+        &mut self.uring
     }
 
     /// Queues a transfer. [`Ring::submit`] or [`Ring::wait`] starts it.
@@ -155,10 +152,9 @@ impl Ring {
     ///
     /// As [`Ring::queue`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        self.check_process()?;
         loop {
             // SAFETY: guaranteed by the caller.
-            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+            if unsafe { self.uring().submission().push(entry) }.is_ok() {
                 return Ok(());
             }
             self.submit()?;
@@ -167,7 +163,7 @@ impl Ring {
 
     /// Returns whether entries are queued but not submitted.
     pub fn has_queued(&mut self) -> bool {
-        self.is_ours() && !self.uring.submission().is_empty()
+        !self.uring().submission().is_empty()
     }
 
     /// Submits the queued entries without waiting.
@@ -176,22 +172,17 @@ impl Ring {
     ///
     /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken before.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.submit_and_wait(0, Duration::ZERO)
+        self.wait(0, Duration::ZERO)
     }
 
-    /// Submits the queued entries and waits for `least` completions, a signal or the timeout.
+    /// Submits the queued entries and waits for `least` completions, a signal or the timeout. With `least` 0, does not
+    /// wait.
     ///
     /// # Errors
     ///
     /// As [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
-        self.submit_and_wait(least, timeout)
-    }
-
-    /// Submits the queued entries and waits for `least` completions. With `least` 0, does not wait.
-    fn submit_and_wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
-        self.check_process()?;
-        let submitter = self.uring.submitter();
+        let submitter = self.uring().submitter();
         let time = Timespec::from(timeout);
         let result = if least == 0 {
             submitter.submit()
@@ -207,10 +198,7 @@ impl Ring {
 
     /// Takes the next completion; `None` if none has arrived.
     pub fn pop(&mut self) -> Option<Completion> {
-        if !self.is_ours() {
-            return None;
-        }
-        let mut completions = self.uring.completion();
+        let mut completions = self.uring().completion();
         let entry = completions.find(|entry| entry.user_data() != OWN_TOKEN)?;
         Some(Completion { token: entry.user_data(), result: entry.result() })
     }
@@ -221,8 +209,7 @@ impl Ring {
     ///
     /// `EINVAL` on older kernels; `ENOMEM`.
     pub fn make_memory_table(&mut self, len: u16) -> io::Result<()> {
-        self.check_process()?;
-        self.uring.submitter().register_buffers_sparse(len.into())
+        self.uring().submitter().register_buffers_sparse(len.into())
     }
 
     /// Pins memory and enters it in the table at index `place`, in place of the previous entry. Transfers that use the
@@ -237,10 +224,9 @@ impl Ring {
     ///
     /// The memory must stay mapped until it is unregistered or the ring is dropped.
     pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
-        self.check_process()?;
         let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
         // SAFETY: guaranteed by the caller.
-        unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
+        unsafe { self.uring().submitter().register_buffers_update(place.into(), &[memory], None) }
     }
 
     /// Unpins the memory at index `place` of the table, at once or when the last in-flight transfer with it ends.
@@ -259,8 +245,7 @@ impl Ring {
     ///
     /// As [`Ring::make_memory_table`].
     pub fn make_file_table(&mut self, len: u32) -> io::Result<()> {
-        self.check_process()?;
-        self.uring.submitter().register_files_sparse(len)
+        self.uring().submitter().register_files_sparse(len)
     }
 
     /// Enters a file in the table at index `place`, in place of the previous entry; -1 clears the entry. The table
@@ -270,8 +255,7 @@ impl Ring {
     ///
     /// `EBADF`; `EINVAL` for an index outside the table.
     pub fn register_file(&mut self, place: u32, descriptor: i32) -> io::Result<()> {
-        self.check_process()?;
-        self.uring.submitter().register_files_update(place, &[descriptor]).map(drop)
+        self.uring().submitter().register_files_update(place, &[descriptor]).map(drop)
     }
 
     /// Makes the kernel wake `waker` whenever completions arrive.
@@ -283,8 +267,7 @@ impl Ring {
     ///
     /// `EBUSY` if a waker is already registered.
     pub fn wake_on_completion(&mut self, waker: &Waker) -> io::Result<()> {
-        self.check_process()?;
-        self.uring.submitter().register_eventfd(waker.number())
+        self.uring().submitter().register_eventfd(waker.number())
     }
 }
 

@@ -91,24 +91,20 @@ impl Backend {
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         match self {
             // SAFETY: the caller keeps the promises of `queue`.
-            Self::Kernel { ring, .. } => unsafe { ring.queue(transfer, token) },
-            Self::Threads(threads) => {
-                // SAFETY: the caller keeps the promises of `queue`.
-                unsafe { threads.queue(transfer, token) };
-                Ok(())
-            }
+            Self::Kernel { ring, .. } => unsafe { ring.queue(transfer, token) }?,
+            // SAFETY: the caller keeps the promises of `queue`.
+            Self::Threads(threads) => unsafe { threads.queue(transfer, token) },
         }
+        Ok(())
     }
 
     /// Requests that the piece with this token be cancelled. The piece's completion arrives in any case.
     pub fn cancel(&mut self, token: u64) -> io::Result<()> {
         match self {
-            Self::Kernel { ring, .. } => ring.queue_cancel(token),
-            Self::Threads(threads) => {
-                threads.cancel(token);
-                Ok(())
-            }
+            Self::Kernel { ring, .. } => ring.queue_cancel(token)?,
+            Self::Threads(threads) => threads.cancel(token),
         }
+        Ok(())
     }
 
     #[cfg(any(test, feature = "test-util"))]
@@ -124,15 +120,12 @@ impl Backend {
         match self {
             Self::Kernel { ring, .. } => {
                 if ring.has_queued() {
-                    return ignore_busy(ring.submit());
+                    ignore_busy(ring.submit())?;
                 }
-                Ok(())
             }
-            Self::Threads(threads) => {
-                threads.submit();
-                Ok(())
-            }
+            Self::Threads(threads) => threads.submit(),
         }
+        Ok(())
     }
 
     /// Starts the queued transfers. Returns when `least` completions have arrived, the waker was woken, a signal has
@@ -147,13 +140,11 @@ impl Backend {
                 if let Some(watch) = watch {
                     watch.wait(Duration::ZERO);
                 }
-                ignore_busy(ring.wait(least, timeout.min(MAX_WAIT)))
+                ignore_busy(ring.wait(least, timeout.min(MAX_WAIT)))?;
             }
-            Self::Threads(threads) => {
-                threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(MAX_WAIT) });
-                Ok(())
-            }
+            Self::Threads(threads) => threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(MAX_WAIT) }),
         }
+        Ok(())
     }
 
     /// Returns the next completion of a transfer. Discards completions of the waker's read.

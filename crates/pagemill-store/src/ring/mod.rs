@@ -87,6 +87,13 @@ impl Default for Settings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(u64);
 
+impl RequestId {
+    /// Returns the index of the transfer's slot.
+    fn slot_index(self) -> usize {
+        self.0 as u32 as usize
+    }
+}
+
 /// The end of a transfer, or a report that the transfer is late.
 ///
 /// Example: [`Ring`].
@@ -121,6 +128,13 @@ struct RequestSlot<B> {
     /// Number of transfers that this slot has held so far, modulo 2^31.
     use_count: u32,
     request: Option<InFlight<B>>,
+}
+
+impl<B> RequestSlot<B> {
+    /// Returns the id of the slot's latest transfer. `at` is the index of the slot.
+    fn id(&self, at: usize) -> RequestId {
+        RequestId(u64::from(self.use_count) << u32::BITS | at as u64)
+    }
 }
 
 /// In-flight transfers of one thread, each with its own buffer `B`.
@@ -166,7 +180,6 @@ pub struct Ring<B: Buffer> {
     timeout: Duration,
     /// Time of the last search for transfers over the time limit.
     last_late_search_ns: u64,
-    in_flight: usize,
     /// Fork generation of the process that created the ring.
     generation: u32,
     /// Whether [`Ring::waker`] was called. If so, [`Ring::wait`] also waits while no transfer is in flight.
@@ -214,7 +227,6 @@ impl<B: Buffer> Ring<B> {
             has_memory_table: None,
             timeout: settings.timeout,
             last_late_search_ns: 0,
-            in_flight: 0,
             generation: generation()?,
             has_waker: false,
             counts: TransferCounts::default(),
@@ -244,12 +256,12 @@ impl<B: Buffer> Ring<B> {
 
     /// Returns the number of transfers that have not ended.
     pub fn in_flight(&self) -> usize {
-        self.in_flight
+        self.slots.len() - self.free.len()
     }
 
     /// Returns whether the caller must take events before it can queue another transfer.
     pub fn is_full(&self) -> bool {
-        self.in_flight + self.events.len() >= self.depth()
+        self.events.len() >= self.free.len()
     }
 
     /// Queues a read of all of `buffer` from `offset` on.
@@ -285,7 +297,6 @@ impl<B: Buffer> Ring<B> {
         if self.is_full() {
             return Err(buffer);
         }
-        debug_assert!(!self.free.is_empty(), "a ring that is not full has a free slot");
         let Some(at) = self.free.pop() else { return Err(buffer) };
         let len_bytes = buffer.len_bytes();
         let allowed = self.check_process().and_then(|()| match direction {
@@ -306,10 +317,8 @@ impl<B: Buffer> Ring<B> {
             is_late: false,
             is_cancelled: false,
         };
-        let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
         slot.request = Some(request);
-        self.in_flight += 1;
-        debug_assert!(self.in_flight + self.free.len() == self.slots.len(), "each slot is in use or free");
+        let id = slot.id(at as usize);
         match allowed {
             Ok(()) if len_bytes > 0 => self.queue_next_piece(at),
             result => self.end_transfer(at, result),
@@ -338,7 +347,7 @@ impl<B: Buffer> Ring<B> {
             offset: request.offset + done as u64,
             registered: self.regions.find(addr + done, request.piece.len_bytes),
         };
-        let token = u64::from(slot.use_count) << u32::BITS | u64::from(at);
+        let token = slot.id(at as usize).0;
         // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has arrived (invariant 1). The
         // piece lies inside of the buffer, which no other code uses meanwhile (trait's promise). The table entry
         // belongs to a region that contains the piece.
@@ -350,12 +359,11 @@ impl<B: Buffer> Ring<B> {
     /// Ends the transfer in slot `at` and queues its [`Event::Done`]. The backend must have no piece of that transfer.
     fn end_transfer(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
-        let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
+        let id = slot.id(at as usize);
         let Some(request) = slot.request.take() else { return };
         debug_assert!(request.progress.done_bytes <= request.buffer.len_bytes());
-        self.in_flight -= 1;
         self.free.push(at);
-        debug_assert!(self.in_flight + self.free.len() == self.slots.len(), "each slot is in use or free");
+        debug_assert!(self.free.len() <= self.slots.len(), "a slot is freed once");
         let is_cancelled = result.as_ref().is_err_and(|error| errno::is(error, ECANCELED));
         let result = match result {
             Ok(()) => {
@@ -383,7 +391,9 @@ impl<B: Buffer> Ring<B> {
 
     /// Cancels a transfer that has not ended. The transfer still ends with an [`Event::Done`].
     pub fn cancel(&mut self, id: RequestId) {
-        let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
+        let is_ours = self.is_ours();
+        let request = Self::find(&mut self.slots, id).filter(|request| is_ours && !request.is_cancelled);
+        let Some(request) = request else { return };
         request.is_cancelled = true;
         // If the cancel fails, the transfer ends normally or is reported as late.
         let _ = self.backend.cancel(id.0);
@@ -409,28 +419,25 @@ impl<B: Buffer> Ring<B> {
     /// Returns the buffer of an in-flight transfer; `None` if the transfer has ended. The device may change the
     /// buffer's bytes at any time.
     pub(crate) fn buffer(&self, id: RequestId) -> Option<&B> {
-        let slot = self.slots.get(id.0 as u32 as usize)?;
-        let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
-        slot.request.as_ref().filter(|_| is_same).map(|request| &request.buffer)
+        let slot = self.slots.get(id.slot_index()).filter(|slot| slot.id(id.slot_index()) == id)?;
+        slot.request.as_ref().map(|request| &request.buffer)
     }
 
-    fn in_flight_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
-        let slot = self.slots.get_mut(id.0 as u32 as usize)?;
-        let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
-        slot.request.as_mut().filter(|_| is_same)
+    /// Returns the in-flight transfer with this id.
+    fn find(slots: &mut [RequestSlot<B>], id: RequestId) -> Option<&mut InFlight<B>> {
+        let slot = slots.get_mut(id.slot_index()).filter(|slot| slot.id(id.slot_index()) == id)?;
+        slot.request.as_mut()
     }
 
     fn in_flight_requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
-        self.slots.iter().enumerate().filter_map(|(at, slot)| {
-            let id = RequestId(u64::from(slot.use_count) << u32::BITS | at as u64);
-            slot.request.as_ref().map(|request| (id, request))
-        })
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(at, slot)| slot.request.as_ref().map(|request| (slot.id(at), request)))
     }
 
     /// Returns whether a transfer is queued but not started.
     #[cfg(any(test, feature = "test-util"))]
     pub fn has_queued(&mut self) -> bool {
-        self.backend.has_queued()
+        self.is_ours() && self.backend.has_queued()
     }
 
     /// Starts the queued transfers without waiting. [`Ring::wait`] starts them, too.
@@ -458,10 +465,12 @@ impl<B: Buffer> Ring<B> {
         }
         let mut end_ns = None;
         loop {
-            self.collect_completions();
+            while let Some(done) = self.backend.pop() {
+                self.handle_completion(done);
+            }
             self.cancel_late_transfers();
             let missing = least.saturating_sub(self.events.len());
-            let can_come = self.in_flight > 0 || (self.has_waker && self.events.is_empty());
+            let can_come = self.in_flight() > 0 || (self.has_waker && self.events.is_empty());
             let rest = end_ns.map_or(timeout, |end_ns: u64| Duration::from_nanos(end_ns.saturating_sub(fine_ns())));
             let is_over = end_ns.is_some() && rest.is_zero();
             if missing == 0 || !can_come || is_over || (self.has_waker && self.backend.take_wake()) {
@@ -472,8 +481,9 @@ impl<B: Buffer> Ring<B> {
             let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
             end_ns.get_or_insert_with(|| fine_ns().saturating_add(timeout_ns));
             // The wait is cut into steps, to search for late transfers between them.
-            let step = if self.in_flight > 0 { rest.min(self.timeout / 4) } else { rest };
-            self.backend.wait(missing.min(self.in_flight).max(1), step)?;
+            let step = if self.in_flight() > 0 { rest.min(self.timeout / 4) } else { rest };
+            let least = missing.min(self.in_flight()).max(1);
+            self.backend.wait(least, step)?;
         }
     }
 
@@ -491,18 +501,10 @@ impl<B: Buffer> Ring<B> {
         })
     }
 
-    /// Handles all completions that have arrived.
-    fn collect_completions(&mut self) {
-        while let Some(done) = self.backend.pop() {
-            self.handle_completion(done);
-        }
-    }
-
     /// Handles the completion of a piece.
     fn handle_completion(&mut self, done: Completion) {
-        let (at, use_count) = (done.token as u32, (done.token >> u32::BITS) as u32);
-        let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.use_count == use_count) else { return };
-        let Some(request) = &mut slot.request else { return };
+        let (id, at) = (RequestId(done.token), done.token as u32);
+        let Some(request) = Self::find(&mut self.slots, id) else { return };
         let Some(handle) = &self.files[request.file.0 as usize] else { return };
         let result = usize::try_from(done.result).map_err(|_| errno::error(-done.result));
         let step = request.progress.record(handle, request.direction, request.piece, result);
@@ -520,17 +522,17 @@ impl<B: Buffer> Ring<B> {
     /// Reports and cancels transfers that exceed the time limit.
     fn cancel_late_transfers(&mut self) {
         let (now_ns, timeout_ns) = (coarse_ns(), self.timeout.as_nanos() as u64);
-        if self.in_flight == 0 || now_ns.saturating_sub(self.last_late_search_ns) < timeout_ns / 8 {
+        if self.in_flight() == 0 || now_ns.saturating_sub(self.last_late_search_ns) < timeout_ns / 8 {
             return;
         }
         self.last_late_search_ns = now_ns;
         let is_late = |request: &InFlight<B>| !request.is_late && now_ns.saturating_sub(request.began_ns) >= timeout_ns;
         let late = self.in_flight_requests().filter(|(_, request)| is_late(request));
         let ids: Vec<RequestId> = late.map(|(id, _)| id).collect();
-        debug_assert!(ids.len() <= self.in_flight);
+        debug_assert!(ids.len() <= self.in_flight());
         for id in ids {
             self.cancel(id);
-            if let Some(request) = self.in_flight_mut(id) {
+            if let Some(request) = Self::find(&mut self.slots, id) {
                 request.is_late = true;
             }
             stats::add(Counter::TransfersLate, 1);
@@ -579,10 +581,10 @@ impl<B: Buffer> Ring<B> {
         self.cancel_where(|_| true);
         let end_ns = coarse_ns().saturating_add(self.timeout.as_nanos() as u64);
         self.has_waker = false;
-        while self.in_flight > 0 {
+        while self.in_flight() > 0 {
             self.events.clear();
             let rest = Duration::from_nanos(end_ns.saturating_sub(coarse_ns()));
-            if rest.is_zero() || self.wait(self.in_flight, rest).is_err() {
+            if rest.is_zero() || self.wait(self.in_flight(), rest).is_err() {
                 return false;
             }
         }
@@ -625,7 +627,7 @@ impl<B: Buffer> Drop for Ring<B> {
         self.events.clear();
         if !have_ended {
             // A device may still write to the remaining buffers, so they are never freed.
-            stats::add(Counter::TransfersStuck, self.in_flight as u64);
+            stats::add(Counter::TransfersStuck, self.in_flight() as u64);
             return;
         }
         // The tables are cleared here. Otherwise the kernel would release their contents some time after the descriptor
@@ -634,11 +636,9 @@ impl<B: Buffer> Drop for Ring<B> {
             let _ = self.detach(FileId(at as u32));
         }
         while let Some(id) = self.regions.last() {
-            if self.backend.kernel_ring().and_then(|tables| tables.unregister_memory(id.0)).is_err() {
+            if self.unregister(id).is_err() {
                 break;
             }
-            stats::sub(Counter::RegionsRegistered, 1);
-            drop(self.regions.remove(id));
         }
         // SAFETY: the fields are not used again, and no transfer is in flight. Memory that is still registered stays
         // alive in `regions`, which is not dropped then.

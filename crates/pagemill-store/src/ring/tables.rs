@@ -69,9 +69,8 @@ impl<B: Buffer> Ring<B> {
         let (Some(direct), Some(buffered)) = (id.table_index(IoMode::Direct), id.table_index(IoMode::Buffered)) else {
             return;
         };
-        self.has_file_table = self.has_file_table || tables.make_file_table(FILE_TABLE_LEN).is_ok();
         // After a failure the entry may still refer to another file, so the whole table is not used any more.
-        self.has_file_table = self.has_file_table
+        self.has_file_table = (self.has_file_table || tables.make_file_table(FILE_TABLE_LEN).is_ok())
             && tables.register_file(direct, descriptors[0]).is_ok()
             && tables.register_file(buffered, descriptors[1]).is_ok();
     }
@@ -113,10 +112,7 @@ impl<B: Buffer> Ring<B> {
     /// `EINVAL` if the memory overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is
     /// not equal to it. `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
     pub fn register(&mut self, memory: Box<dyn Buffer>) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
-        if let Err(error) = self.check_process() {
-            return Err((error, memory));
-        }
-        let tables = match self.backend.kernel_ring() {
+        let tables = match self.check_process().and_then(|()| self.backend.kernel_ring()) {
             Ok(tables) => tables,
             Err(error) => return Err((error, memory)),
         };
