@@ -7,6 +7,7 @@ use super::errno::{self, ECANCELED};
 use super::file::FileHandle;
 use super::ring::{Event, Ring, RingWaker, Settings};
 use super::transfer::{Direction, Transfer};
+use crate::lock;
 use crate::uring::generation;
 use pagemill_core::callback;
 use pagemill_core::stats::{self, Counter};
@@ -14,7 +15,7 @@ use pagemill_sys::thread::{self, Work};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
@@ -79,14 +80,8 @@ pub(super) fn start(handle: &Arc<FileHandle>, batch: Vec<Transfer>) {
 }
 
 /// Does one transfer with blocking calls on the calling thread.
-fn run_blocking(handle: &FileHandle, mut transfer: Transfer) {
-    let offset = transfer.offset();
-    let result = match transfer.direction() {
-        _ if transfer.is_cancelled() => Err(errno::error(ECANCELED)),
-        Direction::Read => handle.read(offset, transfer.bytes_mut()),
-        Direction::Write => handle.write(offset, transfer.bytes()),
-    };
-    transfer.finish(result);
+fn run_blocking(handle: &FileHandle, transfer: Transfer) {
+    transfer.run_with(|offset, to| handle.read(offset, to), |offset, from| handle.write(offset, from));
 }
 
 /// Reports the end of a transfer to its callback, and catches a panic of the callback.
@@ -132,7 +127,7 @@ impl TransferEngine {
     }
 
     fn submissions(&self) -> MutexGuard<'_, SubmissionQueue> {
-        self.submissions.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.submissions)
     }
 
     /// Does all queued transfers on the calling thread, with blocking calls. Used when no thread or no ring is

@@ -3,7 +3,7 @@
 //! Locks: that of the state, for a few instructions; never around calls of the wrapped store.
 
 use super::errno::{self, ECANCELED, EIO, ETIMEDOUT};
-use super::{Direction, Store, Transfer};
+use super::{Direction, Store, Transfer, lock};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
@@ -111,7 +111,7 @@ struct FaultyState {
     calls_left: Option<u64>,
     /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
-    /// Number of calls that are inside of [`SharedState::pause`].
+    /// Number of calls that are inside of [`SharedState::begin`].
     paused_calls: usize,
     calls: Calls,
 }
@@ -159,7 +159,7 @@ impl FaultyState {
 
 impl<S> SharedState<S> {
     fn state(&self) -> MutexGuard<'_, FaultyState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Counts a call with `count`, and draws its faults.
@@ -173,8 +173,8 @@ impl<S> SharedState<S> {
     }
 
     /// Sleeps for the call's delay. Then blocks while calls are held, until the call is cancelled or a minute has
-    /// passed.
-    fn pause(&self, faults: CallFaults, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
+    /// passed. Returns the injected error if the call fails.
+    fn begin(&self, faults: CallFaults, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
         if let Some(delay) = faults.delay {
             std::thread::sleep(delay);
         }
@@ -190,7 +190,12 @@ impl<S> SharedState<S> {
             state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.paused_calls -= 1;
-        if is_cancelled() { Err(errno::error(ECANCELED)) } else { result }
+        if is_cancelled() {
+            result = Err(errno::error(ECANCELED));
+        } else if faults.fails {
+            result = result.and(Err(errno::error(faults.errno)));
+        }
+        result
     }
 }
 
@@ -204,9 +209,6 @@ impl<S: Store> SharedState<S> {
     }
 
     fn read(&self, offset: u64, to: &mut [u8], faults: CallFaults) -> io::Result<()> {
-        if faults.fails {
-            return Err(errno::error(faults.errno));
-        }
         if !faults.is_short {
             return self.inner.read(offset, to);
         }
@@ -221,9 +223,6 @@ impl<S: Store> SharedState<S> {
     }
 
     fn write(&self, offset: u64, from: &[u8], faults: CallFaults) -> io::Result<()> {
-        if faults.fails {
-            return Err(errno::error(faults.errno));
-        }
         if !faults.is_short {
             return self.inner.write(offset, from);
         }
@@ -238,11 +237,11 @@ impl<S: Store> SharedState<S> {
         Err(errno::error(faults.errno))
     }
 
-    /// Pauses a transfer, runs it with these faults, and ends it.
+    /// Runs a transfer with these faults, and ends it.
     fn run_transfer(&self, mut transfer: Transfer, faults: CallFaults) {
-        let paused = self.pause(faults, || transfer.is_cancelled());
+        let begun = self.begin(faults, || transfer.is_cancelled());
         let offset = transfer.offset();
-        let result = paused.and_then(|()| match transfer.direction() {
+        let result = begun.and_then(|()| match transfer.direction() {
             Direction::Read => self.read(offset, transfer.bytes_mut(), faults),
             Direction::Write => self.write(offset, transfer.bytes(), faults),
         });
@@ -292,21 +291,16 @@ impl<S: Store + 'static> FaultyStore<S> {
         self.0.state().calls
     }
 
-    /// Counts a call, draws its faults, pauses it, and then runs `act` with these faults.
+    /// Counts a call, draws its faults, and runs `act` with these faults.
     fn call<T>(
         &self,
         count: impl FnOnce(&mut Calls),
         act: impl FnOnce(&SharedState<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
         let faults = self.0.draw_faults(count);
-        self.0.pause(faults, || false)?;
+        self.0.begin(faults, || false)?;
         act(&self.0, faults)
     }
-}
-
-/// Returns the injected error if the faults of this call include a failure.
-fn fail_if_injected(faults: CallFaults) -> io::Result<()> {
-    if faults.fails { Err(errno::error(faults.errno)) } else { Ok(()) }
 }
 
 impl<S: Store + 'static> Store for FaultyStore<S> {
@@ -327,14 +321,11 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let set =
-            |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.set_size(size_bytes));
-        self.call(|calls| calls.set_sizes += 1, set)
+        self.call(|calls| calls.set_sizes += 1, |shared, _| shared.inner.set_size(size_bytes))
     }
 
     fn sync(&self) -> io::Result<()> {
-        let sync = |shared: &SharedState<S>, faults| fail_if_injected(faults).and_then(|()| shared.inner.sync());
-        self.call(|calls| calls.syncs += 1, sync)
+        self.call(|calls| calls.syncs += 1, |shared, _| shared.inner.sync())
     }
 
     fn is_writable(&self) -> bool {

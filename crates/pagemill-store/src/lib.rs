@@ -40,6 +40,7 @@ pub use transfer::{Cancel, Direction, Finish, Gather, Transfer};
 
 use std::any::Any;
 use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The backing storage of a mapping.
 ///
@@ -168,6 +169,11 @@ pub trait Store: Any + Send + Sync {
 /// rest of the buffer would then expose stale memory.
 pub fn fills_all(store: &dyn Store) -> bool {
     (store as &dyn Any).is::<FileStore>()
+}
+
+/// Locks a mutex, even if a thread has panicked while it held the lock.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Error numbers that this crate uses in its own errors.

@@ -7,11 +7,11 @@
 
 use super::buffer::Buffer;
 use super::errno::{self, ECANCELED};
-use super::{Store, buffer};
+use super::{Store, lock};
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -104,7 +104,11 @@ impl Transfer {
     /// Creates a read into memory that the transfer owns. The end of the transfer calls `done` with the result and the
     /// memory. If `done` panics on a thread of this crate, the panic is caught and counted (`behind_panics`).
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
-        Self::with_owned_memory(Direction::Read, offset, into, done)
+        // The closure owns the memory until the end is reported, and moving the closure does not move the bytes (the
+        // trait's promise). Both invariants follow.
+        let (addr, len_bytes) = (into.addr(), into.len_bytes());
+        let end = EndCallback::Once(Box::new(move |result| done(result, into)));
+        Self { direction: Direction::Read, offset, addr, len_bytes, cancel: None, end }
     }
 
     /// Creates a write of memory that the transfer owns. The end of the transfer calls `done` with the result and the
@@ -114,29 +118,16 @@ impl Transfer {
         from: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        Self::with_owned_memory(Direction::Write, offset, from, done)
-    }
-
-    /// Creates a transfer that owns its memory, and passes the memory to `done` at the end.
-    fn with_owned_memory<B: Buffer + Send>(
-        direction: Direction,
-        offset: u64,
-        memory: B,
-        done: impl FnOnce(io::Result<()>, B) + Send + 'static,
-    ) -> Self {
-        // The closure owns the memory until the end is reported, and moving the closure does not move the bytes (the
-        // trait's promise). Both invariants follow.
-        let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
-        let end = EndCallback::Once(Box::new(move |result| done(result, memory)));
-        Self { direction, offset, addr, len_bytes, cancel: None, end }
+        let mut transfer = Self::read(offset, from, done);
+        transfer.direction = Direction::Write;
+        transfer
     }
 
     /// Makes the transfer cancellable by `cancel`.
     #[must_use]
-    pub fn with_cancel(self, cancel: &Cancel) -> Self {
-        let mut transfer = self;
-        transfer.cancel = Some(cancel.clone());
-        transfer
+    pub fn with_cancel(mut self, cancel: &Cancel) -> Self {
+        self.cancel = Some(cancel.clone());
+        self
     }
 
     pub fn direction(&self) -> Direction {
@@ -182,15 +173,20 @@ impl Transfer {
 
     /// Does the transfer with the store's blocking calls and ends it. A cancelled transfer ends with `ECANCELED`
     /// instead.
-    pub fn run(mut self, store: &(impl Store + ?Sized)) {
-        let result = if self.is_cancelled() {
-            Err(errno::error(ECANCELED))
-        } else {
-            let offset = self.offset;
-            match self.direction {
-                Direction::Read => store.read(offset, self.bytes_mut()),
-                Direction::Write => store.write(offset, self.bytes()),
-            }
+    pub fn run(self, store: &(impl Store + ?Sized)) {
+        self.run_with(|offset, to| store.read(offset, to), |offset, from| store.write(offset, from));
+    }
+
+    /// As [`Transfer::run`], with the functions that read and write.
+    pub(crate) fn run_with(
+        mut self,
+        read: impl FnOnce(u64, &mut [u8]) -> io::Result<()>,
+        write: impl FnOnce(u64, &[u8]) -> io::Result<()>,
+    ) {
+        let result = match self.direction {
+            _ if self.is_cancelled() => Err(errno::error(ECANCELED)),
+            Direction::Read => read(self.offset, self.bytes_mut()),
+            Direction::Write => write(self.offset, self.bytes()),
         };
         self.finish(result);
     }
@@ -220,17 +216,15 @@ impl Drop for Transfer {
 
 impl std::fmt::Debug for Transfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (direction, offset, len_bytes) = (&self.direction, &self.offset, &self.len_bytes);
-        f.debug_struct("Transfer")
-            .field("direction", direction)
-            .field("offset", offset)
-            .field("len_bytes", len_bytes)
-            .finish_non_exhaustive()
+        let Self { direction, offset, len_bytes, .. } = self;
+        let mut text = f.debug_struct("Transfer");
+        text.field("direction", direction).field("offset", offset).field("len_bytes", len_bytes);
+        text.finish_non_exhaustive()
     }
 }
 
 // SAFETY: the end is not reported before the value is consumed or dropped. Until then invariants 1 and 2 hold.
-unsafe impl buffer::Buffer for Transfer {
+unsafe impl Buffer for Transfer {
     fn addr(&self) -> NonNull<u8> {
         self.addr
     }
@@ -238,10 +232,6 @@ unsafe impl buffer::Buffer for Transfer {
     fn len_bytes(&self) -> usize {
         self.len_bytes
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Cancels any number of transfers. Clones share one state.

@@ -42,6 +42,7 @@ pub(crate) struct FileHandle {
     pub(super) buffered: Disk,
     /// Descriptor for direct I/O (`O_DIRECT`), where the file system supports it.
     pub(super) direct: Option<Disk>,
+    /// Alignment of direct transfers; 1 without a direct descriptor.
     pub(super) alignment: Alignment,
     pub(super) block_bytes: usize,
     pub(super) kind: FileKind,
@@ -204,7 +205,7 @@ impl FileStore {
     /// transfer that is not aligned, the kernel copies bytes. Both fields are 1 for a buffered file, because the kernel
     /// then copies the bytes of every transfer.
     pub fn alignment(&self) -> Alignment {
-        if self.is_direct() { self.handle.alignment } else { Alignment { memory: 1, offset: 1 } }
+        self.handle.alignment
     }
 
     pub(crate) fn handle(&self) -> &Arc<FileHandle> {

@@ -125,20 +125,15 @@ impl FileOptions {
             claim = Some(claimed.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
             lock_for_writing(&buffered)?;
         }
-        let direct = match self.open_direct(path, &buffered, facts).map_err(open_error)? {
-            DirectOpenOutcome::Open(direct, alignment) => Some((direct, alignment)),
-            DirectOpenOutcome::Refused => None,
-            DirectOpenOutcome::Replaced => return Ok(None),
-        };
+        let opened = self.open_direct(path, &buffered, facts).map_err(open_error)?;
+        let Some((direct, alignment)) = opened else { return Ok(None) };
         if is_new {
             // A failure is ignored: some file systems cannot sync folders, and some folders cannot be opened.
             let _ = disk::sync_folder(&folder_of(path));
         }
-        let (direct, alignment) = direct.unzip();
         if direct.is_none() && self.use_direct {
             stats::add(Counter::StoresBuffered, 1);
         }
-        let alignment = alignment.unwrap_or(Alignment { memory: 1, offset: 1 });
         let handle = FileHandle {
             buffered,
             direct,
@@ -186,31 +181,33 @@ impl FileOptions {
         Ok((exclusive.facts()? == facts).then_some(exclusive))
     }
 
-    /// Opens the file a second time, for direct I/O.
-    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<DirectOpenOutcome> {
+    /// Opens the file a second time, for direct I/O, and returns the alignment of its transfers. Returns no file and an
+    /// alignment of 1 if the file system refuses direct I/O. Returns `None` if another file has replaced the file at
+    /// that path.
+    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<Option<(Option<Disk>, Alignment)>> {
+        const REFUSED: (Option<Disk>, Alignment) = (None, Alignment { memory: 1, offset: 1 });
         let reported = match buffered.direct_alignment() {
             _ if !self.use_direct => None,
-            Ok(None) => None,
-            Ok(Some(alignment)) => Some(alignment),
+            Ok(alignment) => alignment,
             Err(_) => Some(guess_alignment(buffered, facts)),
         };
-        let Some(alignment) = reported.filter(is_usable) else { return Ok(DirectOpenOutcome::Refused) };
+        let Some(alignment) = reported.filter(is_usable) else { return Ok(Some(REFUSED)) };
         let options = Options { is_direct: true, is_writable: self.is_writable, ..Options::default() };
         let direct = match Disk::open(path, options) {
             Ok(direct) => direct,
-            Err(error) if is_refusal(&error) => return Ok(DirectOpenOutcome::Refused),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(DirectOpenOutcome::Replaced),
+            Err(error) if is_refusal(&error) => return Ok(Some(REFUSED)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
         let found = direct.facts()?;
         if (found.kind, found.device, found.inode) != (facts.kind, facts.device, facts.inode) {
-            return Ok(DirectOpenOutcome::Replaced);
+            return Ok(None);
         }
         // Some file systems accept `O_DIRECT` in `open`, but refuse the transfers.
         let mut block = Aligned::new(alignment.offset, alignment.memory);
         match direct.read_at(&mut block, 0) {
-            Err(error) if is_refusal(&error) => Ok(DirectOpenOutcome::Refused),
-            _ => Ok(DirectOpenOutcome::Open(direct, alignment)),
+            Err(error) if is_refusal(&error) => Ok(Some(REFUSED)),
+            _ => Ok(Some((Some(direct), alignment))),
         }
     }
 }
@@ -230,15 +227,6 @@ fn lock_for_writing(file: &Disk) -> Result<()> {
         std::thread::sleep(RETRY_INTERVAL);
     }
     Err(Error::Busy { what: "another process writes to the file" })
-}
-
-/// Outcome of opening a file again for direct I/O.
-enum DirectOpenOutcome {
-    Open(Disk, Alignment),
-    /// The file system refuses direct I/O.
-    Refused,
-    /// Another file has replaced the file at that path.
-    Replaced,
 }
 
 fn open_error(cause: io::Error) -> Error {

@@ -6,12 +6,13 @@
 
 use super::backend::WakeHandle;
 use crate::errno::{ECANCELED, EIO};
+use crate::lock;
 use crate::uring::{Completion, Target, Transfer, generation};
 use pagemill_sys::disk;
 use pagemill_sys::thread::{self, Work};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Maximum number of threads of the pool, enough to keep a disk busy.
@@ -20,13 +21,9 @@ const MAX_THREADS: usize = 16;
 /// A thread of the pool exits after this time without a job.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Completions of one ring that the ring's thread has not collected yet.
 struct CompletionQueue {
-    done: Mutex<Vec<Completion>>,
+    done: Mutex<VecDeque<Completion>>,
     handle: Arc<WakeHandle>,
 }
 
@@ -40,7 +37,7 @@ struct ThreadJob {
 impl ThreadJob {
     /// Adds the job's completion to the ring's completion queue, and wakes the thread of the ring.
     fn complete(&self, result: i32) {
-        lock(&self.completions.done).push(Completion { token: self.token, result });
+        lock(&self.completions.done).push_back(Completion { token: self.token, result });
         self.completions.handle.waker.wake();
     }
 
@@ -178,8 +175,6 @@ impl Work for ThreadPool {
 pub(super) struct ThreadBackend {
     /// Jobs that were not passed to the pool yet.
     queued: VecDeque<ThreadJob>,
-    /// Completions that were collected, and that the ring has not taken.
-    ready: VecDeque<Completion>,
     completions: Arc<CompletionQueue>,
 }
 
@@ -191,7 +186,7 @@ impl ThreadBackend {
     /// `EMFILE` if the waker gets no descriptor.
     pub fn new() -> std::io::Result<Self> {
         let completions = Arc::new(CompletionQueue { done: Mutex::default(), handle: WakeHandle::new()? });
-        Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), completions })
+        Ok(Self { queued: VecDeque::new(), completions })
     }
 
     pub fn wake_handle(&self) -> &Arc<WakeHandle> {
@@ -230,22 +225,13 @@ impl ThreadBackend {
     /// passed.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
-        self.collect_completions();
-        if self.ready.is_empty() {
+        let has_completions = !lock(&self.completions.done).is_empty();
+        if !has_completions {
             self.completions.handle.waker.wait(timeout);
-            self.collect_completions();
         }
-    }
-
-    /// Collects the completions that have arrived.
-    fn collect_completions(&mut self) {
-        self.ready.extend(lock(&self.completions.done).drain(..));
     }
 
     pub fn pop(&mut self) -> Option<Completion> {
-        if self.ready.is_empty() {
-            self.collect_completions();
-        }
-        self.ready.pop_front()
+        lock(&self.completions.done).pop_front()
     }
 }
