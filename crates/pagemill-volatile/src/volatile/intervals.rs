@@ -43,8 +43,6 @@ pub(super) struct Intervals<T> {
     leaves: usize,
     /// Number of leaves created so far, in use or free.
     leaf_numbers: usize,
-    /// Number of intervals in the map.
-    count: usize,
     /// Sum of the lengths of all intervals in the map.
     bytes: u64,
 }
@@ -76,13 +74,13 @@ impl<T: Copy> Intervals<T> {
     pub(super) const fn new() -> Self {
         let directory = SparseArray::new(MAX_LEAVES);
         let entries = SparseArray::new(MAX_LEAVES * Self::PER_LEAF);
-        Self { directory, entries, leaves: 0, leaf_numbers: 0, count: 0, bytes: 0 }
+        Self { directory, entries, leaves: 0, leaf_numbers: 0, bytes: 0 }
     }
 
     /// Number of intervals in the map.
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
-        self.count
+        self.directory().iter().map(|leaf| leaf.count as usize).sum()
     }
 
     /// Sum of the lengths of all intervals in the map.
@@ -136,8 +134,8 @@ impl<T: Copy> Intervals<T> {
         }
         self.free_empty_leaves(index..end);
         self.merge_around(index);
-        debug_assert!((self.count == 0) == (self.bytes == 0), "no interval is empty");
-        debug_assert!(self.leaves <= self.count, "no leaf is empty");
+        debug_assert!((self.leaves == 0) == (self.bytes == 0), "no interval is empty");
+        debug_assert!(self.directory().iter().all(|leaf| leaf.count > 0), "no leaf is empty");
         Ok(before - self.bytes)
     }
 
@@ -226,7 +224,6 @@ impl<T: Copy> Intervals<T> {
         entries.copy_within(places.clone(), places.start + 1);
         entries[places.start].write(entry);
         self.update_first(index);
-        self.count += 1;
         self.bytes += (entry.end - entry.start) as u64;
         debug_assert!(self.leaf(index).len() <= Self::PER_LEAF, "a full leaf was split");
         debug_assert!(self.leaf(index).is_sorted_by_key(|entry| entry.start));
@@ -286,7 +283,6 @@ impl<T: Copy> Intervals<T> {
         entries.copy_within(gone.end.., gone.start);
         self.directory.items_mut()[index].count -= gone.len() as u32;
         self.update_first(index);
-        self.count -= gone.len();
         self.bytes -= removed;
     }
 

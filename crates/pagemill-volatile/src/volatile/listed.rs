@@ -86,10 +86,10 @@ pub struct ListedPart {
     pub next: Option<usize>,
 }
 
-/// Copies descriptions of ranges from `found` until `into` is full. Returns the number of copied descriptions.
-fn copy_descriptions(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
-    into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
-        *place = listed;
+/// Copies items from `found` until `into` is full. Returns the number of copied items.
+pub(super) fn copy_items<T>(into: &mut [T], found: impl Iterator<Item = T>) -> usize {
+    into.iter_mut().zip(found).fold(0, |count, (place, item)| {
+        *place = item;
         count + 1
     })
 }
@@ -101,7 +101,7 @@ impl Ranges {
         // Visits at most `into.len()` entries, so all ranges found fit, and the next part starts at `to`.
         let end = (self.count.load(Acquire) as usize).max(from);
         let to = end.min(from.saturating_add(into.len()));
-        let count = copy_descriptions(into, (from..to).filter_map(|number| self.listed(number as u32)));
+        let count = copy_items(into, (from..to).filter_map(|number| self.listed(number as u32)));
         ListedPart { count, next: (to < end).then_some(to) }
     }
 
@@ -167,7 +167,7 @@ impl Vranges {
                 },
                 age_ticks: Some(ticks_since(current_epoch(), mark.epoch)),
             });
-            copy_descriptions(&mut into[..room], found)
+            copy_items(&mut into[..room], found)
         });
         let next = (count == room).then(|| into[..count].last().map(|last| last.addr + last.len_bytes)).flatten();
         ListedPart { count, next }

@@ -156,12 +156,8 @@ impl MarkTable {
         let claimed = Mark { is_purging: true, ..mark };
         // Reserve memory for this split and for the changes when the claim ends.
         self.marks.prepare(6)?;
-        if part == whole {
-            self.change(part, claimed);
-        } else {
-            self.cut(part.clone(), |_, _| ())?;
-            self.insert(part.clone(), claimed)?;
-        }
+        self.cut(part.clone(), |_, _| ())?;
+        self.insert(part.clone(), claimed)?;
         self.may_have_guards |= mark.is_strict;
         self.claimed += 1;
         Ok(())

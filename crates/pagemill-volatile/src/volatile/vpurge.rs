@@ -7,6 +7,7 @@
 
 use super::current_epoch;
 use super::guards;
+use super::listed::copy_items;
 use super::mark_table::Mark;
 use super::purge::{MAX_MEASURE_NS, note_purged};
 use super::purge_queue::PurgeQueue;
@@ -111,11 +112,11 @@ impl Vranges {
         loop {
             let count = self.table.with(|table| {
                 let generation = table.generation;
-                let found = table.marks.from(from).map(|(range, mark)| (range, mark, mark.is_claimable(generation)));
-                intervals.iter_mut().zip(found).fold(0, |count, (place, found)| {
-                    *place = Some(found);
-                    count + 1
-                })
+                let found = table.marks.from(from);
+                copy_items(
+                    &mut intervals,
+                    found.map(|(range, mark)| Some((range, mark, mark.is_claimable(generation)))),
+                )
             });
             for (range, mark, is_claimable) in intervals[..count].iter_mut().filter_map(Option::take) {
                 from = range.end;
