@@ -64,7 +64,7 @@ use pagemill_heap::Heap;
 use pagemill_sys::mem;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::SeqCst;
-use word::{RangeWord, Refused, epoch_of};
+use word::{Outcome, RangeWord, Refused, epoch_of};
 
 /// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
@@ -131,6 +131,35 @@ struct RangeEntry {
 // SAFETY: the type consists of atomics, for which zero bits are valid.
 unsafe impl Zeroed for RangeEntry {}
 
+impl RangeEntry {
+    /// Runs `act`. If a purge has claimed the range, requests the purge to stop, waits until it has stopped (some
+    /// hundred microseconds at most), and runs `act` again.
+    #[inline]
+    fn retry_after_purge<T>(&self, act: impl Fn(&RangeWord) -> Outcome<T>) -> Outcome<T> {
+        match act(&self.word) {
+            Err(Refused::Purging) => self.wait_for_purge(act),
+            result => result,
+        }
+    }
+
+    /// Requests the purge of the range to stop. Runs `act` until the result is not [`Refused::Purging`], and returns
+    /// that result.
+    #[cold]
+    fn wait_for_purge<T>(&self, act: impl Fn(&RangeWord) -> Outcome<T>) -> Outcome<T> {
+        stats::add(Counter::RangesAwaited, 1);
+        let mut backoff = Backoff::new();
+        loop {
+            if self.word.request_stop() {
+                backoff.pause();
+            }
+            match act(&self.word) {
+                Err(Refused::Purging) => {}
+                result => return result,
+            }
+        }
+    }
+}
+
 /// All volatile ranges with a handle of one Pagemill instance.
 ///
 /// Example: [`VolatileBuf`].
@@ -181,17 +210,16 @@ impl Ranges {
     /// ranges, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
     /// page, [`Error::System`] if the kernel refuses the memory.
     pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<VolatileBuf> {
-        let chunk_bytes = match behaviour {
-            Behaviour::Full => len_bytes,
-            Behaviour::Partial { chunk_bytes } => chunk_bytes,
-        };
-        let is_full = behaviour == Behaviour::Full;
         if len_bytes == 0 {
             return Err(Error::BadLength { len_bytes: 0 });
         }
-        if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
-            return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
-        }
+        let chunk_bytes = match behaviour {
+            Behaviour::Full => len_bytes,
+            Behaviour::Partial { chunk_bytes } if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(os_page_bytes()) => {
+                return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
+            }
+            Behaviour::Partial { chunk_bytes } => chunk_bytes,
+        };
         // Reserve room for a part of a large range only, because the rest may never be touched.
         self.arena.budget.reserve((len_bytes as u64).min(MAX_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
@@ -325,7 +353,7 @@ impl Ranges {
         let has_slot = class == PACK_CLASSES;
         // Read before the release: another thread may reuse the entry afterwards.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
-        let is_released = self.retry_after_purge(number, || entry.word.release(!has_slot));
+        let is_released = entry.retry_after_purge(|word| word.release(!has_slot));
         debug_assert!(is_released.is_ok());
         self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
         self.publish_total_bytes();
@@ -341,41 +369,6 @@ impl Ranges {
         // SAFETY: this module allocated the slot, and its range was dropped, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
         debug_assert!(result.is_ok());
-    }
-
-    /// Runs `act`. If a purge has claimed the range, requests the purge to stop, waits until it has stopped (some
-    /// hundred microseconds at most), and runs `act` again.
-    #[inline]
-    fn retry_after_purge<T>(
-        &self,
-        number: u32,
-        act: impl Fn() -> std::result::Result<T, Refused>,
-    ) -> std::result::Result<T, Refused> {
-        match act() {
-            Err(Refused::Purging) => self.wait_for_purge(number, act),
-            result => result,
-        }
-    }
-
-    /// Requests the purge of a range to stop. Runs `act` until the result is not [`Refused::Purging`], and returns that
-    /// result.
-    #[cold]
-    fn wait_for_purge<T>(
-        &self,
-        number: u32,
-        act: impl Fn() -> std::result::Result<T, Refused>,
-    ) -> std::result::Result<T, Refused> {
-        stats::add(Counter::RangesAwaited, 1);
-        let mut backoff = Backoff::new();
-        loop {
-            if self.entry(number).word.request_stop() {
-                backoff.pause();
-            }
-            match act() {
-                Err(Refused::Purging) => {}
-                result => return result,
-            }
-        }
     }
 
     /// Copies the sum of the lengths of all ranges to the published statistics. Repeats the copy if another thread has

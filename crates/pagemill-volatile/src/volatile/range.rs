@@ -1,7 +1,7 @@
 //! [`VolatileBuf`]: a volatile range with a handle, and [`Pin`], which gives access to its bytes.
 #![allow(unsafe_code)] // accesses a range's bytes
 
-use super::word::{RangePhase, Refused};
+use super::word::{Outcome, RangePhase, RangeWord, Refused};
 use super::{Ranges, current_epoch};
 use pagemill_core::error::{Error, Result};
 use std::fmt;
@@ -116,8 +116,8 @@ impl VolatileBuf {
     }
 
     #[inline]
-    fn retry_after_purge<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
-        self.ranges.retry_after_purge(self.number, act).map_err(|refused| Error::WrongState {
+    fn retry_after_purge<T>(&self, act: impl Fn(&RangeWord) -> Outcome<T>) -> Result<T> {
+        self.entry().retry_after_purge(act).map_err(|refused| Error::WrongState {
             what: match refused {
                 Refused::RangePhase(RangePhase::Held) => "the range is not volatile",
                 Refused::RangePhase(_) => "the range is volatile already",
@@ -138,7 +138,7 @@ impl VolatileBuf {
     /// Source: J. Stultz and M. Kim, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     #[inline]
     pub fn mark(&self) -> Result<()> {
-        self.retry_after_purge(|| self.entry().word.mark(current_epoch()))
+        self.retry_after_purge(|word| word.mark(current_epoch()))
     }
 
     /// Unmarks the range: purges no longer discard its bytes. Returns whether the bytes survived.
@@ -150,7 +150,7 @@ impl VolatileBuf {
     /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn unmark(&self) -> Result<Contents> {
-        let was_lost = self.retry_after_purge(|| self.entry().word.unmark())?;
+        let was_lost = self.retry_after_purge(RangeWord::unmark)?;
         Ok(if was_lost { self.report_loss() } else { Contents::Kept })
     }
 
@@ -179,7 +179,7 @@ impl VolatileBuf {
     /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn refresh(&self) -> Result<()> {
-        self.retry_after_purge(|| self.entry().word.refresh(current_epoch()))
+        self.retry_after_purge(|word| word.refresh(current_epoch()))
     }
 
     /// Pins the range and returns the pin, which dereferences to the bytes that were kept. No byte is purged while the
@@ -190,7 +190,7 @@ impl VolatileBuf {
     /// [`Error::WrongState`] beyond 65,535 pins.
     #[inline]
     pub fn pin(&self) -> Result<Pin<'_>> {
-        let seen = self.retry_after_purge(|| self.entry().word.pin())?;
+        let seen = self.retry_after_purge(RangeWord::pin)?;
         let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
         let kept_bytes = if is_whole { self.len_bytes } else { self.kept_bytes() };
         let contents = if is_whole { Contents::Kept } else { Contents::Purged { kept_bytes } };

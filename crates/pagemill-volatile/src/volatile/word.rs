@@ -141,6 +141,9 @@ pub(crate) enum Refused {
     Pins,
 }
 
+/// The result of an operation on a state word.
+pub(crate) type Outcome<T> = Result<T, Refused>;
+
 /// The state word of a range. Zero bits are a free range without memory.
 #[repr(transparent)]
 pub(crate) struct RangeWord(AtomicU64);
@@ -157,7 +160,7 @@ impl RangeWord {
 
     /// Replaces the word by the result of `change`, unless a purge has claimed the range or `change` refuses.
     #[inline]
-    fn update<T>(&self, change: impl Fn(SeenWord) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
+    fn update<T>(&self, change: impl Fn(SeenWord) -> Outcome<(u64, T)>) -> Outcome<T> {
         let mut word = self.0.load(Relaxed);
         loop {
             if SeenWord(word).phase() == RangePhase::Purging {
@@ -176,7 +179,7 @@ impl RangeWord {
 
     /// As [`RangeWord::update`], but refuses if the range is not in the phase `from`.
     #[inline]
-    fn update_from(&self, from: RangePhase, change: impl Fn(SeenWord) -> u64) -> Result<(), Refused> {
+    fn update_from(&self, from: RangePhase, change: impl Fn(SeenWord) -> u64) -> Outcome<()> {
         self.update(|seen| match seen.phase() {
             phase if phase == from => Ok((change(seen), ())),
             other => Err(Refused::RangePhase(other)),
@@ -184,13 +187,13 @@ impl RangeWord {
     }
 
     /// Changes the range's phase from *Free* to *Held*, for a new owner.
-    pub fn hold(&self) -> Result<(), Refused> {
+    pub fn hold(&self) -> Outcome<()> {
         self.update_from(RangePhase::Free, |seen| seen.with_phase(RangePhase::Held) & !BACKED_BIT)
     }
 
     /// Changes the range's phase from *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says
     /// whether the range keeps its memory. Removes pins that were leaked.
-    pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
+    pub fn release(&self, has_memory: bool) -> Outcome<()> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
             _ => {
@@ -203,7 +206,7 @@ impl RangeWord {
 
     /// Changes the range's phase from *Held* to *Volatile*. The range counts as marked at `epoch`.
     #[inline]
-    pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
+    pub fn mark(&self, epoch: u32) -> Outcome<()> {
         self.update_from(RangePhase::Held, |seen| {
             SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST_BIT, epoch)
         })
@@ -213,7 +216,7 @@ impl RangeWord {
     /// `unmark` also pins the range, so that the caller can read `kept_bytes` before another thread marks the range
     /// again. The caller must then call [`RangeWord::unpin`].
     #[inline]
-    pub fn unmark(&self) -> Result<bool, Refused> {
+    pub fn unmark(&self) -> Outcome<bool> {
         self.update(|seen| match seen.phase() {
             RangePhase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
             RangePhase::Volatile if seen.is_lost() => {
@@ -226,14 +229,14 @@ impl RangeWord {
 
     /// Sets the epoch of a volatile range, so that the range counts as marked at that epoch.
     #[inline]
-    pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
+    pub fn refresh(&self, epoch: u32) -> Outcome<()> {
         self.update_from(RangePhase::Volatile, |seen| SeenWord::with_epoch(seen.0, epoch))
     }
 
     /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word as it was before the pin was
     /// added.
     #[inline]
-    pub fn pin(&self) -> Result<SeenWord, Refused> {
+    pub fn pin(&self) -> Outcome<SeenWord> {
         self.update(|seen| match seen.phase() {
             RangePhase::Held | RangePhase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
             RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + ONE_PIN, seen)),
