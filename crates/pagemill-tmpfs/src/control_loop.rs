@@ -494,17 +494,14 @@ impl ControlLoop {
         self.allow_opens_until(self.sampled + READING_MAX_AGE);
     }
 
-    /// Returns how long writers at their recent rate need for half of the room below a limit.
-    fn time_to_half_of_room(&self) -> Duration {
-        let room_bytes = self.budget.room_to_limit_bytes(&self.blocked_bounds(true));
-        self.growth_predictor.time_to_grow(room_bytes / 2)
-    }
-
-    /// Allows opens until the time `until`. Allows none if usage is close to a limit for which files can be purged.
+    /// Allows opens until the time `until`, or until writers at their recent rate need half of the room below a limit.
+    /// Allows none if usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
         let Some(throttle) = &self.throttle else { return };
-        let is_close = self.budget.is_close_to_limit(&self.blocked_bounds(true), &self.blocked_bounds(false));
-        let until = until.min(self.sampled + self.time_to_half_of_room());
+        let given_up = self.blocked_bounds(true);
+        let is_close = self.budget.is_close_to_limit(&given_up, &self.blocked_bounds(false));
+        let room_bytes = self.budget.room_to_limit_bytes(&given_up);
+        let until = until.min(self.sampled + self.growth_predictor.time_to_grow(room_bytes / 2));
         throttle.allow_until(if is_close { self.started } else { until });
     }
 

@@ -4,7 +4,7 @@
 //! not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the controller. Every path
 //! starts at the clone's root and cannot lead out of the clone.
 
-use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
+use crate::policy::{self, Ancestor, HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mount::{self, FsPickFlags, OpenTreeFlags};
@@ -78,6 +78,17 @@ impl FileAttributes {
     /// the list lets another user write.
     pub fn is_writable_by_others(&self) -> bool {
         Mode::from_raw_mode(self.mode).intersects(Mode::WGRP | Mode::WOTH)
+    }
+
+    /// Returns this folder as an ancestor of files, with its own marks.
+    pub fn as_ancestor(&self, marks: Marks) -> Ancestor {
+        Ancestor { marks, owner: self.owner, is_open_to_others: self.is_open_to_others() }
+    }
+
+    /// Returns the effective marks of this file, given its own marks and its ancestors, nearest first
+    /// ([`policy::effective_marks`]).
+    pub fn effective_marks(&self, own: Marks, ancestors: impl IntoIterator<Item = Ancestor>) -> Marks {
+        policy::effective_marks(own.trusted(self.is_writable_by_others()), self.owner, ancestors)
     }
 
     /// Returns whether users other than the owner may write to this folder and delete its entries.

@@ -10,7 +10,7 @@ use crate::groups::{GroupId, Groups, RecordedFile, UNKNOWN, WrittenBytes};
 use crate::index::{Charge, Index, PurgePart, VolatileFile};
 use crate::messages::print_message;
 use crate::pagework::PageWork;
-use crate::policy::{self, Ancestor, Marks, Volatile};
+use crate::policy::{Ancestor, Marks, Volatile};
 use crate::purge::{self, PurgeOutcome, Target};
 use crate::scan::ScanItem;
 use crate::status::Counts;
@@ -241,11 +241,7 @@ impl FileTable {
                 self.report_bad_mark(path, &mark.0);
             }
         }
-        let marks = policy::effective_marks(
-            own.trusted(seen.is_writable_by_others()),
-            seen.owner,
-            folder.ancestors.iter().copied(),
-        );
+        let marks = seen.effective_marks(own, folder.ancestors.iter().copied());
         self.closed_bytes += seen.held_bytes;
         let charge = self.record_writer((folder.inode, &folder.fd), name, &seen, writer);
         // Files that were closed together are observed in any order, so the time of the last access orders them.
@@ -279,7 +275,7 @@ impl FileTable {
                     self.index.remove(seen.inode);
                     return;
                 };
-                let marks = policy::effective_marks(marks.trusted(seen.is_writable_by_others()), seen.owner, ancestors);
+                let marks = seen.effective_marks(marks, ancestors);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
                 self.record_file(folder, &name, &seen, marks, None, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
@@ -452,7 +448,7 @@ impl FileTable {
         let folders = RefCell::new(&mut self.folders);
         let may_purge =
             |fd: &OwnedFd, seen: &FileAttributes| is_still_volatile(&folders, &self.access, file.folder, fd, seen);
-        match purge::purge(&target, want_bytes, may_purge) {
+        let used_ns = match purge::purge(&target, want_bytes, may_purge) {
             PurgeOutcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
                 let (files, sum) = match file.part {
@@ -464,24 +460,21 @@ impl FileTable {
                 if left_bytes > 0 {
                     self.index.insert(inode, VolatileFile { held_bytes: left_bytes, used_ns: now_ns(), ..file });
                 }
-                Some(bytes)
+                return Some(bytes);
             }
-            PurgeOutcome::Used(used_ns) => {
-                self.index.insert(inode, VolatileFile { used_ns, ..file });
-                Some(0)
-            }
+            PurgeOutcome::Used(used_ns) => used_ns,
             PurgeOutcome::Open => {
                 let is_worker = self.pages.is_sent(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.skipped_for_worker |= is_worker;
                 // A file that a user has open counts as used now. A file that the worker has open counts as used at
                 // `began_ns`, so that only the current purge skips it.
-                let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
-                self.index.insert(inode, VolatileFile { used_ns, ..file });
-                Some(0)
+                if is_worker { began_ns.max(file.used_ns) } else { now_ns() }
             }
-            PurgeOutcome::Gone => Some(0),
-        }
+            PurgeOutcome::Gone => return Some(0),
+        };
+        self.index.insert(inode, VolatileFile { used_ns, ..file });
+        Some(0)
     }
 }
 
@@ -521,7 +514,7 @@ fn is_still_volatile(
 ) -> bool {
     let Ok(own) = file_access::marks(fd, |_| ()) else { return false };
     let Some(ancestors) = folders.borrow_mut().ancestors(access, folder, Instant::now()) else { return false };
-    let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, ancestors);
+    let marks = seen.effective_marks(own, ancestors);
     marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }
 

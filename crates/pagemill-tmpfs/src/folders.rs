@@ -37,11 +37,7 @@ pub struct Folders {
 /// Reads the marks and the owner of an open folder, and whether other users may write to it.
 fn read_ancestor(fd: &OwnedFd, seen: &FileAttributes) -> io::Result<Ancestor> {
     // Bad values are ignored here: the next scan reports them.
-    Ok(Ancestor {
-        marks: file_access::marks(fd, |_| ())?,
-        owner: seen.owner,
-        is_open_to_others: seen.is_open_to_others(),
-    })
+    Ok(seen.as_ancestor(file_access::marks(fd, |_| ())?))
 }
 
 impl Folders {
@@ -106,22 +102,12 @@ impl Folders {
         }
         let fd = handle.open(access.root()).ok()?;
         let path = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()?;
-        self.record_path(access, Path::new(OsStr::new(path.to_str().ok()?)))?;
-        self.chain(inode).map(|_| inode)
-    }
-
-    /// Records every folder on `path`.
-    fn record_path(&mut self, access: &FileAccess, path: &Path) -> Option<()> {
-        let (mut parent, mut so_far) = (self.root, PathBuf::new());
-        for part in path.components() {
+        let mut parent = self.root;
+        for part in Path::new(path.to_str().ok()?).components() {
             let Component::Normal(name) = part else { continue };
-            so_far.push(name);
-            let fd = access.open_folder(&so_far).ok()?;
-            let seen = file_access::attributes(&fd).ok()?;
-            self.record(seen.inode, parent, name, read_ancestor(&fd, &seen).ok()?, Instant::now()).then_some(())?;
-            parent = seen.inode;
+            parent = self.record_subfolder(access, parent, name)?;
         }
-        Some(())
+        self.chain(inode).map(|_| inode)
     }
 
     /// Records the subfolder `name` of `parent`, and returns its inode. `None` if the subfolder cannot be opened or the

@@ -66,10 +66,20 @@ pub struct Target<'a> {
     pub used_ns: i64,
 }
 
-fn outcome_of(error: io::Error) -> PurgeOutcome {
-    match Errno::from_io_error(&error) {
-        Some(Errno::AGAIN | Errno::TXTBSY) => PurgeOutcome::Open,
-        _ => PurgeOutcome::Gone,
+impl From<io::Error> for PurgeOutcome {
+    fn from(error: io::Error) -> Self {
+        match Errno::from_io_error(&error) {
+            Some(Errno::AGAIN | Errno::TXTBSY) => Self::Open,
+            _ => Self::Gone,
+        }
+    }
+}
+
+impl Target<'_> {
+    /// Returns whether the file is at `name` in the folder, and has no other name.
+    fn is_at(&self, name: &OsStr) -> bool {
+        let seen = file_access::attributes_at(self.folder, name);
+        seen.is_ok_and(|seen| seen.inode == self.inode && seen.links == 1)
     }
 }
 
@@ -85,32 +95,30 @@ pub fn purge(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) -> 
         PurgePart::Whole => purge_whole(target, may_purge),
         PurgePart::Tail => purge_tail(target, want_bytes, may_purge),
     };
-    result.unwrap_or_else(outcome_of)
+    result.unwrap_or_else(|outcome| outcome)
 }
 
 /// Opens the file and obtains the lease, if the file is the expected one and was not used since `target.used_ns`.
-fn open_with_lease(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileAttributes), PurgeOutcome>> {
+fn open_with_lease(target: &Target<'_>, flags: OFlags) -> Result<(OwnedFd, FileAttributes), PurgeOutcome> {
     let fd = file_access::open_file(target.folder, target.name, flags)?;
     let seen = file_access::attributes(&fd)?;
     if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
-        return Ok(Err(PurgeOutcome::Gone));
+        return Err(PurgeOutcome::Gone);
     }
     if seen.used_ns > target.used_ns {
-        return Ok(Err(PurgeOutcome::Used(seen.used_ns)));
+        return Err(PurgeOutcome::Used(seen.used_ns));
     }
     pages::take_lease(fd.as_fd())?;
-    Ok(Ok((fd, seen)))
+    Ok((fd, seen))
 }
 
-fn purge_whole(target: &Target<'_>, may_purge: impl MayPurge) -> io::Result<PurgeOutcome> {
+/// Purges a whole file. A failed step, or an obstacle, is the error.
+fn purge_whole(target: &Target<'_>, may_purge: impl MayPurge) -> Result<PurgeOutcome, PurgeOutcome> {
     // A file whose private name would be too long is not purged, because the purge could not be undone.
-    let Some(ours) = private_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
-    let (fd, seen) = match open_with_lease(target, OFlags::RDONLY)? {
-        Ok(taken) => taken,
-        Err(outcome) => return Ok(outcome),
-    };
+    let ours = private_name(target.inode, target.name).ok_or(PurgeOutcome::Gone)?;
+    let (fd, seen) = open_with_lease(target, OFlags::RDONLY)?;
     if !may_purge(&fd, &seen) {
-        return Ok(PurgeOutcome::Gone);
+        return Err(PurgeOutcome::Gone);
     }
     debug_assert!(is_ours(&ours), "a scan finds an unfinished purge by the name");
     file_access::rename(target.folder, target.name, &ours)?;
@@ -125,15 +133,10 @@ fn finish_whole(
     ours: &OsStr,
     may_purge: impl MayPurge,
 ) -> PurgeOutcome {
-    let is_right = || {
-        let now = file_access::attributes_at(target.folder, ours)
-            .is_ok_and(|now| now.inode == target.inode && now.links == 1);
-        now && may_purge(fd, seen)
-    };
     // A process that opened the file by its old name may already wait for the end of the lease. It must get a file that
     // is not unlinked.
     let is_open_waiting = !pages::has_lease(fd.as_fd());
-    if is_open_waiting || !is_right() {
+    if is_open_waiting || !target.is_at(ours) || !may_purge(fd, seen) {
         restore_name(target.folder, ours, target.name, target.inode);
         return if is_open_waiting { PurgeOutcome::Open } else { PurgeOutcome::Gone };
     }
@@ -161,20 +164,16 @@ fn restore_name(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) 
     }
 }
 
-fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) -> io::Result<PurgeOutcome> {
-    let (fd, seen) = match open_with_lease(target, OFlags::RDWR)? {
-        Ok(taken) => taken,
-        Err(outcome) => return Ok(outcome),
-    };
+/// Purges some `want_bytes` from the end of a file. A failed step, or an obstacle, is the error.
+fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) -> Result<PurgeOutcome, PurgeOutcome> {
+    let (fd, seen) = open_with_lease(target, OFlags::RDWR)?;
     let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
     let freed = |left_bytes| Ok(PurgeOutcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
         // Repeats the checks: the file may have been moved to a folder whose marks forbid a purge, or a process may
         // wait to open the file.
-        let is_there = file_access::attributes_at(target.folder, target.name)
-            .is_ok_and(|now| now.inode == target.inode && now.links == 1);
-        if !is_there || !may_purge(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
-            return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(PurgeOutcome::Gone) };
+        if !target.is_at(target.name) || !may_purge(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
+            return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Err(PurgeOutcome::Gone) };
         }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
         // A hole at the end of the file frees no memory when it is cut. So each cut removes at least an eighth of the
@@ -184,7 +183,7 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_purge: impl MayPurge) ->
         // missing; a reader only trusts fewer bytes than are valid.
         let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         file_access::set_attribute(&fd, PURGED, &from.to_string())?;
-        fs::ftruncate(&fd, len_bytes)?;
+        fs::ftruncate(&fd, len_bytes).map_err(io::Error::from)?;
         debug_assert!(from <= len_bytes, "no byte behind the end counts as valid");
         left_bytes = file_access::attributes(&fd)?.held_bytes.min(left_bytes);
     }

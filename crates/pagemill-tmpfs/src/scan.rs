@@ -5,7 +5,7 @@ mod folder_names;
 
 use crate::file_access::now_ns;
 use crate::file_access::{self, BadMark, FileAccess, FileAttributes, FileSystemUsage};
-use crate::policy::{self, Ancestor, Marks};
+use crate::policy::{Ancestor, Marks};
 use crate::purge;
 use crate::submissions::{ScanMessage, SubmissionQueue};
 use folder_names::UnreadNames;
@@ -81,8 +81,7 @@ impl PendingFolder {
     /// memory. This is true of most files.
     fn is_irrelevant(&self, name: &OsStr, seen: &FileAttributes, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |folder| folder.parent.as_deref()).map(|folder| folder.above);
-        let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, above);
-        marks.needs_no_action(seen.held_bytes) && !purge::is_ours(name)
+        seen.effective_marks(own, above).needs_no_action(seen.held_bytes) && !purge::is_ours(name)
     }
 
     /// Opens the folder at its path. `None` if it was removed or moved.
@@ -181,7 +180,7 @@ fn root_folder(access: &FileAccess, found: &mut Vec<ScanItem>) -> io::Result<Pen
     let root = access.open_folder(Path::new(""))?;
     let seen = file_access::attributes(&root)?;
     let marks = file_access::marks(&root, |mark| found.push(ScanItem::Bad { path: PathBuf::new(), mark }))?;
-    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    let above = seen.as_ancestor(marks);
     Ok(PendingFolder { parent: None, above, name: OsString::new(), inode: access.root_inode(), depth: 0 })
 }
 
@@ -207,7 +206,7 @@ fn examine_entry(
         }
         return None;
     }
-    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    let above = seen.as_ancestor(marks);
     found.push(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
     debug_assert!(folder.depth <= MAX_FOLDER_DEPTH);
     let (inode, depth) = (seen.inode, folder.depth + 1);
