@@ -5,7 +5,7 @@
 
 use crate::control_loop::{ControlLoop, Settings};
 use crate::file_access::FileAccess;
-use crate::messages::print_message;
+use crate::messages::{print_message, write_json_line};
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
 use crate::submissions::{LoopRequest, SubmissionQueue};
@@ -13,7 +13,7 @@ use pagemill_sys::task;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -186,13 +186,7 @@ fn serve(client: UnixStream, state: &ServerState) -> io::Result<()> {
         Ok(request) => state.answer(&request),
         Err(error) => Answer::Refused { why: format!("this is not a request: {error}") },
     };
-    write_line(&client, &answer)
-}
-
-fn write_line(mut to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
-    let mut line = serde_json::to_string(what).map_err(io::Error::other)?;
-    line.push('\n');
-    to.write_all(line.as_bytes())
+    write_json_line(&client, &answer)
 }
 
 impl ServerState {
@@ -273,7 +267,7 @@ fn send_request<T>(
             return Ok(Answer::Refused { why });
         }
         socket.set_read_timeout(timeout)?;
-        write_line(&socket, request)?;
+        write_json_line(&socket, request)?;
         let mut line = String::new();
         BufReader::new(socket).read_line(&mut line)?;
         serde_json::from_str(&line).map_err(io::Error::other)

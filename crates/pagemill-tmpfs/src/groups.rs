@@ -117,6 +117,14 @@ struct Watch {
     alarm: Option<(u64, Source)>,
 }
 
+impl Watch {
+    /// Watches the group with this cgroup folder, whose limit was not read yet.
+    fn new(hierarchy: &Hierarchy, folder: Path) -> Self {
+        let (name, peak_shared) = (hierarchy.name(&folder).to_owned(), RecentPeak::new(Instant::now()));
+        Self { folder, name, version: hierarchy.version, limit: Limit::NONE, peak_shared, last: None, alarm: None }
+    }
+}
+
 /// Limit and usage of a limited group. `watch` is its index among the limited groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
@@ -279,10 +287,9 @@ impl Groups {
     fn add(&mut self, hierarchy: Hierarchy) -> GroupId {
         let Some(folder) = hierarchy.folder(0) else { return UNKNOWN };
         if let Some(id) = self.by_folder.get(folder.as_str()) {
-            if let Some(group) = self.groups.get_mut(id) {
-                group.wrote_at = Instant::now();
-            }
-            return *id;
+            let id = *id;
+            self.renew(id);
+            return id;
         }
         if self.groups.len() >= MAX_GROUPS {
             self.remove_gone_groups();
@@ -296,20 +303,17 @@ impl Groups {
         let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
-        let (kind, wrote_at) = (GroupKind::Writer, Instant::now());
-        self.groups.insert(
-            id,
-            Group {
-                hierarchy,
-                watches: Vec::new(),
-                inode,
-                kind,
-                wrote_at,
-                credit: Credit::default(),
-                examined_at: None,
-                has_files: false,
-            },
-        );
+        let group = Group {
+            hierarchy,
+            watches: Vec::new(),
+            inode,
+            kind: GroupKind::Writer,
+            wrote_at: Instant::now(),
+            credit: Credit::default(),
+            examined_at: None,
+            has_files: false,
+        };
+        self.groups.insert(id, group);
         self.limits_read_at = None;
         id
     }
@@ -363,27 +367,16 @@ impl Groups {
                 let at = match self.watches.iter().position(|watch| watch.folder.as_str() == folder.as_str()) {
                     Some(at) => at,
                     None => {
-                        let old = before.iter().position(|watch| watch.folder.as_str() == folder.as_str());
-                        let old = old.map(|old| before.swap_remove(old));
+                        let mut watch = match before.iter().position(|watch| watch.folder.as_str() == folder.as_str()) {
+                            Some(old) => before.swap_remove(old),
+                            None => Watch::new(hierarchy, folder),
+                        };
                         // A limit that cannot be read now, for lack of a descriptor for example, keeps its last value.
-                        let known = old.as_ref().map_or(Limit::NONE, |watch| watch.limit);
-                        let limit = hierarchy.try_limit(&folder).unwrap_or(known);
-                        if limit == Limit::NONE {
+                        watch.limit = hierarchy.try_limit(&watch.folder).unwrap_or(watch.limit);
+                        if watch.limit == Limit::NONE {
                             continue;
                         }
-                        let new_peak = RecentPeak::new(Instant::now());
-                        let (alarm, last, peak_shared) =
-                            old.map_or((None, None, new_peak), |watch| (watch.alarm, watch.last, watch.peak_shared));
-                        let name = hierarchy.name(&folder).to_owned();
-                        self.watches.push(Watch {
-                            folder,
-                            name,
-                            version: hierarchy.version,
-                            limit,
-                            peak_shared,
-                            last,
-                            alarm,
-                        });
+                        self.watches.push(watch);
                         self.watches.len() - 1
                     }
                 };
@@ -492,9 +485,13 @@ fn find_folder(at: std::path::PathBuf, inode: u64, depth: usize) -> Option<std::
     if depth == MAX_LEVELS {
         return None;
     }
-    let entries = std::fs::read_dir(&at).ok()?.filter_map(Result::ok);
-    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    folders.map(|entry| entry.path()).find_map(|path| find_folder(path, inode, depth + 1))
+    subfolders(&at).find_map(|path| find_folder(path, inode, depth + 1))
+}
+
+/// Returns the folders in the folder `at`; none if it cannot be read.
+fn subfolders(at: &std::path::Path) -> impl Iterator<Item = std::path::PathBuf> {
+    let entries = std::fs::read_dir(at).into_iter().flatten().filter_map(Result::ok);
+    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path())
 }
 
 #[cfg(test)]

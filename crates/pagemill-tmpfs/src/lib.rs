@@ -7,8 +7,8 @@
 //!
 //! Modules, from bottom to top:
 //!
-//! - [`messages`]: messages to the user. [`policy`]: the marks that users set on files. [`file_access`]: file
-//!   operations that follow no links.
+//! - [`messages`]: messages to the user, and lines of JSON. [`policy`]: the marks that users set on files.
+//!   [`file_access`]: file operations that follow no links.
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.

@@ -18,7 +18,7 @@ use crate::policy::{Huge, Marks};
 use crate::status::Counts;
 use crate::worker::{Worker, WorkerJob, WorkerReply};
 use pagemill_sys::task;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::ops::Range;
@@ -120,7 +120,7 @@ pub struct PageWork {
     /// Files that wait, by inode.
     waiting: HashMap<u64, Waiting>,
     /// The waiting files in the order in which they become due: time and inode.
-    order: BTreeMap<(Instant, u64), ()>,
+    order: BTreeSet<(Instant, u64)>,
     /// Files that were sent to the worker and not answered, by inode.
     sent: HashMap<u64, Waiting>,
     /// Finished files by inode: last change and page policy, with which a later scan compares them.
@@ -138,7 +138,7 @@ impl PageWork {
             lost_in_a_row: 0,
             avoided: HashMap::new(),
             waiting: HashMap::new(),
-            order: BTreeMap::new(),
+            order: BTreeSet::new(),
             sent: HashMap::new(),
             known: HashMap::new(),
         }
@@ -153,8 +153,7 @@ impl PageWork {
             return;
         }
         let due = Instant::now() + delay;
-        let name = name.to_owned();
-        let changed_ns = seen.changed_ns;
+        let (name, changed_ns) = (name.to_owned(), seen.changed_ns);
         let (from, is_incomplete) = (0, false);
         let waiting = Waiting { folder, name, huge, entered: None, from, is_incomplete, changed_ns, tries: 0, due };
         self.insert_waiting(seen.inode, waiting);
@@ -164,7 +163,7 @@ impl PageWork {
     pub fn forget(&mut self, inode: u64) {
         if let Some(waiting) = self.waiting.remove(&inode) {
             let was_queued = self.order.remove(&(waiting.due, inode));
-            debug_assert!(was_queued.is_some(), "each waiting file is queued");
+            debug_assert!(was_queued, "each waiting file is queued");
         }
         debug_assert!(self.order.len() == self.waiting.len());
     }
@@ -187,7 +186,7 @@ impl PageWork {
         if let Some(before) = self.waiting.insert(inode, waiting) {
             self.order.remove(&(before.due, inode));
         }
-        self.order.insert((due, inode), ());
+        self.order.insert((due, inode));
         debug_assert!(self.order.len() == self.waiting.len(), "each waiting file is queued once");
     }
 
@@ -203,26 +202,14 @@ impl PageWork {
     ) -> Vec<u64> {
         self.take_started();
         let freed = self.take_replies_of_worker(counts);
-        self.send_due_jobs(access, folders, groups, counts, charged);
-        freed
-    }
-
-    fn send_due_jobs(
-        &mut self,
-        access: &Arc<FileAccess>,
-        folders: &Folders,
-        groups: &mut Groups,
-        counts: &mut Counts,
-        charged: impl Fn(&mut Groups, &Path, &OsStr, u64) -> GroupId,
-    ) {
         let now = Instant::now();
         // This check also runs while no file is queued, because a file cannot be purged while the worker has it open.
         if self.worker.as_ref().and_then(Worker::stuck_at).is_some_and(|at| at < now) {
             self.drop_worker(now, counts);
         }
-        while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
+        while let Some((due, inode)) = self.order.first().copied() {
             if due > now || !self.is_ready(access, now) {
-                return;
+                break;
             }
             self.order.remove(&(due, inode));
             debug_assert!(self.waiting.contains_key(&inode), "each queued file waits");
@@ -248,6 +235,7 @@ impl PageWork {
                 self.drop_worker(now, counts);
             }
         }
+        freed
     }
 
     /// Returns the end of the time for which the domain is avoided; `None` if it is not avoided now.
@@ -386,7 +374,7 @@ impl PageWork {
     /// Returns when the queue needs the control loop next: when the next job can be sent, when the next worker can be
     /// started, or when the current worker counts as stuck, whichever is earliest.
     pub fn due(&self) -> Option<Instant> {
-        let first = self.order.first_key_value().map(|((due, _), ())| *due);
+        let first = self.order.first().map(|(due, _)| *due);
         let next = match &self.worker {
             Some(worker) if !worker.can_accept_job() => None,
             Some(_) => first,

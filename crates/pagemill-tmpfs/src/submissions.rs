@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::Sender;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Maximum number of messages of a scan that are queued for the control loop.
@@ -97,6 +97,5 @@ impl AsFd for SubmissionQueue {
 
 /// Removes and returns all entries of a queue. Returns none while another thread holds the lock of the queue.
 fn try_take_all<T>(queue: &Mutex<Vec<T>>) -> Vec<T> {
-    let guard: Option<MutexGuard<'_, Vec<T>>> = queue.try_lock().ok();
-    guard.map_or_else(Vec::new, |mut guard| std::mem::take(&mut *guard))
+    queue.try_lock().map(|mut queue| std::mem::take(&mut *queue)).unwrap_or_default()
 }

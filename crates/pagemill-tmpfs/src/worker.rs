@@ -12,6 +12,7 @@
 //! The socket carries one request per file as a line of JSON, and the answers back to the controller.
 
 use crate::file_access::{self, FileAccess, FileAttributes};
+use crate::messages::write_json_line;
 use crate::policy::Huge;
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
@@ -24,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -227,7 +228,7 @@ pub fn serve() -> io::Result<()> {
     let root = rustix::io::dup(io::stdout())?;
     let access = FileAccess::of_root(root)?;
     let socket = File::from(rustix::io::dup(io::stdin())?);
-    let mut answers = socket.try_clone()?;
+    let answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
     let mut worker_group = WorkerGroup { home, is_away: false, may_ask_for_group: pages::may_ask_for_group() };
     let mut share = CpuShare::new(Instant::now());
@@ -247,9 +248,7 @@ pub fn serve() -> io::Result<()> {
         let mut reply = reply.unwrap_or(WorkerReply { is_missing, ..WorkerReply::default() });
         worker_group.return_home();
         reply.inode = job.inode;
-        let mut answer = serde_json::to_string(&reply).map_err(io::Error::other)?;
-        answer.push('\n');
-        match answers.write_all(answer.as_bytes()) {
+        match write_json_line(&answers, &reply) {
             // The controller has ended.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             result => result?,
@@ -593,10 +592,8 @@ impl Worker {
     ///
     /// Errors of writing: the worker has ended.
     pub fn send_job(&mut self, job: &WorkerJob) -> io::Result<()> {
-        let mut line = serde_json::to_string(job).map_err(io::Error::other)?;
-        line.push('\n');
         // A few short lines always fit into a socket's buffer.
-        self.socket.write_all(line.as_bytes())?;
+        write_json_line(&self.socket, job)?;
         self.waiting.push_back((job.inode, Instant::now()));
         debug_assert!(self.waiting.len() <= MAX_UNANSWERED, "the worker can accept a job");
         Ok(())

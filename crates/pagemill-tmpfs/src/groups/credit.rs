@@ -108,11 +108,7 @@ impl Credit {
             self.next_bytes = self.next_bytes.saturating_add(self.step_bytes);
             if self.samples.len() > MAX_SAMPLES {
                 // Every other sample is dropped, so the others have twice the distance.
-                let mut is_even = true;
-                self.samples.retain(|_| {
-                    is_even = !is_even;
-                    is_even
-                });
+                self.samples = std::mem::take(&mut self.samples).into_iter().skip(1).step_by(2).collect();
                 self.step_bytes = self.step_bytes.saturating_mul(2);
             }
             if self.next_bytes == u64::MAX {

@@ -1,6 +1,6 @@
 //! The search for limited groups that write to the file system before their processes close a file.
 
-use super::{Groups, guard_bytes};
+use super::{Groups, guard_bytes, subfolders};
 use crate::openfiles::ChargedMemory;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{GroupMemory, Limit, MAX_LEVELS};
@@ -88,7 +88,7 @@ impl Groups {
     ) -> bool {
         let suspect = &mut self.suspects[at];
         let mut folders = Vec::new();
-        find_folders(&(&suspect.folder).into(), 0, &mut folders);
+        find_folders(suspect.folder.as_ref(), 0, &mut folders);
         let found = charged(&folders, suspect.next_process);
         if found.is_complete {
             // Skips the suspect until its memory has grown by `SUSPECT_GROWTH_BYTES` again.
@@ -125,7 +125,7 @@ impl Groups {
         self.remove_gone_groups();
         let mut folders = Vec::new();
         if let Some(top) = self.top_folder() {
-            find_folders(&top.into(), 0, &mut folders);
+            find_folders(top.as_ref(), 0, &mut folders);
         }
         let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
         let is_first = self.listed.is_none();
@@ -149,16 +149,13 @@ impl Groups {
 }
 
 /// Adds the folder `at` and the folders below it to `found`. Stops at some `MAX_FOUND` folders.
-fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
+fn find_folders(at: &std::path::Path, depth: usize, found: &mut Vec<String>) {
     const MAX_FOUND: usize = 1024;
     if depth == MAX_LEVELS || found.len() >= MAX_FOUND {
         return;
     }
     found.extend(at.to_str().map(str::to_owned));
-    let Ok(entries) = std::fs::read_dir(at) else { return };
-    for entry in entries.filter_map(Result::ok).filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
-        find_folders(&entry.path(), depth + 1, found);
-    }
+    subfolders(at).for_each(|folder| find_folders(&folder, depth + 1, found));
 }
 
 #[cfg(test)]
