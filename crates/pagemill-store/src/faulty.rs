@@ -103,6 +103,7 @@ struct SharedState<S> {
 }
 
 /// The state that the lock of a [`FaultyStore`] protects.
+#[derive(Default)]
 struct FaultyState {
     faults: Faults,
     /// State of the random number generator.
@@ -142,8 +143,9 @@ impl FaultyState {
         self.random() % 1000 < u64::from(per_mille)
     }
 
-    /// Draws the faults of the next call.
-    fn draw_faults(&mut self) -> CallFaults {
+    /// Counts a call with `count`, and draws its faults.
+    fn draw_faults(&mut self, count: impl FnOnce(&mut Calls)) -> CallFaults {
+        count(&mut self.calls);
         let Faults { fail_per_mille, short_per_mille, delay_per_mille, longest_delay, errno, .. } = self.faults;
         let is_used_up = self.calls_left.is_some_and(|left| left == 0);
         self.calls_left = self.calls_left.map(|left| left.saturating_sub(1));
@@ -153,6 +155,8 @@ impl FaultyState {
         let is_delayed = self.is_drawn(delay_per_mille);
         let delay_ns = self.random() % (longest_delay.as_nanos() as u64).max(1);
         let delay = is_delayed.then(|| Duration::from_nanos(delay_ns));
+        self.calls.failed += u64::from(fails);
+        self.calls.delayed += u64::from(is_delayed);
         CallFaults { fails, is_short, is_repaired, delay, errno }
     }
 }
@@ -160,16 +164,6 @@ impl FaultyState {
 impl<S> SharedState<S> {
     fn state(&self) -> MutexGuard<'_, FaultyState> {
         lock(&self.state)
-    }
-
-    /// Counts a call with `count`, and draws its faults.
-    fn draw_faults(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
-        let mut state = self.state();
-        count(&mut state.calls);
-        let faults = state.draw_faults();
-        state.calls.failed += u64::from(faults.fails);
-        state.calls.delayed += u64::from(faults.delay.is_some());
-        faults
     }
 
     /// Sleeps for the call's delay. Then blocks while calls are held, until the call is cancelled or a minute has
@@ -252,9 +246,7 @@ impl<S: Store> SharedState<S> {
 impl<S: Store + 'static> FaultyStore<S> {
     /// Wraps a store. Injects no faults until [`FaultyStore::set_faults`].
     pub fn new(inner: S) -> Self {
-        let (calls, faults) = (Calls::default(), Faults::default());
-        let state = FaultyState { faults, random: 0, calls_left: None, is_held: false, paused_calls: 0, calls };
-        Self(Arc::new(SharedState { inner, state: Mutex::new(state), changed: Condvar::new() }))
+        Self(Arc::new(SharedState { inner, state: Mutex::default(), changed: Condvar::new() }))
     }
 
     /// Returns the wrapped store.
@@ -297,7 +289,7 @@ impl<S: Store + 'static> FaultyStore<S> {
         count: impl FnOnce(&mut Calls),
         act: impl FnOnce(&SharedState<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
-        let faults = self.0.draw_faults(count);
+        let faults = self.0.state().draw_faults(count);
         self.0.begin(faults, || false)?;
         act(&self.0, faults)
     }
@@ -347,7 +339,7 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         let waker = Waker::from(self.0.clone());
         let mut for_thread = Vec::new();
         for transfer in batch {
-            let faults = self.0.draw_faults(|calls| match transfer.direction() {
+            let faults = self.0.state().draw_faults(|calls| match transfer.direction() {
                 Direction::Read => calls.reads += 1,
                 Direction::Write => calls.writes += 1,
             });

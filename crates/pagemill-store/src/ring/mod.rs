@@ -357,34 +357,30 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Ends the transfer in slot `at` and queues its [`Event::Done`]. The backend must have no piece of that transfer.
-    fn end_transfer(&mut self, at: u32, result: io::Result<()>) {
+    fn end_transfer(&mut self, at: u32, mut result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
         let id = slot.id(at as usize);
         let Some(request) = slot.request.take() else { return };
         debug_assert!(request.progress.done_bytes <= request.buffer.len_bytes());
         self.free.push(at);
         debug_assert!(self.free.len() <= self.slots.len(), "a slot is freed once");
-        let is_cancelled = result.as_ref().is_err_and(|error| errno::is(error, ECANCELED));
-        let result = match result {
-            Ok(()) => {
-                let len_bytes = request.buffer.len_bytes();
-                match request.direction {
-                    Direction::Read => {
-                        buffer::zero_from(&request.buffer, request.progress.done_bytes);
-                        self.counts.read_bytes += len_bytes as u64;
-                    }
-                    Direction::Write => {
-                        self.counts.written_bytes += len_bytes as u64;
-                        self.counts.writes += 1;
-                    }
-                }
-                Ok(())
+        let len_bytes = request.buffer.len_bytes() as u64;
+        match (&result, request.direction) {
+            (Ok(()), Direction::Read) => {
+                buffer::zero_from(&request.buffer, request.progress.done_bytes);
+                self.counts.read_bytes += len_bytes;
             }
-            Err(_) if is_cancelled && request.is_late => Err(errno::error(ETIMEDOUT)),
-            Err(error) => Err(error),
-        };
-        if is_cancelled {
-            stats::add(Counter::TransfersCancelled, 1);
+            (Ok(()), Direction::Write) => {
+                self.counts.written_bytes += len_bytes;
+                self.counts.writes += 1;
+            }
+            (Err(error), _) if errno::is(error, ECANCELED) => {
+                stats::add(Counter::TransfersCancelled, 1);
+                if request.is_late {
+                    result = Err(errno::error(ETIMEDOUT));
+                }
+            }
+            (Err(_), _) => {}
         }
         self.events.push_back(Event::Done { id, buffer: request.buffer, result });
     }
