@@ -68,13 +68,6 @@ impl ControlLoopThread {
     }
 }
 
-/// Requests the status from the control loop. Returns `None` if the loop does not answer in time.
-fn status(submissions: &SubmissionQueue) -> Option<Status> {
-    let (reply, answer) = mpsc::channel();
-    submissions.send(LoopRequest::Status(reply));
-    answer.recv_timeout(ANSWER_TIMEOUT).ok()
-}
-
 impl Drop for ControlLoopThread {
     fn drop(&mut self) {
         self.submissions.send(LoopRequest::Stop);
@@ -192,10 +185,14 @@ fn serve(client: UnixStream, state: &ServerState) -> io::Result<()> {
 impl ServerState {
     fn answer(&self, request: &Request) -> Answer {
         match request {
-            Request::Status => match status(&self.submissions) {
-                Some(status) => Answer::Status(Box::new(status)),
-                None => Answer::Refused { why: "the controller does not answer".into() },
-            },
+            Request::Status => {
+                let (reply, answer) = mpsc::channel();
+                self.submissions.send(LoopRequest::Status(reply));
+                match answer.recv_timeout(ANSWER_TIMEOUT) {
+                    Ok(status) => Answer::Status(Box::new(status)),
+                    Err(_) => Answer::Refused { why: "the controller does not answer".into() },
+                }
+            }
             Request::Purge { bytes } => {
                 let (reply, answer) = mpsc::channel();
                 self.submissions.send(LoopRequest::Purge(*bytes, reply));

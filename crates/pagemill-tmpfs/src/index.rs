@@ -103,8 +103,7 @@ impl Index {
     /// `is_selected` returns true. Returns an empty file only if there is no other.
     pub fn oldest(&self, is_selected: impl Fn(Charge) -> bool, before_ns: i64) -> Option<u64> {
         let oldest = |order_of: fn(&GroupFiles) -> &BTreeSet<(i64, u64)>| {
-            let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
-            let first = selected.filter_map(|(_, group_files)| order_of(group_files).first()).min();
+            let first = self.selected(&is_selected).filter_map(|group_files| order_of(group_files).first()).min();
             first.filter(|(used_ns, _)| *used_ns < before_ns).map(|(_, inode)| *inode)
         };
         oldest(|group_files| &group_files.order).or_else(|| oldest(|group_files| &group_files.empty))
@@ -112,9 +111,7 @@ impl Index {
 
     /// Returns whether any indexed file counts as charged to this group.
     pub fn has_files_of(&self, group: GroupId) -> bool {
-        [true, false]
-            .iter()
-            .any(|is_confirmed| self.groups.contains_key(&Charge { group, is_confirmed: *is_confirmed }))
+        [true, false].into_iter().any(|is_confirmed| self.groups.contains_key(&Charge { group, is_confirmed }))
     }
 
     /// Returns folder, inode and name of all files, sorted by folder.
@@ -132,14 +129,16 @@ impl Index {
     /// Returns the total memory of the files in groups for which `is_selected` returns true. The memory of each file is
     /// that at its last reading.
     pub fn held_bytes(&self, is_selected: impl Fn(Charge) -> bool) -> u64 {
-        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
-        selected.map(|(_, group_files)| group_files.held_bytes).sum()
+        self.selected(is_selected).map(|group_files| group_files.held_bytes).sum()
     }
 
     /// Returns the number of files in groups for which `is_selected` returns true.
     pub fn count_in(&self, is_selected: impl Fn(Charge) -> bool) -> usize {
-        let selected = self.groups.iter().filter(|(charge, _)| is_selected(**charge));
-        selected.map(|(_, group_files)| group_files.order.len() + group_files.empty.len()).sum()
+        self.selected(is_selected).map(|group_files| group_files.order.len() + group_files.empty.len()).sum()
+    }
+
+    fn selected(&self, is_selected: impl Fn(Charge) -> bool) -> impl Iterator<Item = &GroupFiles> {
+        self.groups.iter().filter(move |(charge, _)| is_selected(**charge)).map(|(_, group_files)| group_files)
     }
 
     /// Removes the files for which `is_there` returns false.
