@@ -245,15 +245,13 @@ unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usi
 
 /// Calls `act`. While `act` fails for lack of memory, repeats the call after a pause, at most [`MAX_RETRIES`] times.
 fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
-    let mut result = act();
     for _ in 0..MAX_RETRIES {
-        match &result {
+        match act() {
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => thread::pause(),
-            _ => break,
+            result => return result,
         }
-        result = act();
     }
-    result
+    act()
 }
 
 /// Removes the guards in a range. The pages read zero afterwards, and the kernel can use huge pages again.

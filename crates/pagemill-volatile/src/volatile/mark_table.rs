@@ -113,13 +113,10 @@ impl MarkTable {
 
     /// As [`Intervals::cut`]; also updates the sums of marked bytes.
     pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, Mark)) -> Result<u64> {
-        let mut removed_sums = Sums::default();
-        let bytes = self.marks.cut(range, |part, mark| {
-            removed_sums.add(Sums::of(&self.own, self.generation, &part, &mark));
+        self.marks.cut(range, |part, mark| {
+            self.sums.subtract(Sums::of(&self.own, self.generation, &part, &mark));
             each(part, mark);
-        })?;
-        self.sums.subtract(removed_sums);
-        Ok(bytes)
+        })
     }
 
     /// Returns whether a purge or a removal of guards has claimed any part of the range.
