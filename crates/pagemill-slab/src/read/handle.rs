@@ -486,7 +486,7 @@ pub struct HandleMap<T: Movable> {
 ///
 /// This value alone frees `key` and retires its object. Until then, the word of `key` has the offset of the object.
 pub struct Removed<'cache, T: Movable> {
-    cache: &'cache HandleInner<T>,
+    map: &'cache HandleMap<T>,
     /// The former handle of the value. The address of the value is not stored, because an `Option` of two words is
     /// returned in registers.
     key: Key,
@@ -495,14 +495,14 @@ pub struct Removed<'cache, T: Movable> {
 impl<T: Movable> Removed<'_, T> {
     #[inline(always)]
     fn object(&self) -> *mut HandledValue<T> {
-        self.cache.value_at(self.key.load_word(self.cache.handles.words()))
+        (self.map.base + self.key.load_word(self.map.words).object_offset()) as *mut HandledValue<T>
     }
 }
 
 impl<T: Movable> Drop for Removed<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.cache.free_and_retire(self.key.next_generation(), self.object() as usize);
+        self.map.inner.free_and_retire(self.key.next_generation(), self.object() as usize);
     }
 }
 
@@ -638,7 +638,7 @@ impl<T: Movable> HandleMap<T> {
                 return Err(Error::Busy { what: "the value of this handle is pinned" });
             }
             if handle.key.end_value(self.words, seen) {
-                return Ok(Some(Removed { cache: &self.inner, key: handle.key }));
+                return Ok(Some(Removed { map: self, key: handle.key }));
             }
         }
         Ok(None)
