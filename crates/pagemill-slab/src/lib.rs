@@ -27,7 +27,18 @@
 //! | `caches` | all caches of a process; tests of caches as a whole |
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words only.
-#[cfg_attr(loom, allow(dead_code))] // the parts that only caches use
+#[cfg(loom)]
+#[allow(dead_code)] // the parts that only caches use
+mod alloc {
+    pub(crate) mod asymmetric_lock;
+}
+#[cfg(loom)]
+#[allow(dead_code)]
+mod read {
+    pub(crate) mod epochs;
+}
+
+#[cfg(not(loom))]
 mod alloc;
 #[cfg(not(loom))]
 mod cache;
@@ -41,47 +52,33 @@ mod insert_error;
 mod kinds;
 #[cfg(not(loom))]
 mod part;
-#[cfg_attr(loom, allow(dead_code))] // the parts that only caches use
+#[cfg(not(loom))]
 mod read;
 #[cfg(not(loom))]
 mod report;
 #[cfg(not(loom))]
 mod xnodes;
 
-#[cfg(not(loom))]
-pub use alloc::fixed::{FixedSlab, Slot};
-#[cfg(not(loom))]
-pub use alloc::settings::Settings;
-#[cfg(not(loom))]
-pub use alloc::shared::MAX_CACHES;
-#[cfg(not(loom))]
-pub use cache::SlabKind;
-#[cfg(not(loom))]
-pub use caches::Slabs;
-#[cfg(not(loom))]
-pub use defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
-#[cfg(not(loom))]
-pub use defrag::passes::Progress;
-#[cfg(not(loom))]
-pub use insert_error::InsertError;
-#[cfg(not(loom))]
-pub use kinds::SlabCache;
-#[cfg(not(loom))]
-pub use pagemill_core::listing::ShrinkReport;
 /// Implements [`Movable`](trait@Movable) for a struct or an enum whose fields are all movable.
 #[cfg(all(feature = "derive", not(loom)))]
 pub use pagemill_derive::Movable;
 #[cfg(not(loom))]
-pub use read::epochs::{Guard, enter};
-#[cfg(not(loom))]
-pub use read::handle::{HandleMap, Pinned, Removed};
-#[cfg(not(loom))]
-pub use read::handles::Handle;
-#[cfg(not(loom))]
-pub use read::movable::Movable;
-#[cfg(not(loom))]
-pub use report::info::{NodeInfo, SlabInfo};
-#[cfg(not(loom))]
-pub use report::records::{ask_for_slabs, shown_name};
-#[cfg(not(loom))]
-pub use xnodes::{NodeCache, NodeIndex, NodeMemory};
+pub use {
+    alloc::fixed::{FixedSlab, Slot},
+    alloc::settings::Settings,
+    alloc::shared::MAX_CACHES,
+    cache::SlabKind,
+    caches::Slabs,
+    defrag::owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target},
+    defrag::passes::Progress,
+    insert_error::InsertError,
+    kinds::SlabCache,
+    pagemill_core::listing::ShrinkReport,
+    read::epochs::{Guard, enter},
+    read::handle::{HandleMap, Pinned, Removed},
+    read::handles::Handle,
+    read::movable::Movable,
+    report::info::{NodeInfo, SlabInfo},
+    report::records::{ask_for_slabs, shown_name},
+    xnodes::{NodeCache, NodeIndex, NodeMemory},
+};
