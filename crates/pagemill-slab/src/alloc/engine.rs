@@ -86,8 +86,8 @@ pub(crate) struct Engine {
     pub used_ratio: AtomicU32,
     /// [`Settings::remote_node_defrag_ratio`], in percent. Can be changed later.
     pub remote_ratio: AtomicU32,
-    /// Size in bytes of an object as the user defined it.
-    pub object_bytes: usize,
+    /// The objects. In debug mode, which has its own checks of free objects, their poisoned range is empty.
+    pub object: ObjectSpec,
     pub shape: Shape,
     /// Id of the cache within `shared`.
     pub cache_id: usize,
@@ -95,9 +95,6 @@ pub(crate) struct Engine {
     generation: u16,
     /// The magazines, by thread slot. In debug mode no magazine is opened.
     pub magazines: Magazines,
-    /// The cache's handle table, if it has one. The table also holds the threads' stocks of free handles and retired
-    /// objects.
-    handles: Option<&'static HandleTable>,
     has_one_node: bool,
     /// The slabs and blocks of the cache on each NUMA node.
     nodes: Box<[Padded<Guarded<NodeState>>]>,
@@ -106,8 +103,6 @@ pub(crate) struct Engine {
     /// For each NUMA node, whether the cache has filled a block of the node completely. If so, the next block of the
     /// node may be whole.
     pub has_filled_block: Box<[AtomicBool]>,
-    /// Constructor of the cache's objects, if they have one.
-    pub constructor: Option<Constructor>,
     /// The checks of allocations and frees in debug mode; `None` in normal mode.
     pub checks: Option<Checks>,
     /// One bit for each thread slot that has opened its magazine of this cache; empty in debug mode. Changed under
@@ -123,9 +118,6 @@ pub(crate) struct Engine {
     pub batches: Guarded<VecDeque<Batch>>,
     /// State of the defragmentation of the cache.
     pub passes: Passes,
-    pub is_movable: bool,
-    poisoned_range: Range<usize>,
-    pub grace: fn() -> Grace,
     /// Set when a callback panicked on the background thread, which skips the cache from then on.
     pub has_panicked: AtomicBool,
     pub shrink_request: Guarded<ShrinkRequest>,
@@ -170,13 +162,20 @@ impl Engine {
         Self::with_id(shared, id, settings, object).inspect_err(|_| shared.free_id(id))
     }
 
-    fn with_id(shared: &'static SharedState, cache_id: usize, settings: Settings, object: ObjectSpec) -> Result<Self> {
+    fn with_id(
+        shared: &'static SharedState,
+        cache_id: usize,
+        settings: Settings,
+        mut object: ObjectSpec,
+    ) -> Result<Self> {
         let nodes = shared.blocks.arena.nodes.count();
-        let ObjectSpec { layout, user_bytes, poisoned_range, constructor, is_movable, grace, handles } = object;
+        let layout = object.layout;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
-        let checks = settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), constructor.is_some()));
-        // Debug mode has its own checks of free objects.
-        let poisoned_range = if checks.is_some() { 0..0 } else { poisoned_range };
+        let checks =
+            settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), object.constructor.is_some()));
+        if checks.is_some() {
+            object.poisoned_range = 0..0;
+        }
         let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);
         let bytes =
             if trailer > 0 { layout.size().next_multiple_of(size_of::<u64>()) + trailer } else { layout.size() };
@@ -190,15 +189,13 @@ impl Engine {
             used_ratio: AtomicU32::new(settings.defrag_used_ratio),
             remote_ratio: AtomicU32::new(settings.remote_node_defrag_ratio),
             name: settings.name.into(),
-            object_bytes: user_bytes,
+            object,
             generation: shared.blocks.arena.generation(),
             magazines: Magazines::new(shared.range(cache_id), shared.barriers),
-            handles,
             has_one_node: nodes == 1,
-            nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::new()))).collect(),
+            nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::default()))).collect(),
             barns: (0..nodes * BARNS_PER_NODE).map(barn).collect(),
             has_filled_block: (0..nodes).map(|_| AtomicBool::new(false)).collect(),
-            constructor,
             checks,
             opened_slots: (0..slot_words).map(|_| AtomicU64::new(0)).collect(),
             drain_lock: Lock::new(),
@@ -206,9 +203,6 @@ impl Engine {
             percent_counter: AtomicU32::new(0),
             batches: Guarded::new(VecDeque::new()),
             passes: Passes::new(),
-            is_movable,
-            poisoned_range,
-            grace,
             has_panicked: AtomicBool::new(false),
             shrink_request: Guarded::new(ShrinkRequest::None),
             is_unregistered: AtomicBool::new(false),
@@ -364,7 +358,7 @@ impl Engine {
         let (word, bit) = (self.opened_slots.get(slot / WORD_BITS)?, 1 << (slot % WORD_BITS));
         if word.load(Relaxed) & bit == 0 {
             let _emptying = self.drain_lock.try_lock()?;
-            let has_stock = self.handles.is_none_or(|handles| handles.open_slot(slot));
+            let has_stock = self.object.handles.is_none_or(|handles| handles.open_slot(slot));
             let has_room = has_stock && self.magazines.open_slot(slot);
             let magazine = has_room.then(|| self.enter()).flatten()?;
             magazine.open(2 * self.shape.sheaf_len);
@@ -417,13 +411,13 @@ impl Engine {
     /// Makes AddressSanitizer accept accesses to an object that is about to be used.
     #[inline(always)]
     pub fn unpoison(&self, object: usize) {
-        poison::unpoison(object + self.poisoned_range.start, self.poisoned_range.len());
+        poison::unpoison(object + self.object.poisoned_range.start, self.object.poisoned_range.len());
     }
 
     /// Makes AddressSanitizer report accesses to a free object.
     #[inline(always)]
     pub fn poison(&self, object: usize) {
-        poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
+        poison::poison(object + self.object.poisoned_range.start, self.object.poisoned_range.len());
     }
 
     /// Checks that a NUMA node exists.
@@ -498,7 +492,7 @@ impl Engine {
         if has_surplus {
             self.trim(node, Keep::Reserve);
         }
-        if is_due && self.is_movable && self.used_ratio.load(Relaxed) > 0 {
+        if is_due && self.object.is_movable && self.used_ratio.load(Relaxed) > 0 {
             self.shared.worker.notify();
         }
     }
@@ -614,12 +608,12 @@ impl Engine {
     /// Returns the number of the cache's objects that are not free in their slabs: allocated objects, and free objects
     /// in magazines and barns.
     pub fn used_objects(&self) -> u64 {
-        (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used_objects())).sum()
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used)).sum()
     }
 
     /// Returns the bytes that are charged for the blocks of the cache.
     pub fn resident_bytes(&self) -> u64 {
-        (0..self.node_count()).map(|node| self.with_node(node, |node| node.tally().resident_bytes)).sum()
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.resident_bytes())).sum()
     }
 
     /// Returns the bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node if a thread holds the
@@ -629,10 +623,6 @@ impl Engine {
             return 0;
         }
         (0..self.node_count()).filter_map(|node| self.try_with_node(node, |node| node.kept_bytes())).sum()
-    }
-
-    pub fn has_constructor(&self) -> bool {
-        self.constructor.is_some()
     }
 }
 

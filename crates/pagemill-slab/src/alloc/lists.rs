@@ -12,11 +12,13 @@ pub(crate) struct Lists<const COUNT: usize, const KIND: usize> {
     tails: [u32; COUNT],
 }
 
-impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
-    pub fn new() -> Self {
+impl<const COUNT: usize, const KIND: usize> Default for Lists<COUNT, KIND> {
+    fn default() -> Self {
         Self { heads: [0; COUNT], tails: [0; COUNT] }
     }
+}
 
+impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
     /// Returns the number of the first block in list `list`; `None` if the list is empty.
     pub fn first(&self, list: usize) -> Option<u32> {
         self.heads[list].checked_sub(1)

@@ -180,22 +180,17 @@ impl Slab {
     }
 }
 
-/// Classes of slabs by the share of their objects that is in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub(crate) enum Level {
-    /// The slab has no memory, or was never divided into objects.
-    Bare,
-    /// The slab is set up, and all objects are free.
-    Empty,
-    /// The first of four levels for partial slabs: one level for each quarter of the objects in use.
-    Partial,
-}
-
+/// Level of use of a slab that has no memory, or was never divided into objects. Slabs are classified by the share of
+/// their objects that is in use.
+pub(crate) const BARE_LEVEL: usize = 0;
+/// Level of use of a slab that is set up, and whose objects are all free.
+pub(crate) const EMPTY_LEVEL: usize = 1;
+/// The first of four levels for partial slabs: one level for each quarter of the objects in use.
+pub(crate) const PARTIAL_LEVEL: usize = 2;
 /// Number of levels for partial slabs: one for each quarter of the objects in use.
 const QUARTER_LEVEL_COUNT: usize = 4;
 /// Number of levels of a slab's use: bare, empty, and four partial levels.
-pub(crate) const LEVEL_COUNT: usize = Level::Partial as usize + QUARTER_LEVEL_COUNT;
+pub(crate) const LEVEL_COUNT: usize = PARTIAL_LEVEL + QUARTER_LEVEL_COUNT;
 /// Number of 64-bit words in the set of slabs at one level.
 const SLAB_SET_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
@@ -204,9 +199,9 @@ const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 pub(crate) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     debug_assert!(used <= capacity);
     match used {
-        0 => Some(Level::Empty as usize),
+        0 => Some(EMPTY_LEVEL),
         used if used == capacity => None,
-        used => Some(Level::Partial as usize + used as usize * QUARTER_LEVEL_COUNT / capacity as usize),
+        used => Some(PARTIAL_LEVEL + used as usize * QUARTER_LEVEL_COUNT / capacity as usize),
     }
 }
 
@@ -317,7 +312,7 @@ impl Block {
 
     /// Returns all slabs of the block that are set up. The block has `slabs` slabs.
     pub fn set_up_slabs(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
-        SlabSet(!self.mask_at_level(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
+        SlabSet(!self.mask_at_level(BARE_LEVEL) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
 
     pub fn count_at_level(&self, level: usize) -> u32 {
@@ -326,7 +321,7 @@ impl Block {
 
     /// Adds the first `slabs` slabs of the block to the set of bare slabs.
     pub fn mark_all_bare(&self, slabs: u32) {
-        (0..slabs).for_each(|slab| self.insert(Level::Bare as usize, slab));
+        (0..slabs).for_each(|slab| self.insert(BARE_LEVEL, slab));
     }
 
     /// Removes all slabs of the block from the sets of all levels of use.
@@ -337,7 +332,7 @@ impl Block {
     /// Returns the fullest partial slab of the block. If no slab is partial and `may_be_empty` is true, returns an
     /// empty slab.
     pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
-        let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
+        let least = if may_be_empty { EMPTY_LEVEL } else { PARTIAL_LEVEL };
         (least..LEVEL_COUNT).rev().find_map(|level| self.first_at_level(level))
     }
 }
@@ -398,7 +393,7 @@ mod tests {
     /// The level of a slab must rise with each further quarter of its objects in use. A full slab must have no level.
     #[test]
     fn partial_levels_are_quarters_of_use() {
-        assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
+        assert_eq!(level_of(0, 8), Some(EMPTY_LEVEL));
         let levels: Vec<_> = (1..8).map(|used| level_of(used, 8).unwrap()).collect();
         assert_eq!(levels, [2, 3, 3, 4, 4, 5, 5]);
         assert_eq!(level_of(8, 8), None);
@@ -408,9 +403,9 @@ mod tests {
     #[test]
     fn fullest_slab_is_chosen_first() {
         let block = Block::default();
-        block.insert(Level::Empty as usize, 3);
+        block.insert(EMPTY_LEVEL, 3);
         assert_eq!((block.fullest_slab(false), block.fullest_slab(true)), (None, Some(3)));
-        block.insert(Level::Partial as usize, 100);
+        block.insert(PARTIAL_LEVEL, 100);
         block.insert(LEVEL_COUNT - 1, 70);
         assert_eq!((block.fullest_slab(false), block.count_at_level(LEVEL_COUNT - 1)), (Some(70), 1));
         block.remove(LEVEL_COUNT - 1, 70);

@@ -7,7 +7,7 @@ use crate::alloc::blocks::Blocks;
 use crate::alloc::lists::Lists;
 #[cfg(any(test, feature = "test-util"))]
 use crate::alloc::meta::LEVEL_COUNT;
-use crate::alloc::meta::{BY_USE, Level, ObjectSet, SlabState, level_of};
+use crate::alloc::meta::{BARE_LEVEL, BY_USE, EMPTY_LEVEL, ObjectSet, PARTIAL_LEVEL, SlabState, level_of};
 use crate::alloc::shape::Shape;
 use crate::defrag::candidates::Searches;
 use pagemill_core::units::BLOCK_BYTES;
@@ -56,19 +56,20 @@ pub(crate) enum TargetSlabs {
 }
 
 /// Allocator state of one cache on one node.
+#[derive(Default)]
 pub(crate) struct NodeState {
     pub lists: Lists<USE_LIST_COUNT, BY_USE>,
     pub searches: Searches,
-    blocks: u32,
+    pub blocks: u32,
     idle_blocks: u32,
     /// Number of whole blocks of the cache on the node. The 2 MiB of a whole block are charged and freed together.
     whole_blocks: u32,
     /// Number of slabs that are set up.
-    slabs: u32,
+    pub slabs: u32,
     /// Number of set-up slabs in sparse blocks.
     slabs_in_sparse_blocks: u32,
     /// Number of partial slabs.
-    partial: u32,
+    pub partial: u32,
     /// Number of empty slabs.
     pub empty: u32,
     /// Number of empty slabs in sparse blocks.
@@ -78,7 +79,7 @@ pub(crate) struct NodeState {
     /// For each list of blocks by use, how many of the `bare_slabs` are in blocks of that list.
     pub bare_slabs_in: [u32; USE_LIST_COUNT],
     /// Number of objects that are not free in their slabs: they are allocated, or in magazines and barns.
-    used: u64,
+    pub used: u64,
     /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
     /// For each list of blocks by use, how many of the `free_objects` are in blocks of that list.
@@ -86,20 +87,7 @@ pub(crate) struct NodeState {
     /// Number of objects that users freed into slabs since the last [`crate::alloc::engine::Engine::has_new_frees`].
     pub freed_objects: u64,
     /// Number of lost slabs.
-    lost: u32,
-}
-
-/// Statistics of one slab cache on one NUMA node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tally {
-    pub blocks: u32,
-    pub slabs: u32,
-    pub partial: u32,
-    pub empty: u32,
     pub lost: u32,
-    /// Number of objects that are not free in their slabs.
-    pub used: u64,
-    pub resident_bytes: u64,
 }
 
 /// The allocator state of a slab cache on one NUMA node, together with the block allocator and the layout that
@@ -108,34 +96,6 @@ pub(crate) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
     pub state: &'a mut NodeState,
-}
-
-impl NodeState {
-    pub fn new() -> Self {
-        Self {
-            lists: Lists::new(),
-            searches: Searches::new(),
-            blocks: 0,
-            idle_blocks: 0,
-            whole_blocks: 0,
-            slabs: 0,
-            slabs_in_sparse_blocks: 0,
-            partial: 0,
-            empty: 0,
-            empty_in_sparse_blocks: 0,
-            bare_slabs: 0,
-            bare_slabs_in: [0; USE_LIST_COUNT],
-            used: 0,
-            free_objects: 0,
-            free_objects_in: [0; USE_LIST_COUNT],
-            freed_objects: 0,
-            lost: 0,
-        }
-    }
-
-    pub fn used_objects(&self) -> u64 {
-        self.used
-    }
 }
 
 impl Node<'_> {
@@ -242,8 +202,8 @@ impl Node<'_> {
             return;
         }
         let block = self.blocks.block(block_number);
-        let empty = |level: Option<usize>| u32::from(level == Some(Level::Empty as usize));
-        let partial = |level: Option<usize>| u32::from(level.is_some_and(|level| level >= Level::Partial as usize));
+        let empty = |level: Option<usize>| u32::from(level == Some(EMPTY_LEVEL));
+        let partial = |level: Option<usize>| u32::from(level.is_some_and(|level| level >= PARTIAL_LEVEL));
         let (state, is_sparse) = (&mut *self.state, block.is_sparse.get());
         state.partial = state.partial + partial(after) - partial(before);
         state.empty = state.empty + empty(after) - empty(before);
@@ -280,7 +240,7 @@ impl Node<'_> {
             IDLE_LIST
         } else if block.free_objects.get() > 0 {
             self.list_for_use(block.used.get())
-        } else if block.first_at_level(Level::Bare as usize).is_some() {
+        } else if block.first_at_level(BARE_LEVEL).is_some() {
             FULL_WITH_BARE_LIST
         } else {
             FULL_LIST
@@ -321,7 +281,7 @@ impl Node<'_> {
     pub fn counted_bare_slabs(&self, block_number: u32) -> u32 {
         let block = self.blocks.block(block_number);
         let is_counted = block.is_sparse.get() == 0 && ![IDLE_LIST, EMPTYING_LIST].contains(&block.use_list());
-        if is_counted { block.count_at_level(Level::Bare as usize) } else { 0 }
+        if is_counted { block.count_at_level(BARE_LEVEL) } else { 0 }
     }
 
     /// Removes a block from its list of blocks by use, and from the counters of that list.
@@ -365,7 +325,7 @@ impl Node<'_> {
         self.state.slabs -= block.slabs.get();
         self.state.slabs_in_sparse_blocks -= block.slabs.get() * block.is_sparse.get();
         self.state.free_objects -= u64::from(block.free_objects.get());
-        let empty = block.count_at_level(Level::Empty as usize);
+        let empty = block.count_at_level(EMPTY_LEVEL);
         self.state.empty -= empty;
         self.state.empty_in_sparse_blocks -= empty * block.is_sparse.get();
         Some(block_number)
@@ -383,8 +343,7 @@ impl Node<'_> {
     /// the slab.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
         let block_number = [FULL_WITH_BARE_LIST, IDLE_LIST].into_iter().find_map(|list| {
-            self.blocks_in_list(list)
-                .find(|block| self.blocks.block(*block).first_at_level(Level::Bare as usize).is_some())
+            self.blocks_in_list(list).find(|block| self.blocks.block(*block).first_at_level(BARE_LEVEL).is_some())
         })?;
         self.claim_bare_of(block_number)
     }
@@ -396,7 +355,7 @@ impl Node<'_> {
             let block_meta = self.blocks.block(*block);
             block_meta.is_sparse.get() == 0
                 && block_meta.used.get() >= least
-                && block_meta.first_at_level(Level::Bare as usize).is_some()
+                && block_meta.first_at_level(BARE_LEVEL).is_some()
         };
         let lists = [FULL_WITH_BARE_LIST].into_iter().chain((self.list_for_use(least)..=FULLEST_LIST).rev());
         let block_number = (self.state.bare_slabs > 0)
@@ -407,9 +366,9 @@ impl Node<'_> {
     /// Claims the first bare slab of a block.
     fn claim_bare_of(&mut self, block_number: u32) -> Option<(u32, u32)> {
         let block = self.blocks.block(block_number);
-        let slab = block.first_at_level(Level::Bare as usize)?;
+        let slab = block.first_at_level(BARE_LEVEL)?;
         let before = self.counted_bare_slabs(block_number);
-        block.remove(Level::Bare as usize, slab);
+        block.remove(BARE_LEVEL, slab);
         self.add_bare_slabs(block_number, self.counted_bare_slabs(block_number) as i32 - before as i32);
         debug_assert!(self.blocks.slab(block_number, slab).used_objects() == 0, "a bare slab has no objects");
         block.slabs.add(1);
@@ -429,10 +388,10 @@ impl Node<'_> {
         }
         let is_it = |block: &u32| {
             let block_meta = self.blocks.block(*block);
-            block_meta.is_sparse.get() == 1 && block_meta.first_at_level(Level::Empty as usize).is_some()
+            block_meta.is_sparse.get() == 1 && block_meta.first_at_level(EMPTY_LEVEL).is_some()
         };
         let block_number = (IDLE_LIST..=FULLEST_LIST).find_map(|list| self.blocks_in_list(list).find(is_it))?;
-        let slab = self.blocks.block(block_number).first_at_level(Level::Empty as usize)?;
+        let slab = self.blocks.block(block_number).first_at_level(EMPTY_LEVEL)?;
         self.claim(block_number, slab);
         Some((block_number, slab))
     }
@@ -473,7 +432,7 @@ impl Node<'_> {
         let block = self.blocks.block(block_number);
         debug_assert!(self.blocks.slab(block_number, slab).used_objects() == 0, "a bare slab has no objects");
         self.blocks.slab(block_number, slab).set_state(SlabState::Open);
-        block.insert(Level::Bare as usize, slab);
+        block.insert(BARE_LEVEL, slab);
         block.slabs.sub(1);
         self.state.slabs -= 1;
         self.state.slabs_in_sparse_blocks -= block.is_sparse.get();
@@ -492,19 +451,11 @@ impl Node<'_> {
         u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle_blocks)
     }
 
-    pub fn tally(&self) -> Tally {
-        let state = &self.state;
-        let (whole, sparse) =
-            (state.whole_blocks as usize * BLOCK_BYTES, state.slabs_in_sparse_blocks as usize * self.shape.slab_bytes);
-        Tally {
-            blocks: state.blocks,
-            slabs: state.slabs,
-            partial: state.partial,
-            empty: state.empty,
-            lost: state.lost,
-            used: state.used,
-            resident_bytes: (whole + sparse) as u64,
-        }
+    /// Returns the bytes that are charged for the blocks of the node.
+    pub fn resident_bytes(&self) -> u64 {
+        let whole = self.state.whole_blocks as usize * BLOCK_BYTES;
+        let sparse = self.state.slabs_in_sparse_blocks as usize * self.shape.slab_bytes;
+        (whole + sparse) as u64
     }
 
     /// Checks that each list contains the same blocks when it is followed forwards and backwards, and that blocks
@@ -564,16 +515,16 @@ impl Node<'_> {
                 slabs += block.slabs.get();
                 used += u64::from(own_used);
                 free_objects += u64::from(own_free);
-                empty += block.count_at_level(Level::Empty as usize);
-                partial += (Level::Partial as usize..LEVEL_COUNT).map(|level| block.count_at_level(level)).sum::<u32>();
+                empty += block.count_at_level(EMPTY_LEVEL);
+                partial += (PARTIAL_LEVEL..LEVEL_COUNT).map(|level| block.count_at_level(level)).sum::<u32>();
                 resident += self.blocks.resident_bytes_of(block_number);
-                sparse_empty += block.count_at_level(Level::Empty as usize) * block.is_sparse.get();
+                sparse_empty += block.count_at_level(EMPTY_LEVEL) * block.is_sparse.get();
                 bare += self.counted_bare_slabs(block_number);
             }
         }
         let state = &self.state;
         assert_eq!((state.blocks, state.idle_blocks, state.slabs), (blocks, idle, slabs));
-        assert_eq!((state.partial, state.bare_slabs, self.tally().resident_bytes), (partial, bare, resident));
+        assert_eq!((state.partial, state.bare_slabs, self.resident_bytes()), (partial, bare, resident));
         assert_eq!(
             (state.used, state.free_objects, state.empty, state.empty_in_sparse_blocks),
             (used, free_objects, empty, sparse_empty)

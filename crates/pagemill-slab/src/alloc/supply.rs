@@ -69,7 +69,7 @@ impl Engine {
         let base = self.shared.blocks.addr(block);
         let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
         poison::unpoison(base + self.shape.offset_of(slab, 0), self.shape.slab_bytes);
-        if let Some(constructor) = &self.constructor
+        if let Some(constructor) = &self.object.constructor
             && let Err(panic) = catch_unwind(AssertUnwindSafe(|| objects().for_each(constructor)))
         {
             self.mark_slab_lost(node, block, slab);

@@ -111,7 +111,7 @@ impl Slabs {
             caches.retain(|(_, cache)| cache.strong_count() > 0);
             caches.push((self.created_count.fetch_add(1, Relaxed), weak));
         });
-        if cache.engine().is_movable {
+        if cache.engine().object.is_movable {
             self.worker.start(self);
         }
     }

@@ -3,7 +3,7 @@
 //! Each search visits a bounded number of blocks, under the lock of the node's [`crate::alloc::node::NodeState`].
 
 use crate::alloc::lists::Lists;
-use crate::alloc::meta::{BY_USE, LEVEL_COUNT, Level, SEARCH_QUEUE, SlabSet, SlabState};
+use crate::alloc::meta::{BY_USE, LEVEL_COUNT, PARTIAL_LEVEL, SEARCH_QUEUE, SlabSet, SlabState};
 use crate::alloc::node::{
     FULL_LIST, FULL_WITH_BARE_LIST, FULLEST_LIST, IDLE_LIST, Node, TargetSlabs, USE_CLASS_COUNT, USE_LIST_COUNT,
 };
@@ -51,11 +51,13 @@ struct SearchId {
     id: u32,
 }
 
-impl SearchId {
-    fn new() -> Self {
+impl Default for SearchId {
+    fn default() -> Self {
         Self { key: (0, 0), id: FIRST_SEARCH_ID }
     }
+}
 
+impl SearchId {
     /// Continues the search if its key is `key`, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
@@ -68,6 +70,7 @@ impl SearchId {
 }
 
 /// State of a NUMA node's searches for blocks and slabs to empty.
+#[derive(Default)]
 pub(crate) struct Searches {
     slab_search: SearchId,
     block_search: SearchId,
@@ -80,16 +83,6 @@ pub(crate) struct Searches {
 }
 
 impl Searches {
-    pub fn new() -> Self {
-        Self {
-            slab_search: SearchId::new(),
-            block_search: SearchId::new(),
-            queues: Lists::new(),
-            #[cfg(test)]
-            visited: 0,
-        }
-    }
-
     /// Returns the indices of the lists whose blocks may have less than the percentage of the block search in use.
     /// Blocks with free objects are in lists by eighths in use, so these are the lists up to that percentage. Then
     /// comes `FULL_WITH_BARE_LIST`, which is not divided by use.
@@ -197,7 +190,7 @@ impl Node<'_> {
         if !self.state.searches.block_search.begin((block_pass, percent)) {
             return;
         }
-        self.state.searches.queues = Lists::new();
+        self.state.searches.queues = SearchQueues::default();
         for list in self.state.searches.lists_to_search() {
             let mut at = self.state.lists.first(list);
             while let Some(block_number) = at {
@@ -268,7 +261,7 @@ impl Node<'_> {
         let sparsest_of = |block_number| {
             let block = blocks.block(block_number);
             let is_worthwhile = block.is_sparse.get() == 1 || criteria.percent > 100;
-            let slabs = (Level::Partial as usize..LEVEL_COUNT).flat_map(|level| block.slabs_at_level(level));
+            let slabs = (PARTIAL_LEVEL..LEVEL_COUNT).flat_map(|level| block.slabs_at_level(level));
             let used = |slab: u32| blocks.slab(block_number, slab).used_objects();
             let fits = |slab: &u32| {
                 let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(criteria.percent);
@@ -393,7 +386,7 @@ mod tests {
     #[test]
     fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
-            let mut searches = Searches::new();
+            let mut searches = Searches::default();
             searches.block_search.key.1 = percent;
             searches.lists_to_search().collect::<Vec<_>>()
         };
@@ -408,7 +401,7 @@ mod tests {
     /// A search with another pass or percentage must get a new id. No id may be 0, even after an overflow.
     #[test]
     fn each_search_has_a_nonzero_id() {
-        let mut id = SearchId::new();
+        let mut id = SearchId::default();
         assert!(id.id != 0 && id.begin((7, 50)) && !id.begin((7, 50)));
         let first = id.id;
         assert!(id.begin((7, 51)) && id.begin((8, 51)) && !id.begin((8, 51)));

@@ -24,7 +24,7 @@ impl Engine {
             }
             DeferredAction::Block { .. } => false,
         });
-        let grace = (self.grace)();
+        let grace = (self.object.grace)();
         self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
     }
 

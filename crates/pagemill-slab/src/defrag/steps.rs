@@ -52,7 +52,7 @@ impl Engine {
 
     /// Wakes the background thread if it would find work in this cache.
     fn notify_worker_if_worthwhile(&self) {
-        if self.is_movable && is_step_worthwhile(self) {
+        if self.object.is_movable && is_step_worthwhile(self) {
             self.shared.worker.notify();
         }
     }
@@ -239,7 +239,7 @@ pub(crate) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
     assert_not_isolating();
     drop(engine.drain_magazines()?);
     let nodes = engine.node_count();
-    let mut used: Vec<u64> = (0..nodes).map(|node| engine.with_node(node, |node| node.tally().used)).collect();
+    let mut used: Vec<u64> = (0..nodes).map(|node| engine.with_node(node, |node| node.state.used)).collect();
     let share = used.iter().sum::<u64>().div_ceil(nodes as u64);
     let mut whole = Progress { is_done: true, ..Progress::default() };
     for from in 0..nodes {

@@ -115,17 +115,17 @@ impl NodeInfo {
     /// Returns the statistics of a slab cache on one NUMA node. `cached` is the number of free objects in the node's
     /// barns.
     fn of(node: &Node<'_>, cached: u64) -> Self {
-        let tally = node.tally();
+        let state = &*node.state;
         Self {
-            used: tally.used,
+            used: state.used,
             cached,
-            objects: u64::from(tally.slabs) * u64::from(node.shape.capacity),
-            slabs: tally.slabs,
-            partial: tally.partial,
-            empty: tally.empty,
-            lost: tally.lost,
-            blocks: tally.blocks,
-            resident_bytes: tally.resident_bytes,
+            objects: u64::from(state.slabs) * u64::from(node.shape.capacity),
+            slabs: state.slabs,
+            partial: state.partial,
+            empty: state.empty,
+            lost: state.lost,
+            blocks: state.blocks,
+            resident_bytes: node.resident_bytes(),
         }
     }
 }
@@ -198,12 +198,12 @@ fn cache_info(cache: &dyn Cache) -> Result<SlabInfo> {
     Ok(SlabInfo {
         name: engine.name.clone(),
         kind: cache.kind(),
-        object_bytes: engine.object_bytes,
+        object_bytes: engine.object.user_bytes,
         stride_bytes: shape.stride,
         slab_bytes: shape.slab_bytes,
         objects_per_slab: shape.capacity,
         // Caches by handle use a constructor internally, which is not the user's.
-        has_constructor: engine.has_constructor() && cache.kind() == SlabKind::ByOwner,
+        has_constructor: engine.object.constructor.is_some() && cache.kind() == SlabKind::ByOwner,
         is_debug: engine.checks.is_some(),
         defrag_used_ratio: engine.used_ratio.load(Relaxed),
         remote_node_defrag_ratio: engine.remote_ratio.load(Relaxed),

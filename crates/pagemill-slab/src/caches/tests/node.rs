@@ -39,7 +39,7 @@ fn with_blocks(kind: BlockKind, blocks: usize, last: usize, act: impl FnOnce(&mu
     let shared = slabs.caches.with(|_| slabs.shared()).unwrap();
     let slab_bytes = BLOCK_BYTES / SLABS_PER_BLOCK;
     let shape = Shape::new(slab_bytes / OBJECTS_PER_SLAB, 8, Some(slab_bytes)).unwrap();
-    let mut state = NodeState::new();
+    let mut state = NodeState::default();
     let mut node = Node { shape: &shape, blocks: &shared.blocks, state: &mut state };
     for at in 0..blocks {
         let block = shared.blocks.allocate(0, ExpectedUse::Unknown).unwrap();
