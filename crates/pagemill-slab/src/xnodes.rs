@@ -9,8 +9,7 @@
 use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::shared::SharedState;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;

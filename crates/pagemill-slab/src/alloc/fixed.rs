@@ -3,8 +3,7 @@
 
 use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::insert_error::InsertError;
 use crate::read::batch::Grace;

@@ -79,14 +79,10 @@ impl ThreadSlots {
         // Stored before any bit is set, because `free_inherited` relies on this order.
         self.last_process.store(process, Relaxed);
         for (at, word) in self.taken.iter().enumerate() {
-            let mut bits = word.load(Relaxed);
-            while bits != u64::MAX {
-                let bit = bits.trailing_ones();
-                // Acquire: the thread must see what the previous thread in this slot did with its magazines.
-                match word.compare_exchange(bits, bits | 1 << bit, AcqRel, Relaxed) {
-                    Ok(_) => return Some(at as u32 * 64 + bit),
-                    Err(now) => bits = now,
-                }
+            // Acquire: the thread must see what the previous thread in this slot did with its magazines.
+            let set_lowest = |bits: u64| (bits != u64::MAX).then(|| bits | (bits + 1));
+            if let Ok(before) = word.fetch_update(AcqRel, Relaxed, set_lowest) {
+                return Some(at as u32 * 64 + before.trailing_ones());
             }
         }
         None

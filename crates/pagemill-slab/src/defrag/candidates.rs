@@ -192,9 +192,7 @@ impl Node<'_> {
         }
         self.state.searches.queues = SearchQueues::default();
         for list in self.state.searches.lists_to_search() {
-            let mut at = self.state.lists.first(list);
-            while let Some(block_number) = at {
-                at = UseLists::next(self.blocks, block_number);
+            for block_number in self.state.lists.iter(self.blocks, list) {
                 self.blocks.block(block_number).queued_search.set(self.state.searches.block_search.id);
                 self.state.searches.queues.push_back(self.blocks, list, block_number);
             }

@@ -4,8 +4,7 @@
 
 use crate::alloc::engine::{Constructor, Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;

@@ -8,8 +8,7 @@
 use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::stock::{DrainedBatch, KEY_BATCH_LEN, STOCK_KEY_CAPACITY, STOCK_RETIRED_CAPACITY};
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::drain::DrainGuard;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
@@ -264,6 +263,16 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
+    /// Drops the retired values whose readers have finished. Returns whether retired values still wait.
+    fn drop_finished(&self) -> bool {
+        let (finished, is_left) = self.retired.0.with(|retired| {
+            self.seal(retired);
+            (self.begin_drops(retired), !retired.sealed.is_empty())
+        });
+        self.drop_batches(finished);
+        is_left
+    }
+
     /// Drops values that no thread can reach, and frees their objects. The caller holds no lock.
     fn drop_values(&self, finished: Vec<Vec<u64>>) {
         let mut panic = None;
@@ -371,20 +380,12 @@ impl<T: Movable> Cache for HandleInner<T> {
     }
 
     fn finish_retired(&self) -> bool {
-        let (finished, is_left) = self.retired.0.with(|retired| {
-            self.seal(retired);
-            (self.begin_drops(retired), !retired.sealed.is_empty())
-        });
-        self.drop_batches(finished);
+        let is_left = self.drop_finished();
         self.engine.finish_retired_in_background() || is_left
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        let finished = self.retired.0.with(|retired| {
-            self.seal(retired);
-            self.begin_drops(retired)
-        });
-        self.drop_batches(finished);
+        self.drop_finished();
         steps::run_step(&self.engine, self, budget)
     }
 

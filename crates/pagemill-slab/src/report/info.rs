@@ -1,8 +1,7 @@
 //! Statistics of a cache. They include the statistics of Linux's `slabinfo`.
 
 use crate::alloc::node::Node;
-use crate::cache::Cache;
-use crate::cache::SlabKind;
+use crate::cache::{Cache, SlabKind};
 use crate::defrag::isolating::assert_not_isolating;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Backoff, Relaxed};
