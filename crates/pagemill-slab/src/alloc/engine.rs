@@ -140,18 +140,6 @@ pub(crate) struct Counts {
 }
 
 impl Engine {
-    /// Sets [`Settings::remote_node_defrag_ratio`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadRatio`] if `percent` is above 100.
-    #[cfg_attr(not(feature = "control"), allow(dead_code))]
-    pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
-        check_ratio(percent)?;
-        self.remote_ratio.store(percent, Relaxed);
-        Ok(())
-    }
-
     /// Creates the engine of a new cache, which gets the lowest free cache id.
     ///
     /// # Errors
@@ -326,9 +314,9 @@ impl Engine {
         self.enter().map_or(0, |magazine| magazine.fill(objects, node))
     }
 
-    /// As [`MagazineGuard::drain`], on this thread's magazine. Removes nothing if the thread cannot enter the magazine.
+    /// As [`Magazine::take_oldest`], on this thread's magazine. Removes nothing if the thread cannot enter the magazine.
     fn drain_own_magazine(&self, sheaf: &mut [usize]) -> usize {
-        self.enter().map_or(0, |magazine| magazine.drain(sheaf))
+        self.enter().map_or(0, |magazine| magazine.take_oldest(sheaf))
     }
 
     /// Returns whether an object lies on the NUMA node whose objects the magazine contains.

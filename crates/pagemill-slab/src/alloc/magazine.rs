@@ -37,7 +37,7 @@ const MAGAZINE_CAPACITY: usize = 2 * MAX_SHEAF_LEN;
 /// ([`crate::alloc::thread_slots::begin_child`]).
 #[repr(C, align(1024))]
 pub(crate) struct Magazine {
-    lock: AsymmetricLock,
+    pub lock: AsymmetricLock,
     len: AtomicU32,
     /// Current capacity: 0 until the magazine's thread has opened it.
     capacity: AtomicU32,
@@ -136,12 +136,6 @@ impl MagazineGuard<'_> {
         count
     }
 
-    /// Removes the objects that were added first, up to the length of `sheaf`, and copies them to `sheaf`. Returns the
-    /// number of removed objects.
-    pub fn drain(self, sheaf: &mut [usize]) -> usize {
-        self.take_oldest(sheaf)
-    }
-
     /// Opens the magazine: sets the number of objects that it may hold to `capacity`.
     pub fn open(self, capacity: usize) {
         debug_assert!(capacity <= MAGAZINE_CAPACITY);
@@ -160,9 +154,11 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
-    /// Removes the oldest objects, copies them to `objects`, and moves the others down to the bottom of the stack.
-    /// `len` is 0 while the others move, so a child forked meanwhile finds no object at two positions.
-    fn take_oldest(&self, objects: &mut [usize]) -> usize {
+    /// Removes the objects that were added first, up to the length of `objects`, and copies them to `objects`. Returns
+    /// their number. Only a thread that has entered or drained the magazine calls this.
+    ///
+    /// Moves the other objects down to the bottom of the stack. `len` is 0 while the others move, so a child forked meanwhile finds no object at two positions.
+    pub fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         debug_assert!(len as usize <= MAGAZINE_CAPACITY);
         let count = objects.len().min(len as usize) as u32;
@@ -186,33 +182,11 @@ impl Magazine {
         self.node.load(Relaxed) as usize
     }
 
-    /// Removes the oldest objects and copies them to `objects`. Only a draining thread calls this. Returns the number
-    /// of removed objects.
-    pub fn take_drained(&self, objects: &mut [usize]) -> usize {
-        self.take_oldest(objects)
-    }
-
     /// Closes an empty magazine. Only a draining thread calls this. The magazine's thread must open the magazine before
     /// its next use.
     pub fn reset_drained(&self) {
         debug_assert_eq!(self.len(), 0);
         self.capacity.store(0, Relaxed);
-    }
-
-    /// Begins a drain, which prevents the magazine's thread from entering the magazine.
-    pub fn begin_drain(&self) {
-        self.lock.begin_drain();
-    }
-
-    /// Returns whether the magazine's lock is free: the magazine's thread does not hold it. Called after
-    /// [`Magazine::begin_drain`] and a barrier.
-    pub fn is_not_held_by_owner(&self) -> bool {
-        self.lock.is_not_held_by_owner()
-    }
-
-    /// Ends a drain: the magazine's thread can enter the magazine again.
-    pub fn end_drain(&self) {
-        self.lock.end_drain();
     }
 }
 
@@ -290,7 +264,7 @@ pub(crate) struct Magazines {
     /// End of the open magazines if their threads enter with a barrier ([`Barriers::BothSides`]); else 0.
     fenced_end: AtomicUsize,
     range: &'static MagazineRange,
-    barriers: Barriers,
+    pub barriers: Barriers,
 }
 
 // SAFETY: the pointer refers to entries of a table, which are `Sync`.
@@ -309,10 +283,6 @@ impl Magazines {
             range,
             barriers,
         }
-    }
-
-    pub fn barriers(&self) -> Barriers {
-        self.barriers
     }
 
     /// Enters the magazine of this thread. Returns `None` if the magazine is not open or is being drained.
@@ -418,7 +388,7 @@ mod tests {
         }
 
         fn drain(&self, sheaf: &mut [usize]) -> usize {
-            self.enter().unwrap().drain(sheaf)
+            self.enter().unwrap().take_oldest(sheaf)
         }
     }
 
@@ -448,12 +418,12 @@ mod tests {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             assert!(own.push(1) && own.push(2));
-            magazine.begin_drain();
-            assert!(magazine.is_not_held_by_owner());
+            magazine.lock.begin_drain();
+            assert!(magazine.lock.is_not_held_by_owner());
             assert!(own.pop().is_none() && !own.push(3) && own.fill(&[3], 0) == 0);
             let mut objects = [0; 1];
-            assert_eq!((magazine.take_drained(&mut objects), objects), (1, [1]));
-            magazine.end_drain();
+            assert_eq!((magazine.take_oldest(&mut objects), objects), (1, [1]));
+            magazine.lock.end_drain();
             assert_eq!(own.pop(), Some(2));
         }
     }
@@ -465,15 +435,18 @@ mod tests {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             let is_seen = |entered: MagazineGuard<'_>| {
-                let is_not_held_by_owner = magazine.is_not_held_by_owner();
+                let is_not_held_by_owner = magazine.lock.is_not_held_by_owner();
                 drop(entered);
-                !is_not_held_by_owner && magazine.is_not_held_by_owner()
+                !is_not_held_by_owner && magazine.lock.is_not_held_by_owner()
             };
             assert!(own.enter().is_some_and(is_seen));
-            assert_eq!(own.enter().unwrap().run_entered(|| magazine.is_not_held_by_owner()), Some(false));
-            assert!(own.push(7) && magazine.is_not_held_by_owner());
-            assert_eq!(own.enter().unwrap().pop_together(|| Some(magazine.is_not_held_by_owner())), Some((7, false)));
-            assert!(magazine.is_not_held_by_owner());
+            assert_eq!(own.enter().unwrap().run_entered(|| magazine.lock.is_not_held_by_owner()), Some(false));
+            assert!(own.push(7) && magazine.lock.is_not_held_by_owner());
+            assert_eq!(
+                own.enter().unwrap().pop_together(|| Some(magazine.lock.is_not_held_by_owner())),
+                Some((7, false))
+            );
+            assert!(magazine.lock.is_not_held_by_owner());
         }
     }
 

@@ -156,9 +156,4 @@ impl Engine {
     pub fn new_blocks_are_sparse(&self) -> bool {
         !self.shared.blocks.arena.may_take_huge(ExpectedUse::Unknown)
     }
-
-    /// Records that the next block of a node will probably not be filled soon, so that it becomes sparse.
-    pub fn expect_low_use(&self, node: usize) {
-        self.has_filled_block[node].store(false, Relaxed);
-    }
 }

@@ -70,14 +70,14 @@ impl<'engine> DrainGuard<'engine> {
     fn begin(engine: &'engine Engine, timeout_ns: u64) -> Result<Self> {
         debug_assert!(engine.drain_lock.is_held() && !engine.is_draining.load(Relaxed), "one thread drains");
         engine.is_draining.store(true, Relaxed);
-        engine.opened_magazines().for_each(Magazine::begin_drain);
+        engine.opened_magazines().for_each(|magazine| magazine.lock.begin_drain());
         let drained = Self(engine);
-        if engine.opened_slots().next().is_some() && !engine.magazines.barriers().execute() {
+        if engine.opened_slots().next().is_some() && !engine.magazines.barriers.execute() {
             return Err(Error::Unsupported { what: "the kernel refuses the process-wide memory barrier" });
         }
         let mut backoff = Backoff::new();
         for magazine in engine.opened_magazines() {
-            while !magazine.is_not_held_by_owner() {
+            while !magazine.lock.is_not_held_by_owner() {
                 if backoff.waited_ns() > timeout_ns {
                     return Err(Error::Busy { what: "a thread was stopped inside its magazine" });
                 }
@@ -93,7 +93,7 @@ impl<'engine> DrainGuard<'engine> {
     fn drain_magazine(&self, magazine: &Magazine) {
         let mut objects = [0; MAX_SHEAF_LEN];
         loop {
-            let count = magazine.take_drained(&mut objects);
+            let count = magazine.take_oldest(&mut objects);
             if count == 0 {
                 break;
             }
@@ -118,7 +118,7 @@ impl<'engine> DrainGuard<'engine> {
 impl Drop for DrainGuard<'_> {
     fn drop(&mut self) {
         debug_assert!(self.0.drain_lock.is_held());
-        self.0.opened_magazines().for_each(Magazine::end_drain);
+        self.0.opened_magazines().for_each(|magazine| magazine.lock.end_drain());
         self.0.is_draining.store(false, Relaxed);
         self.0.drain_lock.release();
     }

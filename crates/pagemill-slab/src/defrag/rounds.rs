@@ -247,7 +247,7 @@ impl Worker {
                 engine.shrink_request.with(|request| {
                     if matches!(request, ShrinkRequest::Taken) {
                         *request = ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(
-                            cancelled_error(),
+                            std::io::Error::from_raw_os_error(libc::ECANCELED),
                         )));
                     }
                 });
@@ -285,11 +285,6 @@ impl pagemill_sys::thread::Work for Slabs {
         set_worker();
         self.worker.run(self);
     }
-}
-
-/// Returns the error of a requested shrink during which code of the program panicked.
-fn cancelled_error() -> std::io::Error {
-    std::io::Error::from_raw_os_error(libc::ECANCELED)
 }
 
 /// The background thread's visit to a cache: carries out a requested shrink, if there is one. Otherwise frees retired

@@ -181,7 +181,8 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     let (before, drained) = (engine.resident_bytes(), engine.drain_magazines()?);
     let pass = engine.passes.begin_next();
     let Some((block, slabs)) = engine.with_node(node, |node| node.claim_half_used_block()) else { return Ok(()) };
-    engine.expect_low_use(node);
+    // The next block of the node will probably not be filled soon, so it becomes sparse.
+    engine.has_filled_block[node].store(false, Relaxed);
     let mut run = MigrationRun::new(engine, mover, pass, u64::MAX, u64::MAX);
     run.empty_block(node, block, slabs, (pass, TargetSlabs::Any));
     drop(drained);

@@ -41,7 +41,7 @@ const RECORD_LEN: usize = 256;
 /// Length in bytes of the name field of a record.
 const NAME_LEN: usize = 64;
 
-/// The kind of slab cache that each code in a record stands for.
+/// The kind of slab cache that each code in a record stands for: the kinds in the order of the enum.
 const KIND_OF_CODE: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
 
 /// The statistics of one slab cache on one NUMA node, as read from a record.
@@ -90,11 +90,7 @@ fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; 
     put(96, &[info.objects_per_slab, info.defrag_used_ratio, info.remote_node_defrag_ratio]);
     put(112, &[node as u32]);
     put(208, &[figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks]);
-    bytes[108] = match info.kind {
-        SlabKind::Fixed => 0,
-        SlabKind::ByOwner => 1,
-        SlabKind::ByHandle => 2,
-    };
+    bytes[108] = info.kind as u8;
     bytes[109..112].copy_from_slice(&[info.has_constructor, info.is_debug, info.is_partial].map(u8::from));
     bytes[116] = u8::from(info.is_given_up);
     bytes
@@ -170,10 +166,17 @@ impl ListWriter for Slabs {
         Subject::Slabs
     }
 
+    /// Writes a record for each node of every cache, in order of cache ids. Allocates no memory. If the lock of a node
+    /// is not available within [`MAX_INSPECTION_NS`] for all locks, the record is marked as incomplete.
     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-        self.show(MAX_INSPECTION_NS, |id, info, node, figures| {
-            response.write_record(&to_record(id, info, node, figures))
-        })
+        let (mut backoff, mut from) = (Backoff::new(), 0);
+        while let Some((id, cache)) = self.first_cache_from(from) {
+            info::show(&*cache, (&mut backoff, MAX_INSPECTION_NS), |info, node, figures| {
+                response.write_record(&to_record(id, info, node, figures))
+            })?;
+            from = id + 1;
+        }
+        Ok(())
     }
 }
 
@@ -184,26 +187,6 @@ impl Slabs {
             let rest = &caches[caches.partition_point(|(id, _)| *id < from)..];
             rest.iter().find_map(|(id, cache)| Some((*id, cache.upgrade()?)))
         })
-    }
-
-    /// Calls `show` once for each node of every cache, in order of cache ids, with the statistics of that node.
-    /// Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not available, the
-    /// statistics are marked as partial.
-    ///
-    /// # Errors
-    ///
-    /// Errors of `show`. After an error no further cache is shown.
-    fn show(
-        &self,
-        timeout_ns: u64,
-        mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let (mut backoff, mut from) = (Backoff::new(), 0);
-        while let Some((id, cache)) = self.first_cache_from(from) {
-            info::show(&*cache, (&mut backoff, timeout_ns), |info, node, node_info| show(id, info, node, node_info))?;
-            from = id + 1;
-        }
-        Ok(())
     }
 }
 

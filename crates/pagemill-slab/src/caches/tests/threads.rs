@@ -89,7 +89,7 @@ fn barrier_kind_follows_the_kernel() {
     assert_eq!(barriers == Barriers::DrainerOnly, barrier::register());
     assert!(env::var_os(REFUSED_VARIABLE).is_none() || barriers == Barriers::BothSides);
     let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
-    assert_eq!(cache.engine().magazines.barriers(), barriers);
+    assert_eq!(cache.engine().magazines.barriers, barriers);
 }
 
 /// An allocation must return the object that the thread freed last, until a drain removes that object from the

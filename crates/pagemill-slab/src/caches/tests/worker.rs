@@ -7,6 +7,7 @@ use crate::caches::tests::owner::{Behavior, ItemOwner, Items, cache_of};
 use crate::defrag::rounds::VisitResult;
 use crate::defrag::worker::{ShrinkRequest, Worker, rest_due_after};
 use pagemill_core::instance::Part;
+use pagemill_core::listing::{Action, SlabCommands};
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
@@ -402,7 +403,7 @@ fn shrink_request_ends_with_its_cache() {
     let busy = cache_that_blocks_background_thread(slabs);
     let requested = cache_of(slabs, Settings::new("requested"));
     let ended_on = requested.owner().ended_on.clone();
-    let request = thread::spawn(move || slabs.shrink_one(1));
+    let request = thread::spawn(move || slabs.execute(1, Action::Shrink));
     wait_until("the request", || {
         requested.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Wanted))
     });
@@ -413,7 +414,7 @@ fn shrink_request_ends_with_its_cache() {
     dropper.join().unwrap();
     assert_eq!(ended_on.get(), Some(&dropper_id));
     *busy.owner().behavior.lock().unwrap() = Behavior::Move;
-    assert!(slabs.shrink_one(0).unwrap().is_ok());
+    assert!(slabs.execute(0, Action::Shrink).unwrap().is_ok());
 }
 
 /// The background thread must not rest for the processor time of a requested shrink. For other work it must rest 19
