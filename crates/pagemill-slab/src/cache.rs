@@ -24,7 +24,9 @@ pub enum SlabKind {
 pub(crate) trait Cache: Send + Sync {
     fn engine(&self) -> &Engine;
 
-    fn kind(&self) -> SlabKind;
+    fn kind(&self) -> SlabKind {
+        self.engine().object.kind
+    }
 
     /// Returns the resident bytes of the handle table; 0 if the cache has none.
     fn handle_bytes(&self) -> u64 {

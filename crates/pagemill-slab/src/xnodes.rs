@@ -13,7 +13,7 @@ use crate::cache::{Cache, SlabKind};
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
-use crate::read::batch::{GRACE_TIMEOUT_NS, Grace, wait_for_readers};
+use crate::read::batch::{GRACE_TIMEOUT_NS, wait_for_readers};
 use crate::report::info::{self, SlabInfo};
 use pagemill_core::arena::place;
 use pagemill_core::epoch;
@@ -177,10 +177,6 @@ impl Cache for NodeInner {
         &self.engine
     }
 
-    fn kind(&self) -> SlabKind {
-        SlabKind::ByOwner
-    }
-
     fn shrink(&self) -> Result<u64> {
         self.finish_all_retired_nodes();
         steps::shrink(&self.engine, self)
@@ -310,9 +306,8 @@ impl NodeCache {
             layout,
             user_bytes: layout.size(),
             poisoned_range: 0..0,
-            grace: Grace::of_all,
             constructor: Some(Box::new(constructor)),
-            is_movable: true,
+            kind: SlabKind::ByOwner,
             handles: None,
         };
         let engine = Engine::new(shared, Settings::new(CACHE_NAME), object)?;

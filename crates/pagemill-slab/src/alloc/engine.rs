@@ -23,10 +23,11 @@ use crate::alloc::settings::Settings;
 use crate::alloc::shape::{MAX_SHEAF_LEN, Shape};
 use crate::alloc::shared::SharedState;
 use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset, own_slot};
+use crate::cache::SlabKind;
 use crate::defrag::isolating::assert_not_isolating;
 use crate::defrag::passes::Passes;
 use crate::defrag::worker::ShrinkRequest;
-use crate::read::batch::{Batch, Grace};
+use crate::read::batch::Batch;
 use crate::read::handles::HandleTable;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
@@ -55,13 +56,18 @@ pub(crate) struct ObjectSpec {
     pub poisoned_range: Range<usize>,
     /// Constructor of an object, if it has one.
     pub constructor: Option<Constructor>,
-    /// Whether defragmentation may move objects.
-    pub is_movable: bool,
-    /// Function that begins a grace period for readers of objects.
-    pub grace: fn() -> Grace,
+    /// How objects can be moved.
+    pub kind: SlabKind,
     /// The cache's handle table, if it has one. The table also holds the threads' stocks of free handles and retired
     /// objects.
     pub handles: Option<&'static HandleTable>,
+}
+
+impl ObjectSpec {
+    /// Returns whether defragmentation may move objects.
+    pub fn is_movable(&self) -> bool {
+        self.kind != SlabKind::Fixed
+    }
 }
 
 /// Checks that a ratio of a slab cache is a valid percentage, from 0 to 100.
@@ -480,7 +486,7 @@ impl Engine {
         if has_surplus {
             self.trim(node, Keep::Reserve);
         }
-        if is_due && self.object.is_movable && self.used_ratio.load(Relaxed) > 0 {
+        if is_due && self.object.is_movable() && self.used_ratio.load(Relaxed) > 0 {
             self.shared.worker.notify();
         }
     }

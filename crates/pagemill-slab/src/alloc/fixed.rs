@@ -6,7 +6,6 @@ use crate::alloc::settings::Settings;
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::insert_error::InsertError;
-use crate::read::batch::Grace;
 use pagemill_core::error::Result;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -20,10 +19,6 @@ pub(crate) struct FixedInner(Engine);
 impl Cache for FixedInner {
     fn engine(&self) -> &Engine {
         &self.0
-    }
-
-    fn kind(&self) -> SlabKind {
-        SlabKind::Fixed
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -82,8 +77,7 @@ impl Slabs {
             user_bytes: size_of::<T>(),
             poisoned_range: 0..size_of::<T>(),
             constructor: None,
-            is_movable: false,
-            grace: Grace::of_all,
+            kind: SlabKind::Fixed,
             handles: None,
         };
         self.create_cache(settings, object, FixedInner).map(|inner| FixedSlab { inner, _values: PhantomData })

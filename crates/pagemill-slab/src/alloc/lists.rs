@@ -37,32 +37,35 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         &blocks.block(block_number).links[KIND]
     }
 
+    /// Makes `after` the block that follows `previous` in list `list`. Both are block numbers plus one: after 0 the list
+    /// begins, and before 0 it ends.
+    fn connect(&mut self, blocks: &Blocks, list: usize, previous: u32, after: u32) {
+        match previous.checked_sub(1) {
+            Some(previous) => Self::links(blocks, previous).next.set(after),
+            None => self.heads[list] = after,
+        }
+        match after.checked_sub(1) {
+            Some(after) => Self::links(blocks, after).previous.set(previous),
+            None => self.tails[list] = previous,
+        }
+    }
+
+    /// Inserts a block between two neighbours in list `list`, which are block numbers plus one.
+    fn insert(&mut self, blocks: &Blocks, list: usize, (previous, after): (u32, u32), block_number: u32) {
+        debug_assert!(previous != block_number + 1 && after != block_number + 1, "the block is in no list");
+        Self::links(blocks, block_number).list.set(list as u32);
+        self.connect(blocks, list, previous, block_number + 1);
+        self.connect(blocks, list, block_number + 1, after);
+    }
+
     /// Inserts a block at the front of list `list`. The block must be in no list of this kind.
     pub fn push_front(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
-        let links = Self::links(blocks, block_number);
-        debug_assert!(self.first(list) != Some(block_number), "the block is in no list");
-        let after = std::mem::replace(&mut self.heads[list], block_number + 1);
-        links.list.set(list as u32);
-        links.previous.set(0);
-        links.next.set(after);
-        match after.checked_sub(1) {
-            Some(after) => Self::links(blocks, after).previous.set(block_number + 1),
-            None => self.tails[list] = block_number + 1,
-        }
+        self.insert(blocks, list, (0, self.heads[list]), block_number);
     }
 
     /// Inserts a block at the back of list `list`. The block must be in no list of this kind.
     pub fn push_back(&mut self, blocks: &Blocks, list: usize, block_number: u32) {
-        let links = Self::links(blocks, block_number);
-        debug_assert!(self.tails[list] != block_number + 1, "the block is in no list");
-        let previous = std::mem::replace(&mut self.tails[list], block_number + 1);
-        links.list.set(list as u32);
-        links.previous.set(previous);
-        links.next.set(0);
-        match previous.checked_sub(1) {
-            Some(previous) => Self::links(blocks, previous).next.set(block_number + 1),
-            None => self.heads[list] = block_number + 1,
-        }
+        self.insert(blocks, list, (self.tails[list], 0), block_number);
     }
 
     /// Moves a block to the back of the list that it is in.
@@ -81,14 +84,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         let (head, tail) = (self.heads[list], self.tails[list]);
         debug_assert!(previous.checked_sub(1).map_or(head, next_of) == block_number + 1, "the block is in this list");
         debug_assert!(after.checked_sub(1).map_or(tail, previous_of) == block_number + 1, "the block is in this list");
-        match previous.checked_sub(1) {
-            Some(previous) => Self::links(blocks, previous).next.set(after),
-            None => self.heads[list] = after,
-        }
-        match after.checked_sub(1) {
-            Some(after) => Self::links(blocks, after).previous.set(previous),
-            None => self.tails[list] = previous,
-        }
+        self.connect(blocks, list, previous, after);
     }
 
     /// Checks that each list contains the same blocks when it is followed forwards and backwards.

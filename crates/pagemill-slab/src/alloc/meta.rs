@@ -6,6 +6,7 @@
 #![allow(unsafe_code)] // zero bits are valid metadata
 
 use crate::alloc::shape::{MAX_OBJECTS, MAX_SLABS};
+use crate::alloc::thread_slots::set_bits;
 use pagemill_core::arena::Zeroed;
 use pagemill_core::sync::Relaxed;
 
@@ -60,13 +61,7 @@ impl ObjectSet {
     }
 
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<> {
-        let (mut words, mut at) = (self.0, 0);
-        std::iter::from_fn(move || {
-            at += words[at..].iter().position(|word| *word != 0)?;
-            let object = at as u32 * 64 + words[at].trailing_zeros();
-            words[at] &= words[at] - 1;
-            Some(object)
-        })
+        set_bits(self.0.into_iter()).map(|object| object as u32)
     }
 }
 
@@ -264,12 +259,8 @@ impl SlabSet {
         self.0 |= 1 << slab;
     }
 
-    pub fn iter(mut self) -> impl Iterator<Item = u32> {
-        std::iter::from_fn(move || {
-            let first = (self.0 != 0).then(|| self.0.trailing_zeros())?;
-            self.0 &= self.0 - 1;
-            Some(first)
-        })
+    pub fn iter(self) -> impl Iterator<Item = u32> {
+        set_bits([self.0 as u64, (self.0 >> u64::BITS) as u64].into_iter()).map(|slab| slab as u32)
     }
 }
 

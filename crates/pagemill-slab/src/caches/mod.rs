@@ -54,14 +54,12 @@ pub struct Slabs {
 impl Slabs {
     /// Creates an empty set of caches. Reserves neither memory nor addresses before the first cache.
     pub fn new(arena: &'static Arena) -> Self {
-        let (caches, created_count) = (Guarded::new(Vec::new()), AtomicU64::new(0));
-        let kept_bytes = AtomicU64::new(0);
         Self {
             arena,
             shared: OnceLock::new(),
-            caches,
-            created_count,
-            kept_bytes,
+            caches: Guarded::new(Vec::new()),
+            created_count: AtomicU64::new(0),
+            kept_bytes: AtomicU64::new(0),
             worker: Worker::default(),
             nodes: IndexNodes::default(),
         }
@@ -111,7 +109,7 @@ impl Slabs {
             caches.retain(|(_, cache)| cache.strong_count() > 0);
             caches.push((self.created_count.fetch_add(1, Relaxed), weak));
         });
-        if cache.engine().object.is_movable {
+        if cache.engine().object.is_movable() {
             self.worker.start(self);
         }
     }

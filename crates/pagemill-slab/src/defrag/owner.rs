@@ -2,14 +2,13 @@
 //! the references.
 #![allow(unsafe_code)] // the contract of owners; raw access to objects
 
-use crate::alloc::engine::{Constructor, Engine, ObjectSpec};
+use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
-use crate::read::batch::Grace;
 use pagemill_core::error::Result;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -245,10 +244,6 @@ impl<M: Migrate> Cache for OwnerInner<M> {
         &self.engine
     }
 
-    fn kind(&self) -> SlabKind {
-        SlabKind::ByOwner
-    }
-
     /// Asks the background thread to pack the objects into fewer slabs. Reclaim must not call the owner itself, since
     /// the reclaiming thread may hold any lock.
     fn pack_without_callback(&self) {
@@ -328,16 +323,12 @@ impl Slabs {
         // yet.
         let constructor =
             move |object: usize| unsafe { (object as *mut M::Object).write(constructing_owner.construct()) };
-        let user_bytes = size_of::<M::Object>();
-        let layout = Layout::new::<M::Object>();
-        let (constructor, grace) = (Some(Box::new(constructor) as Constructor), Grace::of_all);
         let object = ObjectSpec {
-            layout,
-            user_bytes,
+            layout: Layout::new::<M::Object>(),
+            user_bytes: size_of::<M::Object>(),
             poisoned_range: 0..0,
-            constructor,
-            is_movable: true,
-            grace,
+            constructor: Some(Box::new(constructor)),
+            kind: SlabKind::ByOwner,
             handles: None,
         };
         let inner = self.create_cache(settings, object, |engine| OwnerInner { engine, owner })?;

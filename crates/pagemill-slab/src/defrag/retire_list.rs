@@ -7,7 +7,8 @@
 use crate::alloc::engine::Engine;
 use crate::alloc::meta::SlabState;
 use crate::alloc::node::Keep;
-use crate::read::batch::{Batch, DeferredAction, GRACE_TIMEOUT_NS, drain_finished, wait_for_readers};
+use crate::cache::SlabKind;
+use crate::read::batch::{Batch, DeferredAction, GRACE_TIMEOUT_NS, Grace, drain_finished, wait_for_readers};
 use crate::read::epochs;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
@@ -24,7 +25,7 @@ impl Engine {
             }
             DeferredAction::Block { .. } => false,
         });
-        let grace = (self.object.grace)();
+        let grace = if self.object.kind == SlabKind::ByHandle { Grace::of_handles() } else { Grace::of_all() };
         self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
     }
 

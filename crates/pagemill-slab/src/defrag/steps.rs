@@ -52,7 +52,7 @@ impl Engine {
 
     /// Wakes the background thread if it would find work in this cache.
     fn notify_worker_if_worthwhile(&self) {
-        if self.object.is_movable && is_step_worthwhile(self) {
+        if self.object.is_movable() && is_step_worthwhile(self) {
             self.shared.worker.notify();
         }
     }

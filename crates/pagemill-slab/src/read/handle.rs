@@ -15,7 +15,7 @@ use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps::{self, SHORT_GRACE_TIMEOUT_NS};
 use crate::insert_error::InsertError;
-use crate::read::batch::{GRACE_TIMEOUT_NS, Grace, drain_finished};
+use crate::read::batch::{GRACE_TIMEOUT_NS, drain_finished};
 use crate::read::deferred_drop::DeferredDrop;
 use crate::read::epochs::{self, Epoch, Guard};
 use crate::read::handles::{Handle, HandleTable, HandleWord, Key, Words};
@@ -345,10 +345,6 @@ impl<T: Movable> Cache for HandleInner<T> {
         &self.engine
     }
 
-    fn kind(&self) -> SlabKind {
-        SlabKind::ByHandle
-    }
-
     fn handle_bytes(&self) -> u64 {
         if self.engine.check_generation().is_ok() { self.handles.resident_bytes() } else { 0 }
     }
@@ -545,8 +541,7 @@ impl Slabs {
             user_bytes: size_of::<T>(),
             poisoned_range: value_at..value_at + size_of::<T>(),
             constructor: Some(Box::new(constructor)),
-            is_movable: true,
-            grace: Grace::of_handles,
+            kind: SlabKind::ByHandle,
             handles: Some(handles),
         };
         let inner = self.create_cache(settings, object, |engine| HandleInner {

@@ -1,22 +1,8 @@
 //! `Debug` of the public types. A `Slot`, `Pinned` or `Removed` shows its value, a cache its name and number of active
 //! objects, `Slabs` the names of its caches, `Moving` and `New` an address, and other types only their type name.
 
-use crate::Candidates;
-use crate::Done;
-use crate::FixedSlab;
-use crate::Guard;
-use crate::HandleMap;
-use crate::Migrate;
-use crate::Movable;
-use crate::Moving;
-use crate::New;
-use crate::OwnerSlab;
-use crate::Pinned;
-use crate::Removed;
-use crate::SlabCache;
-use crate::Slot;
-use crate::Target;
-use crate::caches::Slabs;
+use crate::{Candidates, Done, FixedSlab, Guard, HandleMap, Migrate, Movable, Moving, New, OwnerSlab};
+use crate::{Pinned, Removed, SlabCache, Slabs, Slot, Target};
 use std::fmt::{Debug, Formatter, Result};
 
 fn fmt_cache(cache: &impl SlabCache, name: &str, f: &mut Formatter<'_>) -> Result {
