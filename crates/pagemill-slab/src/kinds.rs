@@ -1,13 +1,9 @@
 //! The trait [`SlabCache`]: operations that all kinds of slab caches have in common.
 
-use crate::FixedSlab;
-use crate::HandleMap;
-use crate::Migrate;
-use crate::Movable;
-use crate::OwnerSlab;
 use crate::cache::Cache;
 use crate::defrag::passes::Progress;
 use crate::report::info::{self, SlabInfo};
+use crate::{FixedSlab, HandleMap, Migrate, Movable, OwnerSlab};
 use pagemill_core::error::Result;
 use std::time::Duration;
 

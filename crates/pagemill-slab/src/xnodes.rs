@@ -10,7 +10,7 @@ use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::shared::SharedState;
 use crate::cache::{Cache, SlabKind};
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::migrate::{Chunk, DestinationSource, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
 use crate::read::batch::{GRACE_TIMEOUT_NS, wait_for_readers};

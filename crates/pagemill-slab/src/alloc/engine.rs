@@ -352,7 +352,7 @@ impl Engine {
         let (word, bit) = (self.opened_slots.get(slot / WORD_BITS)?, 1 << (slot % WORD_BITS));
         if word.load(Relaxed) & bit == 0 {
             let _emptying = self.drain_lock.try_lock()?;
-            let has_stock = self.object.handles.is_none_or(|handles| handles.open_slot(slot));
+            let has_stock = self.object.handles.is_none_or(|handles| handles.stocks.open_slot(slot));
             let has_room = has_stock && self.magazines.open_slot(slot);
             let magazine = has_room.then(|| self.enter()).flatten()?;
             magazine.open(2 * self.shape.sheaf_len);

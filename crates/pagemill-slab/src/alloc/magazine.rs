@@ -14,10 +14,10 @@ use crate::alloc::shape::MAX_SHEAF_LEN;
 use crate::alloc::thread_slots::{MAX_THREADS, NO_SLOT};
 use pagemill_core::arena::{Table, Zeroed};
 use pagemill_core::error::Result;
-use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed, Release};
+use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 use std::hint::assert_unchecked;
 use std::ops::Deref;
-use std::sync::atomic::{self, fence};
+use std::sync::atomic::{AtomicUsize, fence};
 
 /// Minimum number of threads for which a table by thread slot reserves addresses. If not enough addresses are
 /// available, the number of threads is halved, down to this minimum. If even that table does not fit, no slab cache is
@@ -190,47 +190,52 @@ impl Magazine {
     }
 }
 
-/// Creates a table with an entry for each thread slot, or for fewer slots if not enough addresses are available.
-/// Returns the table and the number of entries.
-pub(crate) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
-    let mut threads = MAX_THREADS;
-    loop {
-        match Table::new(threads) {
-            Ok(table) => return Ok((table, threads)),
-            Err(error) if threads == MIN_THREADS => return Err(error),
-            Err(_) => threads /= 2,
-        }
-    }
-}
-
-/// The address range of the magazines of one cache id. Successive caches with this id use the same range. Memory of the
-/// range that was made accessible stays accessible.
-pub(crate) struct MagazineRange {
-    table: Table<Magazine>,
-    /// Number of magazines for which addresses are reserved.
+/// A table with an entry for each thread slot, or for fewer slots if not enough addresses are available. Memory that was
+/// made accessible stays accessible.
+pub(crate) struct ThreadTable<T> {
+    pub entries: Table<T>,
+    /// Number of entries for which addresses are reserved.
     threads: usize,
-    /// Number of magazines whose memory is accessible.
-    opened: atomic::AtomicU32,
+    /// Number of entries that are accessible: the first ones.
+    opened: AtomicUsize,
 }
 
-impl MagazineRange {
-    /// Reserves the addresses of the magazines of all thread slots.
+impl<T: Zeroed> ThreadTable<T> {
+    /// Reserves the addresses of the entries.
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if no addresses are available.
     pub fn new() -> Result<Self> {
-        let (table, threads) = table_by_thread()?;
-        Ok(Self { table, threads, opened: atomic::AtomicU32::new(0) })
+        let mut threads = MAX_THREADS;
+        loop {
+            match Table::new(threads) {
+                Ok(entries) => return Ok(Self { entries, threads, opened: AtomicUsize::new(0) }),
+                Err(error) if threads == MIN_THREADS => return Err(error),
+                Err(_) => threads /= 2,
+            }
+        }
+    }
+
+    /// Makes the entry of a thread slot accessible. Returns false if no memory or addresses are available. Only one
+    /// thread of a cache at a time may call `open_slot`.
+    pub fn open_slot(&self, slot: usize) -> bool {
+        let (opened, end) = (self.opened.load(Relaxed), slot + 1);
+        if end > self.threads || self.entries.open(0, opened, end).is_err() {
+            return false;
+        }
+        // A thread of the previous cache with this table may still be opening an entry.
+        self.opened.fetch_max(end, Relaxed);
+        true
     }
 
     pub fn resident_bytes(&self) -> u64 {
-        match self.opened.load(Relaxed) {
-            0 => 0,
-            opened => self.table.resident_bytes(0, opened as usize),
-        }
+        self.entries.resident_bytes(0, self.opened.load(Relaxed))
     }
 }
+
+/// The magazines of one cache id. Successive caches with this id use the same magazines.
+pub(crate) type MagazineRange = ThreadTable<Magazine>;
 
 /// Byte offset of a thread's magazine from the magazine of slot 0 of the same cache. The offset is precomputed, so the
 /// fast path needs no multiplication.
@@ -277,7 +282,7 @@ impl Magazines {
     /// before [`Magazines::open_slot`].
     pub fn new(range: &'static MagazineRange, barriers: Barriers) -> Self {
         Self {
-            base: range.table.start(),
+            base: range.entries.start(),
             plain_end: AtomicUsize::new(0),
             fenced_end: AtomicUsize::new(0),
             range,
@@ -331,17 +336,14 @@ impl Magazines {
     /// Opens the magazine of a thread slot. Returns false if no memory or addresses are available. Only one thread at a
     /// time may call `open_slot`.
     pub fn open_slot(&self, slot: usize) -> bool {
-        let MagazineRange { table, threads, opened } = self.range;
-        let (before, end) = (opened.load(Relaxed) as usize, slot + 1);
-        if end > *threads || table.open(0, before, end).is_err() {
+        if !self.range.open_slot(slot) {
             return false;
         }
-        opened.store(end.max(before) as u32, Relaxed);
         let may_enter = match self.barriers {
             Barriers::DrainerOnly => &self.plain_end,
             Barriers::BothSides => &self.fenced_end,
         };
-        let end = self.magazine_at(Offset::of(end as u32)).addr();
+        let end = self.magazine_at(Offset::of(slot as u32 + 1)).addr();
         may_enter.store(end.max(may_enter.load(Relaxed)), Release);
         true
     }

@@ -110,9 +110,19 @@ impl<'engine> Destinations<'engine> {
     fn new(engine: &'engine Engine, node: usize, targets: TargetSlabs) -> Self {
         Self { engine, node, targets, taken: [0; MAX_CHUNK_OBJECTS], len: 0, wanted: MAX_CHUNK_OBJECTS }
     }
+}
 
+/// The operations of [`Destinations`] that movers use, as a trait, so that a reference to it has only one lifetime.
+pub(crate) trait DestinationSource {
     /// Allocates a free object as a destination; `None` if the slabs that may receive objects have none.
-    pub fn take(&mut self) -> Option<usize> {
+    fn take(&mut self) -> Option<usize>;
+
+    /// Takes back a destination that no object was moved to, so that another move can use it.
+    fn put_back(&mut self, object: usize);
+}
+
+impl DestinationSource for Destinations<'_> {
+    fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
             let wanted = self.wanted.clamp(1, MAX_CHUNK_OBJECTS);
             self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
@@ -141,8 +151,7 @@ impl<'engine> Destinations<'engine> {
         Some(object)
     }
 
-    /// Takes back a destination that no object was moved to, so that another move can use it.
-    pub fn put_back(&mut self, object: usize) {
+    fn put_back(&mut self, object: usize) {
         self.engine.note_freed(object);
         self.engine.poison(object);
         if self.len < MAX_CHUNK_OBJECTS {

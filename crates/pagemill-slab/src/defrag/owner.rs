@@ -6,7 +6,7 @@ use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::migrate::{Chunk, DestinationSource, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps;
 use pagemill_core::error::Result;
@@ -179,22 +179,6 @@ impl<'object, T> Moving<'object, T> {
 pub struct Target<'step, T> {
     destinations: &'step mut (dyn DestinationSource + 'step),
     _objects: PhantomData<*mut T>,
-}
-
-/// The operations of [`Destinations`], as a trait, so that [`Target`] does not have the lifetime of `Destinations`.
-trait DestinationSource {
-    fn take(&mut self) -> Option<usize>;
-    fn put_back(&mut self, object: usize);
-}
-
-impl DestinationSource for Destinations<'_> {
-    fn take(&mut self) -> Option<usize> {
-        Destinations::take(self)
-    }
-
-    fn put_back(&mut self, object: usize) {
-        Destinations::put_back(self, object);
-    }
 }
 
 impl<T> Target<'_, T> {

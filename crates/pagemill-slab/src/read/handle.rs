@@ -11,7 +11,7 @@ use crate::alloc::stock::{DrainedBatch, KEY_BATCH_LEN, STOCK_KEY_CAPACITY, STOCK
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::drain::DrainGuard;
-use crate::defrag::migrate::{Chunk, Destinations, MoveOutcome, Mover};
+use crate::defrag::migrate::{Chunk, DestinationSource, Destinations, MoveOutcome, Mover};
 use crate::defrag::passes::Progress;
 use crate::defrag::steps::{self, SHORT_GRACE_TIMEOUT_NS};
 use crate::insert_error::InsertError;

@@ -16,12 +16,12 @@
 //! [`stock`]: crate::alloc::stock
 #![allow(unsafe_code)] // unchecked access to words of the table
 
-use crate::alloc::magazine::table_by_thread;
+use crate::alloc::magazine::ThreadTable;
 use crate::alloc::stock::Stock;
 use crate::alloc::thread_slots::WORD_BITS;
 use pagemill_core::arena::{Table, place};
 use pagemill_core::error::{Error, Result};
-use pagemill_core::sync::{Acquire, AtomicU64, AtomicUsize, Guarded, Relaxed, Release};
+use pagemill_core::sync::{Acquire, AtomicU64, Guarded, Relaxed, Release};
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::marker::PhantomData;
@@ -330,12 +330,8 @@ pub(crate) struct HandleTable {
     words_per_page: usize,
     /// Log2 of `words_per_page`.
     page_shift: u32,
-    /// The stocks of free handles and retired objects, by thread slot. The first `opened_stocks` of them are
-    /// accessible.
-    stocks: Table<Stock>,
-    opened_stocks: AtomicUsize,
-    /// Number of thread slots for which addresses of a stock are reserved.
-    threads: usize,
+    /// The stocks of free handles and retired objects, by thread slot.
+    pub stocks: ThreadTable<Stock>,
 }
 
 impl HandleTable {
@@ -346,42 +342,27 @@ impl HandleTable {
     /// [`Error::System`] if no addresses are available.
     pub fn new_static() -> Result<&'static Self> {
         let words_per_page = os_page_bytes() / size_of::<AtomicU64>();
-        let (stocks, threads) = table_by_thread()?;
         place(Self {
             words: Table::new_readable(MAX_HANDLES)?,
             state: Guarded::default(),
             words_per_page,
             page_shift: words_per_page.trailing_zeros(),
-            stocks,
-            opened_stocks: AtomicUsize::new(0),
-            threads,
+            stocks: ThreadTable::new()?,
         })
     }
 
-    /// Makes the stock of a thread slot accessible. Returns false if no memory or addresses are available. Only one
-    /// thread at a time may call `open_slot`.
-    pub fn open_slot(&self, slot: usize) -> bool {
-        let (opened_stocks, end) = (self.opened_stocks.load(Relaxed), slot + 1);
-        if end > self.threads || self.stocks.open(0, opened_stocks, end).is_err() {
-            return false;
-        }
-        // A thread of the previous cache with this table may still be opening a stock.
-        self.opened_stocks.fetch_max(end, Relaxed);
-        true
-    }
-
     /// Returns the stock of a thread slot. The caller must have entered or drained the slot's magazine, which is opened
-    /// only after [`HandleTable::open_slot`].
+    /// only after [`ThreadTable::open_slot`].
     #[inline]
     pub fn stock(&self, slot: usize) -> &Stock {
-        self.stocks.get(slot)
+        self.stocks.entries.get(slot)
     }
 
     /// Frees the memory of an empty stock. The caller must have drained the magazine of the thread slot.
     pub fn discard_stock(&self, slot: usize) {
         if size_of::<Stock>().is_multiple_of(os_page_bytes()) {
             // If the kernel keeps the memory, the stock stays as it is.
-            let _ = self.stocks.discard(slot, 1);
+            let _ = self.stocks.entries.discard(slot, 1);
         }
     }
 
@@ -534,7 +515,7 @@ impl HandleTable {
     /// Returns the resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
         let opened = self.state.with(|state| state.pages.len()) * self.words_per_page;
-        self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.opened_stocks.load(Relaxed))
+        self.words.resident_bytes(0, opened) + self.stocks.resident_bytes()
     }
 }
 
