@@ -17,7 +17,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// As [`Writer::erase`], but only if the entry has this value.
     pub fn erase_value(&mut self, index: u64, value: u64) -> Option<Found> {
-        let place = self.find_slots(index).filter(|place| place.found.value == value)?;
+        let place = self.slots_of_value(index, value)?;
         self.remove_from_slots(&place);
         Some(place.found)
     }
@@ -51,8 +51,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Removes the node with this number if it is empty, then its parents as long as they are empty.
-    fn remove_empty_nodes(&self, number: u32) {
-        let mut number = number;
+    fn remove_empty_nodes(&self, mut number: u32) {
         while number != 0 && self.node(number).used_slots() == 0 {
             let node = self.node(number);
             let above = node.parent();

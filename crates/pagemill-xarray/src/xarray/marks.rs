@@ -23,41 +23,39 @@ impl<N: Nodes> Writer<'_, N> {
     /// Sets a mark of the entry that covers the index. Returns false if no entry covers the index. Cost: a lookup, and
     /// a store for each level that lacks the mark.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
-        self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
+        self.find_slots(index).map(|place| self.set_mark_at(&place, mark)).is_some()
     }
 
-    /// Sets a mark of the entry in the slots `place`. Returns true.
-    fn set_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
+    /// Sets a mark of the entry in the slots `place`.
+    fn set_mark_at(&self, place: &SlotRange, mark: Mark) {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
             number => self.add_mark(number, place.slot, mark as usize),
         }
-        true
     }
 
-    /// Clears a mark of the entry in the slots `place`. Returns true.
-    fn clear_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
+    /// Clears a mark of the entry in the slots `place`.
+    fn clear_mark_at(&self, place: &SlotRange, mark: Mark) {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
             number => self.remove_mark(number, mask_of(place.slot, 1), mark as usize),
         }
-        true
     }
 
     /// As [`Writer::set_mark`], but only if the entry has the value `value`. Returns whether an entry with that value
     /// covers the index.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.slots_of_value(index, value).is_some_and(|place| self.set_mark_at(&place, mark))
+        self.slots_of_value(index, value).map(|place| self.set_mark_at(&place, mark)).is_some()
     }
 
     /// Clears a mark of the entry that covers the index, but only if the entry has the value `value`. Returns whether
     /// an entry with that value covers the index. Cost: as [`Writer::set_mark`].
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
+        self.slots_of_value(index, value).map(|place| self.clear_mark_at(&place, mark)).is_some()
     }
 
     /// Returns the slots of the entry that covers the index; `None` unless the entry has the value `value`.
-    fn slots_of_value(&self, index: u64, value: u64) -> Option<SlotRange> {
+    pub(super) fn slots_of_value(&self, index: u64, value: u64) -> Option<SlotRange> {
         self.find_slots(index).filter(|place| place.found.value == value)
     }
 
@@ -80,8 +78,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Sets a mark of slot `slot` in the node with this number, and of the slots that lead to the node.
-    pub(super) fn add_mark(&self, number: u32, slot: usize, mark: usize) {
-        let (mut number, mut slot) = (number, slot);
+    pub(super) fn add_mark(&self, mut number: u32, mut slot: usize, mark: usize) {
         while number != 0 {
             let node = self.node(number);
             let bit = mask_of(slot, 1);
@@ -95,8 +92,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Clears a mark of the slots in `mask` of the node with this number. Also clears the mark of each slot that leads
     /// to the node, if no slot below has it any more.
-    pub(super) fn remove_mark(&self, number: u32, mask: u64, mark: usize) {
-        let (mut number, mut mask) = (number, mask);
+    pub(super) fn remove_mark(&self, mut number: u32, mut mask: u64, mark: usize) {
         while number != 0 {
             let node = self.node(number);
             if !node.is_marked(mark, mask) {

@@ -87,8 +87,7 @@ mod thread_tests;
 mod walk;
 mod word;
 
-pub use forest::Forest;
-pub use forest::{Forests, Source};
+pub use forest::{Forest, Forests, Source};
 pub use marks::Mark;
 pub use node::Node;
 pub use pagemill_core::epoch::pin;
@@ -172,6 +171,13 @@ pub struct Found {
 }
 
 impl Found {
+    /// Returns the entry of a VALUE word that was found at `index`.
+    #[inline]
+    fn new(word: IndexWord, index: u64) -> Self {
+        let order = word.order();
+        Self { value: word.to_value(), first: word::first_index_of(index, order), order }
+    }
+
     /// Returns the last index that the entry covers.
     #[inline]
     pub fn last(&self) -> u64 {

@@ -20,13 +20,6 @@ pub struct Writer<'a, N: Nodes> {
     has_retired: Cell<bool>,
 }
 
-impl<'a, N: Nodes> Writer<'a, N> {
-    /// Creates the writer of an array whose lock the caller holds. Dropping the writer releases the lock.
-    fn new(array: &'a XArray<N>) -> Self {
-        Self { array, has_retired: Cell::new(false) }
-    }
-}
-
 /// The position of an entry in the tree: its slots in one node.
 pub(super) struct SlotRange {
     /// Number of the node that contains the slots; 0 if the entry is in the root word.
@@ -41,12 +34,12 @@ impl<N: Nodes> XArray<N> {
     /// short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
-        Writer::new(self)
+        Writer { array: self, has_retired: Cell::new(false) }
     }
 
     /// As [`XArray::lock`], but returns `None` if another thread holds the lock.
     pub fn try_lock(&self) -> Option<Writer<'_, N>> {
-        self.lock.try_acquire().then(|| Writer::new(self))
+        self.lock.try_acquire().then(|| Writer { array: self, has_retired: Cell::new(false) })
     }
 }
 
@@ -120,9 +113,7 @@ impl<N: Nodes> Writer<'_, N> {
                 word = slots[slot].load_relaxed();
             }
         }
-        let found =
-            || Found { value: word.to_value(), first: word::first_index_of(index, word.order()), order: word.order() };
-        word.is_value().then(|| SlotRange { node: number, slot, found: found() })
+        word.is_value().then(|| SlotRange { node: number, slot, found: Found::new(word, index) })
     }
 
     /// Returns whether entries of this order can be stored over the range without a new node, because one node contains

@@ -24,8 +24,7 @@ pub struct Hit<'g> {
 impl<'g> Hit<'g> {
     #[inline]
     fn new(slot: &'g IndexSlot, word: IndexWord, index: u64) -> Self {
-        let order = word.order();
-        Self { found: Found { value: word.to_value(), first: word::first_index_of(index, order), order }, slot, word }
+        Self { found: Found::new(word, index), slot, word }
     }
 
     #[inline]
@@ -74,11 +73,7 @@ impl<N: Nodes> XArray<N> {
     /// As [`XArray::load`], for readers that then pin the object that the value refers to.
     #[inline]
     pub fn find<'g>(&'g self, index: u64, _guard: &'g Guard) -> Option<Hit<'g>> {
-        loop {
-            if let Ok(hit) = self.try_find(index) {
-                return hit;
-            }
-        }
+        retry_while_stale(|| self.try_find(index))
     }
 
     /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard, so a node
@@ -107,10 +102,7 @@ impl<N: Nodes> XArray<N> {
             }
             break;
         }
-        word.is_value().then(|| {
-            let order = word.order();
-            Found { value: word.to_value(), first: word::first_index_of(index, order), order }
-        })
+        word.is_value().then(|| Found::new(word, index))
     }
 
     /// Prefetches into the CPU cache the memory that a store or an erasure of an entry of order 0 at `index` accesses.
@@ -164,7 +156,7 @@ impl<N: Nodes> XArray<N> {
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            match self.retry_while_stale(|| self.try_find_or_gap(at, at)) {
+            match retry_while_stale(|| self.try_find_or_gap(at, at)) {
                 LookupResult::Entry(hit) => at = hit.found.last() + 1,
                 LookupResult::Nothing { .. } => return Some(at),
             }
@@ -192,21 +184,12 @@ impl<N: Nodes> XArray<N> {
     ) -> Option<Found> {
         let mut at = from;
         while at <= to {
-            match self.retry_while_stale(|| lookup(at)) {
+            match retry_while_stale(|| lookup(at)) {
                 LookupResult::Entry(hit) => return Some(hit.found),
                 LookupResult::Nothing { last } => at = last.checked_add(1)?,
             }
         }
         None
-    }
-
-    /// Repeats a lookup until it reads no stale word. Returns its result.
-    fn retry_while_stale<'g>(&self, lookup: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
-        loop {
-            if let Ok(seen) = lookup() {
-                return seen;
-            }
-        }
     }
 
     /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap around `index`, as far as
@@ -266,6 +249,16 @@ impl<N: Nodes> XArray<N> {
                 return if is_still { Ok(nothing) } else { Err(StaleWord) };
             }
             word = below;
+        }
+    }
+}
+
+/// Repeats a lookup until it reads no stale word. Returns its result.
+#[inline]
+fn retry_while_stale<T>(lookup: impl Fn() -> Result<T, StaleWord>) -> T {
+    loop {
+        if let Ok(seen) = lookup() {
+            return seen;
         }
     }
 }
