@@ -55,8 +55,9 @@ pub(crate) struct Blocks {
     pub arena: &'static Arena,
     /// Start address of the window that contains all blocks.
     base: usize,
-    /// Whether the blocks lie in the arena, which charges their memory.
-    is_charged: bool,
+    /// Whether the blocks lie in the arena, which charges their memory. Metadata blocks do not, and they are read even
+    /// while they are free.
+    pub is_charged: bool,
     /// Number of blocks of each NUMA node: a power of two.
     blocks_per_node: u32,
     blocks: Table<Block>,
@@ -106,11 +107,8 @@ impl Blocks {
     /// power of two.
     fn blocks_for_each_node(arena: &Arena, blocks: usize) -> Result<usize> {
         let blocks_per_node = (blocks / arena.nodes.count() + 1).next_power_of_two() / 2;
-        if blocks_per_node > 0 {
-            Ok(blocks_per_node)
-        } else {
-            Err(Error::NoAddresses { wanted_bytes: BLOCK_BYTES as u64 })
-        }
+        let error = Error::NoAddresses { wanted_bytes: BLOCK_BYTES as u64 };
+        (blocks_per_node > 0).then_some(blocks_per_node).ok_or(error)
     }
 
     /// Creates the allocator of the window that begins at `base`. Binds each part of the window to its NUMA node, and
@@ -132,12 +130,6 @@ impl Blocks {
             freed_with_memory: AtomicU32::new(0),
             in_use: AtomicU32::new(0),
         })
-    }
-
-    /// Returns whether the memory of the blocks is charged. Metadata blocks are not charged, and they are read even
-    /// while they are free.
-    pub fn is_charged(&self) -> bool {
-        self.is_charged
     }
 
     /// Returns the address range of all blocks.
@@ -191,8 +183,7 @@ impl Blocks {
     pub fn allocate(&self, node: usize, filling: ExpectedUse) -> Result<u32> {
         let wants_whole = self.arena.may_take_huge(filling)
             && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCK_COUNT);
-        let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
-        let (block, has_memory) = found;
+        let (block, has_memory) = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
         debug_assert!(self.node_of(block) == node, "the block belongs to the node");
         let block_meta = self.block(block);
         block_meta.clear_levels();

@@ -22,10 +22,8 @@ impl Engine {
             Some(claimed) => claimed,
             None => {
                 let has_filled_block = self.has_filled_block[node].load(Relaxed);
-                let block = self
-                    .shared
-                    .blocks
-                    .allocate(node, if has_filled_block { ExpectedUse::Full } else { ExpectedUse::Unknown })?;
+                let filling = if has_filled_block { ExpectedUse::Full } else { ExpectedUse::Unknown };
+                let block = self.shared.blocks.allocate(node, filling)?;
                 self.with_node(node, |node| {
                     node.add_block(block);
                     node.claim_bare().expect("a block that is new has slabs to set up")
@@ -96,7 +94,7 @@ impl Engine {
             let at = self.shape.offset_of(slab, 0);
             // SAFETY: the slab is claimed and has no allocated object, so no reference to its contents exists.
             let bytes = unsafe { blocks.discard_slab(block, at, self.shape.slab_bytes) };
-            if bytes.is_some() && blocks.is_charged() {
+            if bytes.is_some() && blocks.is_charged {
                 poison::poison(blocks.addr(block) + at, self.shape.slab_bytes);
             }
             self.with_node(node, |node| match bytes {
@@ -107,7 +105,7 @@ impl Engine {
             freed += bytes;
         }
         while let Some(block) = self.with_node(node, |node| node.remove_idle(keep)) {
-            if blocks.is_charged() {
+            if blocks.is_charged {
                 poison::poison(blocks.addr(block), BLOCK_BYTES);
             }
             freed += blocks.free(block);

@@ -21,9 +21,7 @@ use crate::alloc::engine::Engine;
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::steps;
-#[cfg(not(shuttle))]
-use crate::defrag::worker::set_worker;
-use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_REST_NS, MIN_RETRY_DELAY, ShrinkRequest, Worker};
+use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_REST_NS, MIN_RETRY_DELAY, ShrinkRequest, Worker, set_worker};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed};
@@ -35,7 +33,6 @@ use pagemill_sys::process;
 #[cfg(not(shuttle))]
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
@@ -179,7 +176,7 @@ impl Worker {
         let mut found = VisitResult::Nothing;
         for at in (0..slabs.cache_count()).rev() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
-            let done = self.visit(|| slabs.cache_at(at), visit_cache);
+            let done = self.visit(slabs, at);
             let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *rest_due_ns);
             self.note_cpu_time(before_ns, owes);
             if let Some(done) = done {
@@ -227,18 +224,14 @@ impl Worker {
         VisitResult::Nothing
     }
 
-    /// Finds a cache and runs `act` on it. If `act` panics, the background thread skips the cache until its used ratio
+    /// Visits the cache at position `at` of the list of caches. If a callback panics, the background thread skips the cache until its used ratio
     /// is set or a shrink succeeds. Returns `None` if there is no cache or the thread was stopped.
-    fn visit<T>(
-        &self,
-        find: impl FnOnce() -> Option<Arc<dyn Cache>>,
-        act: impl FnOnce(&dyn Cache) -> Result<T>,
-    ) -> Option<Result<T>> {
+    fn visit(&self, slabs: &Slabs, at: usize) -> Option<Result<VisitResult>> {
         if !self.begin_visit() {
             return None;
         }
-        let done = find().map(|cache| {
-            let done = catch_unwind(AssertUnwindSafe(|| act(&*cache)));
+        let done = slabs.cache_at(at).map(|cache| {
+            let done = catch_unwind(AssertUnwindSafe(|| visit_cache(&*cache)));
             let done = done.unwrap_or_else(|panic| {
                 // The panic's payload is leaked, because its destructor may panic, too.
                 std::mem::forget(panic);
@@ -281,7 +274,6 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
 /// holds. The thread limits its own processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
-        #[cfg(not(shuttle))]
         set_worker();
         self.worker.run(self);
     }

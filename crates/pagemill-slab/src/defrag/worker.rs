@@ -8,7 +8,6 @@ use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
 use pagemill_sys::clock;
-#[cfg(not(shuttle))]
 use std::cell::Cell;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
@@ -95,8 +94,8 @@ pub(crate) struct Worker {
     pub(super) last_freed_ns: AtomicU64,
 }
 
-#[cfg(not(shuttle))]
 thread_local! {
+    /// Whether the current thread is the background thread.
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -223,21 +222,14 @@ impl Worker {
 }
 
 /// Records that the current thread is the background thread.
-#[cfg(not(shuttle))]
 pub(crate) fn set_worker() {
     IS_WORKER.set(true);
 }
 
-/// Returns whether the current thread is the background thread.
-#[cfg(not(shuttle))]
+/// Returns whether the current thread is the background thread. Returns false under shuttle, where all tasks share one
+/// thread.
 pub(crate) fn is_worker() -> bool {
     IS_WORKER.get()
-}
-
-/// Returns false: under shuttle all tasks share one thread, so they cannot be distinguished.
-#[cfg(shuttle)]
-pub(crate) fn is_worker() -> bool {
-    false
 }
 
 /// Returns how many nanoseconds the background thread must rest after a visit: `rest_due_ns`, which were due before,

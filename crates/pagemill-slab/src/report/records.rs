@@ -65,31 +65,29 @@ pub fn shown_name(name: &str) -> String {
     truncated_name(name).chars().map(clean).collect()
 }
 
+/// Writes consecutive words of `N` bytes into a record, the first at offset `at`.
+fn put<const N: usize>(record: &mut [u8; RECORD_LEN], at: usize, words: impl IntoIterator<Item = [u8; N]>) {
+    record[at..].chunks_exact_mut(N).zip(words).for_each(|(place, word)| place.copy_from_slice(&word));
+}
+
 /// Returns the record of a cache on one NUMA node.
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = truncated_name(&info.name);
     bytes[..name.len()].copy_from_slice(name.as_bytes());
     let words = [id, info.object_bytes as u64, info.stride_bytes as u64, info.slab_bytes as u64];
-    let mut put = |at: usize, words: &[u64]| {
-        for (place, word) in bytes[at..].chunks_exact_mut(8).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-    };
-    put(64, &words);
+    put(&mut bytes, 64, words.map(u64::to_le_bytes));
     let SlabInfo { cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes, waiting, .. } =
         *info;
-    put(120, &[cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes]);
-    put(192, &[figures.used, figures.objects]);
-    put(232, &[figures.resident_bytes, figures.cached, waiting]);
-    let mut put = |at: usize, words: &[u32]| {
-        for (place, word) in bytes[at..].chunks_exact_mut(4).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-    };
-    put(96, &[info.objects_per_slab, info.defrag_used_ratio, info.remote_node_defrag_ratio]);
-    put(112, &[node as u32]);
-    put(208, &[figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks]);
+    let of_cache = [cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes];
+    put(&mut bytes, 120, of_cache.map(u64::to_le_bytes));
+    put(&mut bytes, 192, [figures.used, figures.objects].map(u64::to_le_bytes));
+    put(&mut bytes, 232, [figures.resident_bytes, figures.cached, waiting].map(u64::to_le_bytes));
+    let ratios = [info.objects_per_slab, info.defrag_used_ratio, info.remote_node_defrag_ratio];
+    put(&mut bytes, 96, ratios.map(u32::to_le_bytes));
+    put(&mut bytes, 112, [(node as u32).to_le_bytes()]);
+    let slabs_of_node = [figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks];
+    put(&mut bytes, 208, slabs_of_node.map(u32::to_le_bytes));
     bytes[108] = info.kind as u8;
     bytes[109..112].copy_from_slice(&[info.has_constructor, info.is_debug, info.is_partial].map(u8::from));
     bytes[116] = u8::from(info.is_given_up);
