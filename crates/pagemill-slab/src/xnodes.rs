@@ -163,13 +163,6 @@ impl NodeInner {
     fn index(&self) -> &'static dyn NodeIndex {
         *self.index.get().expect("a cache of nodes is known once it has an index")
     }
-
-    /// Frees all retired nodes, if their readers finish within a second.
-    fn finish_all_retired_nodes(&self) {
-        self.finish_retired_without_callback();
-        wait_for_readers(GRACE_TIMEOUT_NS, || !self.index().is_waiting());
-        self.finish_retired_without_callback();
-    }
 }
 
 impl Cache for NodeInner {
@@ -178,7 +171,10 @@ impl Cache for NodeInner {
     }
 
     fn shrink(&self) -> Result<u64> {
-        self.finish_all_retired_nodes();
+        // Frees all retired nodes, if their readers finish in time.
+        self.finish_retired_without_callback();
+        wait_for_readers(GRACE_TIMEOUT_NS, || !self.index().is_waiting());
+        self.finish_retired_without_callback();
         steps::shrink(&self.engine, self)
     }
 

@@ -563,11 +563,7 @@ impl Engine {
     pub fn drain_barns(&self, node: usize) {
         let mut objects = [0; MAX_SHEAF_LEN];
         for barn in self.barns(node) {
-            loop {
-                let count = barn.pop_sheaf(&mut objects);
-                if count == 0 {
-                    break;
-                }
+            while let count @ 1.. = barn.pop_sheaf(&mut objects) {
                 self.with_node(node, |node| objects[..count].iter().for_each(|object| node.free(*object)));
             }
         }

@@ -92,11 +92,7 @@ impl<'engine> DrainGuard<'engine> {
     /// Empties a magazine: returns its objects to their slabs.
     fn drain_magazine(&self, magazine: &Magazine) {
         let mut objects = [0; MAX_SHEAF_LEN];
-        loop {
-            let count = magazine.take_oldest(&mut objects);
-            if count == 0 {
-                break;
-            }
+        while let count @ 1.. = magazine.take_oldest(&mut objects) {
             let is_of_node = |object: &usize| self.0.node_of(*object) == magazine.node();
             debug_assert!(objects[..count].iter().all(is_of_node), "a magazine has objects of one node");
             self.0.with_node(magazine.node(), |node| objects[..count].iter().for_each(|object| node.free(*object)));
