@@ -194,10 +194,20 @@ impl Node {
         self.marks[mark].store(self.marks[mark].load(Relaxed) | mask, Release);
     }
 
+    /// Adds those marks to the slots in `mask` that the slot `slot` of the node `from` has.
+    pub(super) fn copy_marks(&self, from: &Self, slot: usize, mask: u64) {
+        (0..MARKS).filter(|mark| from.is_marked(*mark, mask_of(slot, 1))).for_each(|mark| self.add_mark(mark, mask));
+    }
+
     #[inline]
     pub(super) fn remove_mark(&self, mark: usize, mask: u64) {
         self.marks[mark].store(self.marks[mark].load(Relaxed) & !mask, Release);
     }
+}
+
+/// Returns a mask with the bits of these slots.
+pub(super) fn mask_of_slots(slots: impl Iterator<Item = usize>) -> u64 {
+    slots.fold(0, |mask, slot| mask | mask_of(slot, 1))
 }
 
 /// Returns a mask with the bits of `count` slots, beginning with slot `first`.

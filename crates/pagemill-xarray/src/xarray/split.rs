@@ -2,7 +2,7 @@
 //! old entries or the new ones.
 
 use super::Found;
-use super::node::{MARKS, mask_of};
+use super::node::{MARKS, mask_of, mask_of_slots};
 use super::nodes::Nodes;
 use super::slots::{insert_entry, split_entry};
 use super::stock::NodeStock;
@@ -29,35 +29,27 @@ impl<N: Nodes> Writer<'_, N> {
         let old = place.found;
         assert!(into_order < old.order, "the parts of an entry are smaller");
         assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
-        let shift = self.node(place.node).shift();
+        let node = self.node(place.node);
+        let shift = node.shift();
         let first_of_slot = |slot: usize| old.first + (((slot - place.slot) as u64) << shift);
-        let slots = &self.node(place.node).slots;
         let count = 1 << (old.order - shift);
+        let each = 1 << into_order.saturating_sub(shift);
+        // Readers ignore the marks of the new entries before the split.
+        let parts = (place.slot..place.slot + count).step_by(each);
+        node.copy_marks(node, place.slot, mask_of_slots(parts));
         if into_order >= shift {
-            let each = 1 << (into_order - shift);
-            self.copy_marks_to_parts(&place, count, each);
-            split_entry(slots, place.slot, count, each, |slot| {
+            split_entry(&node.slots, place.slot, count, each, |slot| {
                 let first = first_of_slot(slot);
                 entry_word(first, into_order, value_at(first))
             });
         } else {
-            self.copy_marks_to_parts(&place, count, 1);
-            split_entry(slots, place.slot, count, 1, |slot| {
+            split_entry(&node.slots, place.slot, count, each, |slot| {
                 self.node_of_parts(&place, slot, first_of_slot(slot), into_order, stock, &mut value_at)
             });
             // A single entry of 64 indices may need one level more than the new entries.
             self.remove_unneeded_levels();
         }
         Some(old)
-    }
-
-    /// Copies the marks of the entry at `place` to the first slots of the new entries. Readers ignore these marks
-    /// before the split.
-    fn copy_marks_to_parts(&self, place: &SlotRange, count: usize, each: usize) {
-        let node = self.node(place.node);
-        let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
-        let marked = |mark: &usize| node.is_marked(*mark, mask_of(place.slot, 1));
-        (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
     }
 
     /// Creates a node with the new entries that replace one slot of the entry at `place`. Returns the word that points
@@ -71,20 +63,17 @@ impl<N: Nodes> Writer<'_, N> {
         stock: &mut NodeStock<N>,
         value_at: &mut impl FnMut(u64) -> u64,
     ) -> IndexWord {
-        let above = self.node(place.node);
         let shift = word::shift_of(order);
         let number = self.take_node(place.node, slot, shift, stock);
         let node = self.node(number);
         let each = 1 << (order - shift);
         let begins = (0..SLOTS).step_by(each);
-        let mask = begins.clone().fold(0, |mask, begin| mask | mask_of(begin, 1));
+        node.copy_marks(self.node(place.node), place.slot, mask_of_slots(begins.clone()));
         for begin in begins {
             let index = first + ((begin as u64) << shift);
             insert_entry(&node.slots, begin, each, entry_word(index, order, value_at(index)));
         }
         node.set_used_slots(SLOTS);
-        let marked = |mark: &usize| above.is_marked(*mark, mask_of(place.slot, 1));
-        (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
         IndexWord::node(number, shift)
     }
 
