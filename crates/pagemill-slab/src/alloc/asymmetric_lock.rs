@@ -12,6 +12,7 @@ use pagemill_sys::barrier;
 #[cfg(not(loom))]
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::compiler_fence;
 
 /// Which threads execute a memory barrier for an [`AsymmetricLock`]: only draining threads, or also the threads that
 /// enter.
@@ -38,20 +39,13 @@ impl Barriers {
     /// [`AsymmetricLock::is_not_held_by_owner`]. One call covers any number of magazines. Returns false if the kernel
     /// refused the barrier.
     pub fn execute(self) -> bool {
-        match self {
-            #[cfg(not(loom))]
-            Self::DrainerOnly => barrier::all_threads(),
-            // loom has no process-wide barrier: one fence here and one in `order_entered_before_draining` represent it.
-            #[cfg(loom)]
-            Self::DrainerOnly => {
-                fence(SeqCst);
-                true
-            }
-            Self::BothSides => {
-                fence(SeqCst);
-                true
-            }
+        // loom has no process-wide barrier: the fence below and one in `AsymmetricLock::enter` represent it.
+        #[cfg(not(loom))]
+        if self == Self::DrainerOnly {
+            return barrier::all_threads();
         }
+        fence(SeqCst);
+        true
     }
 }
 
@@ -71,7 +65,13 @@ impl AsymmetricLock {
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.entered.store(1, Relaxed);
-        order_entered_before_draining();
+        // Keeps the compiler from moving the load of `draining` before this store. In the processor, the draining
+        // thread's barrier keeps the two in order.
+        if cfg!(loom) {
+            fence(SeqCst)
+        } else {
+            compiler_fence(SeqCst)
+        }
         self.confirm_entry()
     }
 
@@ -118,16 +118,6 @@ impl AsymmetricLock {
         debug_assert!(self.draining.load(Relaxed) == 1, "a drain ends once");
         self.draining.store(0, Release);
     }
-}
-
-/// Keeps the compiler from moving the magazine's thread's load of `draining` before its store to `entered`. In the
-/// processor, the draining thread's barrier keeps the two in order.
-#[inline(always)]
-fn order_entered_before_draining() {
-    #[cfg(not(loom))]
-    std::sync::atomic::compiler_fence(SeqCst);
-    #[cfg(loom)]
-    fence(SeqCst);
 }
 
 #[cfg(all(loom, test))]

@@ -242,11 +242,10 @@ impl Blocks {
     /// Removes a free block of `node` from a list in `free`, or opens the next of the node's blocks that were never
     /// used. Returns the number of the block and whether the block has memory.
     fn find_free(&self, free: &mut FreeBlocks, node: usize) -> Result<(u32, bool)> {
-        if let Some(block) = self.pop_block(&mut free.with_memory) {
-            return Ok((block, true));
-        }
-        if let Some(block) = self.pop_block(&mut free.without_memory) {
-            return Ok((block, false));
+        for (list, has_memory) in [(&mut free.with_memory, true), (&mut free.without_memory, false)] {
+            if let Some(block) = self.pop_block(list) {
+                return Ok((block, has_memory));
+            }
         }
         debug_assert!(free.opened <= self.blocks_per_node);
         if free.opened == self.blocks_per_node {

@@ -603,7 +603,7 @@ impl Engine {
 
     /// Returns the bytes that are charged for the blocks of the cache.
     pub fn resident_bytes(&self) -> u64 {
-        (0..self.node_count()).map(|node| self.with_node(node, |node| node.resident_bytes())).sum()
+        (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.resident_bytes)).sum()
     }
 
     /// Returns the bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node if a thread holds the

@@ -62,12 +62,11 @@ pub(crate) struct NodeState {
     pub searches: Searches,
     pub blocks: u32,
     idle_blocks: u32,
-    /// Number of whole blocks of the cache on the node. The 2 MiB of a whole block are charged and freed together.
-    whole_blocks: u32,
+    /// Bytes that are charged for the blocks of the node. The 2 MiB of a whole block are charged and freed together,
+    /// those of a sparse block slab by slab.
+    pub resident_bytes: u64,
     /// Number of slabs that are set up.
     pub slabs: u32,
-    /// Number of set-up slabs in sparse blocks.
-    slabs_in_sparse_blocks: u32,
     /// Number of partial slabs.
     pub partial: u32,
     /// Number of empty slabs.
@@ -306,7 +305,7 @@ impl Node<'_> {
         }
         block.mark_all_bare(self.shape.slabs);
         self.state.blocks += 1;
-        self.state.whole_blocks += 1 - block.is_sparse.get();
+        self.state.resident_bytes += u64::from(1 - block.is_sparse.get()) * BLOCK_BYTES as u64;
         self.link(block_number, IDLE_LIST);
     }
 
@@ -321,9 +320,9 @@ impl Node<'_> {
         debug_assert!(block.used.get() == 0 && block.claimed.get() == 0, "no thread uses the block");
         self.unlink(block_number);
         self.state.blocks -= 1;
-        self.state.whole_blocks -= 1 - block.is_sparse.get();
         self.state.slabs -= block.slabs.get();
-        self.state.slabs_in_sparse_blocks -= block.slabs.get() * block.is_sparse.get();
+        let slab_bytes = u64::from(block.slabs.get()) * self.shape.slab_bytes as u64;
+        self.state.resident_bytes -= if block.is_sparse.get() == 1 { slab_bytes } else { BLOCK_BYTES as u64 };
         self.state.free_objects -= u64::from(block.free_objects.get());
         let empty = block.count_at_level(EMPTY_LEVEL);
         self.state.empty -= empty;
@@ -375,7 +374,7 @@ impl Node<'_> {
         debug_assert!(block.slabs.get() <= self.shape.slabs);
         self.blocks.slab(block_number, slab).tried.set(0);
         self.state.slabs += 1;
-        self.state.slabs_in_sparse_blocks += block.is_sparse.get();
+        self.state.resident_bytes += u64::from(block.is_sparse.get()) * self.shape.slab_bytes as u64;
         self.mark_claimed(block_number, slab);
         Some((block_number, slab))
     }
@@ -435,7 +434,7 @@ impl Node<'_> {
         block.insert(BARE_LEVEL, slab);
         block.slabs.sub(1);
         self.state.slabs -= 1;
-        self.state.slabs_in_sparse_blocks -= block.is_sparse.get();
+        self.state.resident_bytes -= u64::from(block.is_sparse.get()) * self.shape.slab_bytes as u64;
         block.claimed.sub(1);
         self.update_use_list(block_number);
     }
@@ -449,13 +448,6 @@ impl Node<'_> {
     /// Returns how many slabs and how many blocks of the node have objects in use, as one sum.
     pub fn used_slabs_and_blocks(&self) -> u64 {
         u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle_blocks)
-    }
-
-    /// Returns the bytes that are charged for the blocks of the node.
-    pub fn resident_bytes(&self) -> u64 {
-        let whole = self.state.whole_blocks as usize * BLOCK_BYTES;
-        let sparse = self.state.slabs_in_sparse_blocks as usize * self.shape.slab_bytes;
-        (whole + sparse) as u64
     }
 
     /// Checks that each list contains the same blocks when it is followed forwards and backwards, and that blocks
@@ -524,7 +516,7 @@ impl Node<'_> {
         }
         let state = &self.state;
         assert_eq!((state.blocks, state.idle_blocks, state.slabs), (blocks, idle, slabs));
-        assert_eq!((state.partial, state.bare_slabs, self.resident_bytes()), (partial, bare, resident));
+        assert_eq!((state.partial, state.bare_slabs, self.state.resident_bytes), (partial, bare, resident));
         assert_eq!(
             (state.used, state.free_objects, state.empty, state.empty_in_sparse_blocks),
             (used, free_objects, empty, sparse_empty)

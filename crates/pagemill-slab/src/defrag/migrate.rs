@@ -239,17 +239,15 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
                 DefragCandidate::Slab(block, slab, most) => {
                     self.empty_slab(node, block, slab, most, (node, TargetSlabs::Partial));
                 }
-                DefragCandidate::Block(block, slabs, targets) => {
-                    self.empty_block(node, block, slabs, (criteria.pass, targets))
-                }
+                DefragCandidate::Block(block, slabs, targets) => self.empty_block(node, block, slabs, targets),
             }
         }
     }
 
     /// Empties a claimed block: moves the objects of those slabs of the block that were claimed with it.
-    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, targets): (u32, TargetSlabs)) {
+    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, targets: TargetSlabs) {
         for slab in slabs.iter() {
-            let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == pass;
+            let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == self.pass;
             let objects = if was_tried { 0 } else { u32::MAX };
             if !self.empty_slab(node, block, slab, objects, (node, targets)) {
                 self.engine.with_node(node, |node| node.blocks.block(block).tried.set(0));

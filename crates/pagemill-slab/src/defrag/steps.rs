@@ -184,7 +184,7 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     // The next block of the node will probably not be filled soon, so it becomes sparse.
     engine.has_filled_block[node].store(false, Relaxed);
     let mut run = MigrationRun::new(engine, mover, pass, u64::MAX, u64::MAX);
-    run.empty_block(node, block, slabs, (pass, TargetSlabs::Any));
+    run.empty_block(node, block, slabs, TargetSlabs::Any);
     drop(drained);
     run.end();
     engine.finish_all_retired()?;

@@ -124,7 +124,7 @@ impl NodeInfo {
             empty: state.empty,
             lost: state.lost,
             blocks: state.blocks,
-            resident_bytes: node.resident_bytes(),
+            resident_bytes: state.resident_bytes,
         }
     }
 }
