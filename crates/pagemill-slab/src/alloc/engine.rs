@@ -29,6 +29,7 @@ use crate::defrag::passes::Passes;
 use crate::defrag::worker::ShrinkRequest;
 use crate::read::batch::Batch;
 use crate::read::handles::HandleTable;
+use pagemill_core::arena::Arena;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU64, Guarded, Lock, Padded, Relaxed, Release};
@@ -87,6 +88,8 @@ pub(crate) fn check_ratio(percent: u32) -> Result<()> {
 /// allocated), all objects have been constructed.
 pub(crate) struct Engine {
     pub shared: &'static SharedState,
+    /// The arena of the blocks in `shared`. Each insertion and removal of a `HandleMap` reads its generation.
+    arena: &'static Arena,
     pub name: Arc<str>,
     /// [`Settings::defrag_used_ratio`], in percent. Can be changed later.
     pub used_ratio: AtomicU32,
@@ -162,7 +165,8 @@ impl Engine {
         settings: Settings,
         mut object: ObjectSpec,
     ) -> Result<Self> {
-        let nodes = shared.blocks.arena.nodes.count();
+        let arena = shared.blocks.arena;
+        let nodes = arena.nodes.count();
         let layout = object.layout;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
         let checks =
@@ -179,12 +183,13 @@ impl Engine {
         stats::add(Counter::SlabCaches, 1);
         Ok(Self {
             shared,
+            arena,
             cache_id,
             used_ratio: AtomicU32::new(settings.defrag_used_ratio),
             remote_ratio: AtomicU32::new(settings.remote_node_defrag_ratio),
             name: settings.name.into(),
             object,
-            generation: shared.blocks.arena.generation(),
+            generation: arena.generation(),
             magazines: Magazines::new(shared.range(cache_id), shared.barriers),
             has_one_node: nodes == 1,
             nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::default()))).collect(),
@@ -217,7 +222,7 @@ impl Engine {
     /// [`Error::WrongState`].
     #[inline]
     pub fn check_generation(&self) -> Result<()> {
-        if self.generation == self.shared.blocks.arena.generation() { Ok(()) } else { Self::fail_in_child() }
+        if self.generation == self.arena.generation() { Ok(()) } else { Self::fail_in_child() }
     }
 
     #[cold]
@@ -372,7 +377,7 @@ impl Engine {
         let has_magazine = self.open_magazine().is_some();
         let mut taken = [0; MAX_SHEAF_LEN];
         let most = if has_magazine { self.shape.sheaf_len } else { 1 };
-        let node = self.shared.blocks.arena.current_node();
+        let node = self.arena.current_node();
         let (node, count) = self.take_objects(node, self.remote_ratio.load(Relaxed), &mut taken[..most])?;
         debug_assert!(count > 0 && count <= most);
         let object = taken[count - 1];
